@@ -1,0 +1,43 @@
+# Every target works alone on a machine with Python 3.11 or newer, make and gcc.
+# Set-up happens in .venv; a stamp per extra keeps a second call from installing.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: run test lint parity bench clean help
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal on real data (quick form)
+	$(BIN)/python -m experiments data_parallel_equivalence --quick
+
+test: $(VENV)/.test  ## set up, then run the tests
+	$(BIN)/python -m pytest -m "not parity"
+
+lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
+	$(BIN)/python -m pytest -m parity tests
+
+bench: $(VENV)/.parity  ## measure speed; prints tables and writes results/bench.json
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove the set-up and all results
+	rm -rf $(VENV) results build *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "jdist needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.%: pyproject.toml | $(BIN)/python
+	@echo "Setting up $(VENV) for '$*' (a few minutes the first time) ..."
+	$(PIP) --editable '.[$*]'
+	@touch $@

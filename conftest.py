@@ -1,0 +1,88 @@
+"""Flags for every test, set before JAX starts; and what the suite's time went into.
+
+Flags go by environment, so that child processes have them too. Sixteen-bit and
+float64 arrays are both wanted, hence x64; mixed dtypes and ranks must be meant, hence
+the strict promotions.
+"""
+
+import os
+from collections import defaultdict
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_ENABLE_X64"] = "1"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+# Seconds on 2 cores that each part of the suite may grow to. Together they keep
+# `.ci/run` under 30 minutes, set-up included; the summary shows what was used.
+BUDGET = {
+    "reduction and data_parallel": 150,
+    "verify": 150,
+    "optim": 150,
+    "segment": 120,
+    "rpc": 180,
+    "autograd": 150,
+    "pipeline": 180,
+    "experiments": 120,
+    "ground": 60,
+}
+PARTS = {"data_parallel": "reduction and data_parallel"} | {
+    part: part for part in BUDGET
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_sees_it(request):
+    """Examples in docstrings run with JAX's own defaults, not with the flags above."""
+    if not isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def rng():
+    """A generator of its own for each test, so that order does not matter."""
+    return np.random.default_rng(20261121)
+
+
+@pytest.fixture
+def mesh():
+    """`mesh(k)`: k CPU devices along the axis "data"."""
+
+    def make(count, types=AxisType.Auto):
+        devices = np.array(jax.devices("cpu")[:count])
+        return jax.sharding.Mesh(devices, ("data",), axis_types=(types,))
+
+    return make
+
+
+def _part(nodeid):
+    folders = Path(nodeid.split("::")[0]).parts[1:]
+    known = (
+        part
+        for name in folders
+        for key, part in PARTS.items()
+        if name.removeprefix("test_").startswith(key.split()[0])
+    )
+    return next(known, "ground")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Shows where the time went, beside the budget of each part."""
+    seconds = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                seconds[_part(report.nodeid)] += report.duration
+    terminalreporter.section("time by part")
+    for part, used in sorted(seconds.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{used:7.1f} s of {BUDGET[part]:4d}  {part}")

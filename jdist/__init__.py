@@ -1,0 +1,16 @@
+"""PyTorch's distributed-training machinery as pure functions in JAX.
+
+Each way of distributing a computation is proved equal to the one-device gradient by
+the library itself. The parts, each usable alone:
+
+- `jdist.optim`: optimizers as pure steps; gradients are passed in.
+- `jdist.data_parallel`: replicas whose gradient is exactly the whole batch's.
+- `jdist.reduction`: the weighted sums behind it.
+- `jdist.verify`: the judge that compares any two ways to a gradient.
+"""
+
+from jdist._errors import JdistError as JdistError
+from jdist._errors import Unavailable as Unavailable
+from jdist._errors import VerificationError as VerificationError
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,44 @@
+"""The exceptions that jdist raises, and the one form of their messages.
+
+A wrong kind of argument is a `TypeError` and a wrong value a `ValueError`, as in
+Python itself. The classes here are for what those two cannot say: a proof that
+failed, or hardware that is not there. All derive from `JdistError`.
+"""
+
+
+class JdistError(Exception):
+    """Base class of the errors that only jdist can raise."""
+
+
+class VerificationError(JdistError, AssertionError):
+    """Two ways to one gradient disagree by more than rounding can explain.
+
+    Raised by `verify.Report.raise_if_failed`. It is an `AssertionError` too, so that
+    a test runner counts it as a failed claim, not as a broken program.
+    """
+
+
+class Unavailable(JdistError):
+    """What was asked for needs hardware or software that is not here.
+
+    A row of the equivalence matrix raises it to be skipped *by name*; the message
+    says what is missing.
+    """
+
+
+def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
+    """Words a refusal: the argument, the rule, what was given, and the way out.
+
+    Args:
+      call: Function and argument, such as `"shard_batch(sizes=...)"`.
+      rule: What the argument must be, such as `"must add up to 8 examples"`.
+      got: What was given; shown with `repr` unless it is a string.
+      remedy: One or more full sentences on what to do instead.
+
+    Example:
+      >>> requirement("sgd(lr=...)", "must be at least 0", -1.0)
+      '`sgd(lr=...)` must be at least 0. Got -1.0.'
+    """
+    shown = got if isinstance(got, str) else repr(got)
+    message = f"`{call}` {rule}. Got {shown}."
+    return f"{message} {remedy}" if remedy else message

@@ -1,0 +1,97 @@
+"""Leaf paths and the splitting of pytrees: what every part needs and nothing more.
+
+A *path* is the text that names a leaf to a person, such as `encoder/w` or `0/bias`.
+Errors, reports and tables all use the same one.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_none(x: object) -> bool:
+    """Whether `x` is None; for `is_leaf`, where None should count as a leaf."""
+    return x is None
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """The name of a leaf, from JAX's key path.
+
+    Example:
+      >>> [path_of(keys) for keys, _ in jax.tree.leaves_with_path({"a": [1, 2]})]
+      ['a/0', 'a/1']
+    """
+    return jax.tree_util.keystr(keys, simple=True, separator="/") or "(root)"
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """All leaves by path, in JAX's order; a None in the place of a leaf is kept.
+
+    Example:
+      >>> named_leaves({"w": 1.0, "b": None})
+      {'b': None, 'w': 1.0}
+    """
+    pairs = jax.tree.leaves_with_path(tree, is_leaf=is_none)
+    return {path_of(keys): leaf for keys, leaf in pairs}
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is a real or complex floating array, so that it has a gradient."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, float | complex | np.inexact)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype to add up in: float32 at least, since 16-bit sums lose what they add.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> [wide_dtype(jnp.dtype(d)).name for d in ("bfloat16", "float64", "complex64")]
+      ['float32', 'float64', 'complex64']
+    """
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else jnp.dtype(dtype)
+
+
+def split_inexact(tree: Any) -> tuple[Any, Any]:
+    """Splits a tree into its floating leaves and the rest, None in the other's place.
+
+    Together with `merge` it lets integers, booleans and PRNG keys stand in a tree of
+    parameters: they are passed on, and their gradient is None.
+    """
+    inexact = jax.tree.map(lambda x: x if is_inexact(x) else None, tree)
+    rest = jax.tree.map(lambda x: None if is_inexact(x) else x, tree)
+    return inexact, rest
+
+
+def merge(first: Any, second: Any) -> Any:
+    """Inverse of `split_inexact`: at each leaf, whichever is not None."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, first, second, is_leaf=is_none
+    )
+
+
+def examples_in(batch: Any, call: str) -> int:
+    """The common leading dimension of all leaves of a batch.
+
+    Args:
+      batch: Pytree of arrays, each of shape `(examples, ...)`.
+      call: The public function that asks, for the error's text.
+
+    Raises:
+      ValueError: The batch has no leaf, a scalar leaf, or leaves of unequal length.
+    """
+    lengths = {path: np.shape(leaf)[:1] for path, leaf in named_leaves(batch).items()}
+    if len(set(lengths.values())) == 1 and () not in lengths.values():
+        return int(next(iter(lengths.values()))[0])
+    shown = ", ".join(
+        f"{path}: {length[0] if length else 'a scalar'}"
+        for path, length in lengths.items()
+    )
+    raise ValueError(
+        f"`{call}` needs a batch whose leaves all have the same first dimension, the "
+        f"examples. Got {shown or 'no leaves at all'}."
+    )

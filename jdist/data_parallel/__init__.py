@@ -1,0 +1,14 @@
+"""Training over replicas whose gradient is exactly the whole batch's.
+
+A batch D is split over K replicas into D_1 .. D_K of B_1 .. B_K examples, and
+
+    dL/dW = sum_i (B_i / B) dL_i/dW
+
+whatever the B_i are. Averaging the replicas' gradients, as if all B_i were equal, is
+the classic mistake; here weights travel with the data, and uneven shards, empty shards
+and masked examples come out right.
+"""
+
+from jdist.data_parallel.gradient import value_and_grad as value_and_grad
+from jdist.data_parallel.shards import shard_batch as shard_batch
+from jdist.reduction import weighted_mean as weighted_mean

@@ -1,0 +1,296 @@
+"""Reductions as partial results that combine: one mechanism for every split.
+
+A batch of examples e with losses l_e and weights w_e is reduced to one loss, and its
+gradient is a sum over examples with *seeds* s_e:
+
+    sum         L = S w l           dL/dW = S s dl/dW             s = w
+    mean        L = S w l / S w     dL/dW = S s dl/dW / S w       s = w
+    max, min    L = extreme of l    dL/dW = S s dl/dW / S s       s = 1 where l = L
+
+(over w > 0 for max and min: ties share equally, as in `jnp.max`.) Each line has the
+same three parts: a value, a sum of seeded gradients, and a total by which the sum is
+divided at the very end. A shard of the batch, or a micro-batch, yields the three for
+its own examples: a `Partial`. Partials combine by addition (for max and min: of those
+that hold the extreme), so that any split gives the whole batch's gradient:
+
+    dL/dW = sum_i (B_i / B) dL_i/dW                 with B_i = S w over shard i
+
+Nothing has to be known of the other shards before the backward pass, a shard without
+examples needs no special case, and because weights enter through the seeds and not
+afterwards, a loss that uses collectives (batch statistics over all replicas) gets its
+right gradient too.
+
+Weights that are negative or NaN give NaN on every replica, and so do weights that are
+all zero (a sum of nothing is 0): inside a compiled function nothing can be refused.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist._compat import tracks_varying_axes, varying_axes
+from jdist._errors import requirement
+from jdist._tree import is_inexact, merge, named_leaves, split_inexact, wide_dtype
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+class Partial(NamedTuple):
+    """What one shard, micro-batch or replica contributes to the batch's gradient."""
+
+    value: jax.Array
+    """Scalar, float32 or wider: S w l, or the extreme loss of the examples here."""
+
+    gradient: Any
+    """Tree like the parameters, float32 or wider: S seed * dl/dW. None where a
+    parameter is not a floating array."""
+
+    weight: jax.Array
+    """Scalar: S w, or the number of examples that hold the extreme. NaN marks a
+    result that must not be trusted, and survives every combination."""
+
+
+def check_reduction(call: str, reduction: str) -> None:
+    """Refuses a name that is not in `REDUCTIONS`."""
+    if reduction not in REDUCTIONS:
+        rule = f"must be one of {', '.join(map(repr, REDUCTIONS))}"
+        raise ValueError(requirement(f"{call}(reduction=...)", rule, reduction))
+
+
+# --- one shard's own part ---
+
+
+def partial(
+    loss_fn: Callable[..., jax.Array],
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+    reduction: str,
+) -> Partial:
+    """One forward and backward pass over the examples at hand, not yet divided.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`, one per example, `(examples,)`.
+      params: Pytree; leaves that are not floating arrays get no gradient.
+      batch: Pytree of arrays, each `(examples, ...)`.
+      weights: `(examples,)`, non-negative; 0 leaves an example out.
+      reduction: One of `REDUCTIONS`.
+
+    Raises:
+      ValueError: `loss_fn` returned something else than one loss per example.
+    """
+    trainable, fixed = split_inexact(params)
+
+    def losses_of(trainable: Any) -> jax.Array:
+        losses = loss_fn(merge(trainable, fixed), batch)
+        _check_losses(losses, weights.shape)
+        return losses
+
+    losses, pull_back = jax.vjp(losses_of, trainable)
+    value, seeds, weight = _seeds(losses, weights, reduction)
+    (gradient,) = pull_back(seeds.astype(losses.dtype))
+    return Partial(value, jax.tree.map(_widen, gradient), weight)
+
+
+def _seeds(
+    losses: jax.Array, weights: jax.Array, reduction: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The value, the cotangent of each loss, and the total of one shard."""
+    losses = _widen(losses)
+    weights = weights.astype(losses.dtype)
+    weights = jnp.where(weights >= 0, weights, jnp.nan)
+    if reduction in ("mean", "sum"):
+        # A loss of weight 0 must not matter, even when it is infinite.
+        weighted = jnp.where(weights == 0, 0, weights * losses)
+        return jnp.sum(weighted), weights, jnp.sum(weights)
+    extreme, excluded = {
+        "max": (jnp.max, -jnp.inf),
+        "min": (jnp.min, jnp.inf),
+    }[reduction]
+    value = extreme(jnp.where(weights == 0, excluded, losses))
+    ties = jnp.where((losses == value) & (weights > 0), 1, 0).astype(losses.dtype)
+    broken = jnp.isnan(value) | jnp.isnan(jnp.sum(weights))
+    return value, ties, jnp.where(broken, jnp.nan, jnp.sum(ties))
+
+
+def _check_losses(losses: Any, expected: tuple[int, ...]) -> None:
+    shape = getattr(losses, "shape", None)
+    if shape == expected and jnp.issubdtype(losses.dtype, jnp.floating):
+        return
+    rule = f"must return one real loss per example, floating, shape {expected}"
+    if shape == ():
+        got = "a scalar, shape ()"
+        remedy = (
+            "Return the losses before their mean or sum; jdist weights and reduces "
+            "them, so that uneven shards count right."
+        )
+    elif shape is None:
+        got = f"a {type(losses).__name__}"
+        remedy = "Return a single array of losses."
+    else:
+        got = f"{losses.dtype} of shape {shape}"
+        remedy = "Sum each example's own terms; keep only the axis of examples."
+    raise ValueError(requirement("loss_fn(params, batch)", rule, got, remedy))
+
+
+def _widen(array: jax.Array) -> jax.Array:
+    return array.astype(wide_dtype(array.dtype))
+
+
+# --- combining parts ---
+
+
+def combine(first: Partial, second: Partial, reduction: str) -> Partial:
+    """The partial of two disjoint sets of examples; the order of sums is as given."""
+    if reduction in ("mean", "sum"):
+        return jax.tree.map(jnp.add, first, second)
+    pick = jnp.maximum if reduction == "max" else jnp.minimum
+    value = pick(first.value, second.value)
+    return Partial(
+        value,
+        jax.tree.map(jnp.add, *(_holders(p, value).gradient for p in (first, second))),
+        _holders(first, value).weight + _holders(second, value).weight,
+    )
+
+
+def all_reduce(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
+    """The partial of all replicas, by `psum`; call it where `axis_name` is bound."""
+    if reduction in ("mean", "sum"):
+        return jax.lax.psum(part, axis_name)
+    pick = jax.lax.pmax if reduction == "max" else jax.lax.pmin
+    value = pick(part.value, axis_name)
+    gradient, weight = jax.lax.psum(_holders(part, value)[1:], axis_name)
+    return Partial(value, gradient, weight)
+
+
+def all_gather(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
+    """The partial of all replicas: every part is gathered, then folded in rank order.
+
+    Same result as `all_reduce` to rounding; it moves K times the data over K replicas,
+    and fixes the order of the sum whatever algorithm the hardware would choose.
+    """
+    gathered = jax.lax.all_gather(part, axis_name)
+    parts = [
+        jax.tree.map(lambda x, rank=rank: x[rank], gathered)
+        for rank in range(jax.lax.axis_size(axis_name))
+    ]
+    return reduce(lambda a, b: combine(a, b, reduction), parts)
+
+
+def finish(part: Partial, reduction: str, like: Any) -> tuple[jax.Array, Any]:
+    """Divides by the total: the loss, and the gradient in the dtypes of `like`."""
+    total = part.weight
+    if reduction == "sum":
+        divided = part.gradient
+        loss = part.value
+    else:
+        divided = jax.tree.map(lambda g: g / _real(total, g), part.gradient)
+        loss = part.value / total if reduction == "mean" else part.value
+    usable = total >= 0 if reduction == "sum" else total > 0
+    loss = jnp.where(usable, loss, jnp.nan)
+    trainable, _ = split_inexact(like)
+    return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), divided, trainable)
+
+
+def _holders(part: Partial, value: jax.Array) -> Partial:
+    """The part if it holds the extreme `value`, else zeros; a NaN weight stays."""
+    holds = part.value == value
+    return Partial(
+        part.value,
+        jax.tree.map(lambda g: jnp.where(holds, g, 0), part.gradient),
+        jnp.where(holds | jnp.isnan(part.weight), part.weight, 0),
+    )
+
+
+def _real(scalar: jax.Array, like: jax.Array) -> jax.Array:
+    """A real scalar in the precision of a real or complex array."""
+    return scalar.astype(jnp.finfo(like.dtype).dtype)
+
+
+# --- for gradients that are already there ---
+
+
+def weighted_mean(tree: Any, weight: Any, axis_name: Hashable) -> Any:
+    """Averages a tree over replicas in proportion to each replica's weight.
+
+        mean = sum_i weight_i * tree_i / sum_i weight_i
+
+    With the number of examples (or of tokens) as weight and each replica's own *mean*
+    gradient as tree, this is the whole batch's gradient, dL/dW = sum_i (B_i/B) dL_i/dW,
+    also where the B_i differ; a plain `pmean` is not. Works inside `jax.shard_map` with
+    and without its check of varying axes, `jax.pmap` and `jax.vmap(axis_name=...)`.
+
+    Args:
+      tree: Pytree of floating arrays; the same structure, shapes and dtypes on all
+        replicas. None leaves stay None.
+      weight: Scalar, this replica's weight, at least 0. A replica of weight 0
+        contributes nothing, even if its tree is NaN.
+      axis_name: Name of the mapped axis, or a tuple of names.
+
+    Returns:
+      Tree like `tree`, equal on all replicas. Sums are made in float32 or wider and
+      returned in the leaf's dtype. NaN everywhere if any weight is negative or NaN or
+      if all are 0: none of that can be refused inside a compiled function.
+
+    Raises:
+      ValueError: `weight` is not a scalar. Or a leaf does not vary over `axis_name`
+        although shard_map checks it: such a leaf has been summed already, by the
+        transposition of a replicated parameter, and would be counted once per replica.
+      TypeError: A leaf is not a floating array.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> gradients = jnp.array([1.0, 4.0])             # of 3 examples and of 1
+      >>> jax.vmap(lambda g, n: weighted_mean(g, n, "data"), axis_name="data")(
+      ...     gradients, jnp.array([3.0, 1.0])
+      ... )
+      Array([1.75, 1.75], dtype=float32)
+
+    References:
+      Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (there unweighted).
+    """
+    if jnp.shape(weight) != ():
+        got = f"shape {jnp.shape(weight)}"
+        remedy = "Give each replica the sum of its examples' weights."
+        rule = "must be one scalar per replica"
+        raise ValueError(requirement("weighted_mean(weight=...)", rule, got, remedy))
+    _check_reducible(tree, axis_name)
+    weight = jnp.asarray(weight)
+    if not is_inexact(weight):
+        weight = weight.astype(jnp.float32)
+    weight = jnp.where(weight >= 0, weight, jnp.nan)
+
+    def weighted(leaf: jax.Array) -> jax.Array:
+        wide = _widen(jnp.asarray(leaf))
+        scale = _real(weight, wide)
+        return jnp.where(scale == 0, 0, scale * wide)
+
+    total = jax.lax.psum((jax.tree.map(weighted, tree), weight), axis_name)
+    return jax.tree.map(
+        lambda s, x: (s / _real(total[1], s)).astype(jnp.result_type(x)), total[0], tree
+    )
+
+
+def _check_reducible(tree: Any, axis_name: Hashable) -> None:
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    checked = [axis for axis in axes if tracks_varying_axes(axis)]
+    for path, leaf in named_leaves(tree).items():
+        if leaf is None:
+            continue
+        if not is_inexact(leaf):
+            got = f"{jnp.result_type(leaf)} at {path}"
+            rule = "must have floating leaves only"
+            raise TypeError(requirement("weighted_mean(tree=...)", rule, got))
+        same_on = [axis for axis in checked if axis not in varying_axes(leaf)]
+        if same_on:
+            raise ValueError(
+                f"`weighted_mean(tree=...)` must differ between replicas, but leaf "
+                f"{path} is the same over axis {same_on[0]!r}. Inside shard_map with "
+                f"check_vma=True the gradient of a replicated parameter arrives "
+                f"already summed over the axis. Differentiate with respect to "
+                f"`jax.lax.pcast(params, {same_on[0]!r}, to='varying')`, or use "
+                f"`data_parallel.value_and_grad`, which does it all."
+            )

@@ -1,0 +1,131 @@
+"""Reads the sources and lists every departure from the house in docs/design.md.
+
+Only the syntax tree is read: nothing is imported, so the check takes milliseconds and
+sees files that would not import.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+GROUND = {"_errors", "_tree", "_compat"}
+MAY_IMPORT = {
+    **{part: set() for part in GROUND},
+    **{part: GROUND for part in ("segment", "reduction", "optim", "verify", "rpc")},
+    "data_parallel": GROUND | {"reduction", "optim"},
+    "autograd": GROUND | {"rpc", "segment", "optim"},
+    "pipeline": GROUND | {"rpc", "segment", "reduction", "optim"},
+    "launch": GROUND | {"rpc"},
+    "__init__": GROUND,
+}
+FILE_LINES = 400
+FUNCTION_LINES = 60
+FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}
+
+
+def violations(root: Path) -> list[str]:
+    """Every departure under `root`, as `file:line: what is wrong`."""
+    found = []
+    for folder in ("jdist", "experiments"):
+        for path in sorted((root / folder).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            text = path.read_text()
+            tree = ast.parse(text, name)
+            found += [f"{name}:{line}: {what}" for line, what in _in_file(name, tree)]
+            if len(text.splitlines()) > FILE_LINES:
+                found.append(f"{name}:1: longer than {FILE_LINES} lines")
+    return found
+
+
+def _in_file(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if not ast.get_docstring(tree):
+        yield 1, "no module docstring"
+    in_library = name.startswith("jdist/")
+    knows_jax = name == "jdist/_compat.py"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _import(name, node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _function(node)
+        elif isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield node.lineno, "bare except"
+        elif isinstance(node, ast.Call) and in_library:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in FORBIDDEN_CALLS and not _is_console(node.func):
+                yield node.lineno, f"{FORBIDDEN_CALLS[called]} in the library"
+        elif (
+            isinstance(node, ast.Attribute) and not knows_jax and _is_private_jax(node)
+        ):
+            yield node.lineno, "private JAX name outside _compat"
+
+
+def _import(name: str, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[int, str]]:
+    if isinstance(node, ast.ImportFrom) and node.level:
+        yield node.lineno, "relative import"
+        return
+    for module, imported in _modules(node):
+        yield from ((node.lineno, what) for what in _one_import(name, module, imported))
+
+
+def _one_import(name: str, module: str, imported: str) -> Iterator[str]:
+    top, *rest = module.split(".")
+    names_private = any(map(_is_private, [*rest, imported]))
+    part = _part(name)
+    if top == "jax" and names_private and name != "jdist/_compat.py":
+        yield "private JAX name outside _compat"
+    is_schedule = part == "pipeline" and Path(name).name.startswith("schedule")
+    if is_schedule and (top == "jax" or module.startswith("jdist.rpc")):
+        yield f"a schedule file imports {module}"
+    if top != "jdist":
+        return
+    target = rest[0] if rest else imported
+    if name.startswith("experiments/"):
+        if names_private:
+            yield f"an experiment imports a private name, {module}.{imported}"
+    elif target not in {part, "", "__version__"} | MAY_IMPORT[part]:
+        yield f"{part} imports {target}, which is not below it"
+
+
+def _modules(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
+    if isinstance(node, ast.Import):
+        return [(alias.name, "") for alias in node.names]
+    return [(node.module or "", alias.name) for alias in node.names]
+
+
+def _part(name: str) -> str:
+    return Path(name).parts[1].removesuffix(".py")
+
+
+def _function(
+    node: ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Iterator[tuple[int, str]]:
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node):
+        docstring = node.body[0]
+        lines -= (docstring.end_lineno or 0) - docstring.lineno + 1
+    if lines > FUNCTION_LINES:
+        yield node.lineno, f"{node.name} is longer than {FUNCTION_LINES} lines"
+
+
+def _is_console(function: ast.expr) -> bool:
+    """`console.print` of rich is how the command lines speak; `print` is not."""
+    return (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id == "console"
+    )
+
+
+def _is_private_jax(node: ast.Attribute) -> bool:
+    inner: ast.expr = node.value
+    while isinstance(inner, ast.Attribute):
+        inner = inner.value
+    return (
+        isinstance(inner, ast.Name)
+        and inner.id in {"jax", "jnp"}
+        and _is_private(node.attr)
+    )
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
