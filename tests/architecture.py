@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GROUND = {"_errors", "_tree", "_compat"}
+NOTHING: set[str] = set()
 MAY_IMPORT = {
-    **{part: set() for part in GROUND},
-    **{part: GROUND for part in ("segment", "reduction", "optim", "verify", "rpc")},
+    **dict.fromkeys(GROUND, NOTHING),
+    **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "data_parallel": GROUND | {"reduction", "optim"},
     "autograd": GROUND | {"rpc", "segment", "optim"},
     "pipeline": GROUND | {"rpc", "segment", "reduction", "optim"},

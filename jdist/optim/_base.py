@@ -109,6 +109,7 @@ class Optimizer:
           TypeError: An override is not one of the optimizer's numeric hyperparameters.
         """
         h = self._overridden(overrides)
+        structure: Any
         pairs, structure = jax.tree_util.tree_flatten_with_path(params)
         grad_leaves = self._matching(structure, grads, "grads", params)
         state_leaves = self._matching(structure, state, "state", params)
