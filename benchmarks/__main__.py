@@ -1,0 +1,35 @@
+"""`python -m benchmarks [NAME ...]`: runs benchmarks, prints tables, writes JSON."""
+
+import argparse
+import importlib
+import pkgutil
+from pathlib import Path
+
+from rich.console import Console
+
+import benchmarks
+from benchmarks import _harness
+
+
+def main() -> None:
+    """Runs the named benchmarks, or all."""
+    modules = pkgutil.iter_modules(benchmarks.__path__)
+    names = [module.name for module in modules if not module.name.startswith("_")]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=Path("results/bench"))
+    options = parser.parse_args()
+    unknown = set(options.names) - set(names)
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(names)}")
+    console = Console()
+    for name in options.names or names:
+        module = importlib.import_module(f"benchmarks.{name}")
+        console.print(f"[bold]{name}[/bold]: {module.__doc__.splitlines()[0]}")
+        cases = module.measure()
+        console.print(_harness.table(name, cases))
+        console.print(f"written to {_harness.write(options.out, name, cases)}\n")
+
+
+if __name__ == "__main__":
+    main()

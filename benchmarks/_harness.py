@@ -1,0 +1,133 @@
+"""Timing contenders side by side, and writing down what was measured where."""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds per call over all rounds: median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One job, done by several contenders; the first is what the others are held to.
+
+    Attributes:
+      name: The job, with its sizes.
+      timings: Contender to seconds per call.
+      limit: Seconds that physics allows (bytes over bandwidth, FLOPs over peak), or
+        None where no such limit is meant.
+      note: What the reader must know: the limit's derivation, threads, a goal.
+    """
+
+    name: str
+    timings: Mapping[str, Timing]
+    limit: float | None = None
+    note: str = ""
+
+
+def race(
+    contenders: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 20,
+    calls: int = 1,
+    warmup: int = 2,
+) -> dict[str, Timing]:
+    """Times each contender once a round, in turn.
+
+    Args:
+      contenders: Functions without arguments; a JAX result is waited for.
+      rounds: Rounds counted.
+      calls: Calls per round, for jobs shorter than the clock is fine; the time of one
+        is reported.
+      warmup: Rounds not counted, for compilation and caches.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(warmup + rounds):
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                result = contender()
+            jax.block_until_ready(result)
+            if turn >= warmup:
+                seconds[name].append((time.perf_counter() - start) / calls)
+    return {name: _timing(values) for name, values in seconds.items()}
+
+
+def _timing(values: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(values, n=4)
+    return Timing(median, low, high, len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a figure comes from."""
+
+    machine: str = field(default_factory=platform.platform)
+    processor: str = field(default_factory=lambda: _processor())
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    device: str = field(default_factory=lambda: jax.devices()[0].device_kind)
+    python: str = field(default_factory=platform.python_version)
+    jax: str = jax.__version__
+    jdist: str = field(default_factory=lambda: metadata.version("jdist"))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    models = (line.split(":", 1)[1] for line in lines if line.startswith("model name"))
+    return next(models, platform.processor()).strip()
+
+
+def table(name: str, cases: list[Case]) -> Table:
+    """The cases as a table; ratios are to each case's first contender."""
+    shown = Table("job", "contender", "median", "middle half", "ratio", title=name)
+    for case in cases:
+        first = next(iter(case.timings.values())).median
+        title = case.name
+        for contender, timing in case.timings.items():
+            half = f"{_duration(timing.low)} .. {_duration(timing.high)}"
+            ratio = f"{timing.median / first:.2f}"
+            shown.add_row(title, contender, _duration(timing.median), half, ratio)
+            title = ""
+        if case.limit is not None:
+            share = f"{case.limit / first:.0%} of first"
+            shown.add_row("", "physical limit", _duration(case.limit), "", share)
+        if case.note:
+            shown.add_row("", f"[dim]{case.note}[/dim]", "", "", "")
+        shown.add_section()
+    return shown
+
+
+def write(folder: Path, name: str, cases: list[Case]) -> Path:
+    """Writes the cases and their environment as JSON; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    record = {"environment": asdict(Environment()), "cases": [asdict(c) for c in cases]}
+    path.write_text(json.dumps(record, indent=1))
+    return path
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
