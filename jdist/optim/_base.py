@@ -1,81 +1,71 @@
 """The form that all optimizers share, and the driver that applies a rule per leaf.
 
-An algorithm's file gives two small functions: `init_leaf(param) -> state`, and
-`step_leaf(param, grad, state, h) -> (param, state)` with `h` its hyperparameters. All
-that is the same for every algorithm is here, once: walking the tree, skipping None,
-precision, validation, and overriding a hyperparameter for one step.
+An `Optimizer` is a pair of pure functions over whole trees. Most are made by
+`leafwise` out of two small functions over one array each:
+
+    init_leaf(param) -> state                          a NamedTuple with a `step` count
+    step_leaf(param, grad, state, h) -> (param, state)     h: hyperparameters by name
+
+All that is the same for every algorithm is here, once: walking the tree, skipping
+None, precision, validation, schedules, and overriding a hyperparameter for one step.
 
 A parameter whose gradient is None does not change, nor do its state and its step
 count, bit for bit. A leaf that is not a floating array is never updated.
 
-16-bit parameters and their state are widened to float32 within a step and rounded once
-at its end, so that an update smaller than the parameter's spacing is rounded, not lost
-operation by operation. The state has the dtype of its parameter.
+Precision. 16-bit parameters and their state are widened to float32 within a step and
+rounded once at its end, where torch rounds after every operation. Moments and buffers
+are kept in the dtype of their parameter; scalars that are no counts in float32 or
+wider. A complex parameter is two real ones, as in torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import is_inexact, is_none, path_of, wide_dtype
+from jdist.optim._hyper import Hyperparameter, check_overrides, resolved
 
-LeafState = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a hyperparameter must satisfy; checked whenever its value can be seen."""
-
-    name: str
-    says: str
-    holds: Callable[[Any], bool]
+InitLeaf: TypeAlias = Callable[[jax.Array], Any]
+StepLeaf: TypeAlias = Callable[
+    [jax.Array, jax.Array, Any, SimpleNamespace], tuple[jax.Array, Any]
+]
 
 
-def at_least_zero(*names: str) -> list[Rule]:
-    """The rule that most of torch's hyperparameters share."""
-    return [Rule(name, "must be at least 0", lambda x: x >= 0) for name in names]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Optimizer:
     """A pure optimizer: how to make the state, and how to make a step.
 
     Attributes:
-      name: The algorithm's name, as in `optim.sgd`.
-      hyperparameters: All of its arguments, by torch's names.
-      init_leaf: `init_leaf(param) -> state` of one leaf.
-      step_leaf: `step_leaf(param, grad, state, h) -> (param, state)` of one leaf.
-      rules: What the numeric hyperparameters must satisfy.
-      fixed: Hyperparameters that shape the program or the state and so cannot be
-        overridden in a step, with the reason.
+      name: The constructor's name, such as `adam`; it stands in every error.
+      init_tree: `init_tree(params) -> state`.
+      step_tree: `step_tree(params, grads, state, overrides) -> (params, state)`.
+      hyperparameters: What a step can override, and what is fixed, by torch's names.
+      loss_factor: `loss_factor(state) -> factor` of `scale_loss`; None stands for 1.
     """
 
     name: str
-    hyperparameters: Mapping[str, Any]
-    init_leaf: Callable[[jax.Array], LeafState]
-    step_leaf: Callable[..., tuple[jax.Array, LeafState]]
-    rules: Sequence[Rule] = ()
-    fixed: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuses hyperparameters that break a rule."""
-        self._check(self.hyperparameters)
+    init_tree: Callable[[Any], Any]
+    step_tree: Callable[[Any, Any, Any, Mapping[str, Any]], tuple[Any, Any]]
+    hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
+    loss_factor: Callable[[Any], jax.Array] | None = None
 
     def init(self, params: Any) -> Any:
-        """The state before the first step: each floating leaf's own NamedTuple.
+        """The state before the first step.
 
         Args:
-          params: Any pytree.
+          params: Any pytree: dicts, dataclasses, Flax NNX modules and states.
 
         Returns:
-          Tree like `params`, with a NamedTuple in the place of each floating leaf and
-          None in the place of any other.
+          For the algorithms of `jdist.optim`: tree like `params`, with the algorithm's
+          NamedTuple in the place of each floating leaf and None in that of any other,
+          placed and sharded as the parameter is. Others say what they return.
 
         Raises:
           ValueError: `params` has no leaves.
@@ -83,9 +73,7 @@ class Optimizer:
         if not jax.tree.leaves(params):
             rule = "must have at least one leaf"
             raise ValueError(requirement(f"{self.name}.init(params)", rule, "none"))
-        return jax.tree.map(
-            lambda p: self.init_leaf(jnp.asarray(p)) if is_inexact(p) else None, params
-        )
+        return self.init_tree(params)
 
     def step(
         self, params: Any, grads: Any, state: Any, **overrides: Any
@@ -95,7 +83,9 @@ class Optimizer:
         Args:
           params: The parameters.
           grads: Tree like `params`: a gradient of the leaf's shape and dtype, or None
-            to leave that parameter, its state and its count unchanged.
+            to leave that parameter, its state and its count unchanged. Of a complex
+            leaf the direction of ascent, as in torch: the *conjugate* of what
+            `jax.grad` gives.
           state: What `init` or the last step returned.
           **overrides: Numeric hyperparameters for this step only; they may be traced
             (no recompilation when they change).
@@ -108,13 +98,101 @@ class Optimizer:
             parameter's, or an override breaks its rule.
           TypeError: An override is not one of the optimizer's numeric hyperparameters.
         """
-        h = self._overridden(overrides)
+        _check_gradients(self.name, params, grads)
+        return self.step_tree(params, grads, state, overrides)
+
+    def scale_loss(self, loss: jax.Array, state: Any) -> jax.Array:
+        """The loss to differentiate: times the loss scale, if the state holds one.
+
+        Args:
+          loss: Any shape; widened to float32, in which its product cannot overflow.
+          state: What `init` or the last step returned; `step` divides the gradients
+            by the same scale.
+        """
+        if self.loss_factor is None:
+            return loss
+        loss = jnp.asarray(loss)
+        wide = loss.astype(wide_dtype(loss.dtype))
+        return wide * self.loss_factor(state).astype(wide.dtype)
+
+
+def leafwise(
+    name: str,
+    hyperparameters: Sequence[Hyperparameter],
+    init_leaf: InitLeaf,
+    step_leaf: StepLeaf,
+) -> Optimizer:
+    """An optimizer that treats each floating leaf alone, by the same rule.
+
+    Args:
+      name: For errors.
+      hyperparameters: In the order of the constructor; checked here.
+      init_leaf: The state of one real floating array: a NamedTuple with an int32
+        scalar `step` and arrays of the parameter's shape and dtype, or scalars.
+      step_leaf: One step of one real array, float32 or wider. It may rely on shapes
+        and dtypes, and returns them unchanged. Elementwise, for complex parameters.
+
+    Raises:
+      ValueError: A hyperparameter breaks its rule.
+      TypeError: A hyperparameter is of the wrong kind.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from typing import NamedTuple
+      >>> class Count(NamedTuple):
+      ...     step: jax.Array
+      >>> def sign_descent(*, lr=0.1):
+      ...     return leafwise(
+      ...         "sign_descent",
+      ...         [Hyperparameter("lr", lr)],
+      ...         lambda p: Count(jnp.zeros((), jnp.int32)),
+      ...         lambda p, g, s, h: (p - h.lr * jnp.sign(g), Count(s.step + 1)),
+      ...     )
+      >>> opt, params = sign_descent(), jnp.array([1.0, 2.0])
+      >>> opt.step(params, jnp.array([3.0, -4.0]), opt.init(params))[0]
+      Array([0.9, 2.1], dtype=float32)
+    """
+    specs = {spec.name: spec for spec in hyperparameters}
+    for spec in specs.values():
+        spec.check(name, spec.value)
+    one = jax.ShapeDtypeStruct((), jnp.float32)
+    state_structure: Any = jax.tree.structure(jax.eval_shape(init_leaf, one))
+    call = f"{name}.step"
+
+    def init_tree(params: Any) -> Any:
+        return jax.tree.map(
+            lambda p: _init_one(init_leaf, jnp.asarray(p)) if is_inexact(p) else None,
+            params,
+        )
+
+    def step_one(
+        path: str, param: Any, grad: Any, state: Any, overrides: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        if not is_inexact(param):
+            return param, state
+        if jax.tree.structure(state) != state_structure:
+            rule = f"must hold what `{name}.init` or the last step returned, at {path}"
+            got = str(jax.tree.structure(state))
+            raise ValueError(requirement(f"{call}(state=...)", rule, got))
+        if grad is None:
+            return param, state
+        param = jnp.asarray(param)
+        wide = _entered(param)
+        h = resolved(call, specs, overrides, state.step, wide.dtype)
+        entered = jax.tree.map(_entered, state)
+        new = step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
+        return jax.tree.map(_left, new, (param, state))
+
+    def step_tree(
+        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        check_overrides(call, specs, overrides)
         structure: Any
         pairs, structure = jax.tree_util.tree_flatten_with_path(params)
-        grad_leaves = self._matching(structure, grads, "grads", params)
-        state_leaves = self._matching(structure, state, "state", params)
+        grad_leaves = structure.flatten_up_to(grads)
+        state_leaves = matching(call, "state", params, state)
         new = [
-            self._step_one(path_of(keys), param, grad, leaf_state, h)
+            step_one(path_of(keys), param, grad, leaf_state, overrides)
             for (keys, param), grad, leaf_state in zip(
                 pairs, grad_leaves, state_leaves, strict=True
             )
@@ -122,81 +200,86 @@ class Optimizer:
         new_params, new_state = ([pair[i] for pair in new] for i in (0, 1))
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
-    def _step_one(
-        self, path: str, param: Any, grad: Any, state: LeafState, h: Mapping[str, Any]
-    ) -> tuple[Any, LeafState]:
+    return Optimizer(name, init_tree, step_tree, specs)
+
+
+def count_zero() -> jax.Array:
+    """The step count of a leaf that has not been stepped: int32, scalar."""
+    return jnp.zeros((), jnp.int32)
+
+
+def matching(call: str, argument: str, params: Any, tree: Any) -> list[Any]:
+    """What stands in `tree` in the place of each leaf of `params`, None included.
+
+    Raises:
+      ValueError: `tree` has not the structure of `params`.
+    """
+    structure: Any = jax.tree.structure(params)
+    try:
+        return structure.flatten_up_to(tree)
+    except ValueError as error:
+        got = str(jax.tree.structure(tree, is_leaf=is_none))
+        rule = (
+            f"must have the structure of params, {structure}, with a leaf or None for "
+            "each parameter"
+        )
+        raise ValueError(requirement(f"{call}({argument}=...)", rule, got)) from error
+
+
+def _check_gradients(name: str, params: Any, grads: Any) -> None:
+    leaves = matching(f"{name}.step", "grads", params, grads)
+    for (keys, param), grad in zip(
+        jax.tree.leaves_with_path(params), leaves, strict=True
+    ):
         if grad is None or not is_inexact(param):
-            return param, state
-        param = jnp.asarray(param)
-        self._check_gradient(path, param, grad)
-        wide = wide_dtype(param.dtype)
-        real = jnp.finfo(wide).dtype
-        values = SimpleNamespace(
-            **{
-                k: v.astype(real) if isinstance(v, jax.Array) else v
-                for k, v in h.items()
-            }
-        )
-        new_param, new_state = self.step_leaf(
-            param.astype(wide),
-            jnp.asarray(grad).astype(wide),
-            jax.tree.map(lambda s: _widened(s, param, wide), state),
-            values,
-        )
-        narrow = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
-        return new_param.astype(param.dtype), narrow
-
-    def _matching(self, structure: Any, tree: Any, name: str, params: Any) -> list[Any]:
-        try:
-            return structure.flatten_up_to(tree)
-        except ValueError as error:
-            got = jax.tree.structure(tree, is_leaf=is_none)
-            raise ValueError(
-                f"`{self.name}.step({name}=...)` must have the structure of params, "
-                f"{jax.tree.structure(params)}, with a leaf or None for each "
-                f"parameter. Got {got}."
-            ) from error
-
-    def _check_gradient(self, path: str, param: jax.Array, grad: Any) -> None:
-        expected = (param.shape, param.dtype)
+            continue
+        shape, dtype = jnp.shape(param), jnp.result_type(param)
         got = (jnp.shape(grad), jnp.result_type(grad))
-        if got != expected:
-            raise ValueError(
-                f"`{self.name}.step(grads=...)` must match its parameter at {path}, "
-                f"{expected[1]} of shape {expected[0]}. Got {got[1]} of shape {got[0]}."
+        if got != (shape, dtype):
+            argument = f"{name}.step(grads=...)"
+            rule = (
+                f"must match its parameter at {path_of(keys)}, {dtype} of shape {shape}"
             )
-
-    def _overridden(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        call = f"{self.name}.step"
-        numeric = [k for k, v in self.hyperparameters.items() if not _is_flag(v)]
-        for name in overrides:
-            if name in self.fixed:
-                raise ValueError(
-                    f"`{call}({name}=...)` cannot be overridden in a "
-                    f"step: {self.fixed[name]}."
-                )
-            if name not in numeric:
-                raise TypeError(
-                    f"`{call}` has no numeric hyperparameter {name!r} to override. "
-                    f"It has {', '.join(numeric)}."
-                )
-        self._check(overrides)
-        return {**self.hyperparameters, **overrides}
-
-    def _check(self, values: Mapping[str, Any]) -> None:
-        for rule in self.rules:
-            value = values.get(rule.name)
-            if value is None or is_traced(value):
-                continue
-            if not rule.holds(value):
-                argument = f"{self.name}({rule.name}=...)"
-                raise ValueError(requirement(argument, rule.says, value))
+            raise ValueError(requirement(argument, rule, f"{got[1]} of shape {got[0]}"))
 
 
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool | str)
+# --- one leaf: into the precision of the step, and out of it ---
 
 
-def _widened(leaf: jax.Array, param: jax.Array, wide: Any) -> jax.Array:
-    """Moments and buffers, which have their parameter's dtype; counts stay."""
-    return leaf.astype(wide) if leaf.dtype == param.dtype else leaf
+def _entered(array: jax.Array) -> jax.Array:
+    """16-bit numbers as float32, complex ones as a last axis of two real ones."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return jnp.stack([array.real, array.imag], axis=-1)
+    return array.astype(wide_dtype(array.dtype)) if is_inexact(array) else array
+
+
+def _left(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Inverse of `_entered`, into the dtype of `old`: the one rounding of a step."""
+    if jnp.issubdtype(old.dtype, jnp.complexfloating):
+        new = jax.lax.complex(new[..., 0], new[..., 1])
+    return new.astype(old.dtype)
+
+
+def _init_one(init_leaf: InitLeaf, param: jax.Array) -> Any:
+    if not jnp.issubdtype(param.dtype, jnp.complexfloating):
+        return _placed(init_leaf(param), param)
+    real = _entered(param)
+    return _placed(
+        jax.tree.map(
+            lambda s: _left(s, param) if s.shape == real.shape else s, init_leaf(real)
+        ),
+        param,
+    )
+
+
+def _placed(state: Any, param: jax.Array) -> Any:
+    """Scalars beside their parameter, where a compiled step will leave them.
+
+    A count that moved after the first step would compile the step a second time.
+    """
+    if is_traced(param) or not param.committed:
+        return state
+    place = param.sharding
+    if isinstance(place, NamedSharding):
+        place = NamedSharding(place.mesh, PartitionSpec())
+    return jax.tree.map(lambda s: s if s.ndim else jax.device_put(s, place), state)

@@ -1,23 +1,35 @@
 """Stochastic gradient descent with torch's momentum, dampening and Nesterov forms.
 
-    g  <- -g                                if maximize
+    g  <- -g                                    if maximize
     g  <- g + weight_decay * p
-    b  <- g                                 at the first step: not dampened
+    b  <- g                                     at the first step: not dampened
           momentum * b + (1 - dampening) * g    later
-    g  <- g + momentum * b                  if nesterov, else b
+    g  <- g + momentum * b                      if nesterov, else b
     p  <- p - lr * g
 
 Without momentum, g is used as it is and no buffer is kept.
 """
 
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdist._compat import is_traced
-from jdist._errors import requirement
-from jdist.optim._base import Optimizer, at_least_zero
+from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._hyper import (
+    A_NUMBER,
+    AT_LEAST_0,
+    Hyperparameter,
+    Number,
+    Rule,
+    flag,
+    known_zero,
+)
+from jdist.optim._terms import penalized
+
+ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
+EXACTLY_0 = Rule("must be 0 with nesterov", lambda x: x == 0)
 
 
 class SGDState(NamedTuple):
@@ -32,10 +44,10 @@ class SGDState(NamedTuple):
 
 def sgd(
     *,
-    lr: float | jax.Array = 1e-2,
-    momentum: float | jax.Array = 0.0,
-    dampening: float | jax.Array = 0.0,
-    weight_decay: float | jax.Array = 0.0,
+    lr: Number = 1e-2,
+    momentum: Number = 0.0,
+    dampening: Number = 0.0,
+    weight_decay: Number = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
 ) -> Optimizer:
@@ -44,7 +56,9 @@ def sgd(
     Args:
       lr: Learning rate, at least 0. (torch's functional class has 1e-2, like this;
         `torch.optim.SGD` has 1e-3.)
-      momentum: At least 0. With 0 no buffer is kept, and no step can override it.
+      momentum: At least 0. With a plain 0 no buffer is kept, and no step can override
+        it. An override of 0 in an optimizer that has a buffer is one step without
+        memory: the buffer becomes the (dampened) gradient.
       dampening: Subtracted from 1 to scale what enters the buffer, except at the first
         step, when the gradient enters whole.
       weight_decay: L2 penalty, at least 0; added to the gradient.
@@ -54,6 +68,7 @@ def sgd(
     Raises:
       ValueError: A hyperparameter is out of range, or nesterov without momentum or
         with dampening.
+      TypeError: A hyperparameter is no number, or a flag no bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,23 +83,15 @@ def sgd(
       `torch.optim.sgd._single_tensor_sgd`, torch 2.13; Sutskever et al., On the
       importance of initialization and momentum in deep learning, ICML 2013.
     """
-    has_momentum = is_traced(momentum) or momentum != 0
-    if nesterov and not (has_momentum and _is_zero(dampening)):
-        rule = "needs a momentum above 0 and a dampening of 0"
-        got = f"momentum={momentum!r}, dampening={dampening!r}"
-        raise ValueError(requirement("sgd(nesterov=True)", rule, got))
+    has_buffer = not known_zero(momentum)
 
     def init_leaf(param: jax.Array) -> SGDState:
-        buffer = jnp.zeros_like(param) if has_momentum else None
-        return SGDState(jnp.zeros((), jnp.int32), buffer)
+        return SGDState(count_zero(), jnp.zeros_like(param) if has_buffer else None)
 
     def step_leaf(
-        param: jax.Array, grad: jax.Array, state: SGDState, h: Any
+        param: jax.Array, grad: jax.Array, state: SGDState, h: SimpleNamespace
     ) -> tuple[jax.Array, SGDState]:
-        if maximize:
-            grad = -grad
-        if not _is_zero(h.weight_decay):
-            grad = grad + h.weight_decay * param
+        grad = penalized(param, grad, h)
         buffer = state.momentum_buffer
         if buffer is not None:
             later = h.momentum * buffer + (1 - h.dampening) * grad
@@ -92,23 +99,21 @@ def sgd(
             grad = grad + h.momentum * buffer if nesterov else buffer
         return param - h.lr * grad, SGDState(state.step + 1, buffer)
 
-    return Optimizer(
-        name="sgd",
-        hyperparameters={
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        },
-        init_leaf=init_leaf,
-        step_leaf=step_leaf,
-        rules=at_least_zero("lr", "momentum", "weight_decay"),
-        fixed={} if has_momentum else {"momentum": "built with momentum 0, no buffer"},
+    no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"
+    return leafwise(
+        "sgd",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter(
+                "momentum", momentum, (ABOVE_0 if nesterov else AT_LEAST_0,), no_buffer
+            ),
+            Hyperparameter(
+                "dampening", dampening, (EXACTLY_0 if nesterov else A_NUMBER,)
+            ),
+            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
+            flag("nesterov", nesterov),
+            flag("maximize", maximize),
+        ],
+        init_leaf,
+        step_leaf,
     )
-
-
-def _is_zero(value: Any) -> bool:
-    """Whether a hyperparameter is *known* to be 0, so that its term can be left out."""
-    return not is_traced(value) and bool(value == 0)

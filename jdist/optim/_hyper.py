@@ -1,0 +1,150 @@
+"""Hyperparameters: what each must satisfy, and the value it has at one step.
+
+A numeric hyperparameter is a Python number, a scalar array (traced or not), or a
+*schedule*: a function of the number of steps that the leaf has taken so far, such as
+those of `optax.schedules`. Its rule is checked whenever its value can be seen: at
+construction, at an override, and outside jit for what a schedule returns.
+
+Python numbers stay Python numbers up to the arithmetic of the leaf, so that
+`1 - 0.999` is computed in double precision whatever the dtype of the parameter: in
+float32, 0.999 alone is already wrong by 3e-8, and 1 minus it by 3e-5.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._compat import is_traced
+from jdist._errors import requirement
+
+Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
+"""A number, a scalar array, or a schedule from the step count to either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a number must satisfy: in words, and as a test."""
+
+    says: str
+    holds: Callable[[Any], Any]
+
+
+# NaN satisfies none of them: it compares false with everything, itself included.
+A_NUMBER = Rule("must be a number", lambda x: x == x)
+AT_LEAST_0 = Rule("must be at least 0", lambda x: x >= 0)
+BELOW_1 = Rule("must be at least 0 and below 1", lambda x: x >= 0 and x < 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameter:
+    """One argument of an optimizer.
+
+    Attributes:
+      name: As in torch.
+      value: As given to the constructor.
+      rules: One per number: none for a flag, one for a number, two for a pair.
+      fixed: Why no step can override it; empty if a step can.
+    """
+
+    name: str
+    value: Any
+    rules: tuple[Rule, ...] = (A_NUMBER,)
+    fixed: str = ""
+
+    def check(self, call: str, value: Any) -> None:
+        """Refuses a value of the wrong kind, or one that is seen to break a rule."""
+        argument = f"{call}({self.name}=...)"
+        if not self.rules:
+            if not isinstance(value, bool):
+                raise TypeError(requirement(argument, "must be True or False", value))
+            return
+        if len(self.rules) == 1:
+            _check_number(argument, self.rules[0], value)
+            return
+        if not isinstance(value, Sequence) or len(value) != len(self.rules):
+            rule = f"must be a sequence of {len(self.rules)} numbers"
+            raise TypeError(requirement(argument, rule, value))
+        for index, entry in enumerate(value):
+            name = f"{self.name}[{index}]"
+            _check_number(f"{call}({name}=...)", self.rules[index], entry)
+
+    def at(self, call: str, value: Any, count: jax.Array, dtype: Any) -> Any:
+        """The value at one step: schedules called, arrays in the leaf's precision."""
+        if not self.rules:
+            return value
+        if len(self.rules) > 1:
+            resolved = tuple(_at(entry, count, dtype) for entry in value)
+        else:
+            resolved = _at(value, count, dtype)
+        self.check(call, resolved)
+        return resolved
+
+
+def flag(name: str, value: bool) -> Hyperparameter:
+    """A hyperparameter that is on or off and chooses the program."""
+    return Hyperparameter(name, value, (), "it chooses the program, and is no number")
+
+
+def known_zero(value: Any) -> bool:
+    """Whether a value is a Python 0, so that the program can leave its term out."""
+    return isinstance(value, int | float) and value == 0
+
+
+def check_overrides(
+    call: str, specs: Mapping[str, Hyperparameter], overrides: Mapping[str, Any]
+) -> None:
+    """Refuses overrides that are unknown, fixed, or seen to break a rule."""
+    for name, value in overrides.items():
+        if name not in specs:
+            numeric = ", ".join(n for n, spec in specs.items() if not spec.fixed)
+            rule = f"has no hyperparameter {name!r} to override"
+            remedy = f"It has {numeric or 'none'}."
+            raise TypeError(requirement(call, rule, f"{name}={value!r}", remedy))
+        if specs[name].fixed:
+            rule = f"cannot be overridden in a step: {specs[name].fixed}"
+            raise ValueError(requirement(f"{call}({name}=...)", rule, value))
+        specs[name].check(call, value)
+
+
+def resolved(
+    call: str,
+    specs: Mapping[str, Hyperparameter],
+    overrides: Mapping[str, Any],
+    count: jax.Array,
+    dtype: Any,
+) -> SimpleNamespace:
+    """All hyperparameters of one leaf at one step, by name."""
+    return SimpleNamespace(
+        **{
+            name: spec.at(call, overrides.get(name, spec.value), count, dtype)
+            for name, spec in specs.items()
+        }
+    )
+
+
+def _at(value: Any, count: jax.Array, dtype: Any) -> Any:
+    if callable(value):
+        value = value(count)
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value if isinstance(value, int | float) else jnp.asarray(value, dtype)
+
+
+def _check_number(argument: str, rule: Rule, value: Any) -> None:
+    if callable(value):
+        return
+    is_number = isinstance(value, int | float | np.number | np.ndarray | jax.Array)
+    if isinstance(value, bool) or not is_number:
+        kind = "must be a number, a scalar array or a schedule"
+        raise TypeError(requirement(argument, kind, value))
+    if np.shape(value) != ():
+        got = f"an array of shape {np.shape(value)}"
+        remedy = "For a value per parameter use `by_label`."
+        raise ValueError(requirement(argument, "must be a scalar", got, remedy))
+    if not is_traced(value) and not rule.holds(value):
+        raise ValueError(requirement(argument, rule.says, value))
