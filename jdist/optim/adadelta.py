@@ -59,8 +59,9 @@ def adadelta(
       >>> import jax.numpy as jnp
       >>> opt = adadelta(eps=1e-2)
       >>> params = jnp.array([1.0, 2.0])
-      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0].round(4)
-      Array([0.6855, 2.2673], dtype=float32)
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.6855', '2.2673']
 
     References:
       `torch.optim.adadelta._single_tensor_adadelta`, torch 2.13; Zeiler, Adadelta,

@@ -35,8 +35,9 @@ def adamw(
       >>> import jax.numpy as jnp
       >>> opt = adamw(lr=0.1, weight_decay=0.5)
       >>> params = jnp.array([1.0, 2.0])
-      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0].round(4)
-      Array([0.85, 2.  ], dtype=float32)
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.8500', '2.0000']
 
     References:
       `torch.optim.adamw.AdamW`, torch 2.13; Loshchilov and Hutter, Decoupled weight

@@ -77,8 +77,9 @@ def nadam(
       >>> import jax.numpy as jnp
       >>> opt = nadam(lr=0.1)
       >>> params = jnp.array([1.0, 2.0])
-      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0].round(4)
-      Array([0.8944, 2.1056], dtype=float32)
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.8944', '2.1056']
 
     References:
       `torch.optim.nadam._single_tensor_nadam`, torch 2.13; Dozat, Incorporating

@@ -79,8 +79,9 @@ def radam(
       >>> import jax.numpy as jnp
       >>> opt = radam(lr=0.1)
       >>> params = jnp.array([1.0, 2.0])
-      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0].round(4)
-      Array([0.7 , 2.05], dtype=float32)
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.7000', '2.0500']
 
     References:
       `torch.optim.radam._single_tensor_radam`, torch 2.13; Liu et al., On the variance

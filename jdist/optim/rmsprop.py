@@ -69,10 +69,11 @@ def rmsprop(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> opt = rmsprop(lr=0.1)
+      >>> opt = rmsprop(lr=0.05)
       >>> params = jnp.array([1.0, 2.0])
-      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0].round(4)
-      Array([-0.,  3.], dtype=float32)
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.5000', '2.5000']
 
     References:
       `torch.optim.rmsprop._single_tensor_rmsprop`, torch 2.13; Hinton, Neural networks
