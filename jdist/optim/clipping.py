@@ -1,0 +1,98 @@
+"""Clipping by the global norm, over all leaves and, if wished, over all shards.
+
+    n  =  sqrt(sum over leaves and elements of |g|^2)
+    g  <- g * min(1, max_norm / (n + 1e-6))
+
+The 1e-6 is torch's: a gradient of norm exactly max_norm shrinks by one millionth of it
+over max_norm.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._compat import is_traced, tracks_varying_axes, varying_axes
+from jdist._errors import requirement
+from jdist._tree import is_inexact, named_leaves, wide_dtype
+
+TORCH_EPS = 1e-6
+
+
+def clip_by_global_norm(
+    grads: Any, max_norm: float | jax.Array, axis_name: Hashable | None = None
+) -> tuple[Any, jax.Array]:
+    """Scales gradients down together, so that their norm is at most `max_norm`.
+
+    Args:
+      grads: Pytree of floating arrays; None stays None and counts as 0.
+      max_norm: At least 0.
+      axis_name: An axis of shard_map, pmap or vmap, or a tuple of them, over whose
+        members the parameters are *divided*: each holds other elements, and the norm
+        is that of all together, equal on all. Without it, and for gradients that are
+        equal on all members, the norm is of what is here.
+
+    Returns:
+      The gradients, each in its dtype, and their norm before, a scalar in the widest
+      precision among the leaves, float32 at least. An infinite or NaN gradient makes
+      the norm so, and all gradients 0 or NaN, as in torch.
+
+    Raises:
+      ValueError: `max_norm` is negative, or there is no gradient. Or a leaf is known
+        to be the same over `axis_name`: it would count once per member.
+      TypeError: A leaf is not a floating array.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> clipped, norm = clip_by_global_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
+      >>> float(norm)
+      5.0
+
+    References:
+      `torch.nn.utils.clip_grad_norm_`; Pascanu et al., On the difficulty of training
+      recurrent neural networks, ICML 2013.
+    """
+    call = "clip_by_global_norm"
+    if not is_traced(max_norm) and not max_norm >= 0:
+        argument = f"{call}(max_norm=...)"
+        raise ValueError(requirement(argument, "must be at least 0", max_norm))
+    leaves = {k: g for k, g in named_leaves(grads).items() if g is not None}
+    if not leaves:
+        rule = "must have at least one gradient"
+        raise ValueError(requirement(f"{call}(grads=...)", rule, grads))
+    for path, leaf in leaves.items():
+        _check_leaf(f"{call}(grads=...)", path, leaf, axis_name)
+    squares = [_square(jnp.asarray(leaf)) for leaf in leaves.values()]
+    widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
+    total = sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
+    if axis_name is not None:
+        total = jax.lax.psum(total, axis_name)
+    norm = jnp.sqrt(total)
+    factor = jnp.minimum(jnp.asarray(max_norm, widest) / (norm + TORCH_EPS), 1)
+    return jax.tree.map(lambda g: _scaled(jnp.asarray(g), factor), grads), norm
+
+
+def _check_leaf(argument: str, path: str, leaf: Any, axis_name: Hashable) -> None:
+    if not is_inexact(leaf):
+        got = f"{jnp.result_type(leaf)} at {path}"
+        raise TypeError(requirement(argument, "must have floating leaves only", got))
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    for axis in axes:
+        if axis is None or not tracks_varying_axes(axis):
+            continue
+        if axis not in varying_axes(leaf):
+            rule = f"must be divided over axis {axis!r}"
+            got = f"a leaf at {path} that is the same on all its members"
+            remedy = "Clip without axis_name where gradients are replicated."
+            raise ValueError(requirement(argument, rule, got, remedy))
+
+
+def _square(leaf: jax.Array) -> jax.Array:
+    wide = leaf.astype(wide_dtype(leaf.dtype))
+    return jnp.sum(jnp.real(wide * jnp.conj(wide)))
+
+
+def _scaled(leaf: jax.Array, factor: jax.Array) -> jax.Array:
+    wide = leaf.astype(wide_dtype(leaf.dtype))
+    return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)

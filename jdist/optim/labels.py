@@ -1,0 +1,148 @@
+"""A different optimizer, or other hyperparameters, for each group of parameters.
+
+What torch does with `param_groups` is done here by a tree of labels: text in the place
+of each parameter. Each label has its own optimizer, which sees the parameters of its
+label and None in the place of all others.
+
+    labels = jax.tree.map(lambda p: "decay" if p.ndim > 1 else "plain", params)
+    opt = by_label({"decay": adamw(weight_decay=0.1), "plain": adamw(weight_decay=0)},
+                   labels)
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jdist._errors import requirement
+from jdist.optim._base import Optimizer, matching
+from jdist.optim._hyper import Hyperparameter
+
+
+def by_label(
+    optimizers: Mapping[str, Optimizer], labels: Any | Callable[[Any], Any]
+) -> Optimizer:
+    """An optimizer that treats each parameter by its label.
+
+    `init` returns a dict from label to the state of that label's optimizer. A step's
+    override goes to every optimizer that has the hyperparameter; a mapping from label
+    to value goes to the named ones: `opt.step(..., lr={"decay": 1e-3})`.
+
+    Args:
+      optimizers: Label to optimizer; `from_optax` ones too.
+      labels: Tree of text like the parameters, or a function from parameters (arrays
+        or tracers) to such a tree.
+
+    Raises:
+      ValueError: There is no optimizer, or one with a loss scale: put
+        `with_master_weights` around `by_label`. In `init` and `step`: `labels` does
+        not match the parameters, has a label without optimizer, or an override names
+        an unknown label.
+      TypeError: In `step`: no optimizer has the overridden hyperparameter.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import optim
+      >>> opt = by_label(
+      ...     {"fast": optim.sgd(lr=0.5), "slow": optim.sgd(lr=0.1)},
+      ...     {"w": "fast", "b": "slow"},
+      ... )
+      >>> params = {"w": jnp.array(1.0), "b": jnp.array(1.0)}
+      >>> params, _ = opt.step(params, params, opt.init(params))
+      >>> {name: float(p) for name, p in params.items()}["w"]
+      0.5
+
+    References:
+      `torch.optim.Optimizer.param_groups`; `optax.multi_transform`.
+    """
+    _check_optimizers(optimizers)
+
+    def labels_for(params: Any) -> list[str]:
+        tree = labels(params) if callable(labels) else labels
+        found = matching("by_label", "labels", params, tree)
+        for label in found:
+            if label not in optimizers:
+                rule = f"must hold labels of optimizers, {', '.join(optimizers)}"
+                raise ValueError(requirement("by_label(labels=...)", rule, label))
+        return found
+
+    def init_tree(params: Any) -> Any:
+        found = labels_for(params)
+        return {
+            label: opt.init_tree(_only(label, found, params, params))
+            for label, opt in optimizers.items()
+        }
+
+    def step_tree(
+        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        found = labels_for(params)
+        if not isinstance(state, Mapping) or set(state) != set(optimizers):
+            rule = "must be what `init` or the last step returned"
+            got = str(jax.tree.structure(state))
+            raise ValueError(requirement("by_label.step(state=...)", rule, got))
+        own = _by_optimizer(optimizers, overrides)
+        structure: Any
+        leaves, structure = jax.tree.flatten(params)
+        states = {}
+        for label, opt in optimizers.items():
+            part = _only(label, found, params, params)
+            part_grads = _only(label, found, params, grads)
+            part, states[label] = opt.step_tree(
+                part, part_grads, state[label], own[label]
+            )
+            moved = iter(jax.tree.leaves(part))
+            leaves = [
+                next(moved) if mine == label else leaf
+                for mine, leaf in zip(found, leaves, strict=True)
+            ]
+        return structure.unflatten(leaves), states
+
+    return Optimizer("by_label", init_tree, step_tree, _union(optimizers))
+
+
+def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
+    argument = "by_label(optimizers=...)"
+    if not optimizers:
+        rule = "must have at least one optimizer"
+        raise ValueError(requirement(argument, rule, optimizers))
+    for label, opt in optimizers.items():
+        if opt.loss_factor is not None:
+            rule = f"must have no loss scale of its own at {label!r}"
+            remedy = "Put `with_master_weights` around `by_label`."
+            raise ValueError(requirement(argument, rule, opt.name, remedy))
+
+
+def _only(label: str, found: list[str], params: Any, tree: Any) -> Any:
+    """`tree` with None in the place of every parameter of another label."""
+    structure: Any = jax.tree.structure(params)
+    leaves = structure.flatten_up_to(tree)
+    return structure.unflatten(
+        leaf if mine == label else None
+        for mine, leaf in zip(found, leaves, strict=True)
+    )
+
+
+def _union(optimizers: Mapping[str, Optimizer]) -> dict[str, Hyperparameter]:
+    return {k: v for opt in optimizers.values() for k, v in opt.hyperparameters.items()}
+
+
+def _by_optimizer(
+    optimizers: Mapping[str, Optimizer], overrides: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The overrides of each label."""
+    own: dict[str, dict[str, Any]] = {label: {} for label in optimizers}
+    for name, value in overrides.items():
+        holders = [k for k, opt in optimizers.items() if name in opt.hyperparameters]
+        if not holders:
+            known = ", ".join(_union(optimizers))
+            rule = f"has no hyperparameter {name!r} to override in any optimizer"
+            remedy = f"There are {known or 'none'}."
+            raise TypeError(requirement("by_label.step", rule, value, remedy))
+        values = value if isinstance(value, Mapping) else dict.fromkeys(holders, value)
+        for label, one in values.items():
+            if label not in holders:
+                rule = f"must name labels that have it, {', '.join(holders)}"
+                raise ValueError(requirement(f"by_label.step({name}=...)", rule, label))
+            own[label][name] = one
+    return own

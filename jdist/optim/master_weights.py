@@ -1,0 +1,290 @@
+"""Training in 16 bits with masters in 32: the compute copies are the parameters.
+
+The forward and backward pass read parameters in `compute_dtype`. The optimizer steps
+*masters* in float32 (float64 where the parameters were), which live in its state, and
+each step hands out new compute copies, rounded from the masters. So updates smaller
+than the spacing of 16-bit numbers add up instead of being lost.
+
+float16 gradients below 6e-8 vanish. Hence the loss is multiplied by a scale before it
+is differentiated, and the gradients divided by it in float32. Where that overflows, the
+step is skipped, parameters and state stay, bit for bit, and the skip is counted. A
+dynamic scale then shrinks; after enough good steps it grows:
+
+    overflow:    scale <- scale * backoff_factor,  good <- 0
+    else:        good  <- good + 1;  at growth_interval: scale <- scale * growth_factor
+                 (unless that is infinite),  good <- 0
+
+    opt = with_master_weights(adam(), compute_dtype=jnp.float16,
+                              loss_scale=DynamicLossScale())
+    state = opt.init(params)                                   # float32
+    params = compute_copies(params, jnp.float16)
+    loss, grads = jax.value_and_grad(
+        lambda p: opt.scale_loss(loss_fn(p), state))(params)
+    params, state = opt.step(params, grads, state)
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+from jdist._tree import is_inexact, named_leaves, wide_dtype
+from jdist.optim._base import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicLossScale:
+    """How a loss scale follows overflows; the defaults are those of torch's GradScaler.
+
+    Raises:
+      ValueError: A value is out of range.
+
+    References:
+      `torch.amp.GradScaler`; Micikevicius et al., Mixed precision training, ICLR 2018.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        """Refuses values that would not scale."""
+        rules = {
+            "init_scale": ("must be above 0", self.init_scale > 0),
+            "growth_factor": ("must be at least 1", self.growth_factor >= 1),
+            "backoff_factor": (
+                "must be above 0 and at most 1",
+                0 < self.backoff_factor <= 1,
+            ),
+            "growth_interval": ("must be at least 1", self.growth_interval >= 1),
+        }
+        for name, (rule, holds) in rules.items():
+            if not holds:
+                argument = f"DynamicLossScale({name}=...)"
+                raise ValueError(requirement(argument, rule, getattr(self, name)))
+
+
+class LossScaleState(NamedTuple):
+    """The loss scale and what happened to it."""
+
+    scale: jax.Array
+    """float32 scalar."""
+
+    good_steps: jax.Array
+    """Steps without overflow since the scale last changed, int32 scalar."""
+
+    skipped: jax.Array
+    """Steps skipped in all, int32 scalar."""
+
+
+class MasterState(NamedTuple):
+    """State of `with_master_weights`."""
+
+    masters: Any
+    """Tree like the parameters, floating leaves in float32 or wider; others None."""
+
+    inner: Any
+    """State of the inner optimizer, of the masters."""
+
+    loss_scale: LossScaleState | None
+    """None without a loss scale."""
+
+
+def compute_copies(params: Any, dtype: Any) -> Any:
+    """Parameters rounded to the dtype of the computation; other leaves as they are.
+
+    Args:
+      params: Any pytree. Real floating leaves are rounded, also from float64.
+      dtype: Such as `jnp.bfloat16`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> compute_copies({"w": jnp.array([1.001]), "n": 3}, jnp.bfloat16)
+      {'n': 3, 'w': Array([1], dtype=bfloat16)}
+    """
+    return jax.tree.map(
+        lambda p: jnp.asarray(p).astype(dtype) if _is_real(p) else p, params
+    )
+
+
+def with_master_weights(
+    opt: Optimizer,
+    *,
+    compute_dtype: Any = jnp.bfloat16,
+    loss_scale: float | DynamicLossScale | None = None,
+    axis_name: Hashable | None = None,
+) -> Optimizer:
+    """An optimizer over compute copies, with masters and the loss scale in its state.
+
+    `init` takes the parameters in full precision and returns a `MasterState`; `step`
+    takes and returns compute copies. A None gradient leaves its master and its copy as
+    they are.
+
+    Args:
+      opt: Steps the masters; any optimizer of jdist, `by_label` and `from_optax` too.
+      compute_dtype: A real floating dtype. Complex parameters stay as they are.
+      loss_scale: A number is a static scale. With a scale, a step whose gradients hold
+        an infinity or NaN is skipped. None: no scale and no check, for bfloat16, which
+        has float32's range.
+      axis_name: Where parameters are divided over an axis of shard_map, pmap or vmap:
+        all members skip together if one overflows.
+
+    Raises:
+      ValueError: `compute_dtype` is not real floating, the static scale is not above
+        0, or `opt` has masters already. In `step`: a parameter is not of
+        `compute_dtype`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import optim
+      >>> opt = with_master_weights(optim.sgd(lr=1e-3), compute_dtype=jnp.bfloat16)
+      >>> full = jnp.array([1.0, 2.0])
+      >>> state, params = opt.init(full), compute_copies(full, jnp.bfloat16)
+      >>> params, state = opt.step(params, jnp.ones(2, jnp.bfloat16), state)
+      >>> state.masters                         # in bfloat16 nothing would have moved
+      Array([0.999, 1.999], dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed precision training, ICLR 2018; `torch.amp.GradScaler`.
+    """
+    call = "with_master_weights"
+    compute_dtype = jnp.dtype(compute_dtype)
+    if not jnp.issubdtype(compute_dtype, jnp.floating):
+        argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
+        raise ValueError(requirement(argument, rule, compute_dtype.name))
+    if opt.name == call:
+        rule, remedy = "must not have masters already", "Wrap it once."
+        raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
+    scaling = _scaling(call, loss_scale)
+
+    def init_tree(params: Any) -> MasterState:
+        masters = jax.tree.map(_master, params)
+        scale = None
+        if scaling is not None:
+            start = jnp.asarray(scaling.init_scale, jnp.float32)
+            scale = LossScaleState(start, *(jnp.zeros((), jnp.int32) for _ in range(2)))
+        return MasterState(masters, opt.init_tree(masters), scale)
+
+    def step_tree(
+        params: Any, grads: Any, state: MasterState, overrides: Mapping[str, Any]
+    ) -> tuple[Any, MasterState]:
+        _check_state(call, state)
+        _check_copies(call, params, compute_dtype)
+        scale = state.loss_scale
+        factor = None if scale is None else 1 / scale.scale
+        wide = _wide_gradients(params, grads, factor)
+        masters, inner = opt.step_tree(state.masters, wide, state.inner, overrides)
+        if scaling is not None and scale is not None:
+            finite = _all_finite(wide, axis_name)
+            masters, inner = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (masters, inner),
+                (state.masters, state.inner),
+            )
+            scale = _next_scale(scaling, scale, finite)
+        copies = _copied(params, grads, masters)
+        return copies, MasterState(masters, inner, scale)
+
+    def loss_factor(state: MasterState) -> jax.Array:
+        scale = state.loss_scale
+        return jnp.ones((), jnp.float32) if scale is None else scale.scale
+
+    return Optimizer(call, init_tree, step_tree, opt.hyperparameters, loss_factor)
+
+
+def _scaling(
+    call: str, loss_scale: float | DynamicLossScale | None
+) -> DynamicLossScale | None:
+    """A static scale is a dynamic one whose factors are 1."""
+    if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
+        return loss_scale
+    if not loss_scale > 0:
+        argument = f"{call}(loss_scale=...)"
+        raise ValueError(requirement(argument, "must be above 0", loss_scale))
+    return DynamicLossScale(loss_scale, growth_factor=1.0, backoff_factor=1.0)
+
+
+def _is_real(leaf: Any) -> bool:
+    return is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def _master(param: Any) -> jax.Array | None:
+    """A copy of its own: the state may be donated while the parameters live on."""
+    if not is_inexact(param):
+        return None
+    return jnp.array(param, dtype=wide_dtype(jnp.result_type(param)), copy=True)
+
+
+def _check_state(call: str, state: Any) -> None:
+    if not isinstance(state, MasterState):
+        rule = "must be what `init` or the last step returned"
+        got = type(state).__name__
+        raise ValueError(requirement(f"{call}.step(state=...)", rule, got))
+
+
+def _check_copies(call: str, params: Any, dtype: Any) -> None:
+    for path, leaf in named_leaves(params).items():
+        if _is_real(leaf) and jnp.result_type(leaf) != dtype:
+            got = f"{jnp.result_type(leaf)} at {path}"
+            rule = f"must be compute copies, {dtype}"
+            remedy = f"Start from `compute_copies(params, jnp.{dtype})`."
+            raise ValueError(requirement(f"{call}.step(params=...)", rule, got, remedy))
+
+
+def _wide_gradients(params: Any, grads: Any, factor: jax.Array | None) -> Any:
+    """Gradients of the masters: widened, then divided by the loss scale."""
+
+    def widened(param: Any, grad: Any) -> jax.Array | None:
+        if grad is None or not is_inexact(param):
+            return None
+        grad = jnp.asarray(grad)
+        wide = grad.astype(wide_dtype(grad.dtype))
+        return wide if factor is None else wide * factor.astype(wide.dtype)
+
+    structure: Any
+    leaves, structure = jax.tree.flatten(params)
+    pairs = zip(leaves, structure.flatten_up_to(grads), strict=True)
+    return structure.unflatten(widened(param, grad) for param, grad in pairs)
+
+
+def _copied(params: Any, grads: Any, masters: Any) -> Any:
+    """New compute copies; where the gradient was None, the old one itself."""
+    structure: Any
+    leaves, structure = jax.tree.flatten(params)
+    triples = zip(
+        leaves,
+        structure.flatten_up_to(grads),
+        structure.flatten_up_to(masters),
+        strict=True,
+    )
+    return structure.unflatten(
+        param if grad is None or master is None else master.astype(param.dtype)
+        for param, grad, master in triples
+    )
+
+
+def _all_finite(grads: Any, axis_name: Hashable | None) -> jax.Array:
+    finite = jnp.array(True)
+    for leaf in jax.tree.leaves(grads):
+        finite &= jnp.all(jnp.isfinite(leaf))
+    if axis_name is None:
+        return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) > 0
+
+
+def _next_scale(
+    scaling: DynamicLossScale, state: LossScaleState, finite: jax.Array
+) -> LossScaleState:
+    good = jnp.where(finite, state.good_steps + 1, 0)
+    full = good >= scaling.growth_interval
+    grown = state.scale * scaling.growth_factor
+    grown = jnp.where(full & jnp.isfinite(grown), grown, state.scale)
+    return LossScaleState(
+        scale=jnp.where(finite, grown, state.scale * scaling.backoff_factor),
+        good_steps=jnp.where(full, 0, good),
+        skipped=state.skipped + jnp.where(finite, 0, 1),
+    )

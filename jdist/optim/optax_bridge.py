@@ -1,0 +1,144 @@
+"""Both ways between jdist's optimizers and optax's gradient transformations.
+
+optax separates the update from its application, p + u; jdist makes the step at once.
+So `as_optax` gives the difference u = new - p, and p + u may miss `new` by one
+rounding. The other way nothing is lost.
+
+optax is imported when `as_optax` is called, not before: jdist does not depend on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import Unavailable, requirement
+from jdist._tree import is_inexact, merge, path_of, split_inexact, wide_dtype
+from jdist.optim._base import Optimizer, matching
+
+if TYPE_CHECKING:
+    import optax
+
+
+def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
+    """An optax transformation that makes the steps of `opt`, for `optax.chain`.
+
+    Its `update` needs `params`. Extra arguments named like hyperparameters of `opt`
+    override them for the step; others, meant for other links of a chain, are ignored.
+    A None in the gradients, and a leaf that is no floating array, gets an update of 0.
+
+    Raises:
+      Unavailable: optax is not installed.
+      ValueError: In `update`: `params` is missing.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jdist import optim
+      >>> tx = optax.chain(optax.clip(0.5), as_optax(optim.adam(lr=0.1)))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> updates, _ = tx.update(jnp.array([3.0, -0.5]), tx.init(params), params)
+      >>> optax.apply_updates(params, updates)
+      Array([0.9, 2.1], dtype=float32)
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise Unavailable("`as_optax` needs optax: pip install optax.") from error
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        if params is None:
+            argument = f"as_optax({opt.name}).update(params=...)"
+            remedy = "Pass the parameters as third argument."
+            raise ValueError(requirement(argument, "must be given", None, remedy))
+        mine = {k: v for k, v in extra.items() if k in opt.hyperparameters}
+        new, state = opt.step(params, updates, state, **mine)
+        return jax.tree.map(_difference, new, params), state
+
+    return optax.GradientTransformationExtraArgs(opt.init, update)
+
+
+def _difference(new: Any, old: Any) -> Any:
+    return new - old if is_inexact(old) else jnp.zeros_like(old)
+
+
+def from_optax(
+    tx: "optax.GradientTransformation", *, extra_args: Sequence[str] = ()
+) -> Optimizer:
+    """An optimizer that makes the steps of an optax transformation.
+
+    `init` returns optax's own state. Only floating leaves are shown to optax.
+
+    Args:
+      tx: Any gradient transformation; `optax.chain`, schedules and masks included.
+      extra_args: Names of extra arguments that `tx.update` takes, such as `value`; the
+        step takes them by keyword and passes them on.
+
+    Raises:
+      TypeError: `tx` has no `init` and `update`. In `step`: an override, since optax's
+        hyperparameters are inside its functions.
+      ValueError: In `step`: a gradient is None. optax keeps one count and one state for
+        all parameters, so no leaf can be skipped; use `optax.masked`, or give each
+        group of parameters its own transformation with `by_label`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> opt = from_optax(optax.sign_sgd(0.1))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0]
+      Array([0.9, 2.1], dtype=float32)
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        rule = "must be an optax transformation, with init and update"
+        raise TypeError(requirement("from_optax(tx=...)", rule, tx))
+    call = "from_optax(tx).step"
+
+    def init_tree(params: Any) -> Any:
+        return tx.init(split_inexact(params)[0])
+
+    def step_tree(
+        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        for name in overrides:
+            if name not in extra_args:
+                rule = "takes only the arguments that were named in extra_args"
+                remedy = (
+                    "optax's hyperparameters are inside its functions: use an optax "
+                    "schedule, or name in extra_args what `tx.update` takes."
+                )
+                raise TypeError(requirement(call, rule, name, remedy))
+        floating, rest = split_inexact(params)
+        shown = _floating_gradients(call, params, grads)
+        updates, state = tx.update(shown, state, floating, **overrides)
+        return merge(jax.tree.map(_applied, floating, updates), rest), state
+
+    return Optimizer("from_optax", init_tree, step_tree)
+
+
+def _floating_gradients(call: str, params: Any, grads: Any) -> Any:
+    """The gradients of floating leaves, None elsewhere; none may be missing."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(params)
+    kept = []
+    for (keys, param), grad in zip(
+        pairs, matching(call, "grads", params, grads), strict=True
+    ):
+        if grad is None and is_inexact(param):
+            got = f"None at {path_of(keys)}"
+            remedy = (
+                "optax keeps one count and one state for all parameters, so no leaf "
+                "can be skipped: use `optax.masked`, or `by_label` with an optimizer "
+                "per group, or one of jdist's own."
+            )
+            rule = "must have a gradient for every parameter"
+            raise ValueError(requirement(f"{call}(grads=...)", rule, got, remedy))
+        kept.append(grad if is_inexact(param) else None)
+    return jax.tree.unflatten(structure, kept)
+
+
+def _applied(param: Any, update: Any) -> jax.Array:
+    """p + u as optax.apply_updates does it: in 32 bits at least, rounded once."""
+    param = jnp.asarray(param)
+    wide = wide_dtype(param.dtype)
+    return (param.astype(wide) + jnp.asarray(update, wide)).astype(param.dtype)

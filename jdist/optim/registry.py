@@ -1,0 +1,68 @@
+"""Functional optimizers by torch's class names, and how others join them."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from jdist._errors import requirement
+from jdist.optim._base import Optimizer
+from jdist.optim.adadelta import adadelta
+from jdist.optim.adagrad import adagrad
+from jdist.optim.adam import adam
+from jdist.optim.adamax import adamax
+from jdist.optim.adamw import adamw
+from jdist.optim.asgd import asgd
+from jdist.optim.nadam import nadam
+from jdist.optim.radam import radam
+from jdist.optim.rmsprop import rmsprop
+from jdist.optim.rprop import rprop
+from jdist.optim.sgd import sgd
+
+_constructors: dict[str, Callable[..., Optimizer]] = {
+    "Adadelta": adadelta,
+    "Adagrad": adagrad,
+    "Adam": adam,
+    "Adamax": adamax,
+    "AdamW": adamw,
+    "ASGD": asgd,
+    "NAdam": nadam,
+    "RAdam": radam,
+    "RMSprop": rmsprop,
+    "Rprop": rprop,
+    "SGD": sgd,
+}
+
+functional_optim_map: Mapping[str, Callable[..., Optimizer]] = MappingProxyType(
+    _constructors
+)
+"""Constructors by torch's class name; `register_functional_optim` adds to it."""
+
+
+def register_functional_optim(name: str, constructor: Callable[..., Optimizer]) -> None:
+    """Adds a constructor to `functional_optim_map`.
+
+    Args:
+      name: A name that is free, or already this constructor's.
+      constructor: Takes hyperparameters by keyword; returns an `Optimizer`, such as
+        one made by `leafwise` or `from_optax`.
+
+    Raises:
+      ValueError: The name belongs to another constructor. (torch's function keeps the
+        old one and says nothing.)
+
+    Example:
+      >>> import optax
+      >>> from jdist import optim
+      >>> def lion(*, lr):
+      ...     return optim.from_optax(optax.lion(lr))
+      >>> optim.register_functional_optim("Lion", lion)
+      >>> optim.functional_optim_map["Lion"] is lion
+      True
+
+    References:
+      `torch.distributed.optim.utils.register_functional_optim`.
+    """
+    call = "register_functional_optim"
+    if _constructors.setdefault(name, constructor) is not constructor:
+        rule = "must be a name that is free"
+        remedy = "It belongs to another constructor; choose another name."
+        raise ValueError(requirement(f"{call}(name=...)", rule, name, remedy))
