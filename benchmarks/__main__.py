@@ -25,7 +25,9 @@ def main() -> None:
     console = Console()
     for name in options.names or names:
         module = importlib.import_module(f"benchmarks.{name}")
-        console.print(f"[bold]{name}[/bold]: {module.__doc__.splitlines()[0]}")
+        console.print(
+            f"[bold]{name}[/bold]: {(module.__doc__ or '').partition('\n')[0]}"
+        )
         cases = module.measure()
         console.print(_harness.table(name, cases))
         console.print(f"written to {_harness.write(options.out, name, cases)}\n")
