@@ -9,8 +9,8 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import examples_in, named_leaves
 from jdist.verify.compare import compare_leaves
-from jdist.verify.measure import Measured, measure
-from jdist.verify.oracle import REDUCERS, reduced_loss, value_and_gradient
+from jdist.verify.measure import Measured, measurer
+from jdist.verify.oracle import REDUCERS, differentiated, reduced
 from jdist.verify.report import LeafReport, Report, looseness
 
 LOSS = "(loss)"
@@ -67,22 +67,69 @@ def gradients(
       The bound: `jdist.verify.bound`. Chex's `assert_numerical_grads` and torch's
       `gradcheck` compare with finite differences only.
     """
-    _check(loss_fn, params, batch, candidates, weights, reduction)
-    loss = reduced_loss(loss_fn, batch, weights, reduction)
-    value, reference = value_and_gradient(loss, params)
-    measured = measure(loss_fn, params, batch, weights, reduction, seed)
-    rows: tuple[LeafReport, ...] = ()
-    for name, candidate in candidates.items():
-        found_value, found = _call(name, candidate, params, batch)
-        rows += _loss_row(name, value, found_value, measured)
-        rows += compare_leaves(
-            name,
-            named_leaves(reference),
-            named_leaves(found),
-            dict.fromkeys(named_leaves(reference), measured.terms),
-            named_leaves(measured.scale),
-        )
-    return Report(rows, measured.oracle, measured.notes + looseness(rows))
+    judged = judge(loss_fn, reduction=reduction)
+    return judged(params, batch, candidates, weights=weights, seed=seed)
+
+
+def judge(
+    loss_fn: Callable[[Any, Any], jax.Array], *, reduction: str = "mean"
+) -> Callable[..., Report]:
+    """A judge of one loss that can be called again and again, compiled once.
+
+    For judging every step of a training run. What it returns is called like
+    `gradients`, without the first argument:
+
+        judged(params, batch, candidates, *, weights=None, seed=0) -> Report
+
+    With `seed=None` the finite difference is left out: pin the oracle once, not at
+    every step.
+
+    Args:
+      loss_fn: As in `gradients`.
+      reduction: As in `gradients`.
+
+    Raises:
+      ValueError: An unknown reduction. On calling: as `gradients`.
+      TypeError: On calling: as `gradients`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> judged = judge(lambda w, x: (x - w) ** 2)
+      >>> x, w = jnp.array([1.0, 2.0, 4.0]), jnp.array(0.5)
+      >>> right = lambda w, x: (((x - w) ** 2).mean(), -2 * (x - w).mean())
+      >>> wrong = lambda w, x: (((x - w) ** 2).mean(), -2 * (x - w).sum())
+      >>> judged(w, x, {"right": right}).ok, judged(w, x, {"wrong": wrong}).ok
+      (True, False)
+    """
+    if reduction not in REDUCERS:
+        rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
+        raise ValueError(requirement("gradients(reduction=...)", rule, reduction))
+    reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
+    measure = measurer(loss_fn, reduction)
+
+    def judged(
+        params: Any,
+        batch: Any,
+        candidates: Mapping[str, Callable[[Any, Any], Any]],
+        *,
+        weights: Any = None,
+        seed: int | None = 0,
+    ) -> Report:
+        """Judges candidates at these parameters on this batch."""
+        _check(loss_fn, params, batch, candidates, weights, reduction)
+        value, gradient = reference(params, batch, weights)
+        measured = measure(params, batch, weights, seed)
+        wanted = named_leaves(gradient)
+        terms = dict.fromkeys(wanted, measured.terms)
+        scales = named_leaves(measured.scale)
+        rows: tuple[LeafReport, ...] = ()
+        for name, candidate in candidates.items():
+            found_value, found = _call(name, candidate, params, batch)
+            rows += _loss_row(name, value, found_value, measured)
+            rows += compare_leaves(name, wanted, named_leaves(found), terms, scales)
+        return Report(rows, measured.oracle, measured.notes + looseness(rows))
+
+    return judged
 
 
 def _loss_row(
@@ -127,9 +174,6 @@ def _check(
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement("gradients(candidates=...)", rule, candidates))
-    if reduction not in REDUCERS:
-        rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
-        raise ValueError(requirement("gradients(reduction=...)", rule, reduction))
     shape = jax.eval_shape(loss_fn, params, batch).shape
     if shape == ():
         if weights is not None or reduction != "mean":

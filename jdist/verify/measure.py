@@ -25,7 +25,7 @@ import numpy as np
 from jdist._compat import double_precision
 from jdist._tree import examples_in, merge, named_leaves, split_inexact
 from jdist.verify.bound import EXTRA, bound, confidence, unit_roundoff
-from jdist.verify.oracle import pin, reduced_loss
+from jdist.verify.oracle import STEPS, differentiated, pinned, reduced, slopes
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
@@ -44,52 +44,60 @@ class Measured(NamedTuple):
     loss_scale: float
     """The same for the loss itself."""
 
-    oracle: OracleCheck
-    """The finite-difference check."""
+    oracle: OracleCheck | None
+    """The finite-difference check, where one was asked for."""
 
     notes: tuple[str, ...]
 
 
-def measure(
-    loss_fn: Callable[[Any, Any], jax.Array],
-    params: Any,
-    batch: Any,
-    weights: Any,
-    reduction: str,
-    seed: int,
-) -> Measured:
-    """Measures terms and magnitudes, and pins the oracle, in float64."""
-    # In float64 a closure's own float32 constants are promoted, as they must be.
-    with double_precision(), jax.numpy_dtype_promotion("standard"):
-        exact, rounded = (_cast(params, kind) for kind in ("exact", "rounded"))
-        batches = tuple(_cast(batch, kind) for kind in ("exact", "rounded"))
-        losses = jax.jit(loss_fn)(exact, batches[0])
-        rough = jax.jit(loss_fn)(rounded, batches[1])
-        judged = jax.eval_shape(loss_fn, params, batch).dtype
-        units = unit_roundoff(judged) / unit_roundoff(rough.dtype)
-        blur = units * float(jnp.max(jnp.abs(rough.astype(losses.dtype) - losses)))
-        shares, notes = _shares(losses, blur, weights, reduction)
-        if jnp.ndim(losses) == 0:
-            terms = _leading(batch)
-            sums, alone = _whole(loss_fn, exact, rounded, batches), losses
-        else:
-            terms = int(np.count_nonzero(shares))
-            sums, alone = _by_example(loss_fn, exact, rounded, batches, shares)
-        if not np.allclose(alone, losses, rtol=COUPLED, atol=0, equal_nan=True):
-            example = int(np.argmax(np.abs(np.asarray(alone - losses))))
-            notes += (
-                f"examples influence each other: example {example} has a loss of "
-                f"{losses[example]:.6g} in the batch and of {alone[example]:.6g} "
-                f"alone. No split of the batch reproduces this gradient.",
-            )
-        scale, loss_scale = _scales(sums, terms)
-        rounding = float(bound("float64", 1, terms, loss_scale))
-        scalar = reduced_loss(loss_fn, batches[0], weights, reduction)
-        if reduction in ("max", "min") and terms > 1:
-            oracle = OracleCheck(skipped=f"{terms} examples tie, which is a kink")
-        else:
-            oracle = pin(scalar, exact, rounding, seed)
-    return Measured(terms, scale, loss_scale, oracle, notes)
+def measurer(
+    loss_fn: Callable[[Any, Any], jax.Array], reduction: str
+) -> Callable[..., Measured]:
+    """Builds the measurement of one loss; its compiled parts are kept between calls."""
+    losses_of = jax.jit(loss_fn)
+    whole = jax.jit(lambda *arguments: _pair(loss_fn, *arguments)[1])
+    by_example = jax.jit(lambda *arguments: _by_example(loss_fn, *arguments))
+    slopes_of = jax.jit(slopes(reduced(loss_fn, reduction)))
+
+    def measure(params: Any, batch: Any, weights: Any, seed: int | None) -> Measured:
+        """Measures terms and magnitudes, and pins the oracle unless `seed` is None."""
+        # In float64 a closure's own float32 constants are promoted, as they must be.
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            kinds = ("exact", "rounded")
+            given = tuple((_cast(params, k), _cast(batch, k)) for k in kinds)
+            exact, rough = (losses_of(*arguments) for arguments in given)
+            judged = jax.eval_shape(loss_fn, params, batch).dtype
+            units = unit_roundoff(judged) / unit_roundoff(rough.dtype)
+            blur = units * float(jnp.max(jnp.abs(rough.astype(exact.dtype) - exact)))
+            shares, notes = _shares(exact, blur, weights, reduction)
+            if exact.ndim == 0:
+                terms, sums = _leading(batch), whole(*given)
+            else:
+                terms = int(np.count_nonzero(shares))
+                sums, alone = by_example(*given, jnp.asarray(shares))
+                notes += _coupling(np.asarray(exact), np.asarray(alone))
+            scale, loss_scale = _scales(sums, terms)
+            oracle = None
+            if seed is not None and reduction in ("max", "min") and terms > 1:
+                oracle = OracleCheck(skipped=f"{terms} examples tie, which is a kink")
+            elif seed is not None:
+                rounding = float(bound("float64", 1, terms, loss_scale))
+                results = [slopes_of(*given[0], weights, seed, h) for h in STEPS]
+                oracle = pinned(results, rounding)
+        return Measured(terms, scale, loss_scale, oracle, notes)
+
+    return measure
+
+
+def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
+    if np.allclose(alone, together, rtol=COUPLED, atol=0, equal_nan=True):
+        return ()
+    example = int(np.argmax(np.abs(alone - together)))
+    return (
+        f"examples influence each other: example {example} has a loss of "
+        f"{together[example]:.6g} in the batch and of {alone[example]:.6g} alone. No "
+        f"split of the batch reproduces this gradient.",
+    )
 
 
 def _cast(tree: Any, kind: str) -> Any:
@@ -145,18 +153,12 @@ class _Sums(NamedTuple):
 
 
 def _pair(
-    loss_fn: Callable[[Any, Any], jax.Array], exact: Any, rounded: Any, batches: Any
+    loss_fn: Callable[[Any, Any], jax.Array], exact: Any, rounded: Any
 ) -> tuple[jax.Array, _Sums]:
     """One term: its loss, its magnitudes, and its distance from float64."""
-
-    def evaluate(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        trainable, fixed = split_inexact(params)
-        return jax.value_and_grad(lambda t: jnp.sum(loss_fn(merge(t, fixed), batch)))(
-            trainable
-        )
-
-    loss, gradient = evaluate(exact, batches[0])
-    rough_loss, rough = evaluate(rounded, batches[1])
+    evaluate = differentiated(lambda params, batch: jnp.sum(loss_fn(params, batch)))
+    loss, gradient = evaluate(*exact)
+    rough_loss, rough = evaluate(*rounded)
 
     def error(coarse: jax.Array, fine: jax.Array) -> jax.Array:
         unit = unit_roundoff(coarse.dtype)
@@ -167,43 +169,33 @@ def _pair(
     return loss, _Sums(magnitudes, errors, jnp.abs(loss), error(rough_loss, loss))
 
 
-def _whole(
-    loss_fn: Callable[[Any, Any], jax.Array], exact: Any, rounded: Any, batches: Any
-) -> _Sums:
-    """A scalar loss cannot be taken apart: the whole batch is one term."""
-    return jax.jit(lambda *a: _pair(loss_fn, *a)[1])(exact, rounded, batches)
-
-
 def _by_example(
     loss_fn: Callable[[Any, Any], jax.Array],
     exact: Any,
     rounded: Any,
-    batches: Any,
-    shares: np.ndarray,
+    shares: jax.Array,
 ) -> tuple[_Sums, jax.Array]:
     """The sums, one example at a time so that memory does not grow with the batch."""
 
-    @jax.jit
-    def run(exact: Any, rounded: Any, batches: Any, shares: jax.Array) -> Any:
-        def one(index: jax.Array) -> tuple[jax.Array, _Sums]:
-            row = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), batches
-            )
-            return _pair(loss_fn, exact, rounded, row)
+    def one(index: jax.Array) -> tuple[jax.Array, _Sums]:
+        def row(batch: Any) -> Any:
+            take = jax.lax.dynamic_slice_in_dim
+            return jax.tree.map(lambda x: take(x, index, 1), batch)
 
-        def add(sums: _Sums, index: jax.Array) -> tuple[_Sums, jax.Array]:
-            loss, term = one(index)
-            share = shares[index]
-            added = jax.tree.map(
-                lambda s, t: s + jnp.where(share > 0, share * t, 0), sums, term
-            )
-            return added, loss
+        (params, batch), (rough_params, rough_batch) = exact, rounded
+        return _pair(loss_fn, (params, row(batch)), (rough_params, row(rough_batch)))
 
-        shapes = jax.eval_shape(one, 0)[1]
-        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.scan(add, start, jnp.arange(shares.size))
+    def add(sums: _Sums, index: jax.Array) -> tuple[_Sums, jax.Array]:
+        loss, term = one(index)
+        share = shares[index]
+        added = jax.tree.map(
+            lambda s, t: s + jnp.where(share > 0, share * t, 0), sums, term
+        )
+        return added, loss
 
-    return run(exact, rounded, batches, jnp.asarray(shares))
+    shapes = jax.eval_shape(one, 0)[1]
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(add, start, jnp.arange(shares.size))
 
 
 def _scales(sums: _Sums, terms: int) -> tuple[Any, float]:

@@ -5,8 +5,8 @@ with jnp's own functions and differentiated by JAX. And because a judge may be w
 well, a finite difference in float64 pins the result in a random direction.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,25 +24,20 @@ REDUCERS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def reduced_loss(
-    loss_fn: Callable[[Any, Any], jax.Array],
-    batch: Any,
-    weights: Any,
-    reduction: str,
-) -> Callable[[Any], jax.Array]:
-    """The scalar loss as a function of the parameters alone.
+def reduced(
+    loss_fn: Callable[[Any, Any], jax.Array], reduction: str
+) -> Callable[[Any, Any, Any], jax.Array]:
+    """The scalar loss as a function `(params, batch, weights)`.
 
     Args:
       loss_fn: Returns losses `(examples,)`, or a scalar that is used as it is.
-      batch: The whole batch.
-      weights: `(examples,)` or None for 1 each.
       reduction: A key of `REDUCERS`.
 
     Raises:
       ValueError: On calling: losses that are neither a scalar nor one per weight.
     """
 
-    def scalar(params: Any) -> jax.Array:
+    def scalar(params: Any, batch: Any, weights: Any) -> jax.Array:
         losses = loss_fn(params, batch)
         shape = jnp.shape(losses)
         if shape == ():
@@ -59,60 +54,85 @@ def reduced_loss(
     return scalar
 
 
-def value_and_gradient(loss: Callable[[Any], jax.Array], params: Any) -> Any:
-    """`jax.value_and_grad`, compiled; None for leaves that are not floating."""
-    trainable, fixed = split_inexact(params)
-    return jax.jit(jax.value_and_grad(lambda t: loss(merge(t, fixed))))(trainable)
+def differentiated(
+    fn: Callable[..., jax.Array],
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """`jax.value_and_grad` in the first argument; None where a leaf is not floating."""
+
+    def value_and_gradient(params: Any, *rest: Any) -> tuple[jax.Array, Any]:
+        trainable, fixed = split_inexact(params)
+        return jax.value_and_grad(lambda t: fn(merge(t, fixed), *rest))(trainable)
+
+    return value_and_gradient
 
 
-def pin(
-    loss: Callable[[Any], jax.Array], params: Any, rounding: float, seed: int
-) -> OracleCheck:
-    """Holds the gradient against central differences in a random direction.
+STEPS = (4e-6, 2e-6, 1e-6)
+
+
+class Slopes(NamedTuple):
+    """One loss near the parameters, differentiated in two ways along a direction."""
+
+    value: jax.Array
+    exact: jax.Array
+    difference: jax.Array
+
+
+def slopes(
+    loss: Callable[..., jax.Array],
+) -> Callable[..., Slopes]:
+    """Differentiates `loss(params, batch, weights)` along a random direction.
 
     It looks at a random point next to the parameters, because a kink exactly at them (a
-    ReLU at a bias of 0) has no derivative to compare with. Three step sizes are tried:
-    their spread measures what truncation, and kinks within a step, can explain.
+    ReLU at a bias of 0) has no derivative to compare with.
+    """
+
+    def at(params: Any, batch: Any, weights: Any, seed: Any, step: Any) -> Slopes:
+        trainable, fixed = split_inexact(params)
+        toward, aside = (
+            _noise(k, trainable) for k in jax.random.split(jax.random.key(seed))
+        )
+        near = jax.tree.map(lambda x, d: x + 1e-3 * _typical(x) * d, trainable, aside)
+        size = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+        direction = jax.tree.map(lambda d: d / np.sqrt(size), toward)
+
+        def along(t: jax.Array) -> jax.Array:
+            moved = jax.tree.map(lambda x, d: x + t * d, near, direction)
+            return loss(merge(moved, fixed), batch, weights)
+
+        value, gradient = differentiated(loss)(merge(near, fixed), batch, weights)
+        # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
+        parts = jax.tree.map(lambda g, d: jnp.sum(g * d).real, gradient, direction)
+        exact = sum(jax.tree.leaves(parts), jnp.float64(0))
+        return Slopes(value, exact, (along(step) - along(-step)) / (2 * step))
+
+    return at
+
+
+def pinned(results: Sequence[Slopes], rounding: float) -> OracleCheck:
+    """Holds the gradient against central differences of several step sizes.
+
+    Their spread measures what truncation, and kinks within a step, can explain.
 
     Args:
-      loss: Scalar loss of float64 parameters; call within double precision.
-      params: float64 parameters.
+      results: Slopes for each of `STEPS`.
       rounding: A bound on the rounding error of one evaluation of the loss.
-      seed: Of the direction and the point.
     """
-    trainable, fixed = split_inexact(params)
-    rng = np.random.default_rng(seed)
-
-    def normal(leaf: jax.Array) -> jax.Array:
-        parts = rng.normal(size=(2, *leaf.shape))
-        is_complex = jnp.iscomplexobj(leaf)
-        return jnp.asarray(parts[0] + 1j * parts[1] if is_complex else parts[0])
-
-    size = sum(leaf.size for leaf in jax.tree.leaves(trainable))
-    direction = jax.tree.map(lambda p: normal(p) / np.sqrt(size), trainable)
-    near = jax.tree.map(lambda p: p + 1e-3 * normal(p) * _typical(p), trainable)
-
-    @jax.jit
-    def slopes(step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        def along(t: jax.Array) -> jax.Array:
-            moved = jax.tree.map(lambda p, d: p + t * d, near, direction)
-            return loss(merge(moved, fixed))
-
-        value, gradient = jax.value_and_grad(
-            lambda t: loss(merge(t, fixed)),
-        )(near)
-        # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
-        products = jax.tree.map(lambda g, d: jnp.sum(g * d).real, gradient, direction)
-        slope = jax.tree.reduce(jnp.add, products, jnp.float64(0))
-        return value, slope, (along(step) - along(-step)) / (2 * step)
-
-    steps = (4e-6, 2e-6, 1e-6)
-    results = [slopes(jnp.float64(step)) for step in steps]
-    values, exact, differences = (np.array(x) for x in zip(*results, strict=True))
-    if not np.isfinite([*values, *exact, *differences]).all():
+    values, exact, differences = np.array(results).T
+    if not np.isfinite([values, exact, differences]).all():
         return OracleCheck(skipped="the loss is not finite next to the parameters")
-    tolerance = float(np.ptp(differences) + rounding / steps[-1])
+    tolerance = float(np.ptp(differences) + rounding / STEPS[-1])
     return OracleCheck(float(exact[-1]), float(differences[-1]), tolerance)
+
+
+def _noise(key: jax.Array, like: Any) -> Any:
+    """A tree of normal numbers, each leaf with a key of its own."""
+    leaves, structure = jax.tree.flatten(like)
+    keys = jax.random.split(key, len(leaves))
+    noise = [
+        jax.random.normal(k, leaf.shape, leaf.dtype)
+        for k, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, noise)
 
 
 def _typical(leaf: jax.Array) -> jax.Array:
