@@ -46,7 +46,7 @@ def unit_roundoff(dtype: Any) -> float:
     """The largest relative error of one rounding to nearest: 2^-24 for float32.
 
     Example:
-      >>> unit_roundoff("float32") == 2.0**-24, unit_roundoff("bfloat16") == 2.0**-9
+      >>> unit_roundoff("float32") == 2.0**-24, unit_roundoff("bfloat16") == 2.0**-8
       (True, True)
     """
     return float(jnp.finfo(dtype).eps) / 2

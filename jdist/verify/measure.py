@@ -82,7 +82,9 @@ def measurer(
                 oracle = OracleCheck(skipped=f"{terms} examples tie, which is a kink")
             elif seed is not None:
                 rounding = float(bound("float64", 1, terms, loss_scale))
-                results = [slopes_of(*given[0], weights, seed, h) for h in STEPS]
+                results = [
+                    slopes_of(*given[0], weights, seed, jnp.float64(h)) for h in STEPS
+                ]
                 oracle = pinned(results, rounding)
         return Measured(terms, scale, loss_scale, oracle, notes)
 
