@@ -25,7 +25,8 @@ def main() -> None:
     console = Console()
     for name in options.names or names:
         module = importlib.import_module(f"benchmarks.{name}")
-        console.print(f"[bold]{name}[/bold]: {module.__doc__.splitlines()[0]}")
+        question = (module.__doc__ or "").splitlines()[0]
+        console.print(f"[bold]{name}[/bold]: {question}")
         cases = module.measure()
         console.print(_harness.table(name, cases))
         console.print(f"written to {_harness.write(options.out, name, cases)}\n")

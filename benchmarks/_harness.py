@@ -1,18 +1,17 @@
 """Timing contenders side by side, and writing down what was measured where."""
 
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
+
+from experiments._environment import Environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +73,6 @@ def race(
 def _timing(values: list[float]) -> Timing:
     low, median, high = statistics.quantiles(values, n=4)
     return Timing(median, low, high, len(values))
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """Where a figure comes from."""
-
-    machine: str = field(default_factory=platform.platform)
-    processor: str = field(default_factory=lambda: _processor())
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    device: str = field(default_factory=lambda: jax.devices()[0].device_kind)
-    python: str = field(default_factory=platform.python_version)
-    jax: str = jax.__version__
-    jdist: str = field(default_factory=lambda: metadata.version("jdist"))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    models = (line.split(":", 1)[1] for line in lines if line.startswith("model name"))
-    return next(models, platform.processor()).strip()
 
 
 def table(name: str, cases: list[Case]) -> Table:

@@ -1,1 +1,9 @@
-"""One script per claim; `python -m experiments` lists them."""
+"""One script per claim of the source material; each asserts its claim.
+
+`python -m experiments` lists them, `python -m experiments NAME` runs one: progress on
+the terminal, then `results/NAME.json`, its pictures as PNG, and `results/report.html`
+over everything run so far. The exit status is 1 if a claim does not hold.
+
+An experiment is a module here with `run(settings, progress) -> Result`; the first line
+of its docstring is its entry in the list.
+"""

@@ -1,0 +1,408 @@
+"""A convolutional net on real digits: replicas with uneven shards compute exactly the
+gradient, and so the training run, of one device.
+
+The net is trained with momentum on one device, and on 2, 4 and 8 replicas whose shards
+all differ in size and change hands at every step. At every step the replicas' gradient
+is judged against `jax.value_and_grad` of the whole batch on one device, and all copies
+of the parameters are compared bit by bit. Beside it stands the classic mistake, the
+mean of the replicas' means, which must be caught.
+
+Rounding makes two runs drift apart, in the same way in which one device drifts from
+itself when it adds up the examples in another order. That drift is measured too and is
+the yardstick for "the same loss curve".
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from sklearn.datasets import load_digits
+
+from experiments._result import Claim, Picture, Result, Settings
+from jdist import data_parallel, optim, verify
+
+BATCH = 96
+REPLICAS = (2, 4, 8)
+ORDERS = 3
+ACCURACY = 0.95
+# Drift grows from random rounding: two runs of one kind differ by a few times.
+SAME_DRIFT = 10
+
+OPTIMIZER = optim.sgd(lr=0.05, momentum=0.9, nesterov=True)
+
+
+class Net(nnx.Module):
+    """Two convolutions and a readout, for images of 8 x 8."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        """Random weights."""
+        self.edges = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.parts = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
+        self.readout = nnx.Linear(4 * 4 * 16, 10, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Scores `(examples, 10)` of images `(examples, 8, 8, 1)`."""
+        hidden = nnx.relu(self.parts(nnx.relu(self.edges(images))))
+        return self.readout(hidden.reshape(len(images), -1))
+
+
+class Task(NamedTuple):
+    """The data, the model as pure functions, and the batches in their order."""
+
+    params: Any
+    losses: Callable[[Any, Any], jax.Array]
+    accuracy: Callable[[Any], float]
+    batches: Sequence[Any]
+
+
+@dataclass
+class Run:
+    """What one training run left behind; rows are steps."""
+
+    name: str
+    losses: list[float]
+    accuracy: float
+    ratios: list[float]
+    identical: int = 0
+    oracle: str = ""
+    caught: tuple[float, ...] = ()
+
+    def drift(self, other: "Run") -> np.ndarray:
+        """How far its loss is from another run's, step by step."""
+        return np.abs(np.subtract(self.losses, other.losses))
+
+
+def run(settings: Settings, progress: Progress) -> Result:
+    """Trains, judges, compares."""
+    steps = 75 if settings.quick else 300
+    task = digits(settings.seed, steps)
+    rng = np.random.default_rng(settings.seed)
+    step = plain_step(task)
+    alone = train_alone(task, step, "1 device", progress)
+    orders = [
+        train_alone(task, step, f"1 device, order {i + 1}", progress, rng)
+        for i in range(ORDERS)
+    ]
+    judged = verify.judge(task.losses)
+    runs = [
+        train_replicas(task, mesh, name, progress, judged, watch_mistake=count == 4)
+        for count, mesh, name in replicas(settings.devices)
+    ]
+    spread = {
+        r.name: dict(zip(("low", "median", "high"), _quartiles(r.ratios), strict=True))
+        for r in runs
+    }
+    counts = ", ".join(r.name for r in runs)
+    return Result(
+        proved=(
+            f"{steps * len(runs)} gradients of uneven shards ({counts}) equal one "
+            f"device's within rounding; test accuracy {alone.accuracy:.1%}."
+        ),
+        claims=claims(alone, orders, runs, steps),
+        pictures=[
+            Picture(
+                "loss",
+                "The loss curves lie on each other. Below: how far each is from one "
+                "device's; in grey, one device that adds the examples in other orders.",
+                plot_losses(alone, orders, runs),
+            ),
+            Picture(
+                "error",
+                "The largest error of a step's gradient, relative to what rounding "
+                "explains. The mean of means is wrong by far more.",
+                plot_ratios(runs),
+            ),
+        ],
+        tables={"Runs": _rows([alone, *runs])},
+        data={
+            "steps": steps,
+            "runs": [vars(r) for r in (alone, *orders, *runs)],
+            "error_over_bound": spread,
+        },
+        notes=_notes(settings.devices),
+    )
+
+
+# --- the task ---
+
+
+def digits(seed: int, steps: int) -> Task:
+    """scikit-learn's digits, four fifths of them to train with."""
+    images, labels = load_digits(return_X_y=True)
+    x = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    y = labels.astype(np.int32)
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(len(x))
+    test, train = np.split(shuffled, [len(x) // 5])
+    structure = nnx.graphdef(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
+    # rbg compiles several times faster than the default generator.
+    key = jax.random.key(seed, impl="rbg")
+    params = jax.jit(lambda key: nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(key)))))(key)
+
+    def scores(params: Any, images: jax.Array) -> jax.Array:
+        return nnx.merge(structure, nnx.State(params))(images)
+
+    def losses(params: Any, batch: Any) -> jax.Array:
+        images, labels = batch
+        given = scores(params, images)
+        return optax.softmax_cross_entropy_with_integer_labels(given, labels)
+
+    compiled = jax.jit(scores)
+
+    def accuracy(params: Any) -> float:
+        found = np.argmax(compiled(params, x[test]), axis=1)
+        return float(np.mean(found == y[test]))
+
+    chosen: list[int] = []
+    while len(chosen) < steps * BATCH:
+        chosen.extend(rng.permutation(train))
+    rows = np.array(chosen[: steps * BATCH]).reshape(steps, BATCH)
+    batches = [(x[row], y[row]) for row in rows]
+    return Task(params, losses, accuracy, batches)
+
+
+def replicas(available: int) -> list[tuple[int, Mesh | int, str]]:
+    """Replica counts, each on its own devices where there are enough, else on one."""
+    devices = np.array(jax.devices()[:available])
+    return [
+        (count, Mesh(devices[:count], ("data",)), f"{count} devices")
+        if count <= len(devices)
+        else (count, count, f"{count} replicas on 1 device")
+        for count in REPLICAS
+    ]
+
+
+def shard_sizes(count: int, step: int) -> tuple[int, ...]:
+    """All sizes differ, in proportion 1 : 2 : .. : count, and move on at every step."""
+    total = count * (count + 1) // 2
+    sizes = [BATCH * (rank + 1) // total for rank in range(count)]
+    sizes[-1] += BATCH - sum(sizes)
+    return tuple(np.roll(sizes, step).tolist())
+
+
+# --- the runs ---
+
+
+def plain_step(task: Task) -> Callable[..., Any]:
+    """One step of training in plain JAX, on one device."""
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda p: task.losses(p, batch).mean())(params)
+        return *OPTIMIZER.step(params, grads, state), loss
+
+    return step
+
+
+def train_alone(
+    task: Task,
+    step: Callable[..., Any],
+    name: str,
+    progress: Progress,
+    rng: np.random.Generator | None = None,
+) -> Run:
+    """Training on one device; with `rng`, examples are added up in random order."""
+    params = jax.device_put(task.params, jax.devices()[0])
+    state = OPTIMIZER.init(params)
+    losses = []
+    for batch in progress.track(task.batches, description=name):
+        order = np.arange(BATCH) if rng is None else rng.permutation(BATCH)
+        shuffled = tuple(part[order] for part in batch)
+        params, state, loss = step(params, state, shuffled)
+        losses.append(float(loss))
+    return Run(name, losses, task.accuracy(params), [])
+
+
+def train_replicas(
+    task: Task,
+    mesh: Mesh | int,
+    name: str,
+    progress: Progress,
+    judged: Callable[..., verify.Report],
+    *,
+    watch_mistake: bool,
+) -> Run:
+    """The same training over replicas, every step judged."""
+    count = mesh if isinstance(mesh, int) else mesh.size
+    gradient = data_parallel.value_and_grad(task.losses, mesh)
+    mistaken = mean_of_means(task)
+    optimize = jax.jit(OPTIMIZER.step)
+    params = jax.device_put(task.params)
+    state = OPTIMIZER.init(params)
+    run = Run(name, [], 0.0, [])
+    caught = []
+    for t, batch in enumerate(progress.track(task.batches, description=name)):
+        sizes = shard_sizes(count, t)
+        found = gradient(params, *data_parallel.shard_batch(batch, mesh, sizes))
+        here = jax.device_put(jax.device_get(params), jax.devices()[0])
+        candidates = {name: returning(found)}
+        if watch_mistake:
+            candidates["mean of means"] = returning(mistaken(here, batch, sizes))
+        report = judged(here, batch, candidates, seed=0 if t == 0 else None)
+        run.ratios.append(report.of(name).worst)
+        if watch_mistake:
+            caught.append(report.of("mean of means").worst)
+        if report.oracle is not None:
+            run.oracle = str(report.oracle)
+        params, state = optimize(params, found[1], state)
+        run.losses.append(float(found[0]))
+        run.identical += replicas_identical((params, state))
+    run.caught = tuple(caught)
+    run.accuracy = task.accuracy(jax.device_get(params))
+    return run
+
+
+def returning(found: Any) -> Callable[..., Any]:
+    """A candidate for the judge whose gradient is computed already."""
+    return lambda params, batch: found
+
+
+def mean_of_means(task: Task) -> Callable[..., tuple[jax.Array, Any]]:
+    """The mistake: each replica's mean counts the same, however few its examples."""
+
+    @jax.jit
+    def gradient(params: Any, batch: Any, shares: jax.Array) -> Any:
+        return jax.value_and_grad(lambda p: jnp.sum(shares * task.losses(p, batch)))(
+            params
+        )
+
+    def mistaken(params: Any, batch: Any, sizes: Sequence[int]) -> Any:
+        shares = [np.full(size, 1 / (size * len(sizes))) for size in sizes]
+        return gradient(params, batch, np.concatenate(shares).astype(np.float32))
+
+    return mistaken
+
+
+def replicas_identical(tree: Any) -> bool:
+    """Whether all devices hold the same bits of every leaf."""
+    for leaf in jax.tree.leaves(tree):
+        first, *others = (np.asarray(s.data).tobytes() for s in leaf.addressable_shards)
+        if any(other != first for other in others):
+            return False
+    return True
+
+
+# --- what is claimed, and shown ---
+
+
+def claims(
+    alone: Run, orders: Sequence[Run], runs: Sequence[Run], steps: int
+) -> list[Claim]:
+    """What the runs must show."""
+    worst = max(max(r.ratios) for r in runs)
+    caught = next(r.caught for r in runs if r.caught)
+    drift, usual = (max(float(r.drift(alone).max()) for r in g) for g in (runs, orders))
+    accuracies = [r.accuracy for r in (alone, *runs)]
+    return [
+        Claim(
+            "every gradient equals one device's within the derived bound",
+            worst <= 1,
+            f"{len(runs) * steps} judged, error/bound at most {worst:.3f}",
+        ),
+        Claim(
+            "the one-device gradient is the derivative of the loss",
+            all("pinned" in r.oracle for r in runs),
+            runs[0].oracle,
+        ),
+        Claim(
+            "after every step all replicas hold the same bits",
+            all(r.identical == steps for r in runs),
+            ", ".join(f"{r.name}: {r.identical} of {steps}" for r in runs),
+        ),
+        Claim(
+            "the loss curves are one curve: they drift no more than one device's own "
+            "does when its examples are added up in another order",
+            drift <= SAME_DRIFT * usual,
+            f"by {drift:.1e}; another order: {usual:.1e}",
+        ),
+        Claim(
+            f"test accuracy is above {ACCURACY:.0%} on every number of replicas",
+            min(accuracies) > ACCURACY,
+            ", ".join(f"{a:.1%}" for a in accuracies),
+        ),
+        Claim(
+            "the mean of means is caught at every step",
+            len(caught) == steps and min(caught) > 1,
+            f"error/bound at least {min(caught):.1e}",
+        ),
+    ]
+
+
+def plot_losses(alone: Run, orders: Sequence[Run], runs: Sequence[Run]) -> Figure:
+    """Loss curves above, distances from one device's below."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2)
+    )
+    above.plot(alone.losses, color="black", linewidth=4, alpha=0.25, label=alone.name)
+    for other in orders:
+        below.semilogy(_positive(other.drift(alone)), color="0.75", linewidth=1)
+    below.plot([], [], color="0.75", label="1 device, other orders")
+    for run in runs:
+        above.plot(run.losses, linewidth=1, label=run.name)
+        below.semilogy(_positive(run.drift(alone)), linewidth=1, label=run.name)
+    above.set(ylabel="training loss", title="Replicas train as one device does")
+    below.set(xlabel="step", ylabel="distance from\none device's loss")
+    for axes in (above, below):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_ratios(runs: Sequence[Run]) -> Figure:
+    """error/bound of every step."""
+    figure, axes = plt.subplots(figsize=(9, 4.5))
+    for run in runs:
+        axes.semilogy(run.ratios, linewidth=1, label=run.name)
+        if run.caught:
+            axes.semilogy(run.caught, color="firebrick", label="mean of means")
+    axes.axhline(1, color="black", linestyle="--", linewidth=1, label="derived bound")
+    axes.set(xlabel="step", ylabel="error / bound", title="The judge at every step")
+    axes.legend(frameon=False, ncols=3, loc="center")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _positive(values: np.ndarray) -> np.ndarray:
+    """Zeros are left out of a logarithmic plot."""
+    return np.where(values > 0, values, np.nan)
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+
+
+def _rows(runs: Sequence[Run]) -> list[list[str]]:
+    header = ["run", "final loss", "test accuracy", "error/bound, median", "largest"]
+    return [header] + [
+        [
+            r.name,
+            f"{r.losses[-1]:.6f}",
+            f"{r.accuracy:.2%}",
+            *(
+                [f"{np.median(r.ratios):.3f}", f"{max(r.ratios):.3f}"]
+                if r.ratios
+                else ["", ""]
+            ),
+        ]
+        for r in runs
+    ]
+
+
+def _notes(available: int) -> list[str]:
+    present = min(available, jax.device_count())
+    shared = [count for count in REPLICAS if count > present]
+    if not shared:
+        return []
+    return [
+        f"{present} device(s) here: the runs of {', '.join(map(str, shared))} replicas "
+        f"share one by vmap, so that bit-equality of copies is not shown for them"
+    ]

@@ -1,0 +1,219 @@
+"""Comparing two gradient trees, leaf by leaf, on the host in float64.
+
+Structure comes first, then dtype and shape, then every number. NaN and infinity never
+pass, not even when both sides have them. NumPy only: the judge shares no code with what
+it judges.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._tree import is_inexact, named_leaves
+from jdist.verify.bound import bound
+from jdist.verify.diagnosis import diagnose
+from jdist.verify.report import LeafReport, Report, looseness
+
+
+def compare(
+    reference: Any,
+    candidate: Any,
+    terms: Any = None,
+    scale: Any = None,
+    *,
+    name: str = "candidate",
+) -> Report:
+    """Judges one gradient tree against another.
+
+    Args:
+      reference: Pytree of arrays (or None leaves).
+      candidate: Pytree that must have the same structure, dtypes and shapes, and
+        entries that differ from the reference's by no more than rounding explains.
+        Leaves that are not floating must be equal.
+      terms: How many terms each entry is a sum of: a number, or a tree like
+        `reference` of numbers. None: 1, so that only a few roundings are forgiven.
+      scale: The sum of the magnitudes of those terms: a tree like `reference` of
+        arrays that broadcast to the leaves. None: the largest magnitude in each leaf of
+        the reference; right unless terms cancel. `verify.gradients` measures both.
+      name: What to call the candidate.
+
+    Returns:
+      A `Report` with a row per leaf; see `jdist.verify.bound` for the bound.
+
+    Raises:
+      ValueError: There is no leaf to compare, or `terms` or `scale` do not have the
+        reference's structure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> reference = {"b": jnp.array([0.1, 0.2]), "w": jnp.array([0.3, 0.4])}
+      >>> report = compare(reference, {"b": reference["b"], "w": -reference["w"]})
+      >>> report.ok, report.failures[0].path
+      (False, 'w')
+    """
+    wanted = named_leaves(reference)
+    if not wanted:
+        raise ValueError(
+            "`compare(reference=...)` must have leaves. Got an empty tree."
+        )
+    terms_of = _per_leaf(terms, reference, "terms", default=1)
+    scale_of = _per_leaf(scale, reference, "scale", default=None)
+    rows = compare_leaves(name, wanted, named_leaves(candidate), terms_of, scale_of)
+    return Report(rows, notes=looseness(rows))
+
+
+def compare_leaves(
+    name: str,
+    wanted: Mapping[str, Any],
+    found: Mapping[str, Any],
+    terms_of: Mapping[str, Any],
+    scale_of: Mapping[str, Any],
+) -> tuple[LeafReport, ...]:
+    """The rows of one candidate: the reference's leaves in order, then extra ones."""
+    host = {path: None if x is None else _host(x) for path, x in wanted.items()}
+    rows = [
+        _structural(name, path, host, found)
+        or _numeric(name, path, host, _host(found[path]), terms_of, scale_of)
+        for path in wanted
+        if not (wanted[path] is None and path in found and found[path] is None)
+    ]
+    rows += [
+        LeafReport(name, path, *_kind(found[path]), problem="not in the reference")
+        for path in found
+        if path not in wanted
+    ]
+    return tuple(rows)
+
+
+def _structural(
+    name: str, path: str, wanted: Mapping[str, Any], found: Mapping[str, Any]
+) -> LeafReport | None:
+    """A failing row if the leaf is missing or of another kind."""
+    expected = _kind(wanted[path])
+    if path not in found:
+        return LeafReport(name, path, *expected, problem="missing from the candidate")
+    got = _kind(found[path])
+    if got == expected:
+        return None
+    (dtype, shape), (got_dtype, got_shape) = expected, got
+    what = "dtype" if dtype != got_dtype else "shape"
+    pair = (dtype, got_dtype) if dtype != got_dtype else (shape, got_shape)
+    problem = f"wrong {what}: expected {pair[0]}, got {pair[1]}"
+    return LeafReport(name, path, dtype, shape, problem=problem)
+
+
+def _numeric(
+    name: str,
+    path: str,
+    wanted: Mapping[str, Any],
+    found: np.ndarray,
+    terms_of: Mapping[str, Any],
+    scale_of: Mapping[str, Any],
+) -> LeafReport:
+    reference = wanted[path]
+    dtype, shape = _kind(reference)
+    if not is_inexact(reference):
+        equal = np.array_equal(reference, found)
+        zeros = (0.0,) * 4 if equal else (float("nan"),) * 4
+        problem = "" if equal else "values that are not floating must be equal"
+        cosine = 1.0 if equal else float("nan")
+        return LeafReport(name, path, dtype, shape, *zeros, cosine, problem)
+    scale = scale_of[path]
+    if scale is None:
+        scale = np.max(np.abs(_wide(reference)), initial=0)
+    limit = bound(reference.dtype, reference.size, int(terms_of[path]), scale)
+    expected, got = _wide(reference), _wide(found)
+    # inf - inf is NaN and fails below, as it should.
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = np.abs(expected - got)
+        relative = np.where(error == 0, 0, error / np.abs(expected))
+        ratio = np.where(error == 0, 0, error / np.broadcast_to(limit, error.shape))
+        cosine = _cosine(expected, got)
+    worst = float(np.max(ratio, initial=0))
+    problem = ""
+    if not worst <= 1:
+        problem = diagnose(path, wanted, found, ratio)
+    return LeafReport(
+        name,
+        path,
+        dtype,
+        shape,
+        float(np.max(error, initial=0)),
+        float(np.max(relative, initial=0)),
+        float(np.max(ulp_distance(reference, found), initial=0)),
+        worst,
+        cosine,
+        problem,
+    )
+
+
+def ulp_distance(first: Any, second: Any) -> np.ndarray:
+    """How many representable numbers lie between two arrays of one floating dtype.
+
+    Adjacent numbers are 1 apart, and so are -0 and +0. Complex numbers: the larger
+    distance of their parts. Meaningless where an entry is NaN.
+
+    Example:
+      >>> import numpy as np
+      >>> one = np.array([1, 1, 0], np.float32)
+      >>> ulp_distance(one, np.array([1, 1 + 2**-22, -1e-45], np.float32)).tolist()
+      [0.0, 2.0, 2.0]
+    """
+    if np.iscomplexobj(first):
+        real = ulp_distance(first.real, second.real)
+        return np.maximum(real, ulp_distance(first.imag, second.imag))
+    kind = np.dtype(f"i{first.dtype.itemsize}")
+    lowest = np.iinfo(kind).min
+    ordered = []
+    for array in (first, second):
+        bits = np.ascontiguousarray(array).view(kind)
+        # Negative floats count downwards; -0 comes just below +0.
+        ordered.append(np.where(bits < 0, lowest - bits - 1, bits).astype(np.int64))
+    low, high = np.minimum(*ordered), np.maximum(*ordered)
+    # Across zero the difference may not fit in 64 bits; there it need not be exact.
+    across = high.astype(np.float64) - low.astype(np.float64)
+    exact = np.where((low < 0) & (high >= 0), 0, high - low)
+    return np.where((low < 0) & (high >= 0), across, exact.astype(np.float64))
+
+
+def _per_leaf(values: Any, like: Any, name: str, default: Any) -> Mapping[str, Any]:
+    paths = named_leaves(like)
+    if values is None:
+        return dict.fromkeys(paths, default)
+    given = named_leaves(values)
+    if list(given) == ["(root)"] and np.ndim(values) == 0:
+        return dict.fromkeys(paths, values)
+    absent = [path for path, leaf in paths.items() if leaf is not None]
+    absent = [path for path in absent if given.get(path) is None]
+    if absent:
+        raise ValueError(
+            f"`compare({name}=...)` must be a number or a tree like the reference. "
+            f"Got nothing for {', '.join(absent)}."
+        )
+    return {path: given.get(path, default) for path in paths}
+
+
+def _host(leaf: Any) -> np.ndarray:
+    """The leaf's numbers on the host; a PRNG key is compared by its bits."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def _kind(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    return ("None", ()) if leaf is None else (_host(leaf).dtype.name, np.shape(leaf))
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _cosine(first: np.ndarray, second: np.ndarray) -> float:
+    """Cosine of the angle between two leaves as vectors; 1 if both are zero."""
+    a, b = (float(np.linalg.norm(leaf)) for leaf in (first.ravel(), second.ravel()))
+    if a == 0 or b == 0:
+        return 1.0 if a == b else 0.0
+    return min(1.0, float(np.vdot(first.ravel() / a, second.ravel() / b).real))

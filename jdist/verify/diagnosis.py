@@ -1,0 +1,85 @@
+"""What a wrong leaf looks like, in words: the usual mistakes have known shapes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+# A suspected explanation must account for all but this share of the leaf.
+LIKENESS = 1e-4
+
+
+def diagnose(
+    path: str, wanted: Mapping[str, Any], found: np.ndarray, ratio: np.ndarray
+) -> str:
+    """Says where a leaf fails and, when it can be seen, what was done to it.
+
+    Args:
+      path: The leaf that fails.
+      wanted: The reference's leaves by path, on the host.
+      found: The candidate's leaf.
+      ratio: error/bound of each entry, NaN where an entry is not finite.
+    """
+    reference = wanted[path]
+    if not np.isfinite(found).all():
+        where = np.argwhere(~np.isfinite(found))[0]
+        return f"not finite: {_at(found, where)} at {_index(where)}"
+    if not np.isfinite(reference).all():
+        where = np.argwhere(~np.isfinite(reference))[0]
+        return (
+            f"the reference is not finite: {_at(reference, where)} at {_index(where)}"
+        )
+    worst = np.array(np.unravel_index(np.argmax(ratio), ratio.shape))
+    text = (
+        f"off by {ratio.max():.3g} times the bound at {_index(worst)}: "
+        f"expected {_at(reference, worst)}, got {_at(found, worst)}"
+    )
+    likeness = _likeness(path, wanted, found)
+    return f"{text}; {likeness}" if likeness else text
+
+
+def _likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
+    reference = wanted[path]
+    if found.size > 1:
+        factor = _factor(reference, found)
+        if factor is not None:
+            return f"it is {factor:.6g} times the reference"
+        if found.ndim == 2 and _alike(reference.T, found):
+            return "it is the reference transposed"
+    others = [
+        other
+        for other, leaf in wanted.items()
+        if other != path and leaf is not None and _alike(leaf, found)
+    ]
+    return f"it is the reference's {others[0]}" if others else ""
+
+
+def _factor(reference: np.ndarray, found: np.ndarray) -> float | None:
+    """The number by which the whole reference was multiplied, if that is all."""
+    a, b = _flat(reference), _flat(found)
+    power = float(np.vdot(a, a).real)
+    if power == 0:
+        return None
+    factor = float(np.vdot(a, b).real) / power
+    rest = np.linalg.norm(b - factor * a)
+    return factor if rest <= LIKENESS * np.linalg.norm(b) else None
+
+
+def _alike(first: np.ndarray, second: np.ndarray) -> bool:
+    if first.shape != second.shape or not first.any():
+        return False
+    a, b = _flat(first), _flat(second)
+    return bool(np.linalg.norm(a - b) <= LIKENESS * np.linalg.norm(a))
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    wide = np.complex128 if np.iscomplexobj(array) else np.float64
+    return array.astype(wide).ravel()
+
+
+def _at(array: np.ndarray, index: np.ndarray) -> str:
+    return f"{array[tuple(index)]:.6g}"
+
+
+def _index(index: np.ndarray) -> str:
+    return f"[{', '.join(map(str, index))}]"

@@ -1,0 +1,194 @@
+"""The judge: is what a candidate returns the gradient of this loss?"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._tree import examples_in, named_leaves
+from jdist.verify.compare import compare_leaves
+from jdist.verify.measure import Measured, measurer
+from jdist.verify.oracle import REDUCERS, differentiated, reduced
+from jdist.verify.report import LeafReport, Report, looseness
+
+LOSS = "(loss)"
+
+
+def gradients(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batch: Any,
+    candidates: Mapping[str, Callable[[Any, Any], Any]],
+    *,
+    weights: Any = None,
+    reduction: str = "mean",
+    seed: int = 0,
+) -> Report:
+    """Judges ways to compute a loss and its gradient against `jax.value_and_grad`.
+
+    The reference is computed on one device over the whole batch. How far a right answer
+    may be from it is derived from the number of examples, and from the magnitudes and
+    the rounding of each example's own gradient, which are measured here (see
+    `jdist.verify.bound`). The reference itself is held against a finite difference.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`: one loss per example, `(examples,)`, or a
+        scalar. With a scalar the examples' own gradients cannot be seen: the bound then
+        rests on the batch's gradient as a whole.
+      params: Pytree; leaves that are not floating must have None as gradient.
+      batch: Pytree; for losses per example each leaf is `(examples, ...)`.
+      candidates: Name to `fn(params, batch) -> (loss, gradient)`.
+      weights: `(examples,)`, at least 0, as in `data_parallel`. None for 1 each.
+      reduction: "mean", "sum", "max" or "min".
+      seed: Of the finite difference's direction.
+
+    Returns:
+      A `Report` with a row for the loss and for each leaf of each candidate.
+
+    Raises:
+      ValueError: No candidates; an unknown reduction; weights with a scalar loss, or of
+        the wrong shape; a batch whose leaves differ in length.
+      TypeError: A candidate returned something else than a pair.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> loss = lambda w, x: (x @ w) ** 3
+      >>> x, w = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), jnp.array([0.3, 0.4])
+      >>> def half_and_rest(w, x):                       # 2 examples, then 1
+      ...     f = jax.value_and_grad(lambda w, x: loss(w, x).mean())
+      ...     (a, da), (b, db) = f(w, x[:2]), f(w, x[2:])
+      ...     return (2 * a + b) / 3, (2 * da + db) / 3
+      >>> gradients(loss, w, x, {"split": half_and_rest}).ok
+      True
+
+    References:
+      The bound: `jdist.verify.bound`. Chex's `assert_numerical_grads` and torch's
+      `gradcheck` compare with finite differences only.
+    """
+    judged = judge(loss_fn, reduction=reduction)
+    return judged(params, batch, candidates, weights=weights, seed=seed)
+
+
+def judge(
+    loss_fn: Callable[[Any, Any], jax.Array], *, reduction: str = "mean"
+) -> Callable[..., Report]:
+    """A judge of one loss that can be called again and again, compiled once.
+
+    For judging every step of a training run. What it returns is called like
+    `gradients`, without the first argument:
+
+        judged(params, batch, candidates, *, weights=None, seed=0) -> Report
+
+    With `seed=None` the finite difference is left out: pin the oracle once, not at
+    every step.
+
+    Args:
+      loss_fn: As in `gradients`.
+      reduction: As in `gradients`.
+
+    Raises:
+      ValueError: An unknown reduction. On calling: as `gradients`.
+      TypeError: On calling: as `gradients`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> judged = judge(lambda w, x: (x - w) ** 2)
+      >>> x, w = jnp.array([1.0, 2.0, 4.0]), jnp.array(0.5)
+      >>> right = lambda w, x: (((x - w) ** 2).mean(), -2 * (x - w).mean())
+      >>> wrong = lambda w, x: (((x - w) ** 2).mean(), -2 * (x - w).sum())
+      >>> judged(w, x, {"right": right}).ok, judged(w, x, {"wrong": wrong}).ok
+      (True, False)
+    """
+    if reduction not in REDUCERS:
+        rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
+        raise ValueError(requirement("gradients(reduction=...)", rule, reduction))
+    reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
+    measure = measurer(loss_fn, reduction)
+
+    def judged(
+        params: Any,
+        batch: Any,
+        candidates: Mapping[str, Callable[[Any, Any], Any]],
+        *,
+        weights: Any = None,
+        seed: int | None = 0,
+    ) -> Report:
+        """Judges candidates at these parameters on this batch."""
+        _check(loss_fn, params, batch, candidates, weights, reduction)
+        value, gradient = reference(params, batch, weights)
+        measured = measure(params, batch, weights, seed)
+        wanted = named_leaves(gradient)
+        terms = dict.fromkeys(wanted, measured.terms)
+        scales = named_leaves(measured.scale)
+        rows: tuple[LeafReport, ...] = ()
+        for name, candidate in candidates.items():
+            found_value, found = _call(name, candidate, params, batch)
+            rows += _loss_row(name, value, found_value, measured)
+            rows += compare_leaves(name, wanted, named_leaves(found), terms, scales)
+        return Report(rows, measured.oracle, measured.notes + looseness(rows))
+
+    return judged
+
+
+def _loss_row(
+    name: str, value: Any, found: Any, measured: Measured
+) -> tuple[LeafReport, ...]:
+    """The loss may come in a wider dtype than the reference's; it is judged in that."""
+    value, found = np.asarray(value), np.asarray(found)
+    if np.issubdtype(found.dtype, np.floating) and found.shape == ():
+        found = found.astype(value.dtype)
+    return compare_leaves(
+        name,
+        {LOSS: value},
+        {LOSS: found},
+        {LOSS: measured.terms},
+        {LOSS: measured.loss_scale},
+    )
+
+
+def _call(
+    name: str, candidate: Callable[[Any, Any], Any], params: Any, batch: Any
+) -> tuple[Any, Any]:
+    try:
+        result = candidate(params, batch)
+    except Exception as error:
+        error.add_note(f"raised by the candidate {name!r} of verify.gradients")
+        raise
+    if not isinstance(result, tuple) or len(result) != 2:
+        rule = "must return (loss, gradient)"
+        got = f"a {type(result).__name__}"
+        raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
+    return result
+
+
+def _check(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batch: Any,
+    candidates: Mapping[str, Any],
+    weights: Any,
+    reduction: str,
+) -> None:
+    if not candidates:
+        rule = "must name at least one function"
+        raise ValueError(requirement("gradients(candidates=...)", rule, candidates))
+    shape = jax.eval_shape(loss_fn, params, batch).shape
+    if shape == ():
+        if weights is not None or reduction != "mean":
+            rule = "need one loss per example"
+            raise ValueError(
+                requirement(
+                    "gradients(weights=..., reduction=...)",
+                    rule,
+                    "a scalar loss",
+                    "Return the losses before their mean.",
+                )
+            )
+        return
+    count = examples_in(batch, "gradients(batch=...)")
+    if weights is not None and np.shape(weights) != (count,):
+        rule = f"must be one per example, shape ({count},)"
+        got = f"shape {np.shape(weights)}"
+        raise ValueError(requirement("gradients(weights=...)", rule, got))

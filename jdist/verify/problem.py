@@ -1,0 +1,136 @@
+"""A problem for the judge: a loss, parameters, a batch, and who claims to solve it."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.verify.gradients import gradients
+from jdist.verify.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The arguments of `verify.gradients`, in one value that a module can export.
+
+    Attributes:
+      loss_fn: `loss_fn(params, batch)`: losses `(examples,)`, or a scalar.
+      params: Pytree of parameters.
+      batch: Pytree of arrays, each `(examples, ...)`.
+      candidates: Name to `fn(params, batch) -> (loss, gradient)`.
+      weights: `(examples,)` or None.
+      reduction: "mean", "sum", "max" or "min".
+    """
+
+    loss_fn: Callable[[Any, Any], jax.Array]
+    params: Any
+    batch: Any
+    candidates: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    weights: Any = None
+    reduction: str = "mean"
+
+    def judge(self) -> Report:
+        """Runs `verify.gradients` on it."""
+        return gradients(
+            self.loss_fn,
+            self.params,
+            self.batch,
+            self.candidates,
+            weights=self.weights,
+            reduction=self.reduction,
+        )
+
+
+def load(specification: str) -> Problem:
+    """Finds a problem by `module:name`.
+
+    The name may stand for a `Problem`, for a mapping with its fields, or for a function
+    without arguments that returns either. Modules are also looked for in the current
+    folder.
+
+    Raises:
+      ValueError: The text is not `module:name`, there is no such module or name, or
+        what is there is not a problem; the message says which, and what was found.
+    """
+    module_name, colon, name = specification.partition(":")
+    if not (colon and module_name and name):
+        rule = "must be module:name, such as mymodule:problem"
+        raise ValueError(requirement("problem", rule, specification))
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name not in {module_name, module_name.partition(".")[0]}:
+            raise
+        got = f"{specification}; looked in {Path.cwd()} and the installed packages"
+        rule = f"names the module {module_name!r}, which does not exist"
+        raise ValueError(requirement("problem", rule, got)) from error
+    if not hasattr(module, name):
+        rule = f"names {name!r}, which {module_name} does not define"
+        raise ValueError(requirement("problem", rule, specification))
+    return _as_problem(specification, getattr(module, name))
+
+
+def _as_problem(specification: str, found: Any) -> Problem:
+    if callable(found):
+        found = found()
+    if isinstance(found, Problem):
+        return found
+    known = {f.name for f in fields(Problem)}
+    needed = {"loss_fn", "params", "batch", "candidates"}
+    if not isinstance(found, Mapping):
+        rule = "must be a verify.Problem, a mapping, or a function that returns one"
+        got = f"a {type(found).__name__}"
+    elif set(found) - known:
+        rule = f"may have the keys {', '.join(sorted(known))}"
+        got = f"also {', '.join(sorted(set(found) - known))}"
+    elif needed - set(found):
+        rule = f"must have the keys {', '.join(sorted(needed))}"
+        got = f"none for {', '.join(sorted(needed - set(found)))}"
+    else:
+        return Problem(**found)
+    raise ValueError(requirement(specification, rule, got))
+
+
+def standard(dtype: Any) -> Problem:
+    """The small problem behind the equivalence matrix: everything that can go wrong.
+
+    A matrix used twice, once transposed; a parameter never used; a logarithm of the
+    input, which a row of zeros would turn into NaN; unequal sizes throughout; unequal
+    weights, one of them 0; losses spread far enough that no maximum is nearly tied.
+    """
+    rng = np.random.default_rng(11)
+    examples, inputs, hidden, classes = 11, 5, 7, 3
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    params = {
+        "shared": normal(inputs, hidden) / 2,
+        "bias": normal(hidden) / 2,
+        "readout": normal(inputs, classes) / 2,
+        "unused": normal(2),
+    }
+    batch = {
+        "x": jnp.asarray(rng.uniform(0.5, 2.0, size=(examples, inputs)), dtype),
+        "label": jnp.asarray(rng.integers(classes, size=examples), jnp.int32),
+        "difficulty": jnp.asarray(rng.permutation(examples) * 0.5 + 1, dtype),
+    }
+    weights = rng.uniform(0.5, 2.0, size=examples).astype(np.float32)
+    weights[4] = 0
+    return Problem(_standard_loss, params, batch, weights=weights)
+
+
+def _standard_loss(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(jnp.log(batch["x"]) @ params["shared"] + params["bias"][None, :])
+    scores = jax.nn.log_softmax((hidden @ params["shared"].T) @ params["readout"])
+    own = jnp.take_along_axis(scores, batch["label"][:, None], axis=1)[:, 0]
+    return batch["difficulty"] * (1 - own)

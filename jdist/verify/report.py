@@ -1,0 +1,229 @@
+"""What the judge found: one row per leaf, a verdict, tables and JSON."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jdist._errors import VerificationError
+
+SUSPICIOUSLY_LOOSE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class LeafReport:
+    """How one leaf of a candidate compares with the reference.
+
+    Attributes:
+      candidate: Name of the candidate.
+      path: Name of the leaf; `(loss)` for the loss itself.
+      dtype: The reference's dtype.
+      shape: The reference's shape.
+      max_abs: Largest absolute difference.
+      max_rel: Largest difference relative to the reference's entry; infinite where
+        only the reference is 0.
+      max_ulp: Largest distance in representable numbers of the dtype.
+      ratio: Largest error/bound; a right answer stays below 1.
+      cosine: Of the angle between the two leaves as vectors; 1 if both are 0.
+      problem: Why the leaf fails, in words; empty if it does not.
+    """
+
+    candidate: str
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    max_abs: float = float("nan")
+    max_rel: float = float("nan")
+    max_ulp: float = float("nan")
+    ratio: float = float("nan")
+    cosine: float = float("nan")
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is explained by rounding."""
+        return not self.problem
+
+    @property
+    def bit_equal(self) -> bool:
+        """Whether there is no difference at all, not even in the sign of a zero."""
+        return self.ok and self.max_ulp == 0
+
+    @property
+    def verdict(self) -> str:
+        """One word for the table."""
+        return "FAILS" if self.problem else "bit-equal" if self.bit_equal else "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class OracleCheck:
+    """The reference itself, held against a finite difference in float64.
+
+    Attributes:
+      slope: The reference gradient along a random direction.
+      difference: The central finite difference of the loss along it.
+      tolerance: What truncation and rounding of the difference explain.
+      skipped: Why no comparison was possible; empty if there was one.
+    """
+
+    slope: float = float("nan")
+    difference: float = float("nan")
+    tolerance: float = float("nan")
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the reference is the derivative, as far as can be seen."""
+        error = abs(self.slope - self.difference)
+        return bool(self.skipped) or error <= self.tolerance
+
+    def __str__(self) -> str:
+        """One line."""
+        if self.skipped:
+            return f"oracle not pinned: {self.skipped}"
+        verdict = "pinned" if self.ok else "WRONG"
+        return (
+            f"oracle {verdict}: slope {self.slope:.9g} by differentiation, "
+            f"{self.difference:.9g} by finite difference "
+            f"(difference {abs(self.slope - self.difference):.1e}, "
+            f"explained {self.tolerance:.1e})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The judge's findings; `print` it, ask `ok`, or `raise_if_failed`.
+
+    Attributes:
+      leaves: One row per candidate and leaf.
+      oracle: The check of the reference itself, where one was made.
+      notes: What a reader should know: assumptions, suspicions.
+    """
+
+    leaves: tuple[LeafReport, ...]
+    oracle: OracleCheck | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every leaf of every candidate, and the oracle, hold."""
+        return not self.failures and (self.oracle is None or self.oracle.ok)
+
+    @property
+    def failures(self) -> tuple[LeafReport, ...]:
+        """The rows that fail."""
+        return tuple(leaf for leaf in self.leaves if not leaf.ok)
+
+    @property
+    def bit_equal(self) -> bool:
+        """Whether no bit differs anywhere."""
+        return all(leaf.bit_equal for leaf in self.leaves)
+
+    @property
+    def worst(self) -> float:
+        """The largest error/bound of all leaves; NaN ranks above every number."""
+        return max((leaf.ratio for leaf in self.leaves), key=_nan_last)
+
+    def of(self, candidate: str) -> "Report":
+        """The findings on one candidate alone."""
+        leaves = tuple(leaf for leaf in self.leaves if leaf.candidate == candidate)
+        return replace(self, leaves=leaves)
+
+    def raise_if_failed(self) -> "Report":
+        """Returns the report if it is ok.
+
+        Raises:
+          VerificationError: Something does not hold; the message names each leaf.
+        """
+        if self.ok:
+            return self
+        lines = [
+            f"{leaf.candidate}: {leaf.path}: {leaf.problem}" for leaf in self.failures
+        ]
+        if self.oracle is not None and not self.oracle.ok:
+            lines.append(str(self.oracle))
+        raise VerificationError("gradients differ:\n  " + "\n  ".join(lines))
+
+    def to_json(self) -> str:
+        """All of it as JSON, numbers in full precision; NaN and inf as strings."""
+        record = {
+            "ok": self.ok,
+            "leaves": [
+                {**asdict(leaf), "verdict": leaf.verdict} for leaf in self.leaves
+            ],
+            "oracle": asdict(self.oracle) if self.oracle else None,
+            "notes": self.notes,
+        }
+        return json.dumps(_finite(record), indent=1)
+
+    def __rich__(self) -> Group:
+        """Tables for a rich console."""
+        parts: list[Any] = [_table(self.leaves)]
+        parts += [
+            Text(f"{leaf.candidate}: {leaf.path}: {leaf.problem}", style="red")
+            for leaf in self.failures
+        ]
+        if self.oracle is not None:
+            parts.append(Text(str(self.oracle), style="" if self.oracle.ok else "red"))
+        parts += [Text(f"note: {note}") for note in self.notes]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        """The tables as plain text."""
+        console = Console(file=StringIO(), width=110, force_terminal=False)
+        console.print(self)
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+
+def looseness(leaves: Iterable[LeafReport]) -> tuple[str, ...]:
+    """A note if the bound is far above every error: a blunt judge proves little."""
+    ratios = [leaf.ratio for leaf in leaves if leaf.ok and not leaf.bit_equal]
+    if not ratios or max(ratios) >= SUSPICIOUSLY_LOOSE:
+        return ()
+    return (
+        f"the bound is suspiciously loose: the largest error is {max(ratios):.1e} of "
+        f"it. Are `terms` and `scale` right?",
+    )
+
+
+def _table(leaves: Iterable[LeafReport]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("candidate", "leaf", "dtype", "shape"):
+        table.add_column(name)
+    for name in ("max abs", "max rel", "ulp", "error/bound", "1 - cosine"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for leaf in leaves:
+        table.add_row(
+            leaf.candidate,
+            leaf.path,
+            leaf.dtype,
+            "x".join(map(str, leaf.shape)) or "scalar",
+            f"{leaf.max_abs:.1e}",
+            f"{leaf.max_rel:.1e}",
+            f"{leaf.max_ulp:.3g}",
+            f"{leaf.ratio:.3g}",
+            f"{1 - leaf.cosine:.0e}",
+            Text(leaf.verdict, style="green" if leaf.ok else "bold red"),
+        )
+    return table
+
+
+def _nan_last(number: float) -> float:
+    return float("inf") if number != number else number
+
+
+def _finite(record: Any) -> Any:
+    """JSON has no NaN: such numbers become the strings "nan", "inf" and "-inf"."""
+    if isinstance(record, dict):
+        return {key: _finite(value) for key, value in record.items()}
+    if isinstance(record, list | tuple):
+        return [_finite(value) for value in record]
+    if isinstance(record, float) and (record != record or abs(record) == float("inf")):
+        return str(record)
+    return record
