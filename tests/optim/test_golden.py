@@ -1,0 +1,82 @@
+"""Every algorithm goes through torch's own numbers, recorded in golden files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.optim import bounds, runs
+from tests.optim.cases import ALGORITHMS, BY_NAME, STEPS, Problem
+
+GOLDEN = Path(__file__).parent / "golden"
+RECORDED = [(a.name, case) for a in ALGORITHMS for case in a.golden]
+
+
+def load(name):
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def problem():
+    data = load("inputs")
+    return Problem(
+        [np.array(p) for p in data["params"]],
+        [[None if g is None else np.array(g) for g in row] for row in data["grads"]],
+    )
+
+
+def tuples(options):
+    """JSON knows lists only."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("name", "case"), RECORDED)
+def test_fifty_steps_are_torchs(name, case, dtype, problem):
+    """Parameters and state equal torch's at the recorded steps of a run with None."""
+    recorded = load(name)[case]
+    assert tuples(recorded["options"]) == BY_NAME[name].golden[case]
+    seen = runs.run(BY_NAME[name](**tuples(recorded["options"])), problem, dtype)
+    assert len(seen.params) == STEPS
+    for t, expected in recorded[dtype].items():
+        for leaf, start in enumerate(problem.params):
+            np.testing.assert_allclose(
+                seen.params[int(t)][leaf],
+                expected["params"][leaf],
+                rtol=0,
+                atol=bounds.of_param(seen, leaf, dtype, start),
+            )
+            compare_states(seen, int(t), leaf, expected["state"][leaf], dtype)
+
+
+def compare_states(seen, t, leaf, expected, dtype):
+    """torch makes a state at the first gradient; ours is all zeros or ones till then."""
+    found = seen.states[t][leaf]
+    assert set(expected) <= set(found)
+    if not expected:
+        assert found["step"] == 0 or set(found) == {"step"}, "plain SGD has no state"
+    for name, values in expected.items():
+        if name == "step":
+            assert found[name] == values
+            continue
+        bound = bounds.of_state(seen, leaf, name, dtype)
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=bound)
+
+
+def test_the_recorded_problem_can_tell(problem):
+    """It has None in several patterns, distinct shapes, and several magnitudes."""
+    missing = [tuple(g is None for g in row) for row in problem.grads]
+    assert len(set(missing)) == 4
+    assert [row[1] for row in missing[:4]].count(True) >= 3
+    assert len({p.shape for p in problem.params}) == len(problem.params)
+    sizes = [
+        runs.largest([g for row in problem.grads if (g := row[leaf]) is not None])
+        for leaf in range(3)
+    ]
+    assert max(sizes) > 1e4 * min(sizes)
+
+
+def test_every_algorithm_is_recorded():
+    files = {path.stem for path in GOLDEN.glob("*.json")}
+    assert files == {*BY_NAME, "inputs"}
