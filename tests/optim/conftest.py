@@ -1,4 +1,4 @@
-"""Without torch the files that import it cannot be collected, only `make parity` can."""
+"""Files that import torch are collected only where it is, as in `make parity`."""
 
 from importlib.util import find_spec
 

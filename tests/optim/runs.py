@@ -19,11 +19,15 @@ class Run:
     states: list
 
 
-def run(opt, problem, dtype, overrides=None):
-    """All steps, compiled once per None pattern; `overrides[t]` go into step t."""
+def run(opt, problem, dtype, overrides=None, *, compiled=False):
+    """All steps; `overrides[t]` go into step t.
+
+    Not compiled unless said: compiling for each None pattern takes longer than fifty
+    steps of small arrays.
+    """
     params = [jnp.asarray(p, dtype) for p in problem.params]
     state = opt.init(params)
-    step = jax.jit(opt.step)
+    step = jax.jit(opt.step) if compiled else opt.step
     seen = Run([], [])
     for t, row in enumerate(problem.grads):
         grads = [None if g is None else jnp.asarray(g, dtype) for g in row]

@@ -51,7 +51,7 @@ def test_fifty_steps_are_torchs(name, case, dtype, problem):
 
 
 def compare_states(seen, t, leaf, expected, dtype):
-    """torch makes a state at the first gradient; ours is all zeros or ones till then."""
+    """torch makes a state at the first gradient; until then ours has a count of 0."""
     found = seen.states[t][leaf]
     assert set(expected) <= set(found)
     if not expected:

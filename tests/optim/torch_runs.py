@@ -4,6 +4,7 @@
 """
 
 import json
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +22,9 @@ GOLDEN_SEED = 11
 def default_dtype(dtype):
     """torch keeps scalar state (mu_product, eta) in the default dtype."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if dtype == "float64" else torch.float32)
+    torch.set_default_dtype(
+        torch.float64 if dtype in ("float64", "complex128") else torch.float32
+    )
     try:
         yield
     finally:
@@ -69,6 +72,21 @@ def as_array(tensor):
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.to(torch.float32)
     return tensor.numpy().copy()
+
+
+def functional():
+    """torch.distributed.optim; its import warns that torch.jit.script is deprecated."""
+    with warnings.catch_warnings(action="ignore"):
+        import torch.distributed.optim
+
+        return torch.distributed.optim
+
+
+def made_functional(name, params):
+    """A functional optimizer with its defaults; the constructor warns likewise."""
+    module = functional()
+    with warnings.catch_warnings(action="ignore"):
+        return getattr(module, f"_Functional{name}")(params)
 
 
 def golden(algorithm):
