@@ -297,8 +297,8 @@ def test_shard_map_steps_each_shard(algorithm, options, checked, mesh, rng):
     close(sharded(params, grads, state), jax.jit(opt.step)(params, grads, state))
 
 
-# Where XLA on CPU holds intermediate arrays, in parameters' bytes: it does not compute a
-# penalized gradient twice, nor write two arrays in one pass where each needs the old
+# Where XLA on CPU holds intermediate arrays, in parameters' bytes: it does not compute
+# a penalized gradient twice, nor write two arrays in one pass where each needs the old
 # value of the other.
 TEMPORARY = {
     ("sgd", "nesterov"): 1,
@@ -422,7 +422,8 @@ def test_a_schedule_sees_each_leafs_own_count(algorithm, options):
                 grads[name],
                 state[name],
                 **jax.tree.map(
-                    lambda v, c=max(t - (name == "b"), 0): v * factors[c], names
+                    lambda v, factor=factors[t - (t > 0 and name == "b")]: v * factor,
+                    names,
                 ),
             )
             for name in params

@@ -1,0 +1,224 @@
+"""Every refusal names the argument, the rule and the value that was given."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import optim
+from tests.optim.cases import ALGORITHMS, BY_NAME
+
+EACH = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.name)
+AT_LEAST_0 = "must be at least 0"
+BELOW_1 = "must be at least 0 and below 1"
+UP_TO_1 = "must be at least 0 and at most 1"
+# What torch.optim refuses, and for pairs each entry.
+REFUSED = {
+    "sgd": {
+        "lr": [(-1e-3, AT_LEAST_0)],
+        "momentum": [(-0.5, AT_LEAST_0)],
+        "weight_decay": [(-1.0, AT_LEAST_0)],
+        "dampening": [(float("nan"), "must be a number")],
+    },
+    "adam": {
+        "lr": [(-1.0, AT_LEAST_0), (float("nan"), AT_LEAST_0)],
+        "eps": [(-1e-8, AT_LEAST_0)],
+        "weight_decay": [(-0.1, AT_LEAST_0)],
+        "betas[0]": [(1.0, BELOW_1), (-0.1, BELOW_1)],
+        "betas[1]": [(1.5, BELOW_1), (-0.1, BELOW_1)],
+    },
+    "adagrad": {
+        "lr": [(-1.0, AT_LEAST_0)],
+        "lr_decay": [(-1.0, AT_LEAST_0)],
+        "weight_decay": [(-1.0, AT_LEAST_0)],
+        "initial_accumulator_value": [(-1.0, AT_LEAST_0)],
+        "eps": [(-1.0, AT_LEAST_0)],
+    },
+    "adadelta": {
+        "lr": [(-1.0, AT_LEAST_0)],
+        "rho": [(1.1, UP_TO_1), (-0.1, UP_TO_1)],
+        "eps": [(-1.0, AT_LEAST_0)],
+        "weight_decay": [(-1.0, AT_LEAST_0)],
+    },
+    "rmsprop": {
+        "lr": [(-1.0, AT_LEAST_0)],
+        "alpha": [(-1.0, AT_LEAST_0)],
+        "eps": [(-1.0, AT_LEAST_0)],
+        "weight_decay": [(-1.0, AT_LEAST_0)],
+        "momentum": [(-1.0, AT_LEAST_0)],
+    },
+    "rprop": {
+        "lr": [(-1.0, AT_LEAST_0)],
+        "etas[0]": [(0.0, "must be above 0 and below 1"), (1.0, "below 1")],
+        "etas[1]": [(1.0, "must be above 1")],
+        "step_sizes[0]": [(-1.0, AT_LEAST_0)],
+        "step_sizes[1]": [(-1.0, AT_LEAST_0)],
+    },
+    "asgd": {
+        "lr": [(-1.0, AT_LEAST_0)],
+        "weight_decay": [(-1.0, AT_LEAST_0)],
+        "lambd": [(float("nan"), "must be a number")],
+        "alpha": [(float("nan"), "must be a number")],
+        "t0": [(float("nan"), "must be a number")],
+    },
+}
+REFUSED["adamw"] = REFUSED["adamax"] = REFUSED["adam"]
+REFUSED["radam"] = REFUSED["adam"]
+REFUSED["nadam"] = REFUSED["adam"] | {"momentum_decay": [(-1.0, AT_LEAST_0)]}
+RANGES = [
+    (name, argument, value, rule)
+    for name, arguments in REFUSED.items()
+    for argument, cases in arguments.items()
+    for value, rule in cases
+]
+
+
+def given(name, argument, value):
+    """The keyword for `betas[1]` is the whole pair."""
+    key, bracket, rest = argument.partition("[")
+    if not bracket:
+        return {key: value}
+    pair = {"betas": (0.9, 0.999), "etas": (0.5, 1.2), "step_sizes": (0.1, 1.0)}[key]
+    return {key: tuple(np.where(np.arange(2) == int(rest[0]), value, pair).tolist())}
+
+
+def message(call, rule, value):
+    return (
+        re.escape(f"`{call}=...)` ")
+        + f".*{re.escape(rule)}"
+        + re.escape(f". Got {value!r}.")
+    )
+
+
+def test_every_number_of_every_optimizer_has_a_case():
+    for algorithm in ALGORITHMS:
+        specs = algorithm().hyperparameters.values()
+        numbers = {
+            spec.name if len(spec.rules) == 1 else f"{spec.name}[{index}]"
+            for spec in specs
+            for index in range(len(spec.rules))
+        }
+        assert numbers == set(REFUSED[algorithm.name])
+
+
+@pytest.mark.parametrize(("name", "argument", "value", "rule"), RANGES)
+def test_out_of_range_is_refused_at_construction(name, argument, value, rule):
+    with pytest.raises(ValueError, match=message(f"{name}({argument}", rule, value)):
+        BY_NAME[name](**given(name, argument, value))
+
+
+@pytest.mark.parametrize(("name", "argument", "value", "rule"), RANGES)
+def test_out_of_range_is_refused_in_a_step(name, argument, value, rule):
+    """As an override and as the value of a schedule, where it can be seen."""
+    keywords = given(name, argument, value)
+    params = jnp.array([1.0, 2.0])
+    opt = BY_NAME[name](**({"momentum": 0.5} if argument == "momentum" else {}))
+    call = f"{name}.step({argument}"
+    if opt.hyperparameters[next(iter(keywords))].fixed:
+        call, rule = f"{name}.step({argument}", "cannot be overridden in a step: only"
+        with pytest.raises(ValueError, match=re.escape(f"`{call}=...)` {rule}")):
+            opt.step(params, params, opt.init(params), **keywords)
+        return
+    with pytest.raises(ValueError, match=message(call, rule, value)):
+        opt.step(params, params, opt.init(params), **keywords)
+    scheduled = jax.tree.map(lambda v: lambda count: v, keywords)
+    opt = BY_NAME[name](**scheduled)
+    with pytest.raises(ValueError, match=message(call, rule, value)):
+        opt.step(params, params, opt.init(params))
+
+
+def test_a_traced_hyperparameter_cannot_be_refused():
+    """It has no value yet; the step is made with it."""
+    params = jnp.array([1.0, 2.0])
+    opt = optim.sgd()
+    new, _ = jax.jit(opt.step)(params, params, opt.init(params), lr=-1.0)
+    np.testing.assert_array_equal(new, params * 2)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, True, [0.1], 1j])
+@EACH
+def test_the_wrong_kind_is_refused(algorithm, value):
+    call = f"`{algorithm.name}(lr=...)` must be a number, a scalar array or a schedule"
+    with pytest.raises(TypeError, match=re.escape(call)):
+        algorithm(lr=value)
+
+
+@EACH
+def test_flags_are_bools_and_no_numbers(algorithm):
+    with pytest.raises(TypeError, match=r"\(maximize=...\)` must be True or False"):
+        algorithm(maximize=1)
+    opt, params = algorithm(), jnp.array([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"\(maximize=...\)` cannot be overridden"):
+        opt.step(params, params, opt.init(params), maximize=True)
+
+
+@pytest.mark.parametrize("value", [0.9, (0.9,), (0.9, 0.99, 0.999), None])
+@pytest.mark.parametrize("name", ["adam", "adamw", "adamax", "nadam", "radam"])
+def test_pairs_are_pairs(name, value):
+    with pytest.raises(TypeError, match=r"\(betas=...\)` must be a sequence of 2"):
+        BY_NAME[name](betas=value)
+
+
+def test_hyperparameters_are_scalars():
+    remedy = r"must be a scalar. Got an array of shape \(2,\). .* use `by_label`"
+    with pytest.raises(ValueError, match=remedy):
+        optim.adam(lr=jnp.array([0.1, 0.2]))
+
+
+def test_nesterov_needs_momentum_and_no_dampening():
+    with pytest.raises(ValueError, match=r"momentum=...\)` must be above 0 with nest"):
+        optim.sgd(nesterov=True)
+    with pytest.raises(ValueError, match=r"dampening=...\)` must be 0 with nesterov"):
+        optim.sgd(nesterov=True, momentum=0.9, dampening=0.1)
+    opt, params = optim.sgd(nesterov=True, momentum=0.9), jnp.array([1.0])
+    with pytest.raises(ValueError, match=r"step\(dampening=...\)` must be 0 with nes"):
+        opt.step(params, params, opt.init(params), dampening=0.5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "rmsprop"])
+def test_momentum_needs_its_buffer(name):
+    opt, params = BY_NAME[name](), jnp.array([1.0])
+    with pytest.raises(ValueError, match="built with momentum 0, it keeps no buffer"):
+        opt.step(params, params, opt.init(params), momentum=0.9)
+
+
+def test_no_positional_hyperparameters():
+    """torch's positions differ between its two families; names cannot be confused."""
+    for algorithm in ALGORITHMS:
+        with pytest.raises(TypeError, match="0 positional arguments"):
+            getattr(optim, algorithm.name)(0.1)
+
+
+# --- trees ---
+
+
+@EACH
+def test_what_does_not_fit_is_refused(algorithm):
+    opt = algorithm()
+    params = {"w": jnp.array([[1.0, 2.0]]), "b": jnp.array(1.0)}
+    state = opt.init(params)
+    name = algorithm.name
+    with pytest.raises(ValueError, match=rf"{name}.init\(params\)` must have at least"):
+        opt.init({})
+    with pytest.raises(ValueError, match=r"grads=...\)` must have the structure of pa"):
+        opt.step(params, {"w": params["w"]}, state)
+    with pytest.raises(ValueError, match=r"state=...\)` must have the structure of pa"):
+        opt.step(params, params, {"w": state["w"]})
+    with pytest.raises(ValueError, match=r"at w, float64 of shape \(1, 2\). Got .*\(2"):
+        opt.step(params, params | {"w": jnp.zeros(2)}, state)
+    with pytest.raises(ValueError, match=r"at b, float64 of shape \(\). Got float32 o"):
+        opt.step(params, params | {"b": jnp.zeros((), jnp.float32)}, state)
+    with pytest.raises(ValueError, match=rf"what `{name}.init` or .* returned, at b"):
+        opt.step(params, params, state | {"b": None})
+    with pytest.raises(TypeError, match=r"no hyperparameter 'rate' .* It has .*lr"):
+        opt.step(params, params, state, rate=0.1)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    params = jnp.array([1.0])
+    state = optim.adam().init(params)
+    for other in (optim.adam(amsgrad=True), optim.sgd(momentum=0.9)):
+        with pytest.raises(ValueError, match=r"step\(state=...\)` must hold what"):
+            other.step(params, params, state)
