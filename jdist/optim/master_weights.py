@@ -176,7 +176,7 @@ def with_master_weights(
         _check_copies(call, params, compute_dtype)
         scale = state.loss_scale
         factor = None if scale is None else 1 / scale.scale
-        wide = _wide_gradients(params, grads, factor)
+        wide = _wide_gradients(params, grads, state.masters, factor)
         masters, inner = opt.step_tree(state.masters, wide, state.inner, overrides)
         if scaling is not None and scale is not None:
             finite = _all_finite(wide, axis_name)
@@ -235,20 +235,21 @@ def _check_copies(call: str, params: Any, dtype: Any) -> None:
             raise ValueError(requirement(f"{call}.step(params=...)", rule, got, remedy))
 
 
-def _wide_gradients(params: Any, grads: Any, factor: jax.Array | None) -> Any:
+def _wide_gradients(
+    params: Any, grads: Any, masters: Any, factor: jax.Array | None
+) -> Any:
     """Gradients of the masters: widened, then divided by the loss scale."""
 
-    def widened(param: Any, grad: Any) -> jax.Array | None:
-        if grad is None or not is_inexact(param):
+    def widened(grad: Any, master: Any) -> jax.Array | None:
+        if grad is None or master is None:
             return None
-        grad = jnp.asarray(grad)
-        wide = grad.astype(wide_dtype(grad.dtype))
+        wide = jnp.asarray(grad).astype(master.dtype)
         return wide if factor is None else wide * factor.astype(wide.dtype)
 
     structure: Any
-    leaves, structure = jax.tree.flatten(params)
-    pairs = zip(leaves, structure.flatten_up_to(grads), strict=True)
-    return structure.unflatten(widened(param, grad) for param, grad in pairs)
+    structure = jax.tree.structure(params)
+    pairs = zip(*map(structure.flatten_up_to, (grads, masters)), strict=True)
+    return structure.unflatten(widened(grad, master) for grad, master in pairs)
 
 
 def _copied(params: Any, grads: Any, masters: Any) -> Any:

@@ -191,12 +191,17 @@ def test_as_optax_needs_params_and_optax(monkeypatch):
         optim.as_optax(optim.sgd())
 
 
+def matrices(tree):
+    """A mask as optax wants it: by a function, for any tree."""
+    return jax.tree.map(lambda p: p.ndim > 1, tree)
+
+
 FROM = {
     "adam": lambda: optax.adam(1e-2),
     "lion": lambda: optax.lion(1e-2),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
     "scheduled": lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 5)),
-    "masked": lambda: optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+    "masked": lambda: optax.masked(optax.adam(0.1), matrices),
     "noisy": lambda: optax.noisy_sgd(1e-2, key=0),
     "muon": lambda: optax.contrib.muon(0.1),
 }
