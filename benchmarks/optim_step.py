@@ -11,6 +11,7 @@ one fused kernel makes 7; on a GPU XLA fuses all of it.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -73,8 +74,8 @@ def one(name: str, tensors: int, bandwidth: float) -> Case:
     share = limit / timings["jdist"].median
     extra = step.extra_bytes / BYTES
     note = (
-        f"{_cores()} threads each; limit: {passes} passes at {bandwidth / 1e9:.1f} GB/s "
-        f"of copying, jdist reaches {share:.0%}; extra memory {extra:.2%}; "
+        f"{_cores()} threads each; limit: {passes} passes at {bandwidth / 1e9:.1f} GB/s"
+        f" of copying, jdist reaches {share:.0%}; extra memory {extra:.2%}; "
         f"{_ratios(timings)}"
     )
     return Case(f"{name}, {tensors} tensors of 25 M", timings, limit, note)
@@ -95,7 +96,8 @@ class Donated:
             .lower(self.params, self.grads, self.state)
             .compile()
         )
-        self.extra_bytes = self.step.memory_analysis().temp_size_in_bytes
+        memory = self.step.memory_analysis()
+        self.extra_bytes = memory.temp_size_in_bytes if memory else float("nan")
 
     def __call__(self) -> Any:
         """One step."""
@@ -107,9 +109,8 @@ def arrays(tensors: int, scale: float) -> dict[str, jax.Array]:
     """Random arrays, `PARAMETERS` numbers in all."""
     keys = jax.random.split(jax.random.key(0), tensors)
     shape = (PARAMETERS // tensors,)
-    return {
-        f"p{i:04d}": scale * jax.random.normal(k, shape) for i, k in enumerate(keys)
-    }
+    drawn = (scale * jax.random.normal(key, shape) for key in keys)
+    return {f"p{i:04d}": array for i, array in enumerate(drawn)}
 
 
 def optax_step(tx: Any) -> Callable[..., Any]:
@@ -177,10 +178,10 @@ def inside_training() -> Case:
         return jnp.mean(hidden**2)
 
     ours, theirs = CONTENDERS["Adam"][:2]
-    kinds = {
+    kinds: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "jdist Adam": (ours.init, ours.step),
         "optax Adam": (theirs.init, optax_step(theirs)),
-        "gradient only": (lambda p: (), lambda p, g, s: (g, s)),
+        "gradient only": (partial(jax.tree.map, jnp.copy), lambda p, g, s: (p, g)),
     }
     contenders = {
         name: _training(loss, weights, init, step)
