@@ -9,6 +9,7 @@ gradient of None; it is compared on the same problem without them.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ def run(settings: Settings, progress: Progress) -> Result:
             Picture(
                 "optax",
                 "optax beside the same formulas: some lie at rounding (grey), others "
-                "are different formulas from the first step on (red).",
+                "are different formulas (red), RAdam from the sixth step.",
                 plot_optax(curves),
             ),
         ],
@@ -228,7 +229,7 @@ def plot_torch(recorded: Sequence[Recorded]) -> Figure:
         axes.axvline(limit, color=color, linestyle="--", linewidth=1)
     axes.set_yticks(rows, [f"{r.name}: {r.case}" for r in recorded], fontsize=7)
     axes.set(xscale="log", xlabel="largest difference from torch / size of the leaf")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -236,12 +237,14 @@ def plot_torch(recorded: Sequence[Recorded]) -> Figure:
 def plot_optax(curves: Mapping[str, np.ndarray]) -> Figure:
     """A curve for every counterpart."""
     figure, axes = plt.subplots(figsize=(9, 5))
+    greys, reds = (cycle(("-", "--", ":", "-.", ".-", "x-")) for _ in range(2))
     for name, curve in curves.items():
         same = COUNTERPARTS[name][2]
         shown = np.maximum(curve, 1e-18)
-        axes.semilogy(shown, color="0.6" if same else "firebrick", linewidth=1)
-        axes.annotate(name, (len(shown) - 1, shown[-1]), fontsize=7)
+        color, style = ("0.4", next(greys)) if same else ("firebrick", next(reds))
+        axes.semilogy(shown, style, color=color, linewidth=1, label=name)
     axes.axhline(FLOAT64, color="black", linestyle="--", linewidth=1)
     axes.set(xlabel="step", ylabel="difference between optax and torch's formula")
+    axes.legend(frameon=False, ncols=2, loc="center", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
