@@ -171,9 +171,9 @@ def test_state_has_the_dtype_and_shape_of_its_parameter(algorithm, options):
 def test_float32_without_x64(algorithm, options):
     """JAX's default setting: nothing widens, and the numbers are the same."""
     opt = algorithm(**options)
-    with_x64 = run(opt, problem(5, steps=6), jnp.float32)
+    with_x64 = run(opt, problem(5, steps=3), jnp.float32)
     with jax.enable_x64(False):
-        without = run(opt, problem(5, steps=6), jnp.float32)
+        without = run(opt, problem(5, steps=3), jnp.float32)
     assert bits(without.params) == bits(with_x64.params)
     assert bits(without.states) == bits(with_x64.states)
 
