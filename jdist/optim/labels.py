@@ -49,8 +49,8 @@ def by_label(
       ... )
       >>> params = {"w": jnp.array(1.0), "b": jnp.array(1.0)}
       >>> params, _ = opt.step(params, params, opt.init(params))
-      >>> {name: float(p) for name, p in params.items()}["w"]
-      0.5
+      >>> [f"{params[name]:.1f}" for name in ("w", "b")]
+      ['0.5', '0.9']
 
     References:
       `torch.optim.Optimizer.param_groups`; `optax.multi_transform`.

@@ -38,8 +38,8 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
       >>> tx = optax.chain(optax.clip(0.5), as_optax(optim.adam(lr=0.1)))
       >>> params = jnp.array([1.0, 2.0])
       >>> updates, _ = tx.update(jnp.array([3.0, -0.5]), tx.init(params), params)
-      >>> optax.apply_updates(params, updates)
-      Array([0.9, 2.1], dtype=float32)
+      >>> [f"{p:.4f}" for p in optax.apply_updates(params, updates)]
+      ['0.9000', '2.1000']
     """
     try:
         import optax

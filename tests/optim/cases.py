@@ -19,13 +19,12 @@ ZERO_LEAF = 3
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One optimizer: its torch name, hypothesis's options, golden options."""
+    """One optimizer: its torch name, options to draw, recorded, and to override."""
 
     torch_name: str
     options: dict
     golden: dict
     has_lr_default_of_torch_optim: bool = True
-    flags: tuple = ()
     overridable: dict = field(default_factory=dict)
 
     @property

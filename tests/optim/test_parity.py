@@ -60,8 +60,8 @@ def test_compiled_steps(name, case, dtype):
 def test_hyperparameters_that_change_between_steps(algorithm):
     """As torch's `param_groups[0]["lr"] = ...`: a schedule by hand, None included.
 
-    Not torch's lr of Rprop and ASGD's first step: each leaf's first step uses the rate
-    of that step, in both.
+    A leaf's first step comes late where its gradients are None at first; the state that
+    lr enters (Rprop, ASGD) is then made with the rate of that step, in both.
     """
     options = list(algorithm.golden.values())[-1]
     overrides = [
