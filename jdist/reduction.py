@@ -57,7 +57,7 @@ def check_reduction(call: str, reduction: str) -> None:
     """Refuses a name that is not in `REDUCTIONS`."""
     if reduction not in REDUCTIONS:
         rule = f"must be one of {', '.join(map(repr, REDUCTIONS))}"
-        raise ValueError(requirement(f"{call}(reduction=...)", rule, reduction))
+        raise ValueError(requirement(f"{call}(reduction=...)", rule, repr(reduction)))
 
 
 # --- one shard's own part ---

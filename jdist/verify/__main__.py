@@ -87,8 +87,8 @@ def _judge_matrix(options: argparse.Namespace) -> int:
             console.print(f"\n[bold]{cell.reduction}, {cell.dtype}[/bold]", cell.report)
     if options.json:
         options.json.write_text(matrix.to_json(cells))
-    ok = all(cell.ok for cell in cells)
     count = sum(cell.report is not None for cell in cells)
+    ok = count > 0 and all(cell.ok for cell in cells)
     text = f"{count} of {len(cells)} gradients judged, all equal to one device's"
     console.print(_verdict(ok, text))
     return 0 if ok else 1

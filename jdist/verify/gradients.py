@@ -103,7 +103,8 @@ def judge(
     """
     if reduction not in REDUCERS:
         rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
-        raise ValueError(requirement("gradients(reduction=...)", rule, reduction))
+        got = repr(reduction)
+        raise ValueError(requirement("gradients(reduction=...)", rule, got))
     reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
     measure = measurer(loss_fn, reduction)
 
