@@ -109,7 +109,7 @@ def _numeric(
     name: str,
     path: str,
     wanted: Mapping[str, Any],
-    found: np.ndarray,
+    found: Any,
     terms_of: Mapping[str, Any],
     scale_of: Mapping[str, Any],
 ) -> LeafReport:
