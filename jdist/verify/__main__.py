@@ -21,6 +21,7 @@ from jdist.verify.oracle import REDUCERS
 from jdist.verify.problem import load
 
 console = Console()
+error_console = Console(stderr=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (JdistError, ValueError) as error:
         if not options.problem and isinstance(error, ValueError):
             raise
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        error_console.print(f"[red]error:[/red] {error}", highlight=False)
         return 2
 
 
