@@ -179,6 +179,10 @@ def test_a_loose_bound_is_reported():
     assert report.ok
     assert "suspiciously loose" in report.notes[0]
     assert verify.compare(reference, found).notes == ()
+    signed_zero = verify.compare({"w": np.float32([0.0])}, {"w": np.float32([-0.0])})
+    assert signed_zero.ok
+    assert not signed_zero.bit_equal
+    assert signed_zero.notes == ()
 
 
 def test_what_cannot_be_compared_is_refused():
