@@ -227,6 +227,15 @@ def test_examples_that_influence_each_other_are_noted(rng):
     report = verify.gradients(normalised, w, x, {"jax": jaxs})
     assert any("examples influence each other" in note for note in report.notes)
 
+    def apart(w, x):
+        return jnp.abs(jnp.tanh(x @ w) - jnp.tanh(x @ w) * 3 + jnp.tanh(x @ w) * 2)
+
+    def apart_too(w, x):
+        return jax.value_and_grad(lambda w: (1 + apart(w, x)).mean())(w)
+
+    quiet = verify.gradients(lambda w, x: 1 + apart(w, x), w, x, {"jax": apart_too})
+    assert not any("influence" in note for note in quiet.notes)
+
 
 def test_ties_and_near_ties_of_a_maximum_are_noted():
     """A tie is a kink, where no difference pins; a near tie is decided by rounding."""
@@ -273,6 +282,9 @@ def test_a_judge_compiles_once(problem):
         ({"candidates": {}}, "must name at least one function"),
         ({"reduction": "median"}, "one of 'mean', 'sum', 'max', 'min'. Got 'median'"),
         ({"weights": np.ones(3)}, r"one per example, shape \(4,\). Got shape \(3,\)"),
+        ({"weights": np.array([1.0, -1, 1, 1])}, r"finite, at least 0.*\[1.0, -1.0"),
+        ({"weights": np.array([1.0, np.nan, 1, 1])}, r"at least 0.*\[1.0, nan"),
+        ({"weights": np.zeros(4)}, r"not all 0. Got \[0.0, 0.0"),
         ({"batch": (np.ones((4, 1)), np.ones(3))}, "Got 0: 4, 1: 3"),
         ({"loss_fn": lambda w, x: x[0] * w}, r"one loss per example, shape \(4,\)"),
         (
