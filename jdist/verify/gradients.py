@@ -48,8 +48,9 @@ def gradients(
       A `Report` with a row for the loss and for each leaf of each candidate.
 
     Raises:
-      ValueError: No candidates; an unknown reduction; weights with a scalar loss, of the
-        wrong shape, negative, not finite or all 0; a batch whose leaves differ in length.
+      ValueError: No candidates; an unknown reduction; weights with a scalar loss, of
+        the wrong shape, negative, not finite or all 0; a batch whose leaves differ in
+        length.
       TypeError: A candidate returned something else than a pair.
 
     Example:
