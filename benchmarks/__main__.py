@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 import benchmarks
@@ -22,6 +23,8 @@ def main() -> None:
     unknown = set(options.names) - set(names)
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(names)}")
+    # A second CPU device costs nothing until it is used: both share the threads.
+    jax.config.update("jax_num_cpu_devices", 2)
     console = Console()
     for name in options.names or names:
         module = importlib.import_module(f"benchmarks.{name}")

@@ -65,9 +65,8 @@ def _section(folder: Path, record: dict[str, Any]) -> str:
         *(_table(title, rows) for title, rows in record["tables"].items()),
         *(_figure(folder, picture) for picture in record["pictures"]),
         *(f"<p>Note: {escape(note)}</p>" for note in record["notes"]),
-        f"<details><summary>{form}, {record['seconds']:.0f} s, on "
-        f"{escape(record['environment']['device'])}</summary>"
-        f"{_table('', list(record['environment'].items()))}</details>",
+        f"<details><summary>{form}, {record['seconds']:.0f} s</summary>"
+        f"{_table('', [('where', ''), *record['environment'].items()])}</details>",
     ]
     return "\n".join(parts)
 

@@ -48,12 +48,13 @@ def run(name: str, settings: Settings, folder: Path, console: Console) -> bool:
     _write(name, result, settings, seconds, folder)
     page = _report.write(folder)
     if result.holds:
-        console.print(f"[bold green]Proved:[/bold green] {result.proved}")
+        outcome = f"[bold green]Proved[/bold green] in {seconds:.0f} s: {result.proved}"
     else:
         failed = sum(not claim.holds for claim in result.claims)
-        count = len(result.claims)
-        console.print(f"[bold red]FAILED:[/bold red] {failed} of {count} claims")
-    console.print(f"{seconds:.0f} s; the report is at {page}", soft_wrap=True)
+        outcome = (
+            f"[bold red]FAILED[/bold red]: {failed} of {len(result.claims)} claims."
+        )
+    console.print(f"{outcome} Report: {page}", soft_wrap=True)
     return result.holds
 
 

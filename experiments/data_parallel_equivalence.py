@@ -14,19 +14,17 @@ the yardstick for "the same loss curve".
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import optax
-from flax import nnx
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from sklearn.datasets import load_digits
 
+from experiments._digits import Task, digits
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim, verify
 
@@ -37,31 +35,7 @@ ACCURACY = 0.95
 # Drift grows from random rounding: two runs of one kind differ by a few times.
 SAME_DRIFT = 10
 
-OPTIMIZER = optim.sgd(lr=0.05, momentum=0.9, nesterov=True)
-
-
-class Net(nnx.Module):
-    """Two convolutions and a readout, for images of 8 x 8."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        """Random weights."""
-        self.edges = nnx.Conv(1, 8, (3, 3), rngs=rngs)
-        self.parts = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
-        self.readout = nnx.Linear(4 * 4 * 16, 10, rngs=rngs)
-
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Scores `(examples, 10)` of images `(examples, 8, 8, 1)`."""
-        hidden = nnx.relu(self.parts(nnx.relu(self.edges(images))))
-        return self.readout(hidden.reshape(len(images), -1))
-
-
-class Task(NamedTuple):
-    """The data, the model as pure functions, and the batches in their order."""
-
-    params: Any
-    losses: Callable[[Any, Any], jax.Array]
-    accuracy: Callable[[Any], float]
-    batches: Sequence[Any]
+OPTIMIZER = optim.sgd(lr=0.12, momentum=0.9, nesterov=True)
 
 
 @dataclass
@@ -83,8 +57,8 @@ class Run:
 
 def run(settings: Settings, progress: Progress) -> Result:
     """Trains, judges, compares."""
-    steps = 75 if settings.quick else 300
-    task = digits(settings.seed, steps)
+    steps = 100 if settings.quick else 400
+    task = digits(settings.seed, steps, BATCH)
     rng = np.random.default_rng(settings.seed)
     step = plain_step(task)
     alone = train_alone(task, step, "1 device", progress)
@@ -132,42 +106,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     )
 
 
-# --- the task ---
-
-
-def digits(seed: int, steps: int) -> Task:
-    """scikit-learn's digits, four fifths of them to train with."""
-    images, labels = load_digits(return_X_y=True)
-    x = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    y = labels.astype(np.int32)
-    rng = np.random.default_rng(seed)
-    shuffled = rng.permutation(len(x))
-    test, train = np.split(shuffled, [len(x) // 5])
-    structure = nnx.graphdef(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
-    # rbg compiles several times faster than the default generator.
-    key = jax.random.key(seed, impl="rbg")
-    params = jax.jit(lambda key: nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(key)))))(key)
-
-    def scores(params: Any, images: jax.Array) -> jax.Array:
-        return nnx.merge(structure, nnx.State(params))(images)
-
-    def losses(params: Any, batch: Any) -> jax.Array:
-        images, labels = batch
-        given = scores(params, images)
-        return optax.softmax_cross_entropy_with_integer_labels(given, labels)
-
-    compiled = jax.jit(scores)
-
-    def accuracy(params: Any) -> float:
-        found = np.argmax(compiled(params, x[test]), axis=1)
-        return float(np.mean(found == y[test]))
-
-    chosen: list[int] = []
-    while len(chosen) < steps * BATCH:
-        chosen.extend(rng.permutation(train))
-    rows = np.array(chosen[: steps * BATCH]).reshape(steps, BATCH)
-    batches = [(x[row], y[row]) for row in rows]
-    return Task(params, losses, accuracy, batches)
+# --- who holds what ---
 
 
 def replicas(available: int) -> list[tuple[int, Mesh | int, str]]:
@@ -343,16 +282,16 @@ def plot_losses(alone: Run, orders: Sequence[Run], runs: Sequence[Run]) -> Figur
         2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2)
     )
     above.plot(alone.losses, color="black", linewidth=4, alpha=0.25, label=alone.name)
+    above.plot([], [], color="0.75", linewidth=1, label="1 device, other orders")
     for other in orders:
         below.semilogy(_positive(other.drift(alone)), color="0.75", linewidth=1)
-    below.plot([], [], color="0.75", label="1 device, other orders")
     for run in runs:
         above.plot(run.losses, linewidth=1, label=run.name)
-        below.semilogy(_positive(run.drift(alone)), linewidth=1, label=run.name)
+        below.semilogy(_positive(run.drift(alone)), linewidth=1)
     above.set(ylabel="training loss", title="Replicas train as one device does")
+    above.legend(frameon=False)
     below.set(xlabel="step", ylabel="distance from\none device's loss")
     for axes in (above, below):
-        axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 

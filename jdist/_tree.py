@@ -84,12 +84,13 @@ def examples_in(batch: Any, call: str) -> int:
     Raises:
       ValueError: The batch has no leaf, a scalar leaf, or leaves of unequal length.
     """
-    lengths = {path: np.shape(leaf)[:1] for path, leaf in named_leaves(batch).items()}
-    if len(set(lengths.values())) == 1 and () not in lengths.values():
-        return int(next(iter(lengths.values()))[0])
+    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(lengths) == 1 and () not in lengths:
+        return int(lengths.pop()[0])
     shown = ", ".join(
-        f"{path}: {length[0] if length else 'a scalar'}"
-        for path, length in lengths.items()
+        f"{path}: {len(leaf) if np.ndim(leaf) else 'a scalar'}"
+        for path, leaf in named_leaves(batch).items()
+        if leaf is not None
     )
     raise ValueError(
         f"`{call}` needs a batch whose leaves all have the same first dimension, the "

@@ -57,7 +57,7 @@ def check_reduction(call: str, reduction: str) -> None:
     """Refuses a name that is not in `REDUCTIONS`."""
     if reduction not in REDUCTIONS:
         rule = f"must be one of {', '.join(map(repr, REDUCTIONS))}"
-        raise ValueError(requirement(f"{call}(reduction=...)", rule, reduction))
+        raise ValueError(requirement(f"{call}(reduction=...)", rule, repr(reduction)))
 
 
 # --- one shard's own part ---
@@ -187,7 +187,7 @@ def finish(part: Partial, reduction: str, like: Any) -> tuple[jax.Array, Any]:
         divided = part.gradient
         loss = part.value
     else:
-        divided = jax.tree.map(lambda g: g / _real(total, g), part.gradient)
+        divided = jax.tree.map(lambda g: _scaled(jnp.divide, g, total), part.gradient)
         loss = part.value / total if reduction == "mean" else part.value
     usable = total >= 0 if reduction == "sum" else total > 0
     loss = jnp.where(usable, loss, jnp.nan)
@@ -205,9 +205,19 @@ def _holders(part: Partial, value: jax.Array) -> Partial:
     )
 
 
-def _real(scalar: jax.Array, like: jax.Array) -> jax.Array:
-    """A real scalar in the precision of a real or complex array."""
-    return scalar.astype(jnp.finfo(like.dtype).dtype)
+def _scaled(
+    operate: Callable[..., jax.Array], array: jax.Array, scalar: jax.Array
+) -> jax.Array:
+    """Multiplies or divides by a real scalar in the array's own precision.
+
+    Complex arrays part by part: a complex division rounds more often, and would turn an
+    infinite part into NaN.
+    """
+    scalar = scalar.astype(jnp.finfo(array.dtype).dtype)
+    if jnp.iscomplexobj(array):
+        parts = (operate(part, scalar) for part in (array.real, array.imag))
+        return jax.lax.complex(*parts)
+    return operate(array, scalar)
 
 
 # --- for gradients that are already there ---
@@ -265,12 +275,13 @@ def weighted_mean(tree: Any, weight: Any, axis_name: Hashable) -> Any:
 
     def weighted(leaf: jax.Array) -> jax.Array:
         wide = _widen(jnp.asarray(leaf))
-        scale = _real(weight, wide)
-        return jnp.where(scale == 0, 0, scale * wide)
+        return jnp.where(weight == 0, 0, _scaled(jnp.multiply, wide, weight))
 
-    total = jax.lax.psum((jax.tree.map(weighted, tree), weight), axis_name)
+    sums, total = jax.lax.psum((jax.tree.map(weighted, tree), weight), axis_name)
     return jax.tree.map(
-        lambda s, x: (s / _real(total[1], s)).astype(jnp.result_type(x)), total[0], tree
+        lambda s, x: _scaled(jnp.divide, s, total).astype(jnp.result_type(x)),
+        sums,
+        tree,
     )
 
 

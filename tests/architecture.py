@@ -113,7 +113,7 @@ def _is_console(function: ast.expr) -> bool:
     return (
         isinstance(function, ast.Attribute)
         and isinstance(function.value, ast.Name)
-        and function.value.id == "console"
+        and function.value.id.endswith("console")
     )
 
 

@@ -78,7 +78,7 @@ def value_and_grad(
     reductions.check_reduction(call, reduction)
     if method not in METHODS:
         rule = f"must be one of {', '.join(map(repr, METHODS))}"
-        raise ValueError(requirement(f"{call}(method=...)", rule, method))
+        raise ValueError(requirement(f"{call}(method=...)", rule, repr(method)))
 
     def on_replica(params: Any, batch: Any, weights: jax.Array) -> Any:
         own = reductions.partial(loss_fn, params, batch, weights, reduction)

@@ -88,7 +88,7 @@ def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
         raise ValueError(requirement(f"{call}(mesh=...)", rule, got, remedy))
     rule = "must be a jax.sharding.Mesh or a number of replicas on one device"
     if isinstance(mesh, bool) or not isinstance(mesh, int):
-        raise TypeError(requirement(f"{call}(mesh=...)", rule, mesh))
+        raise TypeError(requirement(f"{call}(mesh=...)", rule, repr(mesh)))
     if mesh < 1:
         raise ValueError(requirement(f"{call}(mesh=...)", f"{rule}, at least 1", mesh))
     return mesh

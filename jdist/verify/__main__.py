@@ -21,6 +21,7 @@ from jdist.verify.oracle import REDUCERS
 from jdist.verify.problem import load
 
 console = Console()
+error_console = Console(stderr=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (JdistError, ValueError) as error:
         if not options.problem and isinstance(error, ValueError):
             raise
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        error_console.print(f"[red]error:[/red] {error}", highlight=False)
         return 2
 
 
@@ -87,8 +88,8 @@ def _judge_matrix(options: argparse.Namespace) -> int:
             console.print(f"\n[bold]{cell.reduction}, {cell.dtype}[/bold]", cell.report)
     if options.json:
         options.json.write_text(matrix.to_json(cells))
-    ok = all(cell.ok for cell in cells)
     count = sum(cell.report is not None for cell in cells)
+    ok = count > 0 and all(cell.ok for cell in cells)
     text = f"{count} of {len(cells)} gradients judged, all equal to one device's"
     console.print(_verdict(ok, text))
     return 0 if ok else 1

@@ -73,10 +73,10 @@ def compare_leaves(
     scale_of: Mapping[str, Any],
 ) -> tuple[LeafReport, ...]:
     """The rows of one candidate: the reference's leaves in order, then extra ones."""
-    host = {path: None if x is None else _host(x) for path, x in wanted.items()}
+    wanted, found = ({path: _host(x) for path, x in t.items()} for t in (wanted, found))
     rows = [
-        _structural(name, path, host, found)
-        or _numeric(name, path, host, _host(found[path]), terms_of, scale_of)
+        _structural(name, path, wanted, found)
+        or _numeric(name, path, wanted, found[path], terms_of, scale_of)
         for path in wanted
         if not (wanted[path] is None and path in found and found[path] is None)
     ]
@@ -109,7 +109,7 @@ def _numeric(
     name: str,
     path: str,
     wanted: Mapping[str, Any],
-    found: np.ndarray,
+    found: Any,
     terms_of: Mapping[str, Any],
     scale_of: Mapping[str, Any],
 ) -> LeafReport:
@@ -196,15 +196,15 @@ def _per_leaf(values: Any, like: Any, name: str, default: Any) -> Mapping[str, A
     return {path: given.get(path, default) for path in paths}
 
 
-def _host(leaf: Any) -> np.ndarray:
+def _host(leaf: Any) -> np.ndarray | None:
     """The leaf's numbers on the host; a PRNG key is compared by its bits."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
+    return None if leaf is None else np.asarray(leaf)
 
 
-def _kind(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    return ("None", ()) if leaf is None else (_host(leaf).dtype.name, np.shape(leaf))
+def _kind(leaf: np.ndarray | None) -> tuple[str, tuple[int, ...]]:
+    return ("None", ()) if leaf is None else (leaf.dtype.name, leaf.shape)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

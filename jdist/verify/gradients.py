@@ -48,8 +48,9 @@ def gradients(
       A `Report` with a row for the loss and for each leaf of each candidate.
 
     Raises:
-      ValueError: No candidates; an unknown reduction; weights with a scalar loss, or of
-        the wrong shape; a batch whose leaves differ in length.
+      ValueError: No candidates; an unknown reduction; weights with a scalar loss, of
+        the wrong shape, negative, not finite or all 0; a batch whose leaves differ in
+        length.
       TypeError: A candidate returned something else than a pair.
 
     Example:
@@ -103,7 +104,8 @@ def judge(
     """
     if reduction not in REDUCERS:
         rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
-        raise ValueError(requirement("gradients(reduction=...)", rule, reduction))
+        got = repr(reduction)
+        raise ValueError(requirement("gradients(reduction=...)", rule, got))
     reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
     measure = measurer(loss_fn, reduction)
 
@@ -188,7 +190,13 @@ def _check(
             )
         return
     count = examples_in(batch, "gradients(batch=...)")
-    if weights is not None and np.shape(weights) != (count,):
+    if weights is None:
+        return
+    if np.shape(weights) != (count,):
         rule = f"must be one per example, shape ({count},)"
         got = f"shape {np.shape(weights)}"
         raise ValueError(requirement("gradients(weights=...)", rule, got))
+    values = np.asarray(weights, np.float64)
+    if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
+        rule = "must be finite, at least 0, and not all 0"
+        raise ValueError(requirement("gradients(weights=...)", rule, values.tolist()))

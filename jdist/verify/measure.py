@@ -92,7 +92,8 @@ def measurer(
 
 
 def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
-    if np.allclose(alone, together, rtol=COUPLED, atol=0, equal_nan=True):
+    slack = COUPLED * np.abs(together).max(initial=0)
+    if np.allclose(alone, together, rtol=0, atol=slack, equal_nan=True):
         return ()
     example = int(np.argmax(np.abs(alone - together)))
     return (

@@ -62,7 +62,7 @@ def load(specification: str) -> Problem:
     module_name, colon, name = specification.partition(":")
     if not (colon and module_name and name):
         rule = "must be module:name, such as mymodule:problem"
-        raise ValueError(requirement("problem", rule, specification))
+        raise ValueError(requirement("problem", rule, repr(specification)))
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

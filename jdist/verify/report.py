@@ -182,7 +182,7 @@ class Report:
 
 def looseness(leaves: Iterable[LeafReport]) -> tuple[str, ...]:
     """A note if the bound is far above every error: a blunt judge proves little."""
-    ratios = [leaf.ratio for leaf in leaves if leaf.ok and not leaf.bit_equal]
+    ratios = [leaf.ratio for leaf in leaves if leaf.ok and leaf.ratio > 0]
     if not ratios or max(ratios) >= SUSPICIOUSLY_LOOSE:
         return ()
     return (

@@ -1,0 +1,95 @@
+"""What does data parallelism cost beside the plain gradient of the whole batch?
+
+Several CPU devices of one process share its threads, so no speed-up can show here: the
+question is what sharding, weighting and reducing add. torch does the whole batch on the
+same threads. A judgement (`verify.judge`, without the finite difference) is timed too.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh
+
+from benchmarks._harness import Case, race
+from jdist import data_parallel, verify
+
+
+def measure() -> list[Case]:
+    """A model too small to compute anything, and one that does."""
+    return [
+        _training(4, 2, 8, calls=200),
+        _training(512, 4, 256, calls=2),
+        _judgement(),
+    ]
+
+
+def _training(width: int, layers: int, examples: int, calls: int) -> Case:
+    params, batch = _problem(width, layers, examples)
+    plain = jax.jit(jax.value_and_grad(lambda p, b: _losses(p, b).mean()))
+    contenders: dict[str, Callable[[], Any]] = {
+        "jax.value_and_grad": lambda: plain(params, batch)
+    }
+    places: dict[str, Mesh | int] = {"2 replicas, vmap": 2}
+    if jax.device_count() > 1:
+        places["2 devices"] = Mesh(np.array(jax.devices()[:2]), ("data",))
+    for name, where in places.items():
+        fn = data_parallel.value_and_grad(_losses, where)
+        shards = data_parallel.shard_batch(batch, where)
+        contenders[name] = partial(fn, params, *shards)
+    if jax.devices()[0].platform == "cpu":
+        contenders["torch autograd"] = _torchs(params, batch)
+    return Case(
+        f"gradient, {layers} layers of {width}, {examples} examples",
+        race(contenders, calls=calls),
+        note=f"{torch.get_num_threads()} threads of torch; XLA: all cores",
+    )
+
+
+def _judgement() -> Case:
+    params, batch = _problem(64, 2, 64)
+    plain = jax.jit(jax.value_and_grad(lambda p, b: _losses(p, b).mean()))
+    judged = verify.judge(_losses)
+    candidates = {"plain": plain}
+    contenders = {
+        "verify.judge": lambda: judged(params, batch, candidates, seed=None),
+        "jax.value_and_grad": lambda: plain(params, batch),
+    }
+    return Case("judgement, 2 layers of 64, 64 examples", race(contenders))
+
+
+def _problem(width: int, layers: int, examples: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+
+    params = {f"w{i}": normal(width, width) for i in range(layers)}
+    return params, (normal(examples, width), normal(examples, width))
+
+
+def _losses(params: Mapping[str, jax.Array], batch: Any) -> jax.Array:
+    hidden, target = batch
+    for weight in params.values():
+        hidden = jax.nn.relu(hidden @ weight)
+    return jnp.mean((hidden - target) ** 2, axis=1)
+
+
+def _torchs(params: Mapping[str, jax.Array], batch: Any) -> Callable[[], Any]:
+    weights = [torch.tensor(np.asarray(w), requires_grad=True) for w in params.values()]
+    x, y = (torch.tensor(np.asarray(part)) for part in batch)
+
+    def step() -> float:
+        hidden = x
+        for weight in weights:
+            weight.grad = None
+            hidden = torch.relu(hidden @ weight)
+        loss = ((hidden - y) ** 2).mean(dim=1).mean()
+        loss.backward()
+        return loss.item()
+
+    return step

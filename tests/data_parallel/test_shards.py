@@ -1,0 +1,128 @@
+"""Splitting a batch: sizes, padding by real examples, weights, refusals."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdist.data_parallel import shard_batch
+
+
+def rows(array, replicas):
+    """One row of examples per replica."""
+    array = np.asarray(array)
+    return array.reshape(replicas, -1, *array.shape[1:]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "examples", "weights"),
+    [
+        ((5, 3), [[0, 1, 2, 3, 4], [5, 6, 7, 7, 7]], [[1] * 5, [1, 1, 1, 0, 0]]),
+        (
+            (7, 0, 1),
+            [[0, 1, 2, 3, 4, 5, 6], [0] * 7, [7] * 7],
+            [[1] * 7, [0] * 7, [1] + [0] * 6],
+        ),
+        ((4, 4), [[0, 1, 2, 3], [4, 5, 6, 7]], [[1] * 4] * 2),
+    ],
+)
+def test_uneven_shards_repeat_a_real_example(sizes, examples, weights):
+    """Drawn out: padding repeats the shard's last example, or the batch's first."""
+    batch, w = shard_batch(np.arange(8), len(sizes), sizes)
+    assert rows(batch, len(sizes)) == examples
+    assert rows(w, len(sizes)) == weights
+
+
+@pytest.mark.parametrize(
+    ("count", "replicas", "sizes"),
+    [(8, 3, [3, 3, 2]), (2, 4, [1, 1, 0, 0]), (6, 3, [2, 2, 2])],
+)
+def test_sizes_default_to_as_equal_as_possible(count, replicas, sizes):
+    """The first shards take what is left over."""
+    _, weights = shard_batch(np.arange(count), replicas)
+    assert np.sum(rows(weights, replicas), axis=1).tolist() == sizes
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    seed=st.integers(0, 2**16),
+)
+def test_every_example_counts_once_whatever_the_sizes(sizes, seed):
+    """The weights of an example's copies add up to its own weight, in every split."""
+    count = sum(sizes)
+    own = np.random.default_rng(seed).uniform(0.1, 3, size=count).astype(np.float32)
+    batch, weights = shard_batch(np.arange(count), len(sizes), sizes, weights=own)
+    total = np.bincount(np.asarray(batch), np.asarray(weights), minlength=count)
+    np.testing.assert_array_equal(total.astype(np.float32), own)
+    assert len(batch) == len(sizes) * max(sizes)
+
+
+def test_shards_lie_on_their_devices(mesh):
+    """Replica i's examples are on device i and nowhere else."""
+    batch = {"x": np.arange(10.0).reshape(5, 2), "y": np.arange(5)}
+    shards, weights = shard_batch(batch, mesh(2), sizes=(2, 3))
+    for leaf in (*shards.values(), weights):
+        assert [s.device.id for s in leaf.addressable_shards] == [0, 1]
+    assert [s.data.tolist() for s in shards["y"].addressable_shards] == [
+        [0, 1, 1],
+        [2, 3, 4],
+    ]
+
+
+def test_keys_and_integers_may_stand_in_a_batch():
+    """A key per example is sharded like any other leaf; dtypes stay."""
+    batch = {
+        "key": jax.random.split(jax.random.key(1), 3),
+        "y": np.arange(3, dtype="i2"),
+    }
+    shards, weights = shard_batch(batch, 2, sizes=(1, 2), weights=np.array([1, 2, 0]))
+    data = jax.random.key_data(shards["key"])
+    np.testing.assert_array_equal(data[0], jax.random.key_data(batch["key"])[0])
+    np.testing.assert_array_equal(data[0], data[1])
+    assert shards["y"].dtype == np.int16
+    assert weights.tolist() == [1, 0, 2, 0]
+    assert weights.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sizes": (5, 2)}, r"must add up to the batch's 8 examples. Got 5 \+ 2 = 7"),
+        ({"sizes": (9, -1)}, r"must be at least 0 each. Got \(9, -1\)"),
+        ({"sizes": (8,)}, r"one size for each of the 2 replicas. Got 1 sizes, \(8,\)"),
+        (
+            {"weights": np.full(8, -0.5)},
+            "finite and at least 0. Got -0.5 for example 0",
+        ),
+        ({"weights": np.r_[np.ones(7), np.nan]}, "Got nan for example 7"),
+        ({"weights": np.r_[np.ones(7), np.inf]}, "Got inf for example 7"),
+        ({"weights": np.zeros(8)}, "must not all be 0.*Got 8 zeros"),
+        ({"weights": np.ones(7)}, r"one per example, shape \(8,\). Got shape \(7,\)"),
+        ({"mesh": 0}, "at least 1. Got 0"),
+        ({"batch": np.zeros((0, 3))}, "at least one example. Got none"),
+        ({"batch": (np.zeros(3), np.zeros(2))}, "Got 0: 3, 1: 2"),
+    ],
+)
+def test_refusals(arguments, message):
+    """Each names the argument, the rule and what was given."""
+    batch = arguments.pop("batch", np.arange(8.0))
+    with pytest.raises(ValueError, match=message):
+        shard_batch(batch, arguments.pop("mesh", 2), **arguments)
+
+
+def test_meshes_are_checked(mesh):
+    """A mesh without the axis, and something that is no mesh."""
+    with pytest.raises(ValueError, match=r"must have the axis 'batch'.*\('data',\)"):
+        shard_batch(np.arange(4), mesh(2), axis="batch")
+    with pytest.raises(TypeError, match=r"Mesh or a number of replicas.*Got 'cpu'"):
+        shard_batch(np.arange(4), "cpu")
+    with pytest.raises(TypeError, match="Got True"):
+        shard_batch(np.arange(4), True)
+
+
+def test_sizes_must_be_whole_numbers():
+    """Python's own message names the type."""
+    with pytest.raises(TypeError, match="float"):
+        shard_batch(np.arange(4), 2, sizes=(1.5, 2.5))

@@ -1,0 +1,79 @@
+"""`make run`'s job: it holds from a fresh process, and its parts do what they say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments import data_parallel_equivalence as job
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("count", job.REPLICAS)
+def test_shard_sizes_are_all_different_and_move_on(count):
+    """They add up to the batch at every step, and every replica gets each size."""
+    seen = {job.shard_sizes(count, step) for step in range(count)}
+    assert len(seen) == count
+    for sizes in seen:
+        assert sum(sizes) == job.BATCH
+        assert len(set(sizes)) == count
+        assert min(sizes) > 0
+
+
+def test_a_single_different_bit_is_seen(mesh):
+    """The comparison of replicas does see one replica that differs."""
+    where = NamedSharding(mesh(2), PartitionSpec())
+    same = [jax.device_put(jnp.arange(3.0), d) for d in mesh(2).devices]
+    off = [same[0], same[1].at[1].set(np.nextafter(1.0, 2))]
+    make = jax.make_array_from_single_device_arrays
+    assert job.replicas_identical({"w": make((3,), where, same)})
+    assert not job.replicas_identical({"w": make((3,), where, off)})
+
+
+def test_replicas_share_a_device_where_there_are_too_few():
+    """By vmap, and the report says so."""
+    kinds = [type(where) for _, where, _ in job.replicas(2)]
+    assert kinds == [Mesh, int, int]
+    assert "2 device(s) here: the runs of 4, 8 replicas share one" in job._notes(2)[0]
+    assert job._notes(8) == []
+
+
+def test_the_quick_form_holds(tmp_path):
+    """The command of `make run`, and the figures in its JSON."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "experiments", "data_parallel_equivalence", "--quick",
+            "--out", str(tmp_path),
+        ],
+        capture_output=True, text=True, timeout=280, cwd=ROOT, env=_plain_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Proved in ")
+    record = json.loads((tmp_path / "data_parallel_equivalence.json").read_text())
+    alone, *others = record["data"]["runs"]
+    replicated = [run for run in others if run["ratios"]]
+    assert [run["name"] for run in replicated] == [f"{k} devices" for k in job.REPLICAS]
+    for run in replicated:
+        assert len(run["ratios"]) >= 50
+        assert run["identical"] == len(run["ratios"])
+        assert max(run["ratios"]) <= 1
+        assert run["accuracy"] > 0.95
+    assert alone["accuracy"] > 0.95
+    assert min(min(run["caught"]) for run in replicated if run["caught"]) > 100
+    assert set(record["data"]["error_over_bound"]["8 devices"]) == {
+        "low", "median", "high",
+    }  # fmt: skip
+
+
+def _plain_environment():
+    """A user's environment: without the flags that the tests run under."""
+    import os
+
+    return {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}

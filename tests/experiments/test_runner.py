@@ -1,0 +1,112 @@
+"""The runner: lists, runs, writes, and fails when a claim does."""
+
+import json
+import sys
+import types
+
+import matplotlib.pyplot as plt
+import pytest
+
+from experiments import __main__ as command
+from experiments import _report, _runner
+from experiments._result import Claim, Picture, Result
+
+
+def toy(holds):
+    """A module that is an experiment."""
+
+    def run(settings, progress):
+        figure, axes = plt.subplots()
+        axes.plot([1, 2])
+        return Result(
+            proved="one is one",
+            claims=[Claim("1 = 1", True, "1"), Claim("a < b", holds, "<b>")],
+            pictures=[Picture("line", "A line & more", figure)],
+            tables={"Numbers": [["n", "square"], ["2", "4"]]},
+            data={"quick": settings.quick, "devices": settings.devices},
+            notes=["skipped nothing"],
+        )
+
+    module = types.ModuleType("experiments.toy", "A claim over\ntwo lines.\n\nMore.")
+    module.run = run
+    return module
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """A folder for results, and a way to make toy experiments known."""
+
+    def known(**modules):
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, f"experiments.{name}", module)
+        monkeypatch.setattr(_runner, "names", lambda: sorted(modules))
+        # The backend of this process has started; only a fresh one may choose devices.
+        monkeypatch.setattr(command.jax.config, "update", lambda *_: None)
+        return ["--out", str(tmp_path)]
+
+    return known, tmp_path
+
+
+def test_without_a_name_it_lists(here, capsys):
+    """Each experiment with its claim, the docstring's first paragraph."""
+    known, _ = here
+    assert command.main(known(toy=toy(True))) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "toy A claim over two lines." in shown
+    assert "More." not in shown
+
+
+def test_a_run_leaves_json_pictures_and_a_page(here, capsys):
+    """And ends with a line that says what was proved and where to look."""
+    known, folder = here
+    out = known(toy=toy(True))
+    assert command.main(["toy", "--quick", "--devices", "3", *out]) == 0
+    shown = capsys.readouterr().out
+    last = shown.splitlines()[-1]
+    assert last.startswith("Proved in 0 s: one is one Report: ")
+    assert last.endswith("report.html")
+    record = json.loads((folder / "toy.json").read_text())
+    assert record["holds"]
+    assert record["data"] == {"quick": True, "devices": 3}
+    assert {"python", "jax", "jdist", "device", "cores"} <= set(record["environment"])
+    page = (folder / "report.html").read_text()
+    assert "1 of 1 experiments hold." in page
+    assert "data:image/png;base64," in page
+    assert "&lt;b&gt;" in page
+    assert "A line &amp; more" in page
+    assert 'src="http' not in page
+    assert not list(folder.glob("*.unfinished"))
+
+
+def test_a_failing_claim_fails_the_run(here, capsys):
+    """Exit status 1, on the terminal and on the page; the other one still runs."""
+    known, folder = here
+    out = known(bad=toy(False), good=toy(True))
+    assert command.main(["all", *out]) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED: 1 of 2 claims" in shown
+    assert "one is one" in shown
+    page = (folder / "report.html").read_text()
+    assert "1 of 2 experiments hold." in page
+    assert "A claim does not hold." in page
+
+
+def test_an_experiment_without_claims_proves_nothing():
+    """An empty list of claims is not success."""
+    assert not Result(proved="", claims=[]).holds
+
+
+def test_wrong_names_are_refused(here, capsys):
+    """With the names that exist."""
+    known, _ = here
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["tyo", *known(toy=toy(True))])
+    assert "no experiment tyo; there are toy" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["toy", "--devices", "0", *known(toy=toy(True))])
+    assert "--devices must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_the_page_stands_without_results(tmp_path):
+    """An empty folder gives an empty page, not an error."""
+    assert "0 of 0 experiments" in _report.write(tmp_path).read_text()

@@ -1,0 +1,1 @@
+"""Live comparisons with torch, run by `make parity`."""

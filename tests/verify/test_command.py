@@ -1,0 +1,195 @@
+"""`python -m jdist.verify`: the matrix, and a user's own problem, and its errors."""
+
+import json
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from jdist import JdistError, Unavailable, verify
+from jdist.verify import __main__ as command
+from jdist.verify import matrix
+from jdist.verify.problem import load, standard
+
+MODULE = """
+import jax, jax.numpy as jnp
+from jdist import verify
+
+def losses(w, x):
+    return (x @ w) ** 3
+
+x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+w = jnp.array([0.3, 0.4])
+
+def right(w, x):
+    return jax.value_and_grad(lambda w: losses(w, x).mean())(w)
+
+def wrong(w, x):
+    return jax.value_and_grad(lambda w: losses(w, x).sum())(w)
+
+problem = verify.Problem(losses, w, x, {"right": right})
+
+def made():
+    return {"loss_fn": losses, "params": w, "batch": x, "candidates": {"wrong": wrong}}
+
+number = 3
+typo = {"loss_fn": losses, "parameters": w}
+partial = {"loss_fn": losses, "params": w}
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A user's module in the current folder."""
+    (tmp_path / "users_own.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "users_own", raising=False)
+    # The backend of this process has started; only a fresh one may choose devices.
+    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    return tmp_path
+
+
+def test_a_users_problem_is_judged(module, capsys):
+    """0 and a table if it holds; 1 and the leaf if it does not; JSON on request."""
+    assert command.main(["users_own:problem", "--json", "out.json"]) == 0
+    assert "users_own:problem holds" in capsys.readouterr().out
+    assert json.loads((module / "out.json").read_text())["ok"]
+    assert command.main(["users_own:made"]) == 1
+    shown = capsys.readouterr().out
+    assert "it is 3 times the reference" not in shown.splitlines()[0]
+    assert "3 times" in " ".join(shown.split())
+    assert "FAILED" in shown
+
+
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        ("users_own", "must be module:name, such as mymodule:problem. Got 'users_own'"),
+        ("absent_module:problem", "names the module 'absent_module', which does not"),
+        ("users_own:absent", "names 'absent', which users_own does not define"),
+        ("users_own:number", "must be a verify.Problem, a mapping, or.*Got a int"),
+        ("users_own:typo", "may have the keys batch, candidates.*also parameters"),
+        ("users_own:partial", "must have the keys.*none for batch, candidates"),
+    ],
+)
+def test_wrong_specifications_get_a_clear_error(module, capsys, specification, message):
+    """Exit status 2, a line on standard error, no traceback."""
+    with pytest.raises(ValueError, match=message):
+        load(specification)
+    assert command.main([specification]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_module_that_fails_to_import_shows_its_own_error(module):
+    """A missing import *inside* the user's module is not called a missing module."""
+    (module / "broken.py").write_text("import no_such_package\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        load("broken:problem")
+
+
+def test_the_matrix_from_a_fresh_process(tmp_path):
+    """The command as a user runs it: all rows of one column, exit status 0."""
+    out = tmp_path / "matrix.json"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "jdist.verify", "--dtypes", "float32",
+            "--reductions", "mean", "--json", str(out),
+        ],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads(out.read_text())
+    assert f"{len(cells)} of {len(cells)} gradients judged" in done.stdout
+    assert {cell["strategy"] for cell in cells} == set(matrix.strategies())
+    assert any("x4" in cell["strategy"] for cell in cells)
+
+
+def honest(loss_fn, reduction):
+    """A strategy that is nothing but jax.value_and_grad."""
+    import jax
+
+    def candidate(params, batch, weights):
+        w = jnp.asarray(weights, batch["x"].dtype)
+        return jax.value_and_grad(
+            lambda p: jnp.sum(loss_fn(p, batch) * w) / jnp.sum(w)
+        )(params)
+
+    return candidate
+
+
+def unweighted(loss_fn, reduction):
+    """A strategy that forgets the weights."""
+    import jax
+
+    return lambda params, batch, weights: jax.value_and_grad(
+        lambda p: jnp.mean(loss_fn(p, batch))
+    )(params)
+
+
+def absent(loss_fn, reduction):
+    """A strategy for hardware that is not here."""
+    raise Unavailable("needs 512 devices, there are 8 (cpu)")
+
+
+def test_failing_and_missing_rows(monkeypatch, capsys):
+    """A wrong row fails the run; a row without its hardware is skipped by name."""
+    rows = {"honest": honest, "absent": absent, "unweighted": unweighted}
+    monkeypatch.setattr(matrix, "strategies", lambda: rows)
+    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    one = ["--dtypes", "float64", "--reductions", "mean"]
+    assert command.main(one) == 1
+    shown = capsys.readouterr().out
+    assert "skipped absent: needs 512 devices, there are 8 (cpu)" in shown
+    assert "unweighted: shared: off by" in shown
+    assert "FAILED" in shown
+    assert command.main([*one, "--rows", "honest"]) == 0
+    assert "1 of 1 gradients judged" in capsys.readouterr().out
+    assert command.main([*one, "--rows", "nothing"]) == 2
+    assert "no strategy has 'nothing' in its name" in capsys.readouterr().err
+
+
+def test_a_run_that_judged_nothing_does_not_pass(monkeypatch, capsys):
+    """Every row skipped is no proof."""
+    monkeypatch.setattr(matrix, "strategies", lambda: {"absent": absent})
+    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 1
+
+
+class Entry:
+    """An entry point that provides one strategy."""
+
+    def load(self):
+        """A function that returns strategies."""
+        return lambda: {"same name": honest}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "no strategy is registered.*Is jdist installed"),
+        ([Entry()] * 2, "two entry"),
+    ],
+)
+def test_registration_mistakes(monkeypatch, entries, message):
+    """jdist not installed; one name used twice."""
+    monkeypatch.setattr(matrix.metadata, "entry_points", lambda group: entries)
+    with pytest.raises(JdistError, match=message):
+        matrix.strategies()
+
+
+def test_the_standard_problem_can_tell():
+    """Sizes differ, a weight is 0, no extreme is nearly tied, one leaf is unused."""
+    problem = standard(jnp.float32)
+    shapes = {leaf.shape for leaf in problem.params.values()}
+    assert len(shapes) == len(problem.params)
+    assert (problem.weights == 0).sum() == 1
+    losses = jnp.sort(problem.loss_fn(problem.params, problem.batch))
+    assert (jnp.diff(losses)[jnp.array([0, -1])] > 0.01 * losses[-1]).all()
+    judged = verify.gradients(
+        problem.loss_fn, problem.params, problem.batch,
+        {"honest": lambda p, b: honest(problem.loss_fn, "mean")(p, b, problem.weights)},
+        weights=problem.weights,
+    )  # fmt: skip
+    assert judged.ok

@@ -1,0 +1,227 @@
+"""Every planted error is reported, by the path of its leaf; nothing else is."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import VerificationError, verify
+from jdist.verify.compare import ulp_distance
+
+
+@pytest.fixture(params=[np.float32, np.float64])
+def tree(request, rng):
+    """Leaves of equal and of different shapes, one of them square."""
+    leaf = lambda *shape: rng.normal(size=shape).astype(request.param)  # noqa: E731
+    return {
+        "layer1": {"w": leaf(4, 5), "b": leaf(5)},
+        "layer2": {"w": leaf(4, 5), "square": leaf(3, 3)},
+        "unused": np.zeros(2, request.param),
+        "frozen": None,
+    }
+
+
+def planted(tree, **leaves):
+    """A copy in which `layer__leaf=value` replaces a leaf."""
+    copy = {key: dict(v) if isinstance(v, dict) else v for key, v in tree.items()}
+    for path, value in leaves.items():
+        layer, _, leaf = path.partition("__")
+        if leaf:
+            copy[layer][leaf] = value
+        else:
+            copy[layer] = value
+    return copy
+
+
+def test_what_is_equal_passes_and_is_called_bit_equal(tree):
+    """All leaves are looked at; None is one that needs no numbers."""
+    report = verify.compare(tree, planted(tree))
+    assert report.ok
+    assert report.bit_equal
+    assert [leaf.path for leaf in report.leaves] == [
+        "layer1/b", "layer1/w", "layer2/square", "layer2/w", "unused",
+    ]  # fmt: skip
+    assert {leaf.verdict for leaf in report.leaves} == {"bit-equal"}
+
+
+def test_one_ulp_is_equal_but_not_bit_equal(tree):
+    """The smallest difference there is passes, and is counted."""
+    w = tree["layer1"]["w"]
+    report = verify.compare(tree, planted(tree, layer1__w=np.nextafter(w, 9)))
+    assert report.ok
+    assert not report.bit_equal
+    (leaf,) = [leaf for leaf in report.leaves if leaf.max_abs > 0]
+    assert leaf.path == "layer1/w"
+    assert leaf.max_ulp == 1
+    assert leaf.verdict == "equal"
+    assert 0 < leaf.ratio < 1
+
+
+PLANTED = {
+    "scaled by 1.001": (lambda w: w * w.dtype.type(1.001), "1.001 times the reference"),
+    "summed over four replicas": (lambda w: w * 4, "it is 4 times the reference"),
+    "sign": (lambda w: -w, "it is -1 times the reference"),
+    "NaN": (lambda w: np.where(w == w[1, 2], np.nan, w).astype(w.dtype), r"nan at \[1"),
+    "infinity": (lambda w: w / w.dtype.type(0.0), "not finite"),
+    "one sign in one entry": (
+        lambda w: np.where(np.arange(w.size).reshape(w.shape) == 7, -w, w),
+        r"times the bound at \[1, 2\]",
+    ),
+    "wrong dtype": (lambda w: w.astype(np.float16), "expected float.., got float16"),
+    "wrong shape": (lambda w: w.T, r"wrong shape: expected \(4, 5\), got \(5, 4\)"),
+    "zeros": (np.zeros_like, "it is 0 times the reference"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_planted_errors_are_reported_by_path(tree, name):
+    """In float32 and float64; only the leaf that was touched fails."""
+    change, message = PLANTED[name]
+    report = verify.compare(tree, planted(tree, layer1__w=change(tree["layer1"]["w"])))
+    assert [leaf.path for leaf in report.failures] == ["layer1/w"]
+    with pytest.raises(VerificationError, match=f"layer1/w: .*{message}"):
+        report.raise_if_failed()
+
+
+def test_swapped_leaves_are_both_reported_and_recognised(tree):
+    """Equal shapes hide a swap from everything but the numbers."""
+    a, b = tree["layer1"]["w"], tree["layer2"]["w"]
+    report = verify.compare(tree, planted(tree, layer1__w=b, layer2__w=a))
+    assert {leaf.path for leaf in report.failures} == {"layer1/w", "layer2/w"}
+    assert "it is the reference's layer2/w" in report.failures[0].problem
+
+
+def test_a_transposed_square_is_recognised(tree):
+    """Its shape is right, its norm too."""
+    report = verify.compare(
+        tree, planted(tree, layer2__square=tree["layer2"]["square"].T)
+    )
+    (leaf,) = report.failures
+    assert "it is the reference transposed" in leaf.problem
+
+
+def test_missing_and_extra_leaves_are_reported(tree):
+    """Also where one side has None."""
+    missing = planted(tree)
+    del missing["layer1"]["b"]
+    (leaf,) = verify.compare(tree, missing).failures
+    assert (leaf.path, leaf.problem) == ("layer1/b", "missing from the candidate")
+    (leaf,) = verify.compare(tree, {**tree, "more": np.ones(2)}).failures
+    assert (leaf.path, leaf.problem) == ("more", "not in the reference")
+    (leaf,) = verify.compare(tree, planted(tree, frozen=np.ones(2))).failures
+    assert leaf.problem == "wrong dtype: expected None, got float64"
+    (leaf,) = verify.compare(tree, planted(tree, unused=None)).failures
+    assert leaf.path == "unused"
+    assert leaf.problem.endswith("got None")
+
+
+def test_a_zero_gradient_must_be_zero(tree):
+    """An unused parameter's gradient has no rounding to hide behind."""
+    dust = np.full(2, 1e-30, tree["unused"].dtype)
+    (leaf,) = verify.compare(tree, planted(tree, unused=dust)).failures
+    assert leaf.path == "unused"
+    assert leaf.max_rel == np.inf
+    assert leaf.cosine == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_finite_never_passes(value):
+    """Not even when both sides agree on it."""
+    both = {"w": np.array([1.0, value])}
+    (leaf,) = verify.compare(both, both).failures
+    assert leaf.path == "w"
+    assert leaf.problem.startswith("not finite")
+    finite = {"w": np.array([1.0, 2.0])}
+    (leaf,) = verify.compare(both, finite).failures
+    assert leaf.problem.startswith("the reference is not finite")
+
+
+def test_leaves_that_are_not_floating_must_be_equal():
+    """Counters, flags and PRNG keys."""
+    reference = {"n": np.arange(3), "flag": True, "key": jax.random.key(1)}
+    assert verify.compare(reference, dict(reference)).bit_equal
+    changed = {"n": np.arange(3) + 1, "flag": False, "key": jax.random.key(2)}
+    report = verify.compare(reference, changed)
+    assert {leaf.path for leaf in report.failures} == {"n", "flag", "key"}
+
+
+def test_complex_leaves_are_compared_in_both_parts(rng):
+    """A conjugate has the same magnitudes and the same real part."""
+    z = rng.normal(size=6) + 1j * rng.normal(size=6)
+    assert not verify.compare({"z": z}, {"z": z.conj()}).ok
+    assert verify.compare({"z": z}, {"z": z * (1 + 2e-16)}).ok
+
+
+def test_sixteen_bit_leaves_are_judged_in_their_own_unit(rng):
+    """Adjacent bfloat16 numbers pass; what is far apart for bfloat16 does not."""
+    w = jnp.asarray(rng.normal(size=8), jnp.bfloat16)
+    assert verify.compare(w, jnp.nextafter(w, jnp.asarray(9, w.dtype))).ok
+    assert not verify.compare(w, w * jnp.asarray(1.5, w.dtype)).ok
+
+
+def test_terms_and_scale_widen_the_bound():
+    """A cancelled sum may be off by its terms' rounding, which it does not show."""
+    reference, found = {"w": np.float32([1e-3])}, {"w": np.float32([1e-3 + 1e-6])}
+    assert not verify.compare(reference, found).ok
+    known = {"terms": 100, "scale": {"w": np.array([50.0])}}
+    assert verify.compare(reference, found, **known).ok
+    assert verify.compare(reference, found, terms={"w": 100}, scale=50.0).ok
+
+
+def test_a_loose_bound_is_reported():
+    """Nobody may call an answer right by a judge that cannot see."""
+    reference = {"w": np.float32([1.0, 2.0])}
+    found = {"w": np.nextafter(reference["w"], np.float32(9))}
+    report = verify.compare(reference, found, terms=10**6, scale=1e6)
+    assert report.ok
+    assert "suspiciously loose" in report.notes[0]
+    assert verify.compare(reference, found).notes == ()
+    signed_zero = verify.compare({"w": np.float32([0.0])}, {"w": np.float32([-0.0])})
+    assert signed_zero.ok
+    assert not signed_zero.bit_equal
+    assert signed_zero.notes == ()
+
+
+def test_what_cannot_be_compared_is_refused():
+    """An empty tree proves nothing; half a scale is no scale."""
+    with pytest.raises(ValueError, match=r"must have leaves\. Got an empty tree"):
+        verify.compare({}, {})
+    pair = {"a": np.ones(2), "b": np.ones(2)}
+    with pytest.raises(ValueError, match=r"scale=.*Got nothing for b"):
+        verify.compare(pair, pair, scale={"a": 1.0})
+    with pytest.raises(ValueError, match=r"terms=.*Got nothing for a, b"):
+        verify.compare(pair, pair, terms={"c": 1})
+
+
+def test_ulp_distances_count_representable_numbers():
+    """Across a power of two, across zero, at the ends of the range."""
+    for dtype in (np.float16, np.float32, np.float64):
+        one = dtype(1)
+        steps = [one]
+        for _ in range(5):
+            steps.append(np.nextafter(steps[-1], dtype(0)))
+        assert ulp_distance(np.array([one]), np.array([steps[-1]])) == 5
+    tiny = np.float64([5e-324])
+    assert ulp_distance(tiny, -tiny) == 3
+    ends = np.finfo(np.float64).max
+    assert ulp_distance(np.array([ends]), np.array([-ends])) > 1e19
+
+
+def test_the_report_prints_and_serialises(tree):
+    """The table has a line per leaf; the JSON everything, NaN as text."""
+    wrong = planted(tree, layer1__b=tree["layer1"]["b"] * 2)
+    del wrong["unused"]
+    report = verify.compare(tree, wrong, name="doubled")
+    text = str(report)
+    assert "doubled" in text
+    assert "FAILS" in text
+    assert "layer1/b: off by" in text
+    record = json.loads(report.to_json())
+    assert not record["ok"]
+    by_path = {leaf["path"]: leaf for leaf in record["leaves"]}
+    assert by_path["unused"]["max_abs"] == "nan"
+    assert by_path["layer1/w"]["verdict"] == "bit-equal"
+    assert by_path["layer1/b"]["ratio"] > 1e5

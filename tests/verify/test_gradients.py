@@ -1,0 +1,328 @@
+"""The judge of functions: right answers pass, planted mistakes do not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import VerificationError, verify
+from jdist.verify.problem import standard
+
+REDUCERS = {
+    "mean": lambda losses, w: jnp.sum(losses * w) / jnp.sum(w),
+    "sum": lambda losses, w: jnp.sum(losses * w),
+    "max": lambda losses, w: jnp.max(losses, where=w > 0, initial=-jnp.inf),
+    "min": lambda losses, w: jnp.min(losses, where=w > 0, initial=jnp.inf),
+}
+
+
+def micro_batches(problem, reduction="mean", size=3, drop=None, double=None):
+    """Accumulates micro-batches one by one: an honest candidate, unless told not to."""
+
+    @jax.jit
+    def candidate(params, batch):
+        w = jnp.asarray(problem.weights, batch["x"].dtype)
+        total = jnp.sum(w) if reduction == "mean" else jnp.ones((), w.dtype)
+        result = None
+        for i, start in enumerate(range(0, len(w), size)):
+            if i == drop:
+                continue
+            rows = jax.tree.map(lambda x, at=start: x[at : at + size], batch)
+            part = jax.value_and_grad(
+                lambda p, rows=rows, own=w[start : start + size]: (
+                    jnp.sum(problem.loss_fn(p, rows) * own) / total
+                )
+            )(params)
+            if i == double:
+                part = jax.tree.map(lambda x: 2 * x, part)
+            result = part if result is None else jax.tree.map(jnp.add, result, part)
+        return result
+
+    return candidate
+
+
+@pytest.fixture(params=["float32", "float64"])
+def problem(request):
+    """The problem behind the matrix."""
+    return standard(jnp.dtype(request.param))
+
+
+def judge(problem, candidates, **options):
+    """The judge on a problem."""
+    return verify.gradients(
+        problem.loss_fn, problem.params, problem.batch, candidates,
+        weights=problem.weights, **options,
+    )  # fmt: skip
+
+
+MISTAKES = {
+    "a dropped micro-batch": {"drop": 1},
+    "a doubled micro-batch": {"double": 2},
+    "a sum for a mean": {"reduction": "sum"},
+}
+
+
+def test_micro_batches_pass_and_planted_mistakes_fail(problem):
+    """One call judges them all; each mistake is seen in every leaf that it touches."""
+    candidates = {name: micro_batches(problem, **kw) for name, kw in MISTAKES.items()}
+    report = judge(problem, {"honest": micro_batches(problem), **candidates})
+    honest = report.of("honest")
+    assert honest.ok, str(honest)
+    assert honest.oracle is not None
+    assert "pinned" in str(honest.oracle)
+    # Neither so wide that it is blind nor so tight that it was luck.
+    assert 1e-3 < honest.worst < 0.5
+    for name in MISTAKES:
+        failed = {leaf.path for leaf in report.of(name).failures}
+        assert failed == {"(loss)", "bias", "readout", "shared"}, name
+    problems = [leaf.problem for leaf in report.of("a sum for a mean").failures]
+    total = f"{problem.weights.astype(float).sum():.4g}"[:4]
+    assert all(f"it is {total}" in text for text in problems[1:])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
+def test_every_reduction(reduction):
+    """jnp's own reductions are judged right, a mean in their place is not."""
+    problem = standard(jnp.float32)
+
+    def by(name):
+        w = jnp.asarray(problem.weights)
+        return lambda p, b: jax.value_and_grad(
+            lambda p: REDUCERS[name](problem.loss_fn(p, b), w)
+        )(p)
+
+    report = judge(
+        problem, {"right": by(reduction), "mean": by("mean")}, reduction=reduction
+    )
+    assert report.of("right").ok
+    assert not report.of("mean").ok
+
+
+def test_the_bound_knows_rounding_inside_an_example(rng):
+    """Two forms of one function, of which one cancels badly: both are right.
+
+    (1 + a) - 1 loses the digits of a small a. No count of examples shows that; the
+    measured rounding of each example's gradient does.
+    """
+    w = jnp.asarray(rng.normal(size=4), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(16, 4)) * 1e-4, jnp.float32)
+
+    def cancelling(w, x):
+        return ((1 + jnp.exp(x @ w)) - 2) ** 2
+
+    def stable(w, x):
+        return jax.value_and_grad(lambda w: jnp.mean(jnp.expm1(x @ w) ** 2))(w)
+
+    report = verify.gradients(cancelling, w, x, {"stable": stable})
+    assert report.ok, str(report)
+    (leaf,) = [leaf for leaf in report.leaves if leaf.path == "(root)"]
+    assert leaf.max_ulp > 1000
+
+
+def test_scalar_losses_are_judged_too(rng):
+    """The whole batch is then one term; a wrong factor is still seen."""
+    w = jnp.asarray(rng.normal(size=3))
+    x = jnp.asarray(rng.normal(size=(10, 3)))
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
+
+    def halves(w, x):
+        parts = [jax.value_and_grad(loss)(w, part) for part in (x[:5], x[5:])]
+        return jax.tree.map(lambda a, b: (a + b) / 2, *parts)
+
+    def scaled(w, x):
+        return jax.tree.map(lambda g: g * 1.001, halves(w, x))
+
+    report = verify.gradients(loss, w, x, {"halves": halves, "scaled": scaled})
+    assert report.of("halves").ok
+    assert not report.of("scaled").ok
+
+
+def test_integer_parameters_have_no_gradient():
+    """None is right; zeros are an extra leaf."""
+    params = {"w": jnp.array(2.0), "table": jnp.arange(3)}
+    x = jnp.arange(4.0)
+    loss = lambda p, x: (p["w"] * x + p["table"][1].astype(x.dtype)) ** 2  # noqa: E731
+
+    def candidate(table):
+        def fn(p, x):
+            loss_of = lambda w: jnp.mean(loss({**p, "w": w}, x))  # noqa: E731
+            value, gradient = jax.value_and_grad(loss_of)(p["w"])
+            return value, {"w": gradient, "table": table}
+
+        return fn
+
+    report = verify.gradients(
+        loss, params, x, {"none": candidate(None), "zeros": candidate(jnp.zeros(3))}
+    )
+    assert report.of("none").ok
+    assert [leaf.path for leaf in report.of("zeros").failures] == ["table"]
+
+
+def test_complex_parameters(rng):
+    """JAX's convention for complex gradients is the oracle's; its conjugate fails."""
+    z = jnp.asarray(rng.normal(size=3) + 1j * rng.normal(size=3))
+    x = jnp.asarray(rng.normal(size=(5, 3)))
+    loss = lambda z, x: jnp.abs(jnp.exp(x @ z)) ** 2 + (x @ z).imag  # noqa: E731
+
+    def jaxs(z, x):
+        return jax.value_and_grad(lambda z: loss(z, x).mean())(z)
+
+    def conjugate(z, x):
+        return jaxs(z, x)[0], jaxs(z, x)[1].conj()
+
+    with jax.numpy_dtype_promotion("standard"):
+        report = verify.gradients(loss, z, x, {"jax": jaxs, "conjugate": conjugate})
+    assert report.of("jax").ok, str(report)
+    assert not report.of("conjugate").ok
+
+
+def test_a_wrong_oracle_is_found():
+    """A custom derivative that is wrong convinces no finite difference."""
+
+    @jax.custom_vjp
+    def squared(w, x):
+        return (x @ w) ** 2
+
+    squared.defvjp(
+        lambda w, x: (squared(w, x), (w, x)),
+        lambda saved, c: ((3 * c * (saved[1] @ saved[0])) @ saved[1], None),
+    )
+    w, x = jnp.array([0.1, 0.2]), jnp.array([[1.0, 2.0], [3.0, 5.0]])
+
+    def same(w, x):
+        return jax.value_and_grad(lambda w: squared(w, x).mean())(w)
+
+    report = verify.gradients(lambda w, x: squared(w, x), w, x, {"same": same})
+    assert not report.failures
+    assert not report.ok
+    with pytest.raises(VerificationError, match=r"oracle WRONG: slope .* by finite"):
+        report.raise_if_failed()
+
+
+def test_a_kink_exactly_at_the_parameters_does_not_condemn_the_oracle():
+    """ReLUs whose input is exactly 0, as with biases at their start."""
+    params = {"b": jnp.zeros(3), "w": jnp.array([[1.0, -2.0, 0.5]])}
+    x = jnp.zeros((6, 1))
+
+    def loss(p, x):
+        return jax.nn.relu(x @ p["w"] + p["b"][None]).sum(axis=1)
+
+    def jaxs(p, x):
+        return jax.value_and_grad(lambda p: loss(p, x).mean())(p)
+
+    assert verify.gradients(loss, params, x, {"jax": jaxs}).ok
+
+
+def test_examples_that_influence_each_other_are_noted(rng):
+    """Batch statistics: no split can reproduce them, and the report says why."""
+    x, w = jnp.asarray(rng.normal(size=(6, 2))), jnp.array([0.4, -0.7])
+
+    def normalised(w, x):
+        y = x @ w
+        return (y - y.mean()) ** 2
+
+    def jaxs(w, x):
+        return jax.value_and_grad(lambda w: normalised(w, x).mean())(w)
+
+    report = verify.gradients(normalised, w, x, {"jax": jaxs})
+    assert any("examples influence each other" in note for note in report.notes)
+
+    def apart(w, x):
+        return jnp.abs(jnp.tanh(x @ w) - jnp.tanh(x @ w) * 3 + jnp.tanh(x @ w) * 2)
+
+    def apart_too(w, x):
+        return jax.value_and_grad(lambda w: (1 + apart(w, x)).mean())(w)
+
+    quiet = verify.gradients(lambda w, x: 1 + apart(w, x), w, x, {"jax": apart_too})
+    assert not any("influence" in note for note in quiet.notes)
+
+
+def test_ties_and_near_ties_of_a_maximum_are_noted():
+    """A tie is a kink, where no difference pins; a near tie is decided by rounding."""
+    x = jnp.array([[1.0], [2.0], [2.0]], jnp.float32)
+    w = jnp.array([3.0], jnp.float32)
+
+    def losses(w, x):
+        return jnp.sin(x @ w) + x @ w
+
+    def largest(w, x):
+        return jax.value_and_grad(lambda w: losses(w, x).max())(w)
+
+    tied = verify.gradients(losses, w, x, {"max": largest}, reduction="max")
+    assert tied.ok
+    assert "2 examples tie" in str(tied.oracle)
+    near = x.at[2].set(jnp.nextafter(jnp.float32(2), jnp.float32(0)))
+    report = verify.gradients(losses, w, near, {"max": largest}, reduction="max")
+    assert any("rounding decides which example" in note for note in report.notes)
+
+
+def test_a_judge_compiles_once(problem):
+    """Called at every step, it traces the loss no more than at the first."""
+    traces = 0
+
+    def counted(params, batch):
+        nonlocal traces
+        traces += 1
+        return problem.loss_fn(params, batch)
+
+    judged = verify.judge(counted)
+    candidates = {"micro-batches": micro_batches(problem)}
+    arguments = (problem.params, problem.batch, candidates)
+    judged(*arguments, weights=problem.weights)
+    first = traces
+    report = judged(*arguments, weights=problem.weights)
+    assert report.ok
+    # Two evaluations of the loss's shape, nothing compiled.
+    assert traces - first <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": {}}, "must name at least one function"),
+        ({"reduction": "median"}, "one of 'mean', 'sum', 'max', 'min'. Got 'median'"),
+        ({"weights": np.ones(3)}, r"one per example, shape \(4,\). Got shape \(3,\)"),
+        ({"weights": np.array([1.0, -1, 1, 1])}, r"finite, at least 0.*\[1.0, -1.0"),
+        ({"weights": np.array([1.0, np.nan, 1, 1])}, r"at least 0.*\[1.0, nan"),
+        ({"weights": np.zeros(4)}, r"not all 0. Got \[0.0, 0.0"),
+        ({"batch": (np.ones((4, 1)), np.ones(3))}, "Got 0: 4, 1: 3"),
+        ({"loss_fn": lambda w, x: x[0] * w}, r"one loss per example, shape \(4,\)"),
+        (
+            {"loss_fn": lambda w, x: (x[0] * w).sum(), "weights": np.ones(4)},
+            "need one loss per example. Got a scalar loss. Return the losses before",
+        ),
+        (
+            {"loss_fn": lambda w, x: (x[0] * w).sum(), "reduction": "max"},
+            "need one loss per example. Got a scalar loss",
+        ),
+    ],
+)
+def test_refusals(options, message):
+    """Before anything is judged."""
+    arguments = {
+        "loss_fn": lambda w, x: (x[0] * w)[:, 0],
+        "params": jnp.array(2.0),
+        "batch": (np.ones((4, 1)),),
+        "candidates": {"any": lambda w, x: (w, w)},
+        **options,
+    }
+    positional = [
+        arguments.pop(k) for k in ("loss_fn", "params", "batch", "candidates")
+    ]
+    with pytest.raises(ValueError, match=message):
+        verify.gradients(*positional, **arguments)
+
+
+def test_candidates_that_misbehave_are_named():
+    """Wrong result, and an exception of the candidate's own."""
+    loss = lambda w, x: x * w  # noqa: E731
+    x, w = jnp.arange(3.0), jnp.array(1.0)
+    with pytest.raises(TypeError, match=r"candidates\['bare'\].*Got a ArrayImpl"):
+        verify.gradients(loss, w, x, {"bare": lambda w, x: w})
+
+    def broken(w, x):
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        verify.gradients(loss, w, x, {"broken": broken})
+    assert "candidate 'broken'" in caught.value.__notes__[0]
