@@ -10,7 +10,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import (
+    ClosedJaxpr,
+    DropVar,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxprs_in_params,
+)
 from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -137,7 +144,7 @@ def _openable(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 def _program_of(program: ClosedJaxpr, equations: Sequence[JaxprEqn]) -> ClosedJaxpr:
     """A program of these equations only; its results are all that they compute."""
-    results = [x for e in equations for x in e.outvars if type(x).__name__ != "DropVar"]
+    results = [x for e in equations for x in e.outvars if not isinstance(x, DropVar)]
     made = set(results)
     read = [x for e in equations for x in e.invars if not isinstance(x, Literal)]
     inputs = [x for x in dict.fromkeys(read) if x not in made]
@@ -203,7 +210,13 @@ def part_of(
       results: Values that it computes.
       effects: Whether printing, callbacks and the like belong to the part.
     """
-    equations = equations_for(program, inputs, results, effects=effects)
+    given = set(inputs)
+    equations = [
+        equation.replace(
+            outvars=[DropVar(x.aval) if x in given else x for x in equation.outvars]
+        )
+        for equation in equations_for(program, inputs, results, effects=effects)
+    ]
     cut = _rearranged(program, inputs, results, equations)
     # Loops and branches are still whole; this drops what is not needed inside them.
     pruned, _ = dce_jaxpr(cut.jaxpr, [True] * len(results), instantiate=True)

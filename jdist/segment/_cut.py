@@ -71,16 +71,9 @@ def _graph(
     cost: Callable[[Value], int | None],
 ) -> tuple[list[Value], Residual]:
     """Each value as an edge from its "in" to its "out" node, of its cost's capacity."""
-    found = dict.fromkeys(needed)
-    costs: dict[Value, int | None] = {}
-    recipes: dict[Value, Sequence[Value] | None] = {}
-    frontier = list(found)
-    while frontier:
-        value = frontier.pop()
-        costs[value], recipes[value] = cost(value), made_from(value)
-        fresh = [v for v in recipes[value] or () if v not in costs]
-        frontier += fresh
-        costs.update(dict.fromkeys(fresh))
+    wanted = set(needed := list(needed))
+    recipes = _recipes(needed, made_from)
+    costs = {value: cost(value) for value in recipes}
     unbounded = 1 + sum(c for c in costs.values() if c is not None)
     residual: Residual = {SOURCE: {}, SINK: {}}
 
@@ -94,10 +87,34 @@ def _graph(
         if recipe is None:
             connect(SOURCE, ("in", value), unbounded)
         for ingredient in recipe or ():
-            connect(("out", ingredient), ("in", value), unbounded)
-        if value in found:
+            if ingredient in recipes:
+                connect(("out", ingredient), ("in", value), unbounded)
+        if value in wanted:
             connect(("out", value), SINK, unbounded)
     return list(recipes), residual
+
+
+def _recipes(
+    needed: list[Value], made_from: Callable[[Value], Sequence[Value] | None]
+) -> dict[Value, Sequence[Value] | None]:
+    """What the needed values can be made from, without what can be had from nothing."""
+    recipes: dict[Value, Sequence[Value] | None] = {}
+    uses: dict[Value, list[Value]] = {}
+    frontier = list(needed)
+    while frontier:
+        value = frontier.pop()
+        if value not in recipes:
+            recipes[value] = made_from(value)
+            for ingredient in recipes[value] or ():
+                uses.setdefault(ingredient, []).append(value)
+                frontier.append(ingredient)
+    frontier = [value for value, recipe in recipes.items() if recipe is None]
+    costly = set(frontier)
+    while frontier:
+        fresh = [v for v in uses.get(frontier.pop(), ()) if v not in costly]
+        costly.update(fresh)
+        frontier += fresh
+    return {value: recipe for value, recipe in recipes.items() if value in costly}
 
 
 def _saturate(residual: Residual) -> None:

@@ -47,8 +47,8 @@ STEPS = _names("ceil floor nextafter rem round sign")
 COSTLY = _names(
     "all_gather all_to_all cholesky conv_general_dilated cumsum custom_call "
     "dot_general eig eigh ffi_call fft householder_product lu optimization_barrier "
-    "pallas_call ppermute psum psum_invariant qr ragged_dot ragged_dot_general reduce_scatter svd "
-    "triangular_solve"
+    "pallas_call ppermute psum psum_invariant qr ragged_dot ragged_dot_general "
+    "reduce_scatter svd triangular_solve"
 )
 
 
