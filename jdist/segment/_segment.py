@@ -186,7 +186,7 @@ def segment(
     fn: Callable[..., Any],
     *,
     recompute: Policy = False,
-    static_argnums: Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
 ) -> Segment:
     """Compiles a pure function into a forward and a backward half.
 
@@ -234,7 +234,9 @@ def segment(
     if not any(recompute is policy or recompute == "dots" for policy in POLICIES):
         rule = f"must be one of {', '.join(map(repr, POLICIES))}"
         raise ValueError(requirement("segment(recompute=...)", rule, recompute))
-    static = tuple(sorted(set(static_argnums)))
+    if isinstance(static_argnums, int):
+        static_argnums = (static_argnums,)
+    static = tuple(dict.fromkeys(static_argnums))
     if any(type(n) is not int or n < 1 for n in static):
         rule = "must be numbers of inputs, from 1 on"
         remedy = "Argument 0, the parameters, cannot be static."
@@ -303,7 +305,7 @@ def _explained(call: str, **trees: Any) -> Iterator[None]:
     """Says of which argument an array was deleted, should JAX complain of one."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # Which of the two depends on the path.
         for name, tree in trees.items():
             for path, leaf in _leaves_by_path(tree):
                 if (

@@ -310,7 +310,7 @@ def cotangents(rng, outputs):
 
 
 def reference(fn, params, inputs, d_outputs):
-    """Gradients by `jax.vjp`, with None for what is not floating, as a segment has it."""
+    """Gradients by `jax.vjp`, with None for what is not floating."""
     leaves, structure = jax.tree.flatten((params, inputs))
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
 
@@ -324,7 +324,9 @@ def reference(fn, params, inputs, d_outputs):
         found = jax.tree.leaves(fn(params, *inputs))
         return [x for x in found if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    trained = [x for x, is_floating in zip(leaves, floating, strict=True) if is_floating]
+    trained = [
+        x for x, is_floating in zip(leaves, floating, strict=True) if is_floating
+    ]
     pull = jax.jit(lambda trained, given: jax.vjp(outputs_of, trained)[1](given))
     (found,) = pull(trained, jax.tree.leaves(d_outputs))
     found = iter(found)
@@ -333,7 +335,7 @@ def reference(fn, params, inputs, d_outputs):
 
 
 def assert_close(got, expected, case=None, roundings=300, unit=2.0**-24):
-    """Equal up to the case's number of roundings, relative to each leaf's largest value.
+    """Equal up to a number of roundings, relative to each leaf's largest value.
 
     Each rounding on the way to a value is relative to an intermediate one; data and
     weights are of order one, so intermediates exceed the largest result by a small
