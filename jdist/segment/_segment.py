@@ -1,24 +1,25 @@
 """The public face: `segment` and the four calls of a `Segment`."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
-from weakref import ref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
 
-from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist._tree import path_of
-from jdist.segment._backward import Layout
 from jdist.segment._cache import Cache
 from jdist.segment._halves import Halves, Static, halves
-from jdist.segment._plan import Plan
 from jdist.segment._repeat import POLICIES, Policy
-from jdist.segment._residuals import Residuals, Rest, Version
+from jdist.segment._residuals import (
+    Residuals,
+    Rest,
+    check_origin,
+    check_version,
+    explain_deleted,
+    layout_of,
+    version_of,
+)
 
 CACHE: Cache[Halves] = Cache("segment", size=256)
 
@@ -62,17 +63,16 @@ class Segment:
         """
         inputs, static = self._without_static(inputs)
         outputs, saved = self._halves.forward(params, inputs, static)
-        param_leaves, input_leaves = jax.tree.leaves(params), jax.tree.leaves(inputs)
-        output_leaves = jax.tree.leaves(outputs)
-        kept = saved.plan.wiring.gather(input_leaves, output_leaves, saved.arrays)
+        plan = saved.plan
+        leaves = jax.tree.leaves((params, inputs, outputs))
+        given, arguments = plan.param_count, len(plan.trained)
+        kept = plan.wiring.gather(
+            leaves[given:arguments], leaves[arguments:], saved.arrays
+        )
         # The caller may write to a NumPy array before the backward pass reads it.
         kept = tuple([jnp.array(x) if type(x) is np.ndarray else x for x in kept])
-        return outputs, Residuals(
-            saved.plan,
-            kept,
-            _version_of(param_leaves),
-            _layout_of(param_leaves, input_leaves),
-        )
+        version, layout = version_of(leaves[:given]), layout_of(leaves[:arguments])
+        return outputs, Residuals(plan, kept, version, layout)
 
     def backward(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -101,7 +101,7 @@ class Segment:
           TypeError: `residuals` is not what `forward` returned.
         """
         arguments = (params, residuals, d_outputs)
-        return self._pull_back(self._halves.backward, "Segment.backward", arguments)
+        return self._pull_back("backward", self._halves.backward, arguments)
 
     def backward_inputs(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -116,9 +116,10 @@ class Segment:
           The rest refers to parameters, residuals and cotangents that it needs: these
           must not be donated before `backward_params`.
         """
-        call = "Segment.backward_inputs"
         arguments = (params, residuals, d_outputs)
-        d_inputs, found = self._pull_back(self._halves.first, call, arguments)
+        d_inputs, found = self._pull_back(
+            "backward_inputs", self._halves.first, arguments
+        )
         arrays = found.split.wiring.gather(
             jax.tree.leaves(params),
             residuals.arrays,
@@ -143,29 +144,28 @@ class Segment:
             another segment.
           TypeError: `rest` is not what `backward_inputs` returned.
         """
-        call = "Segment.backward_params"
-        _check_kind(f"{call}(rest=...)", rest, Rest, "backward_inputs")
-        self._check_owner(f"{call}(rest=...)", rest.split.gradient.plan)
+        check_origin("backward_params", rest, Rest, self._halves.owner)
         finished: list[Any] = []
         if None in rest.split.ready:
-            with _explained(call, rest=rest):
+            try:
                 finished = self._halves.second(rest, rest.layout)
+            except (RuntimeError, ValueError) as error:
+                explain_deleted("backward_params", error, {"rest": rest})
+                raise
         return rest.split.gradients(rest.arrays, finished)
 
     def _pull_back(
-        self, half: Callable[..., Any], call: str, arguments: tuple[Any, Residuals, Any]
+        self, call: str, half: Callable[..., Any], arguments: tuple[Any, Residuals, Any]
     ) -> Any:
         params, residuals, d_outputs = arguments
-        _check_kind(f"{call}(residuals=...)", residuals, Residuals, "forward")
-        self._check_owner(f"{call}(residuals=...)", residuals.plan)
-        _check_version(f"{call}(params=...)", params, residuals.version)
-        with _explained(call, params=params, residuals=residuals, d_outputs=d_outputs):
+        check_origin(call, residuals, Residuals, self._halves.owner)
+        check_version(call, params, residuals.version)
+        try:
             return half(params, residuals, d_outputs, residuals.layout)
-
-    def _check_owner(self, argument: str, plan: Plan) -> None:
-        if plan.owner is not self._halves.owner:
-            rule = f"must come from this segment, {self!r}"
-            raise ValueError(requirement(argument, rule, "those of another segment"))
+        except (RuntimeError, ValueError) as error:
+            names = ("params", "residuals", "d_outputs")
+            explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
+            raise
 
     def _without_static(
         self, inputs: tuple[Any, ...]
@@ -245,96 +245,3 @@ def segment(
         )
     compiled = CACHE.get(fn, recompute, lambda: halves(fn, recompute))
     return Segment(fn, compiled, static)
-
-
-# --- what the boundary checks ---
-
-
-def _check_kind(argument: str, value: object, kind: type, maker: str) -> None:
-    if not isinstance(value, kind):
-        rule = f"must be what `{maker}` returned"
-        raise TypeError(requirement(argument, rule, value))
-
-
-def _version_of(leaves: Sequence[Any]) -> Version:
-    """Tells these very objects from others later, without keeping them alive."""
-    return tuple([_reference(leaf) for leaf in leaves])
-
-
-def _reference(leaf: Any) -> Callable[[], Any]:
-    try:
-        return ref(leaf)
-    except TypeError:  # A Python number, which is not an array to keep alive.
-        return lambda: leaf
-
-
-def _check_version(argument: str, params: Any, version: Version | None) -> None:
-    """Refuses parameters that are not the objects of the forward pass.
-
-    What a transformation has put in their place cannot be told apart, and passes.
-    """
-    leaves = jax.tree.leaves(params)
-    if version is None:
-        return
-    if len(leaves) == len(version):
-        pairs = list(zip(leaves, version, strict=True))
-        if all(was() is leaf for leaf, was in pairs):
-            return
-        changed = [
-            path
-            for (path, leaf), (_, was) in zip(
-                _leaves_by_path(params), pairs, strict=True
-            )
-            if was() is not leaf and not is_traced(leaf)
-        ]
-        if not changed:
-            return
-        got = f"another array at {changed[0]}"
-    else:
-        got = f"{len(leaves)} leaves instead of {len(version)}"
-    rule = "must be the very arrays that the forward pass was given"
-    remedy = (
-        "Keep each version of the parameters until the backward passes of all its "
-        "forward passes have run, and pass it to them."
-    )
-    raise ValueError(requirement(argument, rule, got, remedy))
-
-
-@contextmanager
-def _explained(call: str, **trees: Any) -> Iterator[None]:
-    """Says of which argument an array was deleted, should JAX complain of one."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:  # Which of the two depends on the path.
-        for name, tree in trees.items():
-            for path, leaf in _leaves_by_path(tree):
-                if (
-                    isinstance(leaf, jax.Array)
-                    and not is_traced(leaf)
-                    and leaf.is_deleted()
-                ):
-                    rule = "must be alive: a backward pass that is pending needs it"
-                    got = f"a buffer that was donated or deleted, at {path}"
-                    remedy = (
-                        "Donate parameters, inputs and outputs of a segment only after "
-                        "the backward passes of all forward passes that used them."
-                    )
-                    argument = f"{call}({name}=...)"
-                    message = requirement(argument, rule, got, remedy)
-                    raise ValueError(message) from error
-        raise
-
-
-def _layout_of(*groups: Sequence[Any]) -> Layout:
-    """The shardings of leaves that lie on several devices; None if there are none."""
-    layout = tuple([_sharding(leaf) for leaves in groups for leaf in leaves])
-    return layout if any(layout) else None
-
-
-def _sharding(leaf: Any) -> Sharding | None:
-    sharding = getattr(leaf, "sharding", None)
-    return None if type(sharding) is SingleDeviceSharding else sharding
-
-
-def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
-    return [(path_of(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]

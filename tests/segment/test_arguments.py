@@ -164,7 +164,7 @@ def test_every_floating_dtype(dtype, rng):
 
 
 def test_mixed_dtypes_and_weak_types(rng):
-    """Python numbers may be inputs and cotangents; gradients keep the params' dtypes."""
+    """Python numbers may be inputs and cotangents; gradients keep their dtypes."""
     params = {"a": normal(rng, 3, dtype=jnp.bfloat16), "b": normal(rng, 3, dtype=float)}
 
     def fn(p, scale):
@@ -398,9 +398,7 @@ def test_residuals_of_another_kind(heads):
     with pytest.raises(TypeError, match=message):
         seg.backward_params(residuals)
     other = segment(_two_heads, recompute=True)
-    message = (
-        r"must come from this segment, .*_two_heads.*. Got those of another segment"
-    )
+    message = r"of this very segment returned. Got that of another segment\."
     with pytest.raises(ValueError, match=message):
         other.backward_inputs(params, residuals, d_outputs)
     with pytest.raises(ValueError, match=message):

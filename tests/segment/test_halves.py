@@ -92,7 +92,7 @@ def growth(seg, params, micro_batches):
 
 @CASE
 def test_bytes_in_flight(case, rng):
-    """k forwards in flight cost k times what theory says, and nothing of the weights."""
+    """k forwards in flight cost k times what theory says; no weight is among it."""
     params = case.params(rng)
     micro_batches = [case.inputs(rng) for _ in range(8)]
     seen = growth(segment(case.fn), params, micro_batches)

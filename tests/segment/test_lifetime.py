@@ -78,7 +78,7 @@ def test_donated_parameters_are_named(call):
     for half in (seg.backward, seg.backward_inputs):
         message = (
             rf"`Segment.{half.__name__}\(params=...\)` must be alive: a backward pass "
-            r"that is pending needs it. Got a buffer that was donated or deleted, at v\."
+            r"that is pending needs it. Got a buffer that was donated or .*, at v\."
         )
         with pytest.raises(ValueError, match=message) as caught:
             half(params, residuals, d_outputs)
@@ -110,7 +110,7 @@ def test_donation_between_the_halves_is_named(rng):
 
 
 def test_deleted_inputs_and_cotangents_are_named(call):
-    """Inputs kept by reference must live until the backward pass; so must cotangents."""
+    """Inputs that are kept must live until the backward pass; so must cotangents."""
     seg, params, x, _, residuals, d_outputs = call
     d_outputs.delete()
     with pytest.raises(

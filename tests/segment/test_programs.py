@@ -114,7 +114,7 @@ def test_bytes():
 
 
 def test_no_cotangent_leaves_work_out():
-    """A pull-back given no cotangent has no product for it; given none, it has zeros."""
+    """A pull-back has no product for an absent cotangent; given none, only zeros."""
 
     def fn(w, x):
         return x @ w, jnp.sin(x) @ w

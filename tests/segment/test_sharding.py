@@ -93,7 +93,7 @@ def test_explicit_axes(grid, rng):
 
 
 def test_each_device_its_own_copy(rng):
-    """One function on several devices is traced once; gradients stay on their device."""
+    """On several devices a function is traced once; gradients stay on their device."""
     traced = [0]
 
     def fn(p, x):

@@ -275,7 +275,7 @@ def test_segments_inside_segments(arguments):
 
 
 def test_decisions_are_not_taken_twice(rng):
-    """The gradient of a maximum finds its element, though its argument is made again."""
+    """The gradient of a maximum finds its element, whose source is made again."""
 
     def fn(p, x):
         scores = jnp.exp(x * p["a"] + p["b"]) / 3.0  # Element-wise: not kept by itself.
