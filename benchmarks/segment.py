@@ -189,7 +189,8 @@ def resnet() -> tuple[Function, Any, tuple[Any, ...]]:
     """A bottleneck block in training mode; running statistics are input and output."""
     b, size, width = (64, 56, 256) if _large() else (4, 28, 64)
     model = Bottleneck(width, width // 4, nnx.Rngs(0))
-    graph, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
+    graph, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
+    params, stats = states
 
     def fn(params: Any, stats: Any, x: Any) -> tuple[Any, Any]:
         merged = nnx.merge(graph, params, stats)
@@ -241,24 +242,31 @@ def memory() -> Table:
             w,
             side,
         ),
-        **{
-            f"{act.__name__}(x @ W) @ V": (
-                lambda p, x, act=act: act(x @ p["w"]) @ p["v"],
-                pair,
-                side // 2,
-            )
-            for act in (jnp.tanh, jax.nn.relu, jax.nn.gelu)
-        },
-        **{
-            f"scan of 16 {act.__name__}(h @ W)": (
-                lambda p, x, act=act: jax.lax.scan(
-                    lambda h, w: (act(h @ w), None), x, p["w"]
-                )[0],
-                stack,
-                side // 4,
-            )
-            for act in (jnp.tanh, jax.nn.gelu)
-        },
+        "tanh(x @ W) @ V": (
+            lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"],
+            pair,
+            side // 2,
+        ),
+        "relu(x @ W) @ V": (
+            lambda p, x: jax.nn.relu(x @ p["w"]) @ p["v"],
+            pair,
+            side // 2,
+        ),
+        "gelu(x @ W) @ V": (
+            lambda p, x: jax.nn.gelu(x @ p["w"]) @ p["v"],
+            pair,
+            side // 2,
+        ),
+        "scan of 16 tanh(h @ W)": (
+            lambda p, x: _scan(lambda h, w: jnp.tanh(h @ w), p, x),
+            stack,
+            side // 4,
+        ),
+        "scan of 16 gelu(h @ W)": (
+            lambda p, x: _scan(lambda h, w: jax.nn.gelu(h @ w), p, x),
+            stack,
+            side // 4,
+        ),
     }
     routes: dict[str, Callable[[Function], Function]] = {
         "jit(vjp)": lambda fn: bare_halves(fn)[0],
@@ -274,6 +282,10 @@ def memory() -> Table:
         cells = [in_flight(route(fn), params, batches) for route in routes.values()]
         shown.add_row(name, *(f"{cell / 2**20:.1f}" for cell in cells))
     return shown
+
+
+def _scan(layer: Function, params: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda h, w: (layer(h, w), None), x, params["w"])[0]
 
 
 if __name__ == "__main__":

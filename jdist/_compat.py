@@ -7,7 +7,7 @@ here, with a test in `tests/test_compat.py` that fails when JAX changes it.
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import (
@@ -21,6 +21,8 @@ from jax.extend.core import (
 from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 
 
 def double_precision() -> AbstractContextManager[None]:
@@ -102,12 +104,30 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
     or to place its values.
     """
     nested, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    leaves = jax.tree.leaves(arguments)
-    opened = jax.make_jaxpr(lambda *leaves: _evaluate_opened(nested, leaves))(*leaves)
-    return opened, shapes
+    return rewritten(nested, jax.tree.leaves(arguments), _opened), shapes
 
 
-def _evaluate_opened(program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+def rewritten(
+    program: ClosedJaxpr, arguments: Sequence[Any], rewrite: Rewrite
+) -> ClosedJaxpr:
+    """The program with some of its equations computed in another way.
+
+    Args:
+      program: The program.
+      arguments: Arrays, or abstract values, like its arguments.
+      rewrite: For an equation a function from its arguments to its results, or None if
+        it is to stay.
+    """
+
+    def run(*leaves: Any) -> list[Any]:
+        return _evaluate_rewritten(program, leaves, rewrite)
+
+    return jax.make_jaxpr(run)(*arguments)
+
+
+def _evaluate_rewritten(
+    program: ClosedJaxpr, arguments: Sequence[Any], rewrite: Rewrite
+) -> list[Any]:
     jaxpr = program.jaxpr
     values = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
@@ -116,9 +136,9 @@ def _evaluate_opened(program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        inner = _openable(equation)
-        if inner is not None:
-            results = _evaluate_opened(inner, [read(x) for x in equation.invars])
+        compute = rewrite(equation)
+        if compute is not None:
+            results = compute(*[read(x) for x in equation.invars])
             values.update(zip(equation.outvars, results, strict=True))
         else:
             single = _program_of(program, [equation])
@@ -127,8 +147,8 @@ def _evaluate_opened(program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any
     return [read(x) for x in jaxpr.outvars]
 
 
-def _openable(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program inside a plain jit call; "pjit" was its name before 0.7."""
+def _opened(equation: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+    """What a plain jit call computes; "pjit" was its name before 0.7."""
     details = equation.params
     if equation.primitive.name not in ("jit", "pjit"):
         return None
@@ -139,7 +159,36 @@ def _openable(equation: JaxprEqn) -> ClosedJaxpr | None:
         and not any(details["donated_invars"])
         and not details["compiler_options_kvs"]
     )
-    return details["jaxpr"] if plain else None
+    inner: ClosedJaxpr = details["jaxpr"]
+    return (lambda *args: _evaluate_rewritten(inner, args, _opened)) if plain else None
+
+
+class Loop(NamedTuple):
+    """The parts of a `lax.scan`, whose body is a program of its own.
+
+    Attributes:
+      body: From constants, carries and one slice to carries and one slice of results;
+        nested jit calls are opened.
+      constants: How many of the body's arguments are constants; they come first.
+      carries: How many of its arguments and results are carries.
+      options: What else `lax.scan` was given.
+    """
+
+    body: ClosedJaxpr
+    constants: int
+    carries: int
+    options: dict[str, Any]
+
+
+def loop_of(equation: JaxprEqn) -> Loop | None:
+    """The parts of a loop, or None if the equation is none."""
+    if equation.primitive.name != "scan":
+        return None
+    details = equation.params
+    body: ClosedJaxpr = details["jaxpr"]
+    opened = rewritten(body, [x.aval for x in body.jaxpr.invars], _opened)
+    options = {name: details[name] for name in ("length", "reverse", "unroll")}
+    return Loop(opened, details["num_consts"], details["num_carry"], options)
 
 
 def _program_of(program: ClosedJaxpr, equations: Sequence[JaxprEqn]) -> ClosedJaxpr:

@@ -28,19 +28,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Var
 
 from jdist._compat import (
     byte_count,
     evaluate,
     no_cotangent,
     part_of,
-    reads,
     trace,
     without_unread,
 )
 from jdist._tree import is_inexact
 from jdist.segment._cut import cheapest_cut
+from jdist.segment._flow import depending_on, ingredients
+from jdist.segment._loops import with_loops_cut
 from jdist.segment._repeat import Policy, may_repeat
 
 
@@ -153,10 +154,10 @@ class Plan:
 
 
 def plan(
-    fn: Callable[..., Any], params: Any, inputs: Any, policy: Policy, owner: object
+    fn: Callable[..., Any], params: Any, given: Any, policy: Policy, owner: object
 ) -> Plan:
-    """Traces `fn(params, *inputs)` with its pull-back; decides what to keep."""
-    leaves, arguments = jax.tree.flatten((params, inputs))
+    """Traces `fn(params, *given)` with its pull-back; decides what to keep."""
+    leaves, arguments = jax.tree.flatten((params, given))
     trained = tuple(map(is_inexact, leaves))
     param_count = len(jax.tree.leaves(params))
 
@@ -178,6 +179,10 @@ def plan(
         return outputs, pull_back
 
     program, (outputs, pull_back) = trace(run, *leaves)
+    if policy is not True:
+        inputs = program.jaxpr.invars[param_count:]
+        output_count = len(jax.tree.leaves(outputs))
+        program = with_loops_cut(program, leaves, inputs, output_count, policy)
     undecided = Plan(
         program, arguments, trained, param_count, outputs, pull_back,
         (), Wiring((), ()), policy, owner,
@@ -217,23 +222,3 @@ def _choose(plan: Plan, needed: Sequence[Var]) -> tuple[tuple[Var, ...], Wiring]
 def keeping_cost(value: Var, held: Container[Var]) -> int:
     """Twice the bytes, less one for what somebody holds anyway: it wins a tie."""
     return max(0, 2 * byte_count(value) - (value in held))
-
-
-def ingredients(equation: JaxprEqn, dependent: Container[Var]) -> list[Var]:
-    """What an equation reads, without repetition and without what is free."""
-    found = dict.fromkeys(x for x in equation.invars if isinstance(x, Var))
-    return [x for x in found if x in dependent]
-
-
-def depending_on(program: ClosedJaxpr, sources: Iterable[Var]) -> set[Var]:
-    """All values of a program that depend on some of its inputs, or on an effect."""
-    found = set(sources)
-    for equation in program.jaxpr.eqns:
-        read = {x for x in equation.invars if isinstance(x, Var)}
-        if equation.effects or (read and read <= found):
-            found.update(equation.outvars)
-        elif read & found:
-            for result, arguments in reads(equation, program).items():
-                if found.intersection(arguments):
-                    found.add(result)
-    return found

@@ -66,7 +66,8 @@ def may_repeat(equation: JaxprEqn, policy: Policy) -> bool:
         return False
     if policy == "dots":
         return name not in COSTLY
-    return name in ARITHMETIC or name in SHAPES or name in CALLS
+    is_map = name == "scan" and not equation.params["num_carry"]
+    return name in ARITHMETIC or name in SHAPES or name in CALLS or is_map
 
 
 def _decides(equation: JaxprEqn) -> bool:

@@ -125,7 +125,7 @@ _ONE_DEVICE = (SingleDeviceSharding, NoneType)
 
 def check_origin(call: str, value: Any, kind: type, owner: object) -> None:
     """Refuses what another method, or another segment, has returned."""
-    if type(value) is kind and value.owner is owner:
+    if type(value) is kind and getattr(value, "owner", None) is owner:
         return
     name, maker = {
         Residuals: ("residuals", "forward"),

@@ -27,7 +27,8 @@ from jax.extend.core import ClosedJaxpr, Var
 from jdist._compat import equations_for, evaluate, part_of, without_unread
 from jdist.segment._backward import Gradient, Layout
 from jdist.segment._cut import cheapest_cut
-from jdist.segment._plan import Wiring, depending_on, ingredients, keeping_cost
+from jdist.segment._flow import depending_on, ingredients
+from jdist.segment._plan import Wiring, keeping_cost
 from jdist.segment._repeat import may_repeat
 
 

@@ -1,4 +1,4 @@
-"""The functions that every promise of a segment is tested on, with what theory says.
+"""The functions that promises are tested on, and what theory says of each.
 
 All sizes differ, so that a transposed or swapped array cannot pass. `kept` is the
 number of bytes that one forward pass must keep beside its inputs and outputs, derived
@@ -195,6 +195,14 @@ def _scanned(p, x):
     return jax.lax.scan(layer, x, p["w"])[0]
 
 
+def _scanned_gelu(p, x):
+    def layer(h, slices):
+        w, b = slices
+        return jax.nn.gelu(h @ w.T + b), h.sum()
+
+    return jax.lax.scan(layer, x, (p["w"], p["b"]), reverse=True)
+
+
 def _complex(p, x):
     return jnp.exp(0.3j * (x @ p["w"])).real
 
@@ -277,6 +285,13 @@ CASES = {
     # A loop keeps what its body's derivative reads: each layer's input and its slope.
     "scanned": Case(
         _scanned, _weights(w=(LAYERS, IN, IN)), _rows, 2 * 4 * LAYERS * BATCH * IN
+    ),
+    # Each layer's input and the argument of gelu; the sums are outputs.
+    "scanned_gelu": Case(
+        _scanned_gelu,
+        _weights(w=(LAYERS, IN, IN), b=(LAYERS, 1, IN)),
+        _rows,
+        2 * 4 * LAYERS * BATCH * IN,
     ),
     "complex": Case(
         _complex,

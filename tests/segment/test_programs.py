@@ -96,6 +96,37 @@ def test_what_results_of_an_equation_depend_on():
     assert found[doubled] == [w]
 
 
+def test_parts_of_a_loop():
+    """The body of a scan is a program: constants, carries, slices; calls are opened."""
+
+    def fn(x, w, k):
+        return jax.lax.scan(
+            lambda c, w: (jax.nn.silu(c * w) + k, c), x, w, reverse=True, unroll=2
+        )
+
+    program, _ = _compat.trace(fn, X[0], np.ones((4, 3)), X[1])
+    (loop,) = filter(None, map(_compat.loop_of, program.jaxpr.eqns))
+    assert (loop.constants, loop.carries) == (1, 1)
+    assert loop.options == {"length": 4, "reverse": True, "unroll": 2}
+    assert names(loop.body) == ["mul", "logistic", "mul", "add"]
+    found = _compat.evaluate(loop.body, [X[1], X[0], np.full(3, 2.0)])
+    assert np.array_equal(found[1], X[0])
+    z = 2 * X[0]
+    assert np.allclose(found[0], z / (1 + np.exp(-z)) + X[1], rtol=2.0**-50)
+
+
+def test_equations_can_be_replaced():
+    """A rewrite computes chosen equations otherwise and leaves the others."""
+    program, _ = _compat.trace(lambda x: jnp.cos(jnp.sin(x)), X)
+
+    def rewrite(equation):
+        return (lambda x: [x + 1]) if equation.primitive.name == "sin" else None
+
+    changed = _compat.rewritten(program, [X], rewrite)
+    assert names(changed) == ["add", "cos"]
+    assert np.array_equal(_compat.evaluate(changed, [X])[0], np.cos(X + 1))
+
+
 def test_unread_inputs_are_dropped():
     """Only optional inputs go, and it is said which."""
     program, _ = _compat.trace(lambda a, b, c: a * 2, 1.0, 2.0, 3.0)
