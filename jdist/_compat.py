@@ -182,13 +182,29 @@ class Loop(NamedTuple):
 
 def loop_of(equation: JaxprEqn) -> Loop | None:
     """The parts of a loop, or None if the equation is none."""
-    if equation.primitive.name != "scan":
+    counts = loop_counts(equation)
+    if counts is None:
         return None
     details = equation.params
     body: ClosedJaxpr = details["jaxpr"]
     opened = rewritten(body, [x.aval for x in body.jaxpr.invars], _opened)
     options = {name: details[name] for name in ("length", "reverse", "unroll")}
-    return Loop(opened, details["num_consts"], details["num_carry"], options)
+    return Loop(opened, *counts, options)
+
+
+def loop_counts(equation: JaxprEqn) -> tuple[int, int] | None:
+    """How many constants and carries a loop has, or None if the equation is none.
+
+    JAX wrote them as two numbers up to 0.11; from 0.12 it keeps the three groups of
+    arguments as a tree.
+    """
+    if equation.primitive.name != "scan":
+        return None
+    details = equation.params
+    if "num_carry" in details:
+        return details["num_consts"], details["num_carry"]
+    constants, carries, _ = details["ft_in"].unpack()
+    return len(constants), len(carries)
 
 
 def _program_of(program: ClosedJaxpr, equations: Sequence[JaxprEqn]) -> ClosedJaxpr:

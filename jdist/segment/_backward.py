@@ -9,12 +9,13 @@ because nothing leads from it to a live output, is None.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, Sharding
 
 from jdist._compat import evaluate, part_of, trace
@@ -56,12 +57,15 @@ class Gradient:
         outvars = self.program.jaxpr.outvars[self._count :]
         return [x for x in outvars if not self._is_absent(x)]
 
+    @cached_property
+    def _makers(self) -> dict[Var, JaxprEqn]:
+        return {x: e for e in self.program.jaxpr.eqns for x in e.outvars}
+
     def _is_absent(self, atom: Any) -> bool:
         """Whether a result is a zero by structure: no cotangent flows there."""
         if isinstance(atom, Literal):
             return not np.any(atom.val)
-        makers = (e for e in self.program.jaxpr.eqns if atom in e.outvars)
-        maker = next(makers, None)
+        maker = self._makers.get(atom)
         return (
             maker is not None
             and maker.primitive.name == "broadcast_in_dim"

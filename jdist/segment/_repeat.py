@@ -18,7 +18,7 @@ printing, is never run again.
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jdist._compat import inner_programs
+from jdist._compat import inner_programs, loop_counts
 
 Policy = bool | str
 POLICIES: tuple[Policy, ...] = (False, "dots", True)
@@ -66,7 +66,8 @@ def may_repeat(equation: JaxprEqn, policy: Policy) -> bool:
         return False
     if policy == "dots":
         return name not in COSTLY
-    is_map = name == "scan" and not equation.params["num_carry"]
+    counts = loop_counts(equation)
+    is_map = counts is not None and counts[1] == 0
     return name in ARITHMETIC or name in SHAPES or name in CALLS or is_map
 
 

@@ -15,6 +15,13 @@ def _mlp(p, x):
     return jnp.tanh(x @ p["w"].T + p["b"]) @ p["v"]
 
 
+@pytest.fixture(autouse=True)
+def _on_the_cpu():
+    """Several devices are there on the CPU; arrays start on one of them."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture
 def grid():
     def make(types):
