@@ -1,4 +1,4 @@
-"""Products in full precision: a GPU would otherwise round float32 factors to 11 bits."""
+"""Products in full precision: a GPU would else round float32 factors to 11 bits."""
 
 import jax
 import pytest
