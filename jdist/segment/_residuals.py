@@ -111,9 +111,13 @@ def _reference(leaf: Any) -> Callable[[], Any]:
 
 def layout_of(leaves: Sequence[Any]) -> Layout:
     """The shardings of leaves that lie on several devices; None if none does."""
-    layout = [getattr(leaf, "sharding", None) for leaf in leaves]
-    if all(type(sharding) in _ONE_DEVICE for sharding in layout):
+    # Loops, here and below: a generator would cost more than what it computes.
+    for leaf in leaves:
+        if type(getattr(leaf, "sharding", None)) not in _ONE_DEVICE:
+            break
+    else:
         return None
+    layout = [getattr(leaf, "sharding", None) for leaf in leaves]
     return tuple(None if type(s) in _ONE_DEVICE else s for s in layout)
 
 
@@ -147,9 +151,12 @@ def check_version(call: str, params: Any, version: Version | None) -> None:
     if version is None:
         return
     leaves = jax.tree.leaves(params)
-    if len(leaves) != len(version):
-        got = f"{len(leaves)} leaves instead of {len(version)}"
-    else:
+    if len(leaves) == len(version):
+        for leaf, was in zip(leaves, version, strict=True):
+            if was() is not leaf:
+                break
+        else:
+            return
         changed = [
             place
             for place, (leaf, was) in enumerate(zip(leaves, version, strict=True))
@@ -158,6 +165,8 @@ def check_version(call: str, params: Any, version: Version | None) -> None:
         if not changed:
             return
         got = f"another array at {_leaves_by_path(params)[changed[0]][0]}"
+    else:
+        got = f"{len(leaves)} leaves instead of {len(version)}"
     rule = "must be the very arrays that the forward pass was given"
     remedy = (
         "Keep each version of the parameters until the backward passes of all its "
