@@ -289,6 +289,32 @@ def test_printing_runs_once(rng, capfd):
         assert capfd.readouterr().out == "forward 4\n"
 
 
+def test_printing_in_a_backward_rule_runs_once(rng, capfd):
+    """An effect of a custom rule happens in the backward pass, and in its first half."""
+
+    @jax.custom_vjp
+    def watched(x):
+        return jnp.sin(x)
+
+    def pull(x, d):
+        jax.debug.print("backward {}", x.shape[0])
+        return (d * jnp.cos(x),)
+
+    watched.defvjp(lambda x: (jnp.sin(x), x), pull)
+    x = normal(rng, 4)
+    seg = segment(lambda p, x: watched(p * x))
+    outputs, residuals = seg.forward(x, x)
+    seg.backward(x, residuals, outputs)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "backward 4\n"
+    _, rest = seg.backward_inputs(x, residuals, outputs)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "backward 4\n"
+    seg.backward_params(rest)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == ""
+
+
 # --- refusals ---
 
 
