@@ -290,7 +290,7 @@ def test_printing_runs_once(rng, capfd):
 
 
 def test_printing_in_a_backward_rule_runs_once(rng, capfd):
-    """An effect of a custom rule happens in the backward pass, and in its first half."""
+    """An effect of a custom rule happens in the backward pass, in its first half."""
 
     @jax.custom_vjp
     def watched(x):
