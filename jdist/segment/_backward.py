@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, Sharding
@@ -199,8 +200,10 @@ def _check(keys: Any, cotangent: Any, shape: jax.ShapeDtypeStruct) -> None:
         rule = f"must be None for an output of {shape.dtype}, which has no cotangent"
         _refuse(keys, rule, _kind(cotangent))
     got = jax.typeof(cotangent)
-    fits = got.shape == shape.shape and (got.weak_type or got.dtype == shape.dtype)
-    if not fits:
+    # A weak type, that of a Python number, takes the output's dtype if it can.
+    loses = jnp.iscomplexobj(cotangent) and shape.dtype.kind != "c"
+    fits = got.dtype == shape.dtype or (got.weak_type and not loses)
+    if got.shape != shape.shape or not fits:
         rule = f"must be like its output, {shape.dtype} of shape {shape.shape}"
         _refuse(keys, rule, _kind(cotangent))
 

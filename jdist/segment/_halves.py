@@ -36,7 +36,6 @@ class Halves:
     """
 
     owner: object
-
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     first: Callable[..., Any]

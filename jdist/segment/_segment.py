@@ -113,8 +113,9 @@ class Segment:
         Returns:
           `(d_inputs, rest)`: what `backward` returns for the inputs, and what
           `backward_params` needs to do the other half, without any work done twice.
-          The rest refers to parameters, residuals and cotangents that it needs: these
-          must not be donated before `backward_params`.
+          The rest refers to parameters, residuals and cotangents (those passed in and
+          those returned) that it needs: these must not be donated before
+          `backward_params`.
         """
         arguments = (params, residuals, d_outputs)
         d_inputs, found = self._pull_back(

@@ -361,6 +361,18 @@ def test_cotangents_that_do_not_fit(heads, d_outputs, message):
         seg.backward(params, residuals, wrong)
 
 
+def test_imaginary_cotangent_of_a_real_output_is_refused(rng):
+    """A Python number takes the output's dtype, unless it would lose a part."""
+    p = normal(rng, 4)
+    seg = segment(lambda p: p.sum())
+    _, residuals = seg.forward(p)
+    assert_same_bits(seg.backward(p, residuals, 2)[0], jnp.full(4, 2, np.float32))
+    with pytest.raises(
+        ValueError, match=r"float32 of shape \(\). Got complex128 of sha"
+    ):
+        seg.backward(p, residuals, 2j)
+
+
 def test_cotangent_of_an_integer_is_refused(rng):
     """An output that is not floating has no cotangent."""
     x = normal(rng, 4)

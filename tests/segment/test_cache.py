@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jdist.segment import RecompilationWarning, segment
 from jdist.segment._cache import Cache
@@ -135,6 +136,18 @@ def test_what_changes_inside_counts():
     assert keys() == before
     thing.scale, items[0], array[0] = 2, 2, 2
     assert not any(a == b for a, b in zip(before, keys(), strict=True))
+
+
+def test_modules_count_by_their_parameters(rng):
+    """A Flax module in a closure counts by its arrays: each step is another key."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    before = key(closing_over(model))
+    assert key(closing_over(model)) == before
+    nnx.update(model, jax.tree.map(lambda p: p + 1, params))
+    assert key(closing_over(model)) != before
+    # Its structure is equal: to split and merge is the way that compiles once.
+    assert key(closing_over(nnx.split(model)[0])) == key(closing_over(graph))
 
 
 def test_globals_count():
