@@ -232,7 +232,11 @@ def test_no_product_twice(name, rng):
 
 @pytest.mark.parametrize("name", ["relu_mlp", "dropout", "conv_norm", "scanned"])
 def test_same_bits_every_time(name, rng):
-    """The same call gives the same bits, also after everything is compiled anew."""
+    """The same call gives the same bits, also after everything is compiled anew.
+
+    A GPU may choose other kernels at each compilation and add in any order unless
+    `XLA_FLAGS` has `--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0`.
+    """
     case = CASES[name]
     params, inputs = case.params(rng), case.inputs(rng)
 
