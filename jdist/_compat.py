@@ -94,6 +94,8 @@ def _reshard(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
 
 
 # --- programs as data: what `jdist.segment` is made of ---
+#
+# Tested in `tests/segment/test_programs.py`.
 
 
 def trace(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
