@@ -197,7 +197,7 @@ def loop_of(equation: JaxprEqn) -> Loop | None:
 def loop_counts(equation: JaxprEqn) -> tuple[int, int] | None:
     """How many constants and carries a loop has, or None if the equation is none.
 
-    JAX wrote them as two numbers up to 0.11; from 0.12 it keeps the three groups of
+    JAX wrote them as two numbers up to 0.10; from 0.11 it keeps the three groups of
     arguments as a tree.
     """
     if equation.primitive.name != "scan":

@@ -11,8 +11,8 @@ the weights, or what is made of them, once for each call in flight; its pull-bac
 piece; and a lambda written in a loop compiles each time.
 
 - `_plan`: what is kept, decided on the traced program. `_cut`: the minimum cut behind
-  it. `_repeat`: what may be computed again. `_flow`: what depends on what. `_loops`: the
-  same cut inside the body of a loop.
+  it. `_repeat`: what may be computed again. `_flow`: what depends on what. `_loops`:
+  the same cut inside the body of a loop.
 - `_backward`: the backward program for one pattern of absent cotangents. `_split`: its
   two halves.
 - `_cache`: compiled functions by code and contents. `_contents`: these contents.
