@@ -1,0 +1,119 @@
+"""The compiled functions behind a segment.
+
+Everything is decided while JAX traces: the forward function makes the plan and returns
+it in the structure of its residuals, so that the backward function finds it without any
+look-up of our own. A call therefore costs what a call of a jitted function costs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist.segment._backward import Layout, gradient
+from jdist.segment._plan import Plan, plan
+from jdist.segment._repeat import Policy
+from jdist.segment._residuals import Residuals, Rest
+from jdist.segment._split import split
+
+Static = tuple[tuple[int, type, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """The compiled functions of one function; JAX compiles each for new shapes.
+
+    Attributes:
+      owner: What tells the residuals of these halves from those of others.
+      forward: `(params, inputs, static) -> (outputs, residuals)`; of these only what
+        nobody else holds.
+      backward: `(params, residuals, d_outputs, layout) -> (d_params, d_inputs)`.
+      first: `(params, residuals, d_outputs, layout) -> (d_inputs, rest)`; of the rest
+        only what nobody else holds.
+      second: `(rest, layout) -> gradients`, those that are not in the rest.
+    """
+
+    owner: object
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    first: Callable[..., Any]
+    second: Callable[..., Any]
+
+
+def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
+    """Wraps a function's halves for compilation; they are traced when first called."""
+    owner = object()
+
+    def forward(params: Any, inputs: Any, static: Static) -> Any:
+        def called(params: Any, *inputs: Any) -> Any:
+            arguments = list(inputs)
+            for place, _, value in static:
+                arguments[place] = value
+            return fn(params, *arguments)
+
+        planned = plan(called, params, inputs, policy, owner)
+        outputs, computed = _differentiable(planned, called, params, inputs)
+        return outputs, Residuals(planned, computed)
+
+    def backward(
+        params: Any, residuals: Residuals, d_outputs: Any, layout: Layout
+    ) -> Any:
+        kept = residuals.arrays
+        whole = gradient(residuals.plan, kept, params, d_outputs)
+        leaves = jax.tree.leaves((params, kept, d_outputs))
+        return whole.run(leaves, layout)
+
+    def first(params: Any, residuals: Residuals, d_outputs: Any, layout: Layout) -> Any:
+        kept = residuals.arrays
+        parts = split(gradient(residuals.plan, kept, params, d_outputs))
+        leaves = jax.tree.leaves((params, kept, d_outputs))
+        d_inputs, computed = parts.first(leaves, layout)
+        return d_inputs, Rest(parts, computed)
+
+    def second(rest: Rest, layout: Layout) -> list[Any]:
+        return rest.split.finish(rest.arrays, layout)
+
+    name = getattr(fn, "__name__", type(fn).__name__)
+    for half in (forward, backward, first, second):
+        half.__name__ = f"{name}_{half.__name__}"
+    return Halves(
+        owner,
+        jax.jit(forward, static_argnums=2),
+        jax.jit(backward, static_argnums=3),
+        jax.jit(first, static_argnums=3),
+        jax.jit(second, static_argnums=1),
+    )
+
+
+def _differentiable(
+    planned: Plan, fn: Callable[..., Any], params: Any, inputs: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """Runs the forward program so that its outputs differentiate as `fn` does.
+
+    The program is made of what the derivative rules of `fn` compute, a rounding, say,
+    whose own derivative is zero where `fn` has a rule for it. Under `jax.grad` the
+    outputs must follow the rules again. (JAX allows no effects in such a function.)
+    """
+    leaves, structure = jax.tree.flatten((params, inputs))
+    if planned.program.jaxpr.effects:
+        return planned.forward(leaves)
+
+    @jax.custom_jvp
+    def run(leaves: list[Any]) -> Any:
+        return planned.forward(leaves)
+
+    def outputs_of(leaves: list[Any]) -> Any:
+        params, inputs = jax.tree.unflatten(structure, leaves)
+        return jax.tree.map(jnp.asarray, fn(params, *inputs))
+
+    @run.defjvp
+    def _rule(primals: Any, tangents: Any) -> Any:
+        outputs, d_outputs = jax.jvp(outputs_of, primals, tangents)
+        computed, d_computed = jax.jvp(
+            lambda leaves: planned.forward(leaves)[1], primals, tangents
+        )
+        return (outputs, computed), (d_outputs, d_computed)
+
+    return run(leaves)

@@ -1,0 +1,200 @@
+"""What is kept between the halves of a segment: whose, and how to read it.
+
+Both classes are pytrees. Their arrays are children, and the program that reads them is
+part of the structure, so that `jax.jit` finds the compiled backward pass by it. Which
+parameters the forward pass used is known by weak references, which keep nothing alive;
+it is forgotten where JAX takes the tree apart.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
+from typing import Any
+from weakref import ref
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jdist._compat import is_traced
+from jdist._errors import requirement
+from jdist._tree import path_of
+from jdist.segment._backward import Layout
+from jdist.segment._plan import Plan
+from jdist.segment._split import Split
+
+Version = tuple[Callable[[], Any], ...]
+
+
+@jax.tree_util.register_pytree_node_class
+class Residuals:
+    """What one forward pass keeps for its backward pass: a pytree of arrays.
+
+    It may pass through `jax.jit`, be stored, or moved between devices. It refers to the
+    arrays of the caller that it can use, and holds no parameter nor anything computed
+    from parameters only.
+    """
+
+    __slots__ = ("arrays", "layout", "plan", "version")
+
+    def __init__(
+        self,
+        plan: Plan,
+        arrays: tuple[Any, ...],
+        version: Version | None = None,
+        layout: Layout = None,
+    ) -> None:
+        self.plan = plan
+        self.arrays = arrays
+        self.version = version
+        self.layout = layout
+
+    @property
+    def owner(self) -> object:
+        """What tells these residuals from those of other functions."""
+        return self.plan.owner
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Plan]:
+        """The arrays; the plan is part of the structure."""
+        return self.arrays, self.plan
+
+    @classmethod
+    def tree_unflatten(cls, plan: Plan, arrays: Sequence[Any]) -> "Residuals":
+        """Residuals of the same plan; which parameters they are of is not known."""
+        return cls(plan, tuple(arrays))
+
+
+@jax.tree_util.register_pytree_node_class
+class Rest:
+    """What `backward_inputs` leaves for `backward_params`: a pytree of arrays.
+
+    It refers to parameters, residuals and cotangents that it needs, and holds what the
+    first half has computed and the second would otherwise compute again.
+    """
+
+    __slots__ = ("arrays", "layout", "split")
+
+    def __init__(
+        self, split: Split, arrays: tuple[Any, ...], layout: Layout = None
+    ) -> None:
+        self.split = split
+        self.arrays = arrays
+        self.layout = layout
+
+    @property
+    def owner(self) -> object:
+        """What tells this rest from those of other functions."""
+        return self.split.gradient.plan.owner
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Split]:
+        """The arrays; how to use them is part of the structure."""
+        return self.arrays, self.split
+
+    @classmethod
+    def tree_unflatten(cls, split: Split, arrays: Sequence[Any]) -> "Rest":
+        """The rest of the same split."""
+        return cls(split, tuple(arrays))
+
+
+# --- of which arrays ---
+
+
+def version_of(leaves: Sequence[Any]) -> Version:
+    """Tells these very objects from others later, without keeping them alive."""
+    return tuple([_reference(leaf) for leaf in leaves])
+
+
+def _reference(leaf: Any) -> Callable[[], Any]:
+    try:
+        return ref(leaf)
+    except TypeError:  # A Python number, which is not an array to keep alive.
+        return lambda: leaf
+
+
+def layout_of(leaves: Sequence[Any]) -> Layout:
+    """The shardings of leaves that lie on several devices; None if none does."""
+    # Loops, here and below: a generator would cost more than what it computes.
+    for leaf in leaves:
+        if type(getattr(leaf, "sharding", None)) not in _ONE_DEVICE:
+            break
+    else:
+        return None
+    layout = [getattr(leaf, "sharding", None) for leaf in leaves]
+    return tuple(None if type(s) in _ONE_DEVICE else s for s in layout)
+
+
+_ONE_DEVICE = (SingleDeviceSharding, NoneType)
+
+
+# --- what is refused ---
+
+
+def check_origin(call: str, value: Any, kind: type, owner: object) -> None:
+    """Refuses what another method, or another segment, has returned."""
+    if type(value) is kind and getattr(value, "owner", None) is owner:
+        return
+    name, maker = {
+        Residuals: ("residuals", "forward"),
+        Rest: ("rest", "backward_inputs"),
+    }[kind]
+    argument = f"Segment.{call}({name}=...)"
+    if type(value) is not kind:
+        rule = f"must be what `{maker}` returned"
+        raise TypeError(requirement(argument, rule, value))
+    rule = f"must be what `{maker}` of this very segment returned"
+    raise ValueError(requirement(argument, rule, "that of another segment"))
+
+
+def check_version(call: str, params: Any, version: Version | None) -> None:
+    """Refuses parameters that are not the objects of the forward pass.
+
+    What a transformation has put in their place cannot be told apart, and passes.
+    """
+    if version is None:
+        return
+    leaves = jax.tree.leaves(params)
+    if len(leaves) == len(version):
+        for leaf, was in zip(leaves, version, strict=True):
+            if was() is not leaf:
+                break
+        else:
+            return
+        changed = [
+            place
+            for place, (leaf, was) in enumerate(zip(leaves, version, strict=True))
+            if was() is not leaf and not is_traced(leaf)
+        ]
+        if not changed:
+            return
+        got = f"another array at {_leaves_by_path(params)[changed[0]][0]}"
+    else:
+        got = f"{len(leaves)} leaves instead of {len(version)}"
+    rule = "must be the very arrays that the forward pass was given"
+    remedy = (
+        "Keep each version of the parameters until the backward passes of all its "
+        "forward passes have run, and pass it to them."
+    )
+    raise ValueError(requirement(f"Segment.{call}(params=...)", rule, got, remedy))
+
+
+def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> None:
+    """Says which argument has a deleted array, where that is why JAX has failed.
+
+    To look before each call would cost more than the call. (JAX raises one of two
+    types of error, depending on whether the call took its fast path.)
+    """
+    for name, tree in trees.items():
+        for path, leaf in _leaves_by_path(tree):
+            is_array = isinstance(leaf, jax.Array) and not is_traced(leaf)
+            if is_array and leaf.is_deleted():
+                rule = "must be alive: a backward pass that is pending needs it"
+                got = f"a buffer that was donated or deleted, at {path}"
+                remedy = (
+                    "Donate parameters, inputs and outputs of a segment only after "
+                    "the backward passes of all forward passes that used them."
+                )
+                argument = f"Segment.{call}({name}=...)"
+                message = requirement(argument, rule, got, remedy)
+                raise ValueError(message) from error
+
+
+def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
+    return [(path_of(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]

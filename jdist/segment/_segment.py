@@ -1,0 +1,248 @@
+"""The public face: `segment` and the four calls of a `Segment`."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.segment._cache import Cache
+from jdist.segment._halves import Halves, Static, halves
+from jdist.segment._repeat import POLICIES, Policy
+from jdist.segment._residuals import (
+    Residuals,
+    Rest,
+    check_origin,
+    check_version,
+    explain_deleted,
+    layout_of,
+    version_of,
+)
+
+CACHE: Cache[Halves] = Cache("segment", size=256)
+
+
+class Segment:
+    """A pure function compiled into a forward and a backward half; made by `segment`.
+
+    The halves are compiled when first called, once per set of shapes and per pattern
+    of absent cotangents, and are shared by all segments of the same code and contents.
+    A segment may be used by several threads at a time, and inside JAX's
+    transformations: under `jax.grad` its outputs differentiate as `fn` does.
+
+    Attributes:
+      fn: The function.
+    """
+
+    __slots__ = ("_halves", "_static", "fn")
+
+    def __init__(
+        self, fn: Callable[..., Any], halves: Halves, static: tuple[int, ...]
+    ) -> None:
+        self.fn = fn
+        self._halves = halves
+        self._static = static
+
+    def __repr__(self) -> str:
+        return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
+
+    def forward(self, params: Any, *inputs: Any) -> tuple[Any, Residuals]:
+        """Runs the function and keeps what its backward pass needs.
+
+        Args:
+          params: Pytree of arrays. Not kept: the backward pass must be given the same.
+          *inputs: Pytrees of arrays, as `fn` takes them; integers, booleans and PRNG
+            keys too. Inputs and outputs are kept by reference, where the backward pass
+            needs them: they must not be donated before it.
+
+        Returns:
+          The outputs of `fn`, and the residuals. These hold arrays that depend on the
+          inputs, of the fewest bytes that suffice.
+        """
+        inputs, static = self._without_static(inputs)
+        outputs, saved = self._halves.forward(params, inputs, static)
+        plan = saved.plan
+        leaves = jax.tree.leaves((params, inputs, outputs))
+        given, arguments = plan.param_count, len(plan.trained)
+        kept = plan.wiring.gather(
+            leaves[given:arguments], leaves[arguments:], saved.arrays
+        )
+        # The caller may write to a NumPy array before the backward pass reads it.
+        kept = tuple([jnp.array(x) if type(x) is np.ndarray else x for x in kept])
+        version, layout = version_of(leaves[:given]), layout_of(leaves[:arguments])
+        return outputs, Residuals(plan, kept, version, layout)
+
+    def backward(
+        self, params: Any, residuals: Residuals, d_outputs: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Pulls the cotangents of the outputs back to parameters and inputs.
+
+        Args:
+          params: The very arrays that `forward` was given.
+          residuals: What that call of `forward` returned. They can be used again.
+          d_outputs: Tree like the outputs: the cotangents, of the outputs' shapes and
+            dtypes. None in place of a leaf or of a whole subtree: no cotangent flows
+            there, and what only it would need is not computed. Outputs that are not
+            floating have None.
+
+        Returns:
+          `(d_params, d_inputs)`. `d_params` is a tree like the parameters, with zeros
+          where nothing flows, and None for a parameter that is not floating. `d_inputs`
+          is a tuple like the inputs, with None where no cotangent flows: inputs that
+          are not floating or static, and those that no output with a cotangent depends
+          on. Each has the dtype and the sharding of what it is the cotangent of.
+
+        Raises:
+          ValueError: The parameters are not those of the forward pass; an array that is
+            needed was donated or deleted; the residuals are of another segment; or
+            `d_outputs` does not fit the outputs.
+          TypeError: `residuals` is not what `forward` returned.
+        """
+        arguments = (params, residuals, d_outputs)
+        return self._pull_back("backward", self._halves.backward, arguments)
+
+    def backward_inputs(
+        self, params: Any, residuals: Residuals, d_outputs: Any
+    ) -> tuple[tuple[Any, ...], Rest]:
+        """The half of `backward` that others wait for.
+
+        Args and errors are those of `backward`.
+
+        Returns:
+          `(d_inputs, rest)`: what `backward` returns for the inputs, and what
+          `backward_params` needs to do the other half, without any work done twice.
+          The rest refers to parameters, residuals and cotangents (those passed in and
+          those returned) that it needs: these must not be donated before
+          `backward_params`.
+        """
+        arguments = (params, residuals, d_outputs)
+        d_inputs, found = self._pull_back(
+            "backward_inputs", self._halves.first, arguments
+        )
+        arrays = found.split.wiring.gather(
+            jax.tree.leaves(params),
+            residuals.arrays,
+            jax.tree.leaves(d_outputs),
+            jax.tree.leaves(d_inputs),
+            found.arrays,
+        )
+        return d_inputs, Rest(found.split, arrays, residuals.layout)
+
+    def backward_params(self, rest: Rest) -> Any:
+        """The other half: the gradients of the parameters.
+
+        Args:
+          rest: What `backward_inputs` returned.
+
+        Returns:
+          `d_params`, as `backward` returns it, equal to rounding. Arrays may be shared
+          with the rest.
+
+        Raises:
+          ValueError: An array that is needed was donated or deleted; or the rest is of
+            another segment.
+          TypeError: `rest` is not what `backward_inputs` returned.
+        """
+        check_origin("backward_params", rest, Rest, self._halves.owner)
+        finished: list[Any] = []
+        if None in rest.split.ready:
+            try:
+                finished = self._halves.second(rest, rest.layout)
+            except (RuntimeError, ValueError) as error:
+                explain_deleted("backward_params", error, {"rest": rest})
+                raise
+        return rest.split.gradients(rest.arrays, finished)
+
+    def _pull_back(
+        self, call: str, half: Callable[..., Any], arguments: tuple[Any, Residuals, Any]
+    ) -> Any:
+        params, residuals, d_outputs = arguments
+        check_origin(call, residuals, Residuals, self._halves.owner)
+        check_version(call, params, residuals.version)
+        try:
+            return half(params, residuals, d_outputs, residuals.layout)
+        except (RuntimeError, ValueError) as error:
+            names = ("params", "residuals", "d_outputs")
+            explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
+            raise
+
+    def _without_static(
+        self, inputs: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Static]:
+        if not self._static:
+            return inputs, ()
+        places = [n - 1 for n in self._static if n <= len(inputs)]
+        static = tuple((i, type(inputs[i]), inputs[i]) for i in places)
+        for place, kind, value in static:
+            if not issubclass(kind, Hashable):
+                rule = "must be hashable where an argument is static"
+                got = f"{value!r} as argument {place + 1}"
+                raise TypeError(requirement("Segment.forward(*inputs)", rule, got))
+        return tuple(None if i in places else x for i, x in enumerate(inputs)), static
+
+
+def segment(
+    fn: Callable[..., Any],
+    *,
+    recompute: Policy = False,
+    static_argnums: int | Sequence[int] = (),
+) -> Segment:
+    """Compiles a pure function into a forward and a backward half.
+
+        outputs, residuals = seg.forward(params, *inputs)
+        d_params, d_inputs = seg.backward(params, residuals, d_outputs)
+
+    The residuals depend on the inputs: neither a parameter nor anything computed from
+    parameters only is among them, so that k calls in flight cost k times the
+    activations and never k times the weights.
+
+    Args:
+      fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Of what
+        else it refers to (closure, globals, defaults) the values of this moment count.
+        Segments of one code object and equal contents share their compiled halves.
+      recompute: What the backward pass may compute again instead of reading what the
+        forward pass kept. False: what costs next to nothing, element-wise arithmetic.
+        "dots": all but matrix products, convolutions and the like. True: everything;
+        only inputs are kept.
+      static_argnums: Numbers of arguments that are hashable Python values and not
+        arrays, counted as in `jax.jit` (`params` is 0 and cannot be static).
+
+    Returns:
+      A `Segment`.
+
+    Raises:
+      TypeError: `fn` is not callable, or refers to a value that is being traced.
+      ValueError: `recompute` or `static_argnums` is none of the above.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> seg = segment(lambda w, x: jnp.tanh(x @ w))
+      >>> w, x = jnp.array([[1.0], [2.0]]), jnp.array([[0.3, -0.1]])
+      >>> y, residuals = seg.forward(w, x)
+      >>> d_w, (d_x,) = seg.backward(w, residuals, jnp.ones_like(y))
+      >>> [round(float(d), 3) for d in d_x[0]]
+      [0.99, 1.98]
+
+    References:
+      Narayanan et al., PipeDream, SOSP 2019, section 3.3 (weights and activations of
+      micro-batches in flight); Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024
+      (the split backward).
+    """
+    if not callable(fn):
+        raise TypeError(requirement("segment(fn)", "must be callable", fn))
+    if not any(recompute is policy or recompute == "dots" for policy in POLICIES):
+        rule = f"must be one of {', '.join(map(repr, POLICIES))}"
+        raise ValueError(requirement("segment(recompute=...)", rule, recompute))
+    if isinstance(static_argnums, int):
+        static_argnums = (static_argnums,)
+    static = tuple(dict.fromkeys(static_argnums))
+    if any(type(n) is not int or n < 1 for n in static):
+        rule = "must be numbers of inputs, from 1 on"
+        remedy = "Argument 0, the parameters, cannot be static."
+        raise ValueError(
+            requirement("segment(static_argnums=...)", rule, static_argnums, remedy)
+        )
+    compiled = CACHE.get(fn, recompute, lambda: halves(fn, recompute))
+    return Segment(fn, compiled, static)
