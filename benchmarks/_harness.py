@@ -89,9 +89,10 @@ def table(name: str, cases: list[Case]) -> Table:
         if case.limit is not None:
             share = f"{case.limit / first:.0%} of first"
             shown.add_row("", "physical limit", _duration(case.limit), "", share)
-        if case.note:
-            shown.add_row("", f"[dim]{case.note}[/dim]", "", "", "")
         shown.add_section()
+    notes = [f"{case.name}: {case.note}" for case in cases if case.note]
+    shown.caption = "\n".join(notes) or None
+    shown.caption_justify = "left"
     return shown
 
 

@@ -6,7 +6,7 @@ same threads. A judgement (`verify.judge`, without the finite difference) is tim
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -43,11 +43,26 @@ def _training(width: int, layers: int, examples: int, calls: int) -> Case:
         contenders[name] = partial(fn, params, *shards)
     if jax.devices()[0].platform == "cpu":
         contenders["torch autograd"] = _torchs(params, batch)
+    timings = race(contenders, calls=calls)
+    # Forward, gradient of the weights, and cotangents of all but the first layer.
+    flops = 2 * examples * width**2 * (3 * layers - 1)
     return Case(
         f"gradient, {layers} layers of {width}, {examples} examples",
-        race(contenders, calls=calls),
-        note=f"{torch.get_num_threads()} threads of torch; XLA: all cores",
+        timings,
+        limit=flops / _peak(),
+        note=f"torch with {torch.get_num_threads()} threads; the limit is the rate of a "
+        f"2048 x 2048 product, measured in the same run",
     )
+
+
+@cache
+def _peak() -> float:
+    """FLOP per second of a large matrix product in float32."""
+    size = 2048
+    x = jnp.ones((size, size), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    timing = race({"product": lambda: product(x, x)}, rounds=10)["product"]
+    return 2 * size**3 / timing.median
 
 
 def _judgement() -> Case:

@@ -88,13 +88,15 @@ def run(settings: Settings, progress: Progress) -> Result:
             Picture(
                 "torch",
                 "The largest difference from torch's recorded runs, relative to each "
-                "parameter's size: rounding, in both precisions.",
+                "parameter's size: rounding, in both precisions. Runs equal to their "
+                "last bit stand at the left edge; the claims are dashed.",
                 plot_torch(recorded),
             ),
             Picture(
                 "optax",
                 "optax beside the same formulas: some lie at rounding (grey), others "
-                "are different formulas (red), RAdam from the sixth step.",
+                "are different formulas (red), RAdam from the sixth step. Where there "
+                "is no difference at all, 1e-18 is drawn.",
                 plot_optax(curves),
             ),
         ],
@@ -229,7 +231,7 @@ def plot_torch(recorded: Sequence[Recorded]) -> Figure:
         axes.axvline(limit, color=color, linestyle="--", linewidth=1)
     axes.set_yticks(rows, [f"{r.name}: {r.case}" for r in recorded], fontsize=7)
     axes.set(xscale="log", xlabel="largest difference from torch / size of the leaf")
-    axes.legend(frameon=False, loc="upper center")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -6,6 +6,7 @@ the library itself. The parts, each usable alone:
 - `jdist.optim`: optimizers as pure steps; gradients are passed in.
 - `jdist.data_parallel`: replicas whose gradient is exactly the whole batch's.
 - `jdist.reduction`: the weighted sums behind it.
+- `jdist.segment`: a function compiled once into a forward and a backward half.
 - `jdist.verify`: the judge that compares any two ways to a gradient.
 """
 

@@ -2,7 +2,8 @@
 
 Everything else in jdist uses names that JAX documents. What differs between the
 supported releases (0.10.2 and newer), or is reachable but undocumented, is wrapped
-here, with a test in `tests/test_compat.py` that fails when JAX changes it.
+here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made of in
+`tests/segment/test_programs.py`, that fails when JAX changes it.
 """
 
 from collections.abc import Callable, Hashable, Sequence

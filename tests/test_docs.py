@@ -8,6 +8,7 @@ import pytest
 
 import jdist.data_parallel
 import jdist.optim
+import jdist.segment
 import jdist.verify
 
 ROOT = Path(__file__).parents[1]
