@@ -50,8 +50,8 @@ def _training(width: int, layers: int, examples: int, calls: int) -> Case:
         f"gradient, {layers} layers of {width}, {examples} examples",
         timings,
         limit=flops / _peak(),
-        note=f"torch with {torch.get_num_threads()} threads; the limit is the rate of a "
-        f"2048 x 2048 product, measured in the same run",
+        note=f"torch with {torch.get_num_threads()} threads; the limit is the rate of "
+        f"a 2048 x 2048 product, measured in the same run",
     )
 
 
