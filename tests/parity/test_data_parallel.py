@@ -82,7 +82,7 @@ def test_ties_share_as_in_torchs_amax():
 
 
 WORKER = """
-import json, sys, torch
+import json, os, sys, torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 rank, sizes, data = int(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
@@ -97,8 +97,9 @@ replica = DistributedDataParallel(model)
 loss = ((replica(x[own]).tanh() - y[own]) ** 2).sum(1).mean()
 loss.backward()
 if rank == 0:
-    print(json.dumps(model.weight.grad.tolist()))
-distributed.destroy_process_group()
+    print(json.dumps(model.weight.grad.tolist()), flush=True)
+distributed.barrier()
+os._exit(0)  # Tearing gloo down now and then aborts, with threads still running.
 """
 
 
