@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_cpu_device_count(options.cpu_devices)
     if options.device:
         jax.config.update("jax_platforms", options.device)
+    # A ValueError about a user's problem is theirs to mend; any other is a bug of ours.
+    misuse = (JdistError, ValueError) if options.problem else (JdistError,)
     try:
         return _judge_problem(options) if options.problem else _judge_matrix(options)
-    except (JdistError, ValueError) as error:
-        if not options.problem and isinstance(error, ValueError):
-            raise
+    except misuse as error:
         error_console.print(f"[red]error:[/red] {error}", highlight=False)
         return 2
 
@@ -69,12 +69,12 @@ def _judge_problem(options: argparse.Namespace) -> int:
 
 
 def _judge_matrix(options: argparse.Namespace) -> int:
-    rows = matrix.strategies()
-    rows = {name: build for name, build in rows.items() if options.rows in name}
+    known = matrix.strategies()
+    rows = {name: build for name, build in known.items() if options.rows in name}
     if not rows:
-        known = ", ".join(matrix.strategies())
+        names = ", ".join(known)
         raise JdistError(
-            f"no strategy has {options.rows!r} in its name; known: {known}"
+            f"no strategy has {options.rows!r} in its name; known: {names}"
         )
     columns = len(options.dtypes) * len(options.reductions)
     judged = matrix.judge(rows, options.reductions, options.dtypes)

@@ -95,8 +95,10 @@ def judge(
     """
     for dtype in dtypes:
         for reduction in reductions:
+            # Not around the yield: the caller would run in double precision too.
             with double_precision():
-                yield _judge_column(rows, reduction, dtype)
+                cells = _judge_column(rows, reduction, dtype)
+            yield cells
 
 
 def _judge_column(

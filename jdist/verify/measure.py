@@ -65,10 +65,11 @@ def measurer(
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             kinds = ("exact", "rounded")
             given = tuple((_cast(params, k), _cast(batch, k)) for k in kinds)
-            exact, rough = (losses_of(*arguments) for arguments in given)
-            judged = jax.eval_shape(loss_fn, params, batch).dtype
-            units = unit_roundoff(judged) / unit_roundoff(rough.dtype)
-            blur = units * float(jnp.max(jnp.abs(rough.astype(exact.dtype) - exact)))
+            exact = losses_of(*given[0])
+            blur = 0.0
+            if reduction in ("max", "min"):
+                judged = jax.eval_shape(loss_fn, params, batch).dtype
+                blur = _blur(exact, losses_of(*given[1]), judged)
             shares, notes = _shares(exact, blur, weights, reduction)
             if exact.ndim == 0:
                 terms, sums = _leading(batch), whole(*given)
@@ -89,6 +90,12 @@ def measurer(
         return Measured(terms, scale, loss_scale, oracle, notes)
 
     return measure
+
+
+def _blur(exact: jax.Array, rough: jax.Array, judged: Any) -> float:
+    """The largest rounding error of a loss in the dtype that is judged."""
+    units = unit_roundoff(judged) / unit_roundoff(rough.dtype)
+    return units * float(jnp.max(jnp.abs(rough.astype(exact.dtype) - exact)))
 
 
 def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:

@@ -1,9 +1,6 @@
 """`make run`'s job: it holds from a fresh process, and its parts do what they say."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import data_parallel_equivalence as job
-
-ROOT = Path(__file__).parents[2]
+from tests.experiments.quick import run_quick
 
 
 @pytest.mark.parametrize("count", job.REPLICAS)
@@ -47,15 +43,7 @@ def test_replicas_share_a_device_where_there_are_too_few():
 
 def test_the_quick_form_holds(tmp_path):
     """The command of `make run`, and the figures in its JSON."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "experiments", "data_parallel_equivalence", "--quick",
-            "--out", str(tmp_path),
-        ],
-        capture_output=True, text=True, timeout=280, cwd=ROOT, env=_plain_environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("Proved in ")
+    run_quick("data_parallel_equivalence", tmp_path)
     record = json.loads((tmp_path / "data_parallel_equivalence.json").read_text())
     alone, *others = record["data"]["runs"]
     replicated = [run for run in others if run["ratios"]]
@@ -70,10 +58,3 @@ def test_the_quick_form_holds(tmp_path):
     assert set(record["data"]["error_over_bound"]["8 devices"]) == {
         "low", "median", "high",
     }  # fmt: skip
-
-
-def _plain_environment():
-    """A user's environment: without the flags that the tests run under."""
-    import os
-
-    return {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -108,7 +109,6 @@ def test_the_matrix_from_a_fresh_process(tmp_path):
 
 def honest(loss_fn, reduction):
     """A strategy that is nothing but jax.value_and_grad."""
-    import jax
 
     def candidate(params, batch, weights):
         w = jnp.asarray(weights, batch["x"].dtype)
@@ -121,8 +121,6 @@ def honest(loss_fn, reduction):
 
 def unweighted(loss_fn, reduction):
     """A strategy that forgets the weights."""
-    import jax
-
     return lambda params, batch, weights: jax.value_and_grad(
         lambda p: jnp.mean(loss_fn(p, batch))
     )(params)
@@ -193,3 +191,12 @@ def test_the_standard_problem_can_tell():
         weights=problem.weights,
     )  # fmt: skip
     assert judged.ok
+
+
+def test_the_callers_precision_is_left_alone():
+    """Columns are judged in double precision; what runs between them is not."""
+    with jax.enable_x64(False):
+        for cells in matrix.judge({"absent": absent}, ("mean", "sum"), ("float32",)):
+            assert [cell.skipped for cell in cells]
+            assert jnp.asarray(1.0).dtype == jnp.float32
+        assert jnp.asarray(1.0).dtype == jnp.float32
