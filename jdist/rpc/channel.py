@@ -1,0 +1,70 @@
+"""A channel between two workers, and the transports that make channels.
+
+The process transport and the in-process one both fulfil these two protocols; nothing
+above this line knows which one it has.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jdist.rpc.frame import Frame
+
+
+class ChannelClosed(ConnectionError):
+    """The channel is closed: by the peer, by its death, or by this side.
+
+    The text is the reason as far as this side knows it.
+    """
+
+
+class Channel(Protocol):
+    """Two-way, ordered, reliable until it closes.
+
+    `send` may be called by many threads, `receive` by one at a time. All deadlines
+    are absolute, in `time.monotonic()` seconds; None waits for ever.
+    """
+
+    peer: str
+    """Name of the worker on the other side, proved by the handshake."""
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        """Sends one frame. Raises ChannelClosed, TimeoutError, ValueError (limits)."""
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """The next frame. Raises ChannelClosed, TimeoutError, ProtocolError.
+
+        After a TimeoutError in the middle of a frame the channel is closed.
+        """
+
+    def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
+        """Sends a request and returns its answer; nobody else uses the channel.
+
+        Same errors as `send` and `receive`. Answers to earlier requests (given up
+        before) are dropped.
+        """
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """Closes both directions; any thread, any number of times.
+
+        A thread blocked in `send` or `receive` gets ChannelClosed(reason) at once.
+        """
+
+
+class Transport(Protocol):
+    """Listens for one worker and connects it to others."""
+
+    address: Any
+    """Where others reach this worker: msgpack-able, given to their `connect`."""
+
+    def connect(self, peer: str, address: Any, deadline: float | None) -> Channel:
+        """A new channel to the worker `peer` listening at `address`.
+
+        Raises ChannelClosed (nobody listens), TimeoutError, AuthenticationError (also
+        when the listener proves to be another worker than `peer`), ProtocolError.
+        """
+
+    def serve(self, on_channel: Callable[[Channel], None]) -> None:
+        """Begins to accept: `on_channel(channel)` runs on a thread of its own each."""
+
+    def close(self) -> None:
+        """Stops accepting, closes every channel, joins its threads."""

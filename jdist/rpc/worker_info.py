@@ -1,0 +1,46 @@
+"""Who a worker is: its name and its rank."""
+
+import dataclasses
+import re
+
+from jdist._errors import requirement
+
+# torch's rule, word for word in the messages its users search for.
+_NAME = re.compile(r"[A-Za-z0-9_:-]+")
+_LONGEST_NAME = 127
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class WorkerInfo:
+    """Name and rank of a worker: hashable, comparable, sendable.
+
+    Attributes:
+      name: Unique in the group: 1 to 127 of the characters `A-Za-z0-9_:-`.
+      id: The worker's rank, 0 to 65535 (it fills the top 16 bits of every id).
+
+    Raises:
+      ValueError: The name or the rank is not allowed.
+
+    Source: `torch.distributed.rpc.WorkerInfo`.
+
+    Example:
+      >>> WorkerInfo("trainer", 1)
+      WorkerInfo(name='trainer', id=1)
+    """
+
+    name: str
+    id: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            rule = "must be non-empty: worker name must be non-empty"
+            raise ValueError(requirement("WorkerInfo(name=...)", rule, repr(self.name)))
+        if len(self.name) > _LONGEST_NAME:
+            rule = f"must be shorter than {_LONGEST_NAME + 1} characters"
+            raise ValueError(requirement("WorkerInfo(name=...)", rule, len(self.name)))
+        if not _NAME.fullmatch(self.name):
+            rule = "is refused: Worker name must match [A-Za-z0-9_:-]+"
+            raise ValueError(requirement("WorkerInfo(name=...)", rule, repr(self.name)))
+        if not 0 <= self.id <= 0xFFFF:
+            rule = "must be in 0..65535, because it fills the top 16 bits of ids"
+            raise ValueError(requirement("WorkerInfo(id=...)", rule, self.id))
