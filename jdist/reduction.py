@@ -82,17 +82,33 @@ def partial(
     Raises:
       ValueError: `loss_fn` returned something else than one loss per example.
     """
+
+    def without_aux(params: Any, batch: Any) -> tuple[jax.Array, None]:
+        return loss_fn(params, batch), None
+
+    part, _ = partial_with_aux(without_aux, params, batch, weights, reduction)
+    return part
+
+
+def partial_with_aux(
+    loss_fn: Callable[..., tuple[jax.Array, Any]],
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+    reduction: str,
+) -> tuple[Partial, Any]:
+    """`partial` of a loss function that returns `(losses, aux)`; and its `aux`."""
     trainable, fixed = split_inexact(params)
 
-    def losses_of(trainable: Any) -> jax.Array:
-        losses = loss_fn(merge(trainable, fixed), batch)
+    def losses_of(trainable: Any) -> tuple[jax.Array, Any]:
+        losses, aux = loss_fn(merge(trainable, fixed), batch)
         _check_losses(losses, weights.shape)
-        return losses
+        return losses, aux
 
-    losses, pull_back = jax.vjp(losses_of, trainable)
+    losses, pull_back, aux = jax.vjp(losses_of, trainable, has_aux=True)
     value, seeds, weight = _seeds(losses, weights, reduction)
     (gradient,) = pull_back(seeds.astype(losses.dtype))
-    return Partial(value, jax.tree.map(_widen, gradient), weight)
+    return Partial(value, jax.tree.map(_widen, gradient), weight), aux
 
 
 def _seeds(
@@ -154,6 +170,37 @@ def combine(first: Partial, second: Partial, reduction: str) -> Partial:
         jax.tree.map(jnp.add, *(_holders(p, value).gradient for p in (first, second))),
         _holders(first, value).weight + _holders(second, value).weight,
     )
+
+
+def empty(like: Any, reduction: str) -> Partial:
+    """The partial of no examples: combined with any other, it changes nothing.
+
+    Args:
+      like: A `Partial`, or its shapes.
+      reduction: One of `REDUCTIONS`.
+    """
+    nothing = {"max": -jnp.inf, "min": jnp.inf}.get(reduction, 0.0)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return zeros._replace(value=jnp.full(like.value.shape, nothing, like.value.dtype))
+
+
+def aligned(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
+    """One replica's partial as it is to be added up; call it where the axis is bound.
+
+    For mean and sum that is the partial itself. For max and min the extreme over all
+    replicas is found here, by a collective of one scalar, and a replica that does not
+    hold it gets a gradient and a weight of zero. The value is then final.
+    """
+    if reduction in ("mean", "sum"):
+        return part
+    pick = jax.lax.pmax if reduction == "max" else jax.lax.pmin
+    value = pick(part.value, axis_name)
+    return _holders(part, value)._replace(value=value)
+
+
+def share(gradient: jax.Array, total: jax.Array, reduction: str) -> jax.Array:
+    """What a replica's part of one leaf adds to the finished gradient."""
+    return gradient if reduction == "sum" else _scaled(jnp.divide, gradient, total)
 
 
 def all_reduce(part: Partial, reduction: str, axis_name: Hashable) -> Partial:

@@ -9,6 +9,7 @@ the classic mistake; here weights travel with the data, and uneven shards, empty
 and masked examples come out right.
 """
 
+from jdist.data_parallel.buckets import assign_buckets as assign_buckets
 from jdist.data_parallel.gradient import value_and_grad as value_and_grad
 from jdist.data_parallel.shards import shard_batch as shard_batch
 from jdist.reduction import weighted_mean as weighted_mean

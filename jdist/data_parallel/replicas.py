@@ -1,0 +1,56 @@
+"""Running one function on every replica: the devices of a mesh axis, or a `vmap`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist._compat import map_shards
+
+EACH = PartitionSpec()
+"""The same on all replicas, such as parameters."""
+
+
+def over_replicas(
+    on_replica: Callable[..., Any],
+    mesh: Mesh | int,
+    axis: str,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
+) -> Callable[..., Any]:
+    """The function on all replicas at once, to be compiled by the caller.
+
+    Args:
+      on_replica: From pytrees to a tuple of pytrees. It may use collectives over
+        `axis`.
+      mesh: The devices; or a number of replicas that share one device.
+      axis: Name of the mesh axis, or of the `vmap`.
+      in_specs: For each argument, `EACH` or `PartitionSpec(axis)`: divided along the
+        first dimension.
+      out_specs: The same for each result. What is the same on all replicas is not
+        checked to be so.
+    """
+    if isinstance(mesh, Mesh):
+        return map_shards(on_replica, mesh, in_specs, tuple(out_specs))
+    takes, gives = (
+        tuple(None if spec == EACH else 0 for spec in specs)
+        for specs in (in_specs, out_specs)
+    )
+    mapped = jax.vmap(on_replica, in_axes=takes, out_axes=gives, axis_name=axis)
+
+    def on_one_device(*arguments: Any) -> tuple[Any, ...]:
+        rows = (
+            jax.tree.map(lambda x: x.reshape(mesh, -1, *x.shape[1:]), tree)
+            if divided == 0
+            else tree
+            for divided, tree in zip(takes, arguments, strict=True)
+        )
+        return tuple(
+            jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+            if divided == 0
+            else tree
+            for divided, tree in zip(gives, mapped(*rows), strict=True)
+        )
+
+    return on_one_device
