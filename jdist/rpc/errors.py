@@ -34,6 +34,28 @@ class RpcTimeout(RpcError, TimeoutError):
     """A deadline passed. The message says what was waited for, and for whom."""
 
 
+class ProcessFailed(RpcError):
+    """A process that `spawn` started raised, or ended without a result.
+
+    Attributes:
+      rank: Of the process.
+      pid: Its process id, which may be somebody else's by now.
+      what: What became of it, such as `"was killed by SIGKILL"`.
+      traceback: Of what it raised; empty if it ended otherwise.
+    """
+
+    def __init__(self, rank: int, pid: int, what: str, traceback: str = "") -> None:
+        super().__init__(rank, pid, what, traceback)
+        self.rank = rank
+        self.pid = pid
+        self.what = what
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        said = f"Rank {self.rank} (pid {self.pid}) {self.what}."
+        return f"{said}\n\n{self.traceback}".rstrip()
+
+
 class RemoteError(RpcError):
     """A remote exception whose own type cannot be rebuilt on this side.
 

@@ -1,0 +1,4 @@
+"""`python -m jdist.launch`: the workers of one machine, as torchrun starts them.
+
+A command line and nothing else; docs/launch.md describes it.
+"""

@@ -1,0 +1,146 @@
+"""`python -m jdist.launch --nproc N script.py ...`: see docs/launch.md."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+from rich.console import Console
+
+from jdist._errors import JdistError
+from jdist.launch.options import cluster_key, parse
+from jdist.launch.relay import Relay
+from jdist.rpc.process_settings import plan
+from jdist.rpc.rendezvous import LOOPBACK, Rendezvous, ReservedPort
+from jdist.rpc.supervisor import Program, Supervisor, require_posix
+
+error_console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+class Interrupted(BaseException):
+    """A signal asked this program to end; not an error, hence not an Exception."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    options = parse(arguments)
+    try:
+        require_posix("python -m jdist.launch")
+        with ExitStack() as stack:
+            key = cluster_key(options.key_file, options.nnodes)
+            meeting = _meet(options, key, stack)
+            relay = stack.enter_context(Relay(options.log_dir))
+            return _run(options, meeting, relay)
+    except (JdistError, ValueError, OSError) as error:
+        error_console.print("[red]error:[/red]", str(error), markup=True)
+        return 2
+
+
+def _meet(options: argparse.Namespace, key: str, stack: ExitStack) -> Rendezvous:
+    """Where the workers meet; a single machine's ports are reserved meanwhile."""
+    port, jax_port = options.master_port, options.jax_port
+    if options.nnodes == 1:
+        port = stack.enter_context(ReservedPort(port or 0)).port
+        jax_port = stack.enter_context(ReservedPort(jax_port or 0)).port
+    return Rendezvous(
+        nprocs=options.nproc,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        address=options.master_addr or LOOPBACK,
+        port=port,
+        jax_port=jax_port,
+        key=key,
+    )
+
+
+def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:
+    try:
+        with _interrupts(), Supervisor(options.grace) as supervisor:
+            try:
+                _start(options, meeting, relay, supervisor)
+                supervisor.wait()
+            except Interrupted as interruption:
+                supervisor.stop(interruption.number)
+                raise
+    except Interrupted as interruption:
+        _finish(relay)
+        name = signal.Signals(interruption.number).name
+        error_console.print(f"[red]{name}:[/red] all workers were ended.")
+        return 128 + interruption.number
+    _finish(relay)
+    return _report(supervisor, relay)
+
+
+def _start(
+    options: argparse.Namespace,
+    meeting: Rendezvous,
+    relay: Relay,
+    supervisor: Supervisor,
+) -> None:
+    for local_rank, cores in enumerate(options.cores):
+        program = Program(
+            name=f"worker{meeting.rank(local_rank)}",
+            command=options.command,
+            # What a worker has written must not be lost with it.
+            environment={
+                "PYTHONUNBUFFERED": "1",
+                **os.environ,
+                **meeting.variables(local_rank),
+            },
+            plan=plan(options.settings, options.nproc, cores),
+            captured=True,
+        )
+        if child := supervisor.start(program):
+            relay.follow(child)
+
+
+def _finish(relay: Relay) -> None:
+    relay.drain()
+    for complaint in relay.complaints():
+        error_console.print("[yellow]incomplete:[/yellow]", complaint, markup=True)
+
+
+def _report(supervisor: Supervisor, relay: Relay) -> int:
+    failure = supervisor.failure
+    if failure is None or failure.ending is None:
+        return 0
+    others = "; the others were ended" if len(supervisor.children) > 1 else ""
+    log = relay.log_of(failure)
+    error_console.print(
+        f"[red]{failure.name}[/red] (pid {failure.pid}) {failure.ending}{others}."
+        f"{' Its log: ' + log if log else ''}"
+    )
+    for line in relay.last_words(failure):
+        error_console.print(line, markup=False)
+    return failure.ending.status
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Within it the signals that ask a program to end raise `Interrupted`.
+
+    One that is ignored (as under nohup) stays so.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

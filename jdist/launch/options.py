@@ -1,0 +1,194 @@
+"""The command line: what can be asked for, and what is refused."""
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jdist._errors import requirement
+from jdist.rpc.process_settings import OFF, ProcessSettings, share_out
+from jdist.rpc.rendezvous import KEY_VARIABLE, LAST_PORT, fresh_key
+from jdist.rpc.supervisor import GRACE, interpreter
+
+DESCRIPTION = """\
+Starts N workers on this machine, with torchrun's environment variables. The first that
+fails ends the others; its traceback is printed last and its exit code returned.
+"""
+DEFAULT_PORT = 29500
+_KEY_BYTES = 16
+_NEW_KEY = "Make one by `(umask 077; openssl rand -hex 32 > cluster.key)`."
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; misuse ends the program with status 2.
+
+    Returns:
+      The options, with those filled in that have a default by rule: `command`, `cores`
+      (of each worker), `settings`, and across machines the two ports. A port that is
+      None is to be chosen.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        _across_machines(options)
+        options.cores = share_out("--cores", options.nproc, options.cores)
+        options.command = _command(options)
+    except (ValueError, NotImplementedError) as error:
+        parser.error(str(error))
+    options.settings = _settings(options)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m jdist.launch", description=DESCRIPTION, allow_abbrev=False
+    )
+    count, port, seconds = _between(1, 2**16), _between(1, LAST_PORT), _seconds
+    add = parser.add_argument
+    add("--nproc", type=count, required=True, help="workers on this machine")
+    add("--nnodes", type=count, default=1, help="machines (default 1)")
+    add("--node-rank", type=_between(0, 2**16 - 1), help="number of this machine")
+    add("--master-addr", help="address of machine 0, as the others reach it")
+    add("--master-port", type=port, help="for rpc's coordinator (default: a free one)")
+    add("--jax-port", type=port, help="for jax.distributed's (default: the next)")
+    add("--key-file", type=Path, help=f"holds the run's secret; or set {KEY_VARIABLE}")
+    add("--log-dir", type=Path, help="also write each worker's output to a file here")
+    add(
+        "--pin",
+        dest="cores",
+        action="store_const",
+        const=1,
+        default=0,
+        help="one core of its own for each worker",
+    )
+    add("--cores", type=_between(0, 2**16), help="the same, N cores each")
+    add(
+        "--callback-threads",
+        type=_between(0, 2**16),
+        help="least size of XLA's thread pool; 0 leaves it (default 8)",
+    )
+    add(
+        "--no-process-settings",
+        action="store_true",
+        help="leave scheduling class, allocator and thread pools as they are",
+    )
+    add(
+        "--grace",
+        type=seconds,
+        default=GRACE,
+        help=f"seconds between asking to end and killing (default {GRACE:g})",
+    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "-m", "--module", action="store_true", help="the program is a module's name"
+    )
+    kind.add_argument(
+        "--no-python", action="store_true", help="the program is not a Python script"
+    )
+    add("program", help="the script to run")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _between(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be in {least}..{most}, not {text}")
+        return int(text)
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be seconds, at least 0, not {text}")
+    return seconds
+
+
+def _across_machines(options: argparse.Namespace) -> None:
+    """Checks and completes what says where the machines meet."""
+    if options.nnodes > 1:
+        for name in ("node_rank", "master_addr"):
+            if getattr(options, name) is None:
+                option = f"--{name.replace('_', '-')}"
+                rule = "must be given when there are several machines"
+                raise ValueError(requirement(option, rule, "nothing"))
+        options.master_port = options.master_port or DEFAULT_PORT
+    options.node_rank = options.node_rank or 0
+    if options.node_rank >= options.nnodes:
+        rule = f"must be below --nnodes, {options.nnodes}"
+        raise ValueError(requirement("--node-rank", rule, options.node_rank))
+    if options.nproc * options.nnodes > 2**16:
+        rule = "must be at most 65536 workers in all"
+        raise ValueError(
+            requirement("--nproc", rule, f"{options.nproc} x {options.nnodes}")
+        )
+    if options.master_port and not options.jax_port:
+        options.jax_port = options.master_port + 1
+    if options.jax_port and options.jax_port in (options.master_port, LAST_PORT + 1):
+        rule = "must be a port other than --master-port"
+        raise ValueError(requirement("--jax-port", rule, options.jax_port))
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    rest = [options.program, *options.arguments]
+    if options.no_python:
+        return rest
+    if options.module:
+        return [*interpreter(), "-m", *rest]
+    if not Path(options.program).exists():
+        rule, remedy = "must be a file", "For a module, give --module before its name."
+        raise ValueError(requirement("program", rule, options.program, remedy))
+    return [*interpreter(), *rest]
+
+
+def _settings(options: argparse.Namespace) -> ProcessSettings:
+    if options.no_process_settings:
+        return OFF
+    if options.callback_threads is None:
+        return ProcessSettings()
+    return ProcessSettings(callback_threads=options.callback_threads)
+
+
+def cluster_key(
+    file: Path | None, nnodes: int, environment: Mapping[str, str] = os.environ
+) -> str:
+    """The run's secret: from the file, the environment, or fresh on a single machine.
+
+    Raises:
+      ValueError: There are several machines and no key, the key is too short, or
+        others on this machine may read the file.
+      OSError: The file cannot be read.
+    """
+    if file is not None:
+        return _checked(f"--key-file {file}", _private_text(file))
+    if KEY_VARIABLE in environment:
+        return _checked(KEY_VARIABLE, environment[KEY_VARIABLE].strip())
+    if nnodes == 1:
+        return fresh_key()
+    rule = "must be set on every machine, to the same secret, or --key-file be given"
+    raise ValueError(requirement(KEY_VARIABLE, rule, "neither", _NEW_KEY))
+
+
+def _private_text(file: Path) -> str:
+    with file.open() as opened:
+        mode = os.fstat(opened.fileno()).st_mode & 0o777
+        if mode & 0o077:
+            rule = "must be readable by its owner alone"
+            remedy = f"Try `chmod 600 {file}`."
+            raise ValueError(
+                requirement(f"--key-file {file}", rule, f"mode {mode:o}", remedy)
+            )
+        return opened.read().strip()
+
+
+def _checked(origin: str, key: str) -> str:
+    if len(key.encode()) < _KEY_BYTES:
+        rule = f"must hold a random secret of at least {_KEY_BYTES} bytes"
+        raise ValueError(requirement(origin, rule, f"{len(key)} characters", _NEW_KEY))
+    return key

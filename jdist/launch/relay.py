@@ -1,0 +1,190 @@
+"""Passing on what the workers write: to the terminal, to a file, and to memory.
+
+Two threads per worker read its output and its errors line by line. Whatever happens to
+the places that lines go to, reading goes on: a worker must never block because nobody
+takes what it writes.
+"""
+
+import io
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Self
+
+from rich.console import Console
+
+from jdist.rpc.supervisor import Child
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+_KEPT_LINES = 400
+_FEW_LINES = 20
+_LONGEST_LINE = 2**16
+_PATIENCE = 5.0
+_TRACEBACK = "Traceback (most recent call last):"
+_LINKS = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+
+
+class Sink:
+    """Lines go to an unbuffered file for as long as it takes them.
+
+    Attributes:
+      name: For complaints.
+      refusal: Why it takes no more; None while it does.
+    """
+
+    def __init__(self, name: str, file: io.FileIO) -> None:
+        self.name = name
+        self.refusal: OSError | ValueError | None = None
+        self.file = file
+
+    def write(self, data: bytes) -> None:
+        """Writes everything, or remembers why it could not and never tries again."""
+        while data and self.refusal is None:
+            try:
+                written = self.file.write(data)
+                if written is None:  # A terminal that somebody set to non-blocking.
+                    select.select([], [self.file], [])
+                data = data[written or 0 :]
+            except (OSError, ValueError) as error:  # ValueError: it was closed.
+                self.refusal = error
+
+
+class Relay:
+    """Gives every line of every worker its worker's name.
+
+    Names are coloured on a terminal only. Carriage returns end a line too, so that
+    progress bars are seen while they move.
+
+    Args:
+      folder: Where each worker gets a file `NAME.log`, without names before the lines;
+        None for no files. Files of an earlier run are overwritten.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._output = Sink("standard output", _stream(1))
+        self._errors = Sink("standard error", _stream(2))
+        self._consoles = Console(), Console(stderr=True)
+        self._logs: dict[str, Sink] = {}
+        self._kept: dict[str, deque[str]] = {}
+        self._threads: list[threading.Thread] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def follow(self, child: Child) -> None:
+        """Begins to pass on what this worker writes.
+
+        Raises:
+          OSError: Its log cannot be created.
+        """
+        kept = self._kept[child.name] = deque(maxlen=_KEPT_LINES)
+        if self._folder is not None:
+            path = self._folder / f"{child.name}.log"
+            self._logs[child.name] = Sink(str(path), io.FileIO(path, "w"))
+        number = len(self._kept)
+        for pipe, sink, console, tail in (
+            (child.output, self._output, self._consoles[0], None),
+            (child.errors, self._errors, self._consoles[1], kept),
+        ):
+            label = _label(console, child.name, _COLOURS[number % len(_COLOURS)])
+            thread = threading.Thread(
+                target=self._pass_on,
+                args=(child.name, pipe, sink, label, tail),
+                name=f"jdist-relay-{child.name}",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def last_words(self, child: Child) -> list[str]:
+        """The end of its errors: the last traceback if there is one."""
+        return last_traceback(self._kept.get(child.name, ()))
+
+    def log_of(self, child: Child) -> str:
+        """Where its log is; empty without one."""
+        return self._logs[child.name].name if child.name in self._logs else ""
+
+    def complaints(self) -> list[str]:
+        """What could not be written to the end, and why."""
+        sinks = (self._output, self._errors, *self._logs.values())
+        return [f"{sink.name}: {sink.refusal}" for sink in sinks if sink.refusal]
+
+    def drain(self) -> None:
+        """Waits until everything is passed on; after the workers have ended.
+
+        A process that left its worker's group may hold the pipe open for ever, so the
+        wait is bounded.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while self._threads:
+            self._threads.pop().join(max(0.0, deadline - time.monotonic()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.drain()
+        with self._lock:
+            for sink in self._logs.values():
+                sink.file.close()
+
+    def _pass_on(
+        self,
+        name: str,
+        pipe: IO[bytes],
+        sink: Sink,
+        label: bytes,
+        tail: deque[str] | None,
+    ) -> None:
+        log = self._logs.get(name)
+        text = io.TextIOWrapper(pipe, encoding="utf-8", errors="backslashreplace")
+        with text:
+            while line := text.readline(_LONGEST_LINE):
+                data = line.removesuffix("\n").encode() + b"\n"
+                with self._lock:
+                    sink.write(label + data)
+                    if log:
+                        log.write(data)
+                    if tail is not None:
+                        tail.append(line.removesuffix("\n"))
+
+
+def _stream(descriptor: int) -> io.FileIO:
+    return io.FileIO(descriptor, "w", closefd=False)
+
+
+def _label(console: Console, name: str, colour: str) -> bytes:
+    with console.capture() as captured:
+        console.print(f"[{name}]", style=colour, end=" ", markup=False, highlight=False)
+    return captured.get().encode()
+
+
+def last_traceback(lines: Iterable[str]) -> list[str]:
+    """From the beginning of the last traceback on, its causes included.
+
+    Args:
+      lines: The end of what a program wrote to its standard error.
+
+    Returns:
+      The lines from there; the last few if there is no traceback.
+
+    Example:
+      >>> last_traceback(["x", "Traceback (most recent call last):", "E: 1"])
+      ['Traceback (most recent call last):', 'E: 1']
+    """
+    lines = list(lines)
+    start, linked = max(0, len(lines) - _FEW_LINES), False
+    for number, line in enumerate(lines):
+        is_group = line.startswith("  + Exception Group Traceback")
+        if (line == _TRACEBACK or is_group) and not linked:
+            start = number
+        if line:
+            linked = line in _LINKS
+    return lines[start:]

@@ -1,0 +1,335 @@
+"""A channel over a stream of bytes: frames in, frames out, whatever happens between.
+
+One system call sends a small frame and one receives it, often together with the next
+ones: what arrives goes into a buffer, and frames are parsed out of that. A large body
+bypasses the buffer and is received into its final memory.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from jdist._errors import requirement
+from jdist.rpc import memory
+from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.duplicates import Duplicates
+from jdist.rpc.errors import ProtocolError
+from jdist.rpc.frame import CANCEL, ERROR, REPLY, Frame
+from jdist.rpc.memory import MemoryPool
+from jdist.rpc.stream import MOST_DESCRIPTORS, ByteStream, CutOff
+from jdist.rpc.wire import (
+    PREFIX_BYTES,
+    Header,
+    Limits,
+    Packed,
+    Sizes,
+    allocate,
+    assemble,
+    pack,
+    parse_header,
+    parse_prefix,
+)
+
+_BUFFER = 1 << 16
+_ANSWERS = frozenset((REPLY, ERROR))
+_UNNUMBERED = _ANSWERS | {CANCEL}  # They bear the number of the request they are about.
+
+
+class Terms(NamedTuple):
+    """What holds on every connection of one worker.
+
+    Attributes:
+      limits: How much the peer may announce.
+      device: Where received JAX arrays are placed; None for JAX's default.
+      stall: Seconds without a byte in the middle of a frame, after which the peer is
+        taken for frozen and the channel closed.
+    """
+
+    limits: Limits = Limits()
+    device: jax.Device | None = None
+    stall: float = 60.0
+
+
+class Connection:
+    """A `jdist.rpc.channel.Channel` over a byte stream.
+
+    Args:
+      stream: Connected, and the peer's identity proved.
+      peer: The name that it proved.
+      terms: See there.
+      pool: Memory for large arrays, when both sides can use it on this stream.
+      on_close: Called once, when the connection has given back its socket.
+    """
+
+    def __init__(
+        self,
+        stream: ByteStream,
+        peer: str,
+        terms: Terms,
+        pool: MemoryPool | None = None,
+        on_close: Callable[["Connection"], None] | None = None,
+    ) -> None:
+        self.peer = peer
+        self._stream = stream
+        self._terms = terms
+        self._pool = pool
+        self._on_close = on_close
+        self._reason: str | None = None
+        self._released = False
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._ending = threading.Lock()
+        self._requests = Duplicates()
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._start = self._end = 0  # Of what was received and not yet parsed.
+
+    def __repr__(self) -> str:
+        state = "open" if self._reason is None else f"closed: {self._reason}"
+        return f"<Connection to {self.peer!r}, {state}>"
+
+    # --- sending ---
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        """Sends one frame; see `Channel.send`."""
+        packed, descriptors = self._pack(frame)
+        try:
+            self._take(self._sending, deadline, "another thread was still sending")
+            try:
+                self._check_open()
+                pieces: list[bytes | memoryview] = [packed.head, *packed.body]
+                self._stream.send(pieces, deadline, descriptors)
+            except TimeoutError as error:
+                # Without a byte sent the channel is as good as before.
+                if isinstance(error, CutOff):
+                    self._cut(f"a frame was cut off: {error}")
+                raise
+            except ChannelClosed as error:
+                raise self._ended(error) from error
+            except BaseException:
+                self._cut("sending was interrupted in the middle of a frame")
+                raise
+            finally:
+                self._give(self._sending)
+        finally:
+            memory.close_all(descriptors)
+
+    def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
+        packed = pack(frame, None if self._pool is None else memory.THRESHOLD)
+        descriptors: list[int] = []
+        if packed.apart:
+            assert self._pool is not None
+            descriptors = self._lend(self._pool, packed.apart)
+            if not descriptors:
+                packed = pack(frame)
+        limits = self._terms.limits
+        header = len(packed.head) - PREFIX_BYTES
+        body = sum(map(len, packed.body)) + sum(map(len, packed.apart))
+        for what, size, most in (
+            ("header", header, limits.header_bytes),
+            ("body", body, limits.body_bytes),
+            ("number of arrays", len(frame.leaves), limits.leaves),
+        ):
+            if size > most:
+                memory.close_all(descriptors)
+                call, rule = (
+                    f"rpc {frame.kind}",
+                    f"must have a {what} of at most {most}",
+                )
+                remedy = "Send it in parts, or raise the limit on every worker."
+                raise ValueError(requirement(call, rule, size, remedy))
+        return packed, descriptors
+
+    @staticmethod
+    def _lend(pool: MemoryPool, leaves: list[memoryview]) -> list[int]:
+        """A descriptor for each leaf, or none at all."""
+        if len(leaves) > MOST_DESCRIPTORS:
+            return []
+        descriptors: list[int] = []
+        for leaf in leaves:
+            descriptor = pool.lend(leaf)
+            if descriptor is None:
+                memory.close_all(descriptors)
+                return []
+            descriptors.append(descriptor)
+        return descriptors
+
+    # --- receiving ---
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """The next frame; see `Channel.receive`."""
+        self._take(self._receiving, deadline, "another thread was still receiving")
+        try:
+            while True:
+                frame = self._next(deadline)
+                if (
+                    frame.kind in _UNNUMBERED
+                    or not frame.id
+                    or self._requests.is_new(frame.id)
+                ):
+                    return frame
+        except ChannelClosed as error:
+            raise self._ended(error) from error
+        except ProtocolError as error:
+            self._cut(f"it sent what is no frame: {error}")
+            raise
+        finally:
+            self._give(self._receiving)
+
+    def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
+        """Sends a request and returns its answer; see `Channel.exchange`."""
+        self.send(frame, deadline)
+        while True:
+            answer = self.receive(deadline)
+            if answer.kind in _ANSWERS and answer.id <= frame.id:
+                if answer.id == frame.id:
+                    return answer
+                continue  # The answer to a request that was given up.
+            reason = f"it sent {answer.kind!r} {answer.id} for an answer to {frame.id}"
+            self.close(reason)
+            raise ProtocolError(f"Worker {self.peer!r}: {reason}.")
+
+    def _next(self, deadline: float | None) -> Frame:
+        self._check_open()
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) > _BUFFER:
+                self._buffer = memoryview(bytearray(_BUFFER))  # One header was larger.
+            self._end = self._stream.receive_into(self._buffer, deadline)
+        try:
+            sizes = parse_prefix(
+                self._parse(PREFIX_BYTES, deadline), self._terms.limits
+            )
+            data = self._parse(sizes.header, deadline)
+            header = parse_header(data, sizes, self._terms.limits)
+            buffers = allocate(header)
+            self._receive_body(buffers, sizes.body, deadline)
+            apart = self._claim(header, sizes)
+            return assemble(header, buffers, self._terms.device, apart)
+        except TimeoutError as error:
+            if deadline is not None and time.monotonic() >= deadline:
+                self._cut("the deadline passed in the middle of a frame")
+                raise
+            what = f"nothing came for {self._terms.stall:g} s in the middle of a frame"
+            raise ChannelClosed(what) from error
+        except (ChannelClosed, ProtocolError):
+            raise
+        except BaseException:
+            self._cut("receiving was interrupted in the middle of a frame")
+            raise
+
+    def _parse(self, size: int, deadline: float | None) -> memoryview:
+        """The next `size` bytes, valid until more is received."""
+        missing = size - (self._end - self._start)
+        if missing > 0:
+            self._make_room(size)
+            while self._end - self._start < size:
+                free = self._buffer[self._end :]
+                self._end += self._stream.receive_into(free, self._patience(deadline))
+        start = self._start
+        self._start = start + size
+        return self._buffer[start : start + size]
+
+    def _make_room(self, size: int) -> None:
+        kept = self._buffer[self._start : self._end]
+        if size > len(self._buffer):
+            # A header within the limits, which were checked before.
+            self._buffer = memoryview(bytearray(size))
+        elif self._start == 0 or self._start + size <= len(self._buffer):
+            return
+        self._buffer[: len(kept)] = bytes(kept)
+        self._start, self._end = 0, len(kept)
+
+    def _receive_body(
+        self, buffers: list[memoryview], size: int, deadline: float | None
+    ) -> None:
+        if size <= len(self._buffer) // 2:
+            rest = self._parse(size, deadline)
+            for buffer in buffers:
+                buffer[:] = rest[: len(buffer)]
+                rest = rest[len(buffer) :]
+            return
+        for buffer in buffers:
+            there = min(len(buffer), self._end - self._start)
+            buffer[:there] = self._buffer[self._start : self._start + there]
+            self._start += there
+            rest = buffer[there:]
+            while rest:
+                until = self._patience(deadline)
+                rest = rest[self._stream.receive_into(rest, until, whole=True) :]
+
+    def _claim(self, header: Header, sizes: Sizes) -> list[memoryview]:
+        """The memory behind the descriptors that came with this frame."""
+        if not sizes.apart:
+            return []
+        if self._pool is None or len(self._stream.descriptors) < sizes.apart:
+            raise ProtocolError("A frame came without its memory descriptors.")
+        taken = [self._stream.descriptors.popleft() for _ in header.apart]
+        try:
+            return [memory.receive(taken.pop(0), size) for size in header.apart]
+        finally:
+            memory.close_all(taken)
+
+    def _patience(self, deadline: float | None) -> float:
+        stalled = time.monotonic() + self._terms.stall
+        return stalled if deadline is None else min(deadline, stalled)
+
+    # --- ending ---
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """Closes both directions; see `Channel.close`."""
+        self._cut(reason)
+        self._release()
+
+    def _cut(self, reason: str) -> None:
+        """Wakes everybody who uses the stream; the last one of them releases it."""
+        with self._ending:
+            if self._reason is None:
+                self._reason = reason
+                self._stream.shut()
+
+    def _ended(self, error: ChannelClosed) -> ChannelClosed:
+        self._cut(str(error))
+        return ChannelClosed(self._reason)
+
+    def _check_open(self) -> None:
+        if self._reason is not None:
+            raise ChannelClosed(self._reason)
+
+    def _take(self, lock: threading.Lock, deadline: float | None, busy: str) -> None:
+        if lock.acquire(blocking=False):
+            return
+        if deadline is None:
+            lock.acquire()
+        elif not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(busy)
+
+    def _give(self, lock: threading.Lock) -> None:
+        lock.release()
+        if self._reason is not None:
+            self._release()
+
+    def _release(self) -> None:
+        """Gives the socket back, unless a thread is still inside the stream.
+
+        A descriptor must not be closed under a system call: its number may be another
+        file's by the time the call looks. Whoever is inside was woken by `_cut` and
+        comes here when it leaves, after it has released its lock.
+        """
+        with self._ending:
+            if self._released or not self._sending.acquire(blocking=False):
+                return
+            try:
+                if not self._receiving.acquire(blocking=False):
+                    return
+                try:
+                    self._stream.close()
+                    self._released = True
+                finally:
+                    self._receiving.release()
+            finally:
+                self._sending.release()
+        if self._on_close is not None:
+            self._on_close(self)

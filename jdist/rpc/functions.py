@@ -1,0 +1,290 @@
+"""Functions by name: which ones a worker lets others call, and how they are found.
+
+A function travels as `module:qualname`. The callee looks the name up itself and runs
+what it finds, so the question is only which names it answers. It answers a name when
+
+- the module is the main program, the package of the main program, `jdist`, or what
+  `allow=` names; and
+- the thing found says of itself that it has exactly this name.
+
+The second rule is what keeps the first one honest: `mypkg:system` is not a function of
+`mypkg` although `from os import system` stands there, because `os.system` calls itself
+`posix:system`. On the way from the module to the thing only classes are crossed, never
+a module, an instance or a function, no attribute with two underscores on both sides is
+looked at, and no code of the looked-up objects runs.
+
+`jax.numpy` does not say its own names (`jnp.add.__qualname__` does not exist), so its
+functions are known by a table, as are a few harmless functions of Python itself.
+"""
+
+import builtins
+import functools
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.rpc.errors import ForbiddenFunction
+
+_NEVER = frozenset(
+    "builtins code codeop ctypes importlib marshal multiprocessing nt os pickle posix "
+    "pty runpy shutil subprocess sys".split()
+)
+"""Modules that no `allow=` opens: who reaches one of these runs anything."""
+
+_BUILTINS = frozenset(
+    "abs all any bool complex dict divmod float frozenset int len list max min range "
+    "round set sorted str sum tuple".split()
+)
+"""Functions of Python that only compute; its exceptions are open as well."""
+
+_CLOSED = ("jdist._compat", "jdist.launch", "jdist.rpc", "jdist.verify")
+"""Parts of jdist that steer processes, or import modules by name."""
+
+_OPEN_PARTS = ("jdist.rpc.errors", "jdist.rpc.worker_info")
+"""Parts of those that are only values: errors and the identity of workers."""
+
+_NOT_PURE = frozenset({"load", "set_printoptions", "printoptions"})
+"""What `jax.numpy` has beside computing: reading files, settings of the process."""
+
+_REMEDY = (
+    "Name its module in `allow=` of `init_rpc` on every worker, or wrap it in a "
+    "function of your own program."
+)
+
+
+class FunctionTable:
+    """The functions and classes that one worker lets others name.
+
+    Args:
+      allow: Names to allow beside the main program, its package, `jax.numpy` and
+        `jdist`: modules, with all that is below them (`"mypkg"`), or single objects
+        (`"mypkg.ops:step"`).
+      main: The main program; by default this process's `__main__`.
+
+    Raises:
+      ValueError: `allow` names a module such as `os` that is never allowed.
+
+    Source: design.md section 6; torch pickles functions by name without any list.
+
+    Example:
+      >>> table = FunctionTable()
+      >>> table.reference(jnp.add), table.resolve("builtins:min") is min
+      ('jax.numpy:add', True)
+    """
+
+    def __init__(
+        self, allow: Iterable[str] = (), main: types.ModuleType | None = None
+    ) -> None:
+        allow = tuple([allow] if isinstance(allow, str) else allow)
+        _check_allow(allow)
+        self._main = main
+        self._objects = frozenset(name for name in allow if ":" in name)
+        self._modules = ("jdist", *(name for name in allow if ":" not in name))
+        self._table = dict(_always_known())
+        for name in allow:
+            if name.startswith("jax.") and ":" not in name:
+                self._table.update(_public(name))
+        self._names = {id(known): ref for ref, known in self._table.items()}
+
+    def reference(self, function: Any) -> str:
+        """The name under which other workers find `function`, a function or class.
+
+        Raises:
+          ValueError: It has no name that others could look up: a lambda, a function
+            inside a function, a name that now means something else.
+          ForbiddenFunction: Its module is not allowed.
+        """
+        known = self._names.get(id(function))
+        if known is not None:
+            return known
+        ref = own_name(function)
+        if ref is None or "<" in ref:
+            raise ValueError(_unnamed(function, ref))
+        if self.resolve(ref) is not function:
+            rule = f"must still be what its name {ref!r} means"
+            remedy = "Was it redefined, or decorated without `functools.wraps`?"
+            raise ValueError(requirement("rpc(function)", rule, function, remedy))
+        return ref
+
+    def resolve(self, ref: str) -> Any:
+        """The function or class of this name.
+
+        Raises:
+          ForbiddenFunction: The name is not allowed, or nothing here has it.
+        """
+        known = self._table.get(ref)
+        if known is not None:
+            return known
+        module, colon, qualname = ref.partition(":")
+        if not colon or not self._allows(module, ref):
+            rule = "must be in a module that other workers may name"
+            raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
+        found: Any = self._load(module, ref)
+        for part in qualname.split("."):
+            found = _step(found, part, ref)
+        if own_name(found) != ref:
+            rule = "must be defined where its name says, not imported there"
+            raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
+        return found
+
+    def method(self, owner: Any, name: str) -> Callable[..., Any]:
+        """The method `name` bound to `owner`, an instance or, for a class method, class.
+
+        Raises:
+          ForbiddenFunction: It is no method, or is defined in a module not allowed.
+        """
+        kind = owner if isinstance(owner, type) else type(owner)
+        raw = None if _is_reserved(name) else _static(kind, name)
+        function = getattr(raw, "__func__", raw)
+        ref = own_name(function)
+        if ref is None or not callable(function) or isinstance(function, type):
+            shown = f"{kind.__qualname__}.{name}"
+            rule = "must be a method of its class"
+            raise ForbiddenFunction(requirement("rpc(method)", rule, shown))
+        if not self._allows(ref.partition(":")[0], ref):
+            rule = "must be defined in a module that other workers may name"
+            raise ForbiddenFunction(requirement("rpc(method)", rule, ref, _REMEDY))
+        return getattr(owner, name)
+
+    def _allows(self, module: str, ref: str) -> bool:
+        if ref in self._objects:
+            return True
+        if _within(module, _NEVER) or module.endswith(".__main__"):
+            return False
+        if _within(module, _CLOSED):
+            return _within(module, _OPEN_PARTS)
+        return module == "__main__" or _within(
+            module, (*self._modules, *self._main_package())
+        )
+
+    def _main_package(self) -> Iterator[str]:
+        package = getattr(self._main_module(), "__package__", None)
+        if package:
+            yield package.partition(".")[0]
+
+    def _main_module(self) -> types.ModuleType:
+        return self._main or sys.modules["__main__"]
+
+    def _load(self, module: str, ref: str) -> types.ModuleType:
+        if module == "__main__":
+            return self._main_module()
+        if module in sys.modules:
+            return sys.modules[module]
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise ForbiddenFunction(_absent(ref)) from error
+
+
+def own_name(thing: Any) -> str | None:
+    """`module:qualname` as `thing` itself says it; None if it does not.
+
+    The main program is `__main__` for everybody, whatever multiprocessing calls it.
+    """
+    module = getattr(thing, "__module__", None)
+    qualname = getattr(thing, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualname, str):
+        return None
+    return f"{'__main__' if module == '__mp_main__' else module}:{qualname}"
+
+
+def _check_allow(allow: tuple[str, ...]) -> None:
+    for name in allow:
+        if not isinstance(name, str) or not name:
+            rule = "must be names such as 'mypkg' or 'mypkg.ops:step'"
+            raise ValueError(requirement("init_rpc(allow=...)", rule, name))
+        if _within(name.partition(":")[0], _NEVER):
+            rule = "must not open what can run anything"
+            remedy = "Write a function of your own that does only what you need."
+            raise ValueError(requirement("init_rpc(allow=...)", rule, name, remedy))
+
+
+def _within(module: str, parents: Iterable[str]) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in parents)
+
+
+def _is_reserved(part: str) -> bool:
+    return not part.isidentifier() or (part.startswith("__") and part.endswith("__"))
+
+
+def _step(found: Any, part: str, ref: str) -> Any:
+    """One attribute further, through a module's or class's own dictionary only."""
+    if _is_reserved(part):
+        rule = "must be reached by ordinary names"
+        raise ForbiddenFunction(requirement("rpc(function)", rule, ref))
+    if isinstance(found, types.ModuleType):
+        found = vars(found).get(part)
+    elif isinstance(found, type):
+        found = _static(found, part)
+        found = found.__func__ if isinstance(found, staticmethod) else found
+    else:
+        found = None
+    if found is None:
+        raise ForbiddenFunction(_absent(ref))
+    if not callable(found):
+        rule = "must be a function or class, reached through classes only"
+        raise ForbiddenFunction(requirement("rpc(function)", rule, ref))
+    return found
+
+
+def _static(kind: type, name: str) -> Any:
+    """The attribute as it stands in the class, without running any descriptor."""
+    found = inspect.getattr_static(kind, name, None)
+    return None if isinstance(found, property) else found
+
+
+def _absent(ref: str) -> str:
+    # The last sentence is what torch's users search for.
+    return (
+        f"`rpc(function)` must name something that the callee has. Got {ref!r}. The "
+        "default RPC pickler does not serialize function code: ensure that the "
+        "function is defined in the same module on both caller and callee."
+    )
+
+
+def _unnamed(function: Any, ref: str | None) -> str:
+    shown = ref or f"{type(function).__qualname__} object"
+    rule = "must be a function or class that other workers can find by its name"
+    remedy = (
+        "A lambda, a function inside a function or a partial has none: define a "
+        "function at the top of a module and pass what it closes over as arguments."
+    )
+    return requirement("rpc(function)", rule, shown, remedy)
+
+
+@functools.cache
+def _always_known() -> dict[str, Any]:
+    """What every worker knows: jax.numpy, a few functions, exceptions."""
+    known = {f"builtins:{name}": getattr(builtins, name) for name in _BUILTINS}
+    for module in (builtins, jax.errors, np.exceptions, np.linalg):
+        known |= {
+            f"{module.__name__}:{name}": thing
+            for name, thing in vars(module).items()
+            if isinstance(thing, type) and issubclass(thing, Exception)
+        }
+    for module in (jnp, jnp.fft, jnp.linalg):
+        known |= _public(module.__name__)
+    return known
+
+
+def _public(module: str) -> dict[str, Any]:
+    """JAX's own functions and classes among the public names of one of its modules."""
+    found = importlib.import_module(module)
+    return {
+        f"{module}:{name}": thing
+        for name, thing in sorted(vars(found).items())
+        if not name.startswith("_") and name not in _NOT_PURE and _is_jax(thing)
+    }
+
+
+def _is_jax(thing: Any) -> bool:
+    home = getattr(thing, "__module__", None)
+    return callable(thing) and isinstance(home, str) and _within(home, ("jax",))

@@ -1,0 +1,160 @@
+"""How the processes of one run find each other: ports, key and variables.
+
+The variables are torchrun's, so that programs written for it find what they expect.
+JAX's own coordinator cannot share rpc's port; it gets a second one, under the names
+that `jax.distributed.initialize` reads by itself.
+"""
+
+import dataclasses
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import Self
+
+from jdist._errors import requirement
+
+KEY_VARIABLE = "JDIST_CLUSTER_KEY"
+LOOPBACK = "127.0.0.1"
+LAST_PORT = 65535
+
+
+class ReservedPort:
+    """A port of this machine that nobody else takes while this is open.
+
+    A socket is bound to it and never listens. The kernel then gives the port to nobody
+    who asks for any free one, and refuses it to all who ask for it without
+    `SO_REUSEADDR`; a server that sets that option, as servers do, may listen on it, as
+    often as it likes. Connecting before that is refused at once, as it should be.
+    Other systems than Linux do not let a second socket in: there the port is let go
+    at once and could be taken by another program before it is used.
+
+    Args:
+      port: The port; 0 for a free one.
+
+    Raises:
+      OSError: Something listens on that port already.
+
+    Example:
+      >>> with ReservedPort() as reserved:
+      ...     socket.create_server((LOOPBACK, reserved.port)).close()
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((LOOPBACK, port))
+        except OSError:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
+        if os.uname().sysname != "Linux":
+            self._socket.close()
+
+    def close(self) -> None:
+        """Lets the port go."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where a run meets, and what each of its processes is told.
+
+    Attributes:
+      nprocs: Processes on each machine.
+      nnodes: Machines.
+      node_rank: The number of this machine.
+      address: Of the machine with rank 0, as the others reach it.
+      port: Where rank 0's rpc coordinator listens.
+      jax_port: Where rank 0's `jax.distributed` coordinator listens.
+      key: The secret that proves to belong to the run.
+
+    Raises:
+      ValueError: A number is out of range.
+
+    Example:
+      >>> two = Rendezvous(nprocs=2, port=29500, jax_port=29501, key="k")
+      >>> two.variables(1)["RANK"], two.variables(1)["MASTER_PORT"]
+      ('1', '29500')
+    """
+
+    nprocs: int
+    nnodes: int = 1
+    node_rank: int = 0
+    address: str = LOOPBACK
+    port: int
+    jax_port: int
+    key: str = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_count("Rendezvous(nprocs=...)", self.nprocs)
+        check_count("Rendezvous(nnodes=...)", self.nnodes)
+        if not 0 <= self.node_rank < self.nnodes:
+            rule = f"must be in 0..{self.nnodes - 1}"
+            raise ValueError(
+                requirement("Rendezvous(node_rank=...)", rule, self.node_rank)
+            )
+        if self.port == self.jax_port:
+            rule = "must differ from rpc's port: two coordinators listen"
+            raise ValueError(
+                requirement("Rendezvous(jax_port=...)", rule, self.jax_port)
+            )
+        for name in ("port", "jax_port"):
+            if not 0 < getattr(self, name) <= LAST_PORT:
+                rule = f"must be a port, 1..{LAST_PORT}"
+                got = getattr(self, name)
+                raise ValueError(requirement(f"Rendezvous({name}=...)", rule, got))
+
+    def rank(self, local_rank: int) -> int:
+        """Number of a process in the whole run."""
+        return self.node_rank * self.nprocs + local_rank
+
+    def variables(self, local_rank: int) -> Mapping[str, str]:
+        """What one process of this machine finds in its environment."""
+        rank, size = self.rank(local_rank), self.nprocs * self.nnodes
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        told = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": self.nprocs,
+            "GROUP_RANK": self.node_rank,
+            "GROUP_WORLD_SIZE": self.nnodes,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": size,
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+            "JAX_COORDINATOR_ADDRESS": f"{host}:{self.jax_port}",
+            KEY_VARIABLE: self.key,
+        }
+        if self.address == LOOPBACK:
+            # JAX's coordinator asks nobody who he is; by default it listens on every
+            # interface of the machine.
+            told["JAX_COORDINATOR_BIND_ADDRESS"] = f"{LOOPBACK}:{self.jax_port}"
+        return {name: str(value) for name, value in told.items()}
+
+
+def check_count(call: str, count: object) -> None:
+    """Refuses what is not a number of processes or machines.
+
+    Raises:
+      TypeError: Not an integer.
+      ValueError: Not in 1..65536; a rank fills 16 bits of every id.
+    """
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(requirement(call, "must be an integer", count))
+    if not 1 <= count <= 2**16:
+        raise ValueError(requirement(call, "must be in 1..65536", count))
+
+
+def fresh_key() -> str:
+    """A new secret for one run: 256 random bits."""
+    return secrets.token_hex(32)

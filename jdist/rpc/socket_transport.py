@@ -1,0 +1,316 @@
+"""Channels through sockets: between the processes of a machine, and between machines.
+
+Nobody is listened to before he has proved that he knows the cluster's key. Until then
+a connection costs the listener a thread and a descriptor, for a limited time, and
+there is a limit to their number.
+"""
+
+import contextlib
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jdist._errors import requirement
+from jdist.rpc import handshake, memory
+from jdist.rpc.channel import Channel, ChannelClosed
+from jdist.rpc.connection import Connection, Terms
+from jdist.rpc.endpoint import (
+    LOOPBACK,
+    Listener,
+    dial,
+    is_loopback,
+    is_unix,
+    parse_address,
+    same_user,
+)
+from jdist.rpc.errors import AuthenticationError, RpcError
+from jdist.rpc.handshake import NO_BINDING, Ability, Identity
+from jdist.rpc.stream import ByteStream, Stream
+from jdist.rpc.tls import (
+    FIRST_BYTE,
+    Credentials,
+    TlsConfig,
+    TlsStream,
+    connector_context,
+)
+from jdist.rpc.wire import Limits
+
+
+class SocketTransport:
+    """A `jdist.rpc.channel.Transport` over Unix sockets, TCP and TLS.
+
+    Listening begins with the constructor; `serve` begins to accept.
+
+    Args:
+      name: Of this worker; proved to its peers together with the key.
+      key: The cluster's secret, random bytes.
+      host: Interface to listen on.
+      port: TCP port; 0 for any free one.
+      device: Where received JAX arrays are placed; None for JAX's default.
+      limits: How much a peer may announce.
+      tls: Certificates. By default TLS is used off loopback, with a self-signed
+        certificate; a configuration given here makes TCP on loopback use TLS too.
+      insecure: Plain TCP off loopback: whoever can reach the wire can read all and
+        change all. The key must be proved nevertheless.
+
+    Attributes:
+      address: Where others reach this worker; a list of plain values.
+      handshake_seconds: How long a stranger may take to prove himself. Settable.
+      most_strangers: How many may be doing so at once; one more, and the one who has
+        taken the longest has to go. Settable.
+      refused: Connections that ended without a proof.
+
+    Raises:
+      TypeError: The key is not bytes.
+      ValueError: It is too short; or `tls` and `insecure` contradict each other.
+      Unavailable: A certificate has to be made and `cryptography` is not installed.
+      OSError: The host is not of this machine, or the port is taken.
+    """
+
+    handshake_seconds = 10.0
+    most_strangers = 64
+
+    def __init__(
+        self,
+        name: str,
+        key: bytes,
+        host: str = LOOPBACK,
+        port: int = 0,
+        *,
+        device: jax.Device | None = None,
+        limits: Limits | None = None,
+        tls: TlsConfig | None = None,
+        insecure: bool = False,
+    ) -> None:
+        if tls is not None and insecure:
+            rule = "must not be True when certificates are given"
+            raise ValueError(requirement("SocketTransport(insecure=...)", rule, "both"))
+        self._me = Identity(name, handshake.check_key(key))
+        self._terms = Terms(limits or Limits(), device)
+        self._insecure = insecure
+        self._forced = tls is not None
+        self._credentials = None
+        if tls is not None or not (insecure or is_loopback(host)):
+            self._credentials = Credentials(tls or TlsConfig())
+        self._listener = Listener(host, port)
+        self.address = list(self._listener.address)
+        self._pool = memory.MemoryPool() if memory.available() else None
+        self.refused = 0
+        self._lock = threading.Lock()
+        self._strangers: dict[Stream, None] = {}
+        self._connections: set[Connection] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+
+    def __enter__(self) -> "SocketTransport":
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    # --- connecting ---
+
+    def connect(
+        self, peer: str, address: Any, deadline: float | None = None
+    ) -> Connection:
+        """A new channel; see `Transport.connect`.
+
+        Args:
+          peer: Who must listen there; empty: whoever knows the key, which is how one
+            finds the coordinator. The channel's `peer` is then the name it proved.
+          address: What the peer's `address` is, or `(host, port)`.
+          deadline: For all of it.
+        """
+        if self._closed.is_set():
+            raise ChannelClosed("this worker has ended")
+        sock = dial(parse_address(address), deadline)
+        try:
+            stream = Stream(sock)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            return self._connected(stream, is_unix(sock), peer, deadline)
+        except BaseException as error:
+            stream.close()
+            if isinstance(error.__cause__, ssl.SSLError):
+                raise AuthenticationError(f"TLS was refused: {error}.") from error
+            raise
+
+    def _connected(
+        self, stream: Stream, local: bool, peer: str, deadline: float | None
+    ) -> Connection:
+        secured: ByteStream = stream
+        binding = NO_BINDING
+        if not local and self._wants_tls(stream):
+            known = self._credentials
+            context = connector_context() if known is None else known.connector
+            secured = tls = TlsStream(stream, context, False, deadline)
+            binding = tls.peer_fingerprint()
+        me = self._identity(local, binding)
+        proved = handshake.connect(secured, me, peer, deadline)
+        return self._adopt(stream, secured, proved)
+
+    def _wants_tls(self, stream: Stream) -> bool:
+        return self._forced or not (self._insecure or is_loopback(stream.peer_host()))
+
+    def _identity(self, local: bool, binding: bytes) -> Identity:
+        able = local and self._pool is not None
+        abilities = Ability.MEMORY if able else Ability.NONE
+        return self._me._replace(abilities=abilities, binding=binding)
+
+    def _adopt(
+        self, stream: Stream, secured: ByteStream, proved: handshake.Proved
+    ) -> Connection:
+        memory_too = Ability.MEMORY in proved.abilities
+        stream.passes_descriptors = memory_too
+        pool = self._pool if memory_too else None
+        connection = Connection(secured, proved.peer, self._terms, pool, self._forget)
+        with self._lock:
+            self._connections.add(connection)
+        if self._closed.is_set():
+            connection.close("this worker has ended")
+        return connection
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+    # --- accepting ---
+
+    def serve(self, on_channel: Callable[[Channel], None]) -> None:
+        """Begins to accept; see `Transport.serve`."""
+        self._start(self._accept, on_channel)
+
+    def close(self) -> None:
+        """Stops accepting, closes every channel, joins its threads; see `Transport`.
+
+        A thread that is still busy with somebody's function after five seconds is left
+        to end by itself.
+        """
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            for stream in self._strangers:
+                stream.shut()
+            connections, threads = list(self._connections), list(self._threads)
+        self._wake.close()
+        for connection in connections:
+            connection.close("this worker has ended")
+        until = time.monotonic() + 5.0
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        self._listener.close()
+        self._woken.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _accept(self, on_channel: Callable[[Channel], None]) -> None:
+        with selectors.DefaultSelector() as selector:
+            for source in (*self._listener.sockets, self._woken):
+                selector.register(source, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for ready, _ in selector.select():
+                    if ready.fileobj is not self._woken:
+                        assert isinstance(ready.fileobj, socket.socket)
+                        self._accept_from(ready.fileobj, on_channel)
+
+    def _accept_from(
+        self, listening: socket.socket, on_channel: Callable[[Channel], None]
+    ) -> None:
+        try:
+            sock, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # Whoever knocked is gone.
+        except OSError:
+            # Out of descriptors. Those who have not proved themselves hold some; the
+            # wait keeps the loop from spinning until one is free.
+            self._dismiss_oldest()
+            self._closed.wait(0.05)
+            return
+        if is_unix(sock) and not same_user(sock):
+            sock.close()
+            self.refused += 1
+            return
+        stream = Stream(sock)
+        if len(self._strangers) >= self.most_strangers:
+            # An honest handshake takes milliseconds, so the oldest is no honest one.
+            self._dismiss_oldest()
+        with self._lock:
+            self._strangers[stream] = None
+        try:
+            self._start(self._serve, stream, is_unix(sock), on_channel)
+        except RuntimeError:  # No more threads.
+            self._dismiss(stream)
+
+    def _dismiss_oldest(self) -> None:
+        with self._lock:
+            for stream in self._strangers:
+                stream.shut()
+                del self._strangers[stream]
+                return
+
+    def _dismiss(self, stream: Stream) -> None:
+        with self._lock:
+            self._strangers.pop(stream, None)
+            self.refused += 1
+            stream.close()
+
+    def _serve(
+        self, stream: Stream, local: bool, on_channel: Callable[[Channel], None]
+    ) -> None:
+        deadline = time.monotonic() + self.handshake_seconds
+        try:
+            connection = self._accepted(stream, local, deadline)
+        except (ChannelClosed, TimeoutError, RpcError):
+            # The other side learns it from its own handshake.
+            self._dismiss(stream)
+            return
+        with self._lock:
+            self._strangers.pop(stream, None)
+        threading.current_thread().name = f"{self._me.name}<-{connection.peer}"
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(connection.close, "its serving thread failed")
+            on_channel(connection)
+            on_failure.pop_all()
+
+    def _accepted(self, stream: Stream, local: bool, deadline: float) -> Connection:
+        secured: ByteStream = stream
+        binding = NO_BINDING
+        if not local and stream.peek(deadline) == FIRST_BYTE:
+            if self._credentials is None:
+                raise AuthenticationError("A peer began TLS, which is not set up here.")
+            binding = self._credentials.fingerprint
+            secured = TlsStream(stream, self._credentials.listener, True, deadline)
+        elif not local and self._wants_tls(stream):
+            raise AuthenticationError("A peer came without TLS.")
+        proved = handshake.accept(secured, self._identity(local, binding), deadline)
+        return self._adopt(stream, secured, proved)
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        name = f"{self._me.name} listens"
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads.discard(thread)
+            raise

@@ -1,0 +1,62 @@
+"""What runs in a process that `jdist.rpc.spawn` started: one call, and its outcome.
+
+Run as a file, `python spawned.py RANK REQUEST OUTCOME`, and with the standard library
+alone: where jdist is to be imported from is part of the request. Request and outcome
+are files without a name, so neither side ever waits for the other to read.
+"""
+
+import mmap
+import os
+import pickle
+import sys
+import time
+import traceback
+from multiprocessing.spawn import prepare
+from typing import Any
+
+preparing = False
+"""Whether the main module is being imported, which must not spawn in turn."""
+
+
+def main() -> int:
+    """Makes the call; returns the exit status, 1 if it raised."""
+    rank, request, outcome = map(int, sys.argv[1:])
+    for descriptor in (request, outcome):
+        os.set_inheritable(descriptor, False)
+    answer: dict[str, Any]
+    try:
+        answer = {"value": call(rank, request)}
+        text = pickle.dumps(answer)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the parent raises it again
+        answer = {"moment": time.monotonic(), "error": describe(error)}
+        text = pickle.dumps(answer)
+    with open(outcome, "wb") as file:
+        file.write(text)
+    return 1 if "error" in answer else 0
+
+
+def call(rank: int, request: int) -> Any:
+    """Rebuilds the parent's main module and calls its function."""
+    global preparing
+    with mmap.mmap(request, 0, access=mmap.ACCESS_READ) as memory:
+        surroundings, call = pickle.loads(memory)
+    preparing = True
+    # Sets the module search path, then imports the main module as `__mp_main__`.
+    prepare(surroundings)
+    preparing = False
+    fn, args = pickle.loads(call)
+    return fn(rank, *args)
+
+
+def describe(error: BaseException) -> str:
+    """The traceback, from the first frame that is not of this file."""
+    frames = error.__traceback__
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frames)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""A socket as a stream of bytes with deadlines: the lowest layer of the wire.
+
+The socket blocks, because a Python socket with a timeout of its own asks `poll` before
+every call, which is a second system call on the path whose speed counts. Receiving
+is limited by the kernel (`SO_RCVTIMEO`) instead, sending by `MSG_DONTWAIT` and a
+`poll` only when the peer does not keep up.
+"""
+
+import array
+import math
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.errors import ProtocolError
+
+BUFFER = 1 << 20
+"""Asked for as the socket's send buffer: 1 MiB goes out without waiting for a reader.
+
+Measured between two processes, larger ones gain nothing and the usual default of
+208 KiB costs a third at 16 MiB. The kernel gives less where `wmem_max` is less.
+"""
+
+MOST_DESCRIPTORS = 64
+"""Memory descriptors that may be under way to one receiver and not claimed yet."""
+
+_JOINED = 4096  # Up to here copying the pieces together is cheaper than a list of them.
+_MOST_PIECES = 1024  # IOV_MAX of Linux and macOS.
+_PASSED = array.array("i").itemsize * MOST_DESCRIPTORS
+_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class CutOff(TimeoutError):
+    """The deadline passed after a part had been sent: the stream is of no more use."""
+
+
+class ByteStream(Protocol):
+    """What a connection needs of a stream; a socket and TLS over one fulfil it."""
+
+    descriptors: deque[int]
+
+    def receive_into(
+        self, view: memoryview, deadline: float | None, whole: bool = False
+    ) -> int:
+        """Waits for at least one byte; the number of bytes written into `view`."""
+
+    def send(
+        self,
+        pieces: Sequence[bytes | memoryview],
+        deadline: float | None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Sends all pieces in order."""
+
+    def shut(self) -> None:
+        """Ends both directions; threads blocked in this stream wake up."""
+
+    def close(self) -> None:
+        """Gives the socket back; nobody may be using the stream any more."""
+
+
+class Stream:
+    """A connected socket.
+
+    One thread may send while another receives. Every method but `shut` raises
+    ChannelClosed when the peer is gone.
+
+    Args:
+      sock: A connected stream socket; the stream owns it from now on.
+
+    Attributes:
+      descriptors: Memory descriptors received so far and not taken yet, oldest first.
+      passes_descriptors: Set to True after the handshake on a Unix socket: from then
+        on reads look for descriptors. Before, the kernel drops what a stranger sends.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        if sock.family != getattr(socket, "AF_UNIX", None):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._patience: float | None = None
+        self.descriptors: deque[int] = deque()
+        self.passes_descriptors = False
+        _LIVE.add(self)
+
+    def receive_into(
+        self, view: memoryview, deadline: float | None, whole: bool = False
+    ) -> int:
+        """Waits for at least one byte; returns how many were written into `view`.
+
+        Args:
+          view: Where to write; not empty.
+          deadline: In `time.monotonic()` seconds; None waits for ever.
+          whole: Rather wait until `view` is full. Fewer bytes are possible still.
+
+        Raises:
+          TimeoutError: The deadline passed; nothing was received.
+          ChannelClosed: The peer closed, or `shut` was called.
+          ProtocolError: More descriptors than allowed came along.
+        """
+        return self._receive(view, deadline, socket.MSG_WAITALL if whole else 0)
+
+    def _receive(self, view: memoryview, deadline: float | None, flags: int) -> int:
+        if deadline is not None:
+            self._limit(deadline)
+        while True:
+            try:
+                if self.passes_descriptors and not flags:
+                    got = self._receive_with_descriptors(view)
+                else:
+                    got = self._socket.recv_into(view, 0, flags)
+            except BlockingIOError:
+                self._limit(deadline, again=True)
+                continue
+            except OSError as error:
+                raise ChannelClosed(f"its connection broke ({error})") from error
+            if got == 0:
+                raise ChannelClosed("its connection closed")
+            return got
+
+    def peek(self, deadline: float | None) -> bytes:
+        """The first byte that has come, which stays to be received.
+
+        Raises:
+          TimeoutError, ChannelClosed: As `receive_into`.
+        """
+        first = memoryview(bytearray(1))
+        self._receive(first, deadline, socket.MSG_PEEK)
+        return bytes(first)
+
+    def peer_host(self) -> str:
+        """The other side's address in numbers; TCP only."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError as error:
+            raise ChannelClosed("its connection closed") from error
+
+    def send(
+        self,
+        pieces: Sequence[bytes | memoryview],
+        deadline: float | None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Sends all pieces in order, in one system call if the peer keeps up.
+
+        Args:
+          pieces: Bytes and byte views.
+          deadline: In `time.monotonic()` seconds; None waits for ever.
+          descriptors: Open files that go with the first byte, at most
+            MOST_DESCRIPTORS of them. Unix sockets only.
+
+        Raises:
+          TimeoutError: The deadline passed; nothing was sent.
+          CutOff: The deadline passed in the middle.
+          ChannelClosed: The peer closed, or `shut` was called.
+        """
+        rest = _views(pieces)
+        begun = False
+        while rest:
+            try:
+                sent = self._send_some(rest, descriptors)
+            except BlockingIOError:
+                self._wait_for_room(deadline, begun)
+                continue
+            except OSError as error:
+                raise ChannelClosed(f"its connection broke ({error})") from error
+            begun, descriptors = True, ()
+            _drop(rest, sent)
+
+    def shut(self) -> None:
+        """Ends both directions; threads blocked in this stream wake up."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # The peer was faster, or the socket is closed already.
+
+    def close(self) -> None:
+        """Gives the socket and the untaken descriptors back; any number of times."""
+        self._socket.close()
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+
+    def _limit(self, deadline: float | None, again: bool = False) -> None:
+        """Lets the kernel end the next receive in time, or raises TimeoutError.
+
+        The kernel's limit is kept at a power of two not above what remains, so that
+        calls with one usual timeout set it once, and a wait of t seconds wakes about
+        log2(t) times.
+        """
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None:
+            if remaining <= 0:
+                raise TimeoutError("nothing was received in time")
+            fits = self._patience is not None and self._patience <= remaining
+            if fits and not again:
+                return
+            # frexp: remaining = m 2^e with 1/2 <= m < 1. Within a millisecond is fine.
+            remaining = 2.0 ** max(-10, min(20, math.frexp(remaining)[1] - 1))
+        if remaining == self._patience:
+            return
+        whole = math.floor(remaining or 0)
+        rest = round(((remaining or 0) - whole) * 1e6)
+        limit = struct.pack("ll", whole, rest)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._patience = remaining
+
+    def _receive_with_descriptors(self, view: memoryview) -> int:
+        space = socket.CMSG_SPACE(_PASSED)
+        got, ancillary, flags, _ = self._socket.recvmsg_into([view], space, _ON_EXEC)
+        if not ancillary:
+            return got
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found = array.array("i")
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+                self.descriptors.extend(found)
+        if flags & socket.MSG_CTRUNC or len(self.descriptors) > MOST_DESCRIPTORS:
+            raise ProtocolError(f"more than {MOST_DESCRIPTORS} memory descriptors came")
+        return got
+
+    def _send_some(self, rest: list[memoryview], descriptors: Sequence[int]) -> int:
+        if descriptors:
+            passed = array.array("i", descriptors)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
+            pieces = rest[:_MOST_PIECES]
+            return self._socket.sendmsg(pieces, rights, socket.MSG_DONTWAIT)
+        if len(rest) == 1:
+            return self._socket.send(rest[0], socket.MSG_DONTWAIT)
+        return self._socket.sendmsg(rest[:_MOST_PIECES], (), socket.MSG_DONTWAIT)
+
+    def _wait_for_room(self, deadline: float | None, begun: bool) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if deadline is None:
+            poll.poll()
+            return
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not poll.poll(math.ceil(remaining * 1e3)):
+            raise (CutOff if begun else TimeoutError)("the peer did not read in time")
+
+
+def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> bytes:
+    """The next `size` bytes and not one more.
+
+    Raises:
+      TimeoutError, ChannelClosed: As `Stream.receive_into`.
+    """
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[stream.receive_into(rest, deadline, whole=True) :]
+    return bytes(data)
+
+
+def _views(pieces: Sequence[bytes | memoryview]) -> list[memoryview]:
+    if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
+        return [memoryview(b"".join(pieces))]
+    return [memoryview(piece) for piece in pieces if len(piece)]
+
+
+def _drop(rest: list[memoryview], sent: int) -> None:
+    """Removes the first `sent` bytes from the front of the views."""
+    done = 0
+    while done < len(rest) and sent >= len(rest[done]):
+        sent -= len(rest[done])
+        done += 1
+    del rest[:done]
+    if sent:
+        rest[0] = rest[0][sent:]
+
+
+_LIVE: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: gives up the parent's sockets.
+
+    A child that kept them would keep the connection alive after the parent's death,
+    and its peers would wait for a worker that is gone.
+    """
+    for stream in list(_LIVE):
+        stream.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

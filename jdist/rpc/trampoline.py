@@ -1,0 +1,92 @@
+"""The first steps of every process that jdist starts; then it becomes the program.
+
+Run as a file, `python -I -S trampoline.py PLAN COMMAND...`, with nothing but the
+standard library: JAX must not be loaded before the settings are in force. What is set
+here belongs to the process, not to the interpreter, so it outlives the `exec` at the
+end, and the program runs exactly as if it had been started by hand.
+
+The lifeline is the read end of a pipe whose other end only the parent has. When the
+parent is gone, however it died, the kernel closes that end and ends the whole process
+group of this process: its children too, even if it is stuck with the interpreter's
+lock held. (Linux's `PR_SET_PDEATHSIG` fires when the *thread* that started the process
+ends, and spares grandchildren.)
+"""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+
+
+def main() -> None:
+    """Applies the plan of the first argument and runs the command of the others."""
+    plan, command = json.loads(sys.argv[1]), sys.argv[2:]
+    hold_lifeline(plan["lifeline"])
+    notes = plan["notes"]
+    if plan["cores"]:
+        os.sched_setaffinity(0, plan["cores"])
+    if plan["batch"]:
+        notes["scheduling"] = schedule_in_batches()
+    os.environ["JDIST_PROCESS_SETTINGS"] = json.dumps(notes)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        # What a shell answers when there is no such program.
+        os.write(2, f"cannot run {command[0]}: {error.strerror}\n".encode())
+        sys.exit(127)
+
+
+def schedule_in_batches() -> str:
+    """Enters the class SCHED_BATCH, from the ordinary one only; says what came of it.
+
+    A process that somebody put into a real-time or idle class is there on purpose.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return f"not applied: {sys.platform} has no batch class"
+    if os.sched_getscheduler(0) not in (os.SCHED_OTHER, os.SCHED_BATCH):
+        return "not applied: the parent's class is not the ordinary one"
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError as error:
+        return f"not applied: {error.strerror}"
+    return "batch class"
+
+
+def hold_lifeline(descriptor: int) -> None:
+    """Ties the life of this process group to the other end of a pipe."""
+    if hasattr(fcntl, "F_SETSIG"):
+        end_group_by_signal(descriptor)
+    else:
+        end_group_by_guardian(descriptor)
+
+
+def end_group_by_signal(descriptor: int) -> None:
+    """Linux: the kernel sends SIGKILL to the group when the pipe closes."""
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    # It may have closed before the kernel was told.
+    if select.select([descriptor], [], [], 0)[0]:
+        os.killpg(0, signal.SIGKILL)
+
+
+def end_group_by_guardian(descriptor: int) -> None:
+    """Elsewhere: a small process in the group waits for the pipe to close.
+
+    Forked twice, so that the program does not find a child that is not its own.
+    """
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    elif os.fork():
+        os._exit(0)
+    else:
+        os.read(descriptor, 1)
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
