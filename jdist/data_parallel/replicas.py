@@ -37,20 +37,27 @@ def over_replicas(
         tuple(None if spec == EACH else 0 for spec in specs)
         for specs in (in_specs, out_specs)
     )
-    mapped = jax.vmap(on_replica, in_axes=takes, out_axes=gives, axis_name=axis)
+    # One replica has nobody to reduce with, so that its results stay rows to `vmap`.
+    leaves = tuple(0 for _ in gives) if mesh == 1 else gives
+    mapped = jax.vmap(on_replica, in_axes=takes, out_axes=leaves, axis_name=axis)
+
+    def divided(x: jax.Array) -> jax.Array:
+        return x.reshape(mesh, -1, *x.shape[1:])
+
+    def joined(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])
+
+    def kept(x: jax.Array) -> jax.Array:
+        return x[0] if mesh == 1 else x
 
     def on_one_device(*arguments: Any) -> tuple[Any, ...]:
-        rows = (
-            jax.tree.map(lambda x: x.reshape(mesh, -1, *x.shape[1:]), tree)
-            if divided == 0
-            else tree
-            for divided, tree in zip(takes, arguments, strict=True)
+        given = (
+            tree if kind is None else jax.tree.map(divided, tree)
+            for kind, tree in zip(takes, arguments, strict=True)
         )
         return tuple(
-            jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
-            if divided == 0
-            else tree
-            for divided, tree in zip(gives, mapped(*rows), strict=True)
+            jax.tree.map(kept if kind is None else joined, tree)
+            for kind, tree in zip(gives, mapped(*given), strict=True)
         )
 
     return on_one_device
