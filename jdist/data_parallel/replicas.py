@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import map_shards
@@ -33,22 +34,16 @@ def over_replicas(
     """
     if isinstance(mesh, Mesh):
         return map_shards(on_replica, mesh, in_specs, tuple(out_specs))
+    if mesh == 1:
+        return _alone(on_replica, axis, out_specs)
     takes, gives = (
         tuple(None if spec == EACH else 0 for spec in specs)
         for specs in (in_specs, out_specs)
     )
-    # One replica has nobody to reduce with, so that its results stay rows to `vmap`.
-    leaves = tuple(0 for _ in gives) if mesh == 1 else gives
-    mapped = jax.vmap(on_replica, in_axes=takes, out_axes=leaves, axis_name=axis)
+    mapped = jax.vmap(on_replica, in_axes=takes, out_axes=gives, axis_name=axis)
 
     def divided(x: jax.Array) -> jax.Array:
         return x.reshape(mesh, -1, *x.shape[1:])
-
-    def joined(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[2:])
-
-    def kept(x: jax.Array) -> jax.Array:
-        return x[0] if mesh == 1 else x
 
     def on_one_device(*arguments: Any) -> tuple[Any, ...]:
         given = (
@@ -56,8 +51,35 @@ def over_replicas(
             for kind, tree in zip(takes, arguments, strict=True)
         )
         return tuple(
-            jax.tree.map(kept if kind is None else joined, tree)
+            tree if kind is None else jax.tree.map(_joined, tree)
             for kind, tree in zip(gives, mapped(*given), strict=True)
         )
 
     return on_one_device
+
+
+def _alone(
+    on_replica: Callable[..., Any], axis: str, out_specs: Sequence[PartitionSpec]
+) -> Callable[..., Any]:
+    """One replica: the axis has a name, but no array gets another dimension for it.
+
+    XLA on CPU multiplies batched matrices slowly, batches of one too. What follows from
+    the replica's index is a row to `vmap` all the same; hence rows in all results.
+    """
+
+    def on_one_device(*arguments: Any) -> tuple[Any, ...]:
+        mapped = jax.vmap(lambda _: on_replica(*arguments), axis_name=axis, axis_size=1)
+        return tuple(
+            jax.tree.map(_first if spec == EACH else _joined, tree)
+            for spec, tree in zip(out_specs, mapped(jnp.zeros(1)), strict=True)
+        )
+
+    return on_one_device
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _first(x: jax.Array) -> jax.Array:
+    return x[0]
