@@ -36,11 +36,10 @@ def over_replicas(
         return map_shards(on_replica, mesh, in_specs, tuple(out_specs))
     if mesh == 1:
         return _alone(on_replica, axis, out_specs)
-    takes, gives = (
-        tuple(None if spec == EACH else 0 for spec in specs)
-        for specs in (in_specs, out_specs)
-    )
-    mapped = jax.vmap(on_replica, in_axes=takes, out_axes=gives, axis_name=axis)
+    takes = tuple(None if spec == EACH else 0 for spec in in_specs)
+    # Rows in all results: `vmap` does not know that what a hook's state led to is the
+    # same in all of them.
+    mapped = jax.vmap(on_replica, in_axes=takes, axis_name=axis)
 
     def divided(x: jax.Array) -> jax.Array:
         return x.reshape(mesh, -1, *x.shape[1:])
@@ -50,10 +49,7 @@ def over_replicas(
             tree if kind is None else jax.tree.map(divided, tree)
             for kind, tree in zip(takes, arguments, strict=True)
         )
-        return tuple(
-            tree if kind is None else jax.tree.map(_joined, tree)
-            for kind, tree in zip(gives, mapped(*given), strict=True)
-        )
+        return _brought_together(mapped(*given), out_specs)
 
     return on_one_device
 
@@ -69,12 +65,18 @@ def _alone(
 
     def on_one_device(*arguments: Any) -> tuple[Any, ...]:
         mapped = jax.vmap(lambda _: on_replica(*arguments), axis_name=axis, axis_size=1)
-        return tuple(
-            jax.tree.map(_first if spec == EACH else _joined, tree)
-            for spec, tree in zip(out_specs, mapped(jnp.zeros(1)), strict=True)
-        )
+        return _brought_together(mapped(jnp.zeros(1)), out_specs)
 
     return on_one_device
+
+
+def _brought_together(
+    results: tuple[Any, ...], out_specs: Sequence[PartitionSpec]
+) -> tuple[Any, ...]:
+    return tuple(
+        jax.tree.map(_first if spec == EACH else _joined, tree)
+        for spec, tree in zip(out_specs, results, strict=True)
+    )
 
 
 def _joined(x: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def run_hook(hook, shares, *, shapes=None, weights=None, where=None):
     Returns:
       `(results, sent)`, each `(steps, replicas, n)`.
     """
-    steps, replicas, size = shares.shape
+    _, replicas, size = shares.shape
     shapes = shapes or [(size,)]
     weights = np.full(replicas, 1 / replicas) if weights is None else weights
     rows = PartitionSpec("data")

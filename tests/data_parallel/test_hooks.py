@@ -291,7 +291,7 @@ def test_wrong_options_are_refused(make, message):
 
 def test_groups_must_divide_the_replicas(rng):
     """Seen when it is used."""
-    with pytest.raises(ValueError, match="must divide the 4 replicas. Got 3"):
+    with pytest.raises(ValueError, match=r"must divide the 4 replicas. Got 3"):
         run_hook(hooks.post_local_sgd(0, 3), rng.normal(size=(1, 4, 5)))
 
 
@@ -306,7 +306,7 @@ def test_complex_gradients_are_refused(name):
         return hook.reduce(state, bucket.replaced(buffer))[1].buffer
 
     with pytest.raises(
-        TypeError, match="must be used with real gradients. Got complex"
+        TypeError, match=r"must be used with real gradients. Got complex"
     ):
         jax.vmap(run, axis_name="data")(jnp.zeros((2, 480), complex))
 
