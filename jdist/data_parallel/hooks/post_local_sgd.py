@@ -36,18 +36,22 @@ def post_local_sgd(start: int, group_size: int = 1) -> Hook:
       Lin et al., Don't use large mini-batches, use local SGD, ICLR 2020;
       `torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook`.
     """
-    if group_size < 1:
-        argument = "post_local_sgd(group_size=...)"
-        raise ValueError(requirement(argument, "must be at least 1", group_size))
+    return switch(all_reduce(), group_mean(group_size), at=start)
 
-    def group_mean(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
-        weight = group_sum(bucket.weight, bucket, group_size)
-        total = group_sum(bucket.buffer, bucket, group_size)
+
+def group_mean(size: int) -> Hook:
+    """The gradient of each group's own examples; see `post_local_sgd`."""
+    if size < 1:
+        argument = "post_local_sgd(group_size=...)"
+        raise ValueError(requirement(argument, "must be at least 1", size))
+
+    def mean(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+        weight = group_sum(bucket.weight, bucket, size)
+        total = group_sum(bucket.buffer, bucket, size)
         divisor = weight.astype(jnp.finfo(total.dtype).dtype)
         return state, bucket.replaced(jnp.where(weight == 0, 0, total / divisor))
 
-    group = Hook(f"groups of {group_size}", group_mean, replicated=False)
-    return switch(all_reduce(), group, at=start)
+    return Hook(f"groups of {size}", mean, replicated=False)
 
 
 def group_sum(array: jax.Array, bucket: Bucket, size: int) -> jax.Array:

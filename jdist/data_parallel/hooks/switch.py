@@ -35,22 +35,32 @@ def switch(first: Hook, then: Hook, at: int) -> Hook:
 
     def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
         count, states = state
-
-        def run(place: int, states: Any, buffer: jax.Array) -> Any:
-            own, result = hooks[place].reduce(states[place], bucket.replaced(buffer))
-            states = tuple(own if i == place else s for i, s in enumerate(states))
-            return states, result.buffer, buffer if result.sent is None else result.sent
-
-        states, buffer, sent = jax.lax.cond(
-            count < at,
-            lambda *given: run(0, *given),
-            lambda *given: run(1, *given),
-            states,
-            bucket.buffer,
-        )
+        states, result = one_of(count < at, hooks, states, bucket)
         # It stops there, so that a run of any length does not overflow it.
-        count = jnp.minimum(count + 1, at)
-        return (count, states), bucket.replaced(buffer, sent)
+        return (jnp.minimum(count + 1, at), states), result
 
     name = f"switch({first.name}, {then.name}, at={at})"
     return Hook(name, reduce, init, first.replicated and then.replicated)
+
+
+def one_of(
+    is_first: jax.Array,
+    hooks: tuple[Hook, Hook],
+    states: tuple[Any, Any],
+    bucket: Bucket,
+) -> tuple[tuple[Any, Any], Bucket]:
+    """Lets one of two hooks sum a bucket, chosen by a scalar equal on all replicas."""
+
+    def run(place: int, states: Any, buffer: jax.Array) -> Any:
+        own, result = hooks[place].reduce(states[place], bucket.replaced(buffer))
+        states = tuple(own if i == place else s for i, s in enumerate(states))
+        return states, result.buffer, buffer if result.sent is None else result.sent
+
+    states, buffer, sent = jax.lax.cond(
+        is_first,
+        lambda *given: run(0, *given),
+        lambda *given: run(1, *given),
+        states,
+        bucket.buffer,
+    )
+    return states, bucket.replaced(buffer, sent)
