@@ -128,7 +128,8 @@ def _seeds(
     }[reduction]
     value = extreme(jnp.where(weights == 0, excluded, losses))
     ties = jnp.where((losses == value) & (weights > 0), 1, 0).astype(losses.dtype)
-    broken = jnp.isnan(value) | jnp.isnan(jnp.sum(weights))
+    # Not `isnan(value)`: on CPU XLA's maximum of the rows of a matrix can miss a NaN.
+    broken = jnp.any(jnp.isnan(losses) & (weights > 0)) | jnp.isnan(jnp.sum(weights))
     return value, ties, jnp.where(broken, jnp.nan, jnp.sum(ties))
 
 

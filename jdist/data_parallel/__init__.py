@@ -9,7 +9,17 @@ the classic mistake; here weights travel with the data, and uneven shards, empty
 and masked examples come out right.
 """
 
+from jdist.data_parallel.broadcast import check_replicas as check_replicas
+from jdist.data_parallel.broadcast import replicate as replicate
 from jdist.data_parallel.buckets import assign_buckets as assign_buckets
 from jdist.data_parallel.gradient import value_and_grad as value_and_grad
+from jdist.data_parallel.local_sgd import LocalSGD as LocalSGD
+from jdist.data_parallel.local_sgd import LocalState as LocalState
+from jdist.data_parallel.local_sgd import local_sgd as local_sgd
 from jdist.data_parallel.shards import shard_batch as shard_batch
+from jdist.data_parallel.train_state import Metrics as Metrics
+from jdist.data_parallel.train_state import TrainState as TrainState
+from jdist.data_parallel.train_step import Synchronization as Synchronization
+from jdist.data_parallel.train_step import TrainStep as TrainStep
+from jdist.data_parallel.train_step import train_step as train_step
 from jdist.reduction import weighted_mean as weighted_mean

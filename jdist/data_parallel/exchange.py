@@ -49,6 +49,10 @@ METHODS: dict[str, Callable[[jax.Array, Hashable], jax.Array]] = {
 }
 
 
+def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
 class _Leaves(NamedTuple):
     """A gradient taken apart: its leaves with their names, and its buckets."""
 
@@ -68,6 +72,7 @@ class Exchange:
       method: "all_reduce" or "all_gather".
       bucket_cap_mb: See `data_parallel.value_and_grad`.
       hook: See `data_parallel.value_and_grad`.
+      replicated: Whether all replicas must end up with the same gradient.
     """
 
     call: str
@@ -76,6 +81,7 @@ class Exchange:
     method: str = "all_reduce"
     bucket_cap_mb: Cap = None
     hook: Any = None
+    replicated: bool = True
 
     def __post_init__(self) -> None:
         """Refuses options that are not what they must be."""
@@ -196,11 +202,14 @@ class Exchange:
             given = (
                 bucket.buffer if previous is None else after(bucket.buffer, previous)
             )
-            own, result = hook.reduce(own, bucket.replaced(given))
+            new, result = hook.reduce(own, bucket.replaced(given))
             self._check_result(bucket, result)
             previous = result.buffer
             arrays.update(zip(indices, result.gradients(), strict=True))
-            new_state.append(own)
+            # A step that is not finite is one that an optimizer skips; what a hook
+            # remembered of it would spoil all later ones.
+            finite = jnp.all(jnp.isfinite(result.buffer))
+            new_state.append(_chosen(finite, new, own))
         return whole, [arrays[i] for i in range(len(arrays))], tuple(new_state)
 
     def _take_apart(self, gradient: Any, ready: Any) -> _Leaves:
@@ -253,7 +262,11 @@ class Exchange:
         if not (isinstance(self.hook, Hook) or callable(self.hook)):
             rule = "must be a hook, such as data_parallel.hooks.bf16(), or a function"
             raise TypeError(requirement(argument, rule, repr(self.hook)))
-        if not self._as_hook().replicated:
+        if self.method != "all_reduce":
+            rule = "must be left out where a hook sums the gradients"
+            got = repr(self.method)
+            raise ValueError(requirement(f"{self.call}(method=...)", rule, got))
+        if self.replicated and not self._as_hook().replicated:
             rule = "must leave all replicas with the same gradient"
             remedy = "Replicas that part ways need `data_parallel.local_sgd`."
             raise ValueError(requirement(argument, rule, self._as_hook().name, remedy))

@@ -102,7 +102,7 @@ def value_and_grad(
     ) -> tuple[Any, ...]:
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
-        _check_call(count, replicas, weights)
+        check_call(count, replicas, weights)
         if weights is None:
             weights = np.ones(count, np.float32)
         if not exchange.stateful:
@@ -147,7 +147,8 @@ class _Programs:
         self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
 
 
-def _check_call(count: int, replicas: int, weights: Any) -> None:
+def check_call(count: int, replicas: int, weights: Any) -> None:
+    """Refuses rows that do not divide, and weights that can be seen to be wrong."""
     if count % replicas or not count:
         rule = f"must divide evenly over {replicas} replicas"
         got = f"{count} examples"

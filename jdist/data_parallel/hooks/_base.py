@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdist._errors import requirement
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -95,3 +97,15 @@ def split(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Arra
         pieces.append(jax.lax.slice(buffer, (start,), (end,)).reshape(shape))
         start = end
     return pieces
+
+
+def require_real(name: str, bucket: Bucket) -> None:
+    """Refuses a bucket of complex gradients.
+
+    Raises:
+      TypeError: It is one.
+    """
+    if jnp.iscomplexobj(bucket.buffer):
+        rule = "must be used with real gradients"
+        got = f"{bucket.buffer.dtype} at {bucket.paths[0]}"
+        raise TypeError(requirement(f"hooks.{name}", rule, got))

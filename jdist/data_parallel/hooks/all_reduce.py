@@ -8,10 +8,10 @@ from jdist.data_parallel.hooks._base import Bucket, Hook
 
 
 def all_reduce() -> Hook:
-    """Adds the buckets up as they are: lossless, one all-reduce per bucket.
+    """Adds the buckets up as they are: lossless, one all-reduce for each.
 
-    The same gradient, to rounding, as without a hook: what another hook is compared
-    with, and what is composed with others.
+    The same gradient, to rounding, as without a hook. It is what other hooks are
+    compared with, and what they are composed with.
 
     References:
       `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook`.
