@@ -99,6 +99,8 @@ class Plan:
 class FaultyTransport:
     """A transport around another one; what it does not know, the other one does."""
 
+    _OWN = ("inner", "plan", "closed", "_delayed")
+
     def __init__(self, inner, plan):
         self.inner = inner
         self.plan = plan
@@ -107,6 +109,12 @@ class FaultyTransport:
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
+
+    def __setattr__(self, name, value):
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
 
     def connect(self, peer, address, deadline=None):
         return FaultyChannel(self.inner.connect(peer, address, deadline), self)
