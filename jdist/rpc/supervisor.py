@@ -222,11 +222,11 @@ class Supervisor:
         May be called by any thread, any number of times. If it is interrupted, they
         are killed at once.
         """
-        with self._changed:
-            if not self._ending:
-                self._ending = True
-                self._signal_all(number)
         try:
+            with self._changed:
+                if not self._ending:
+                    self._ending = True
+                    self._signal_all(number)
             self.wait(self._grace)
         finally:
             with self._changed:
