@@ -158,7 +158,8 @@ class FunctionTable:
         ):
             rule = "must be a method that its class defines"
             shown = f"{name!r} of {kind.__qualname__}"
-            raise ForbiddenFunction(requirement("rpc(method)", rule, shown))
+            remedy = "A function does it too: `jnp.sum` for the method of an array."
+            raise ForbiddenFunction(requirement("rpc(method)", rule, shown, remedy))
         if not self._allows(ref.partition(":")[0], ref):
             rule = "must be defined in a module that other workers may name"
             raise ForbiddenFunction(requirement("rpc(method)", rule, ref, _REMEDY))
@@ -272,7 +273,7 @@ def _unnamed(function: Any, ref: str | None) -> str:
 def _always_known() -> dict[str, Any]:
     """What every worker knows: jax.numpy, a few functions, exceptions."""
     known = {f"builtins:{name}": getattr(builtins, name) for name in _BUILTINS}
-    for module in (builtins, jax.errors, np.exceptions, np.linalg):
+    for module in (builtins, jax.errors, jax.dtypes, np.exceptions, np.linalg):
         known |= {
             f"{module.__name__}:{name}": thing
             for name, thing in vars(module).items()

@@ -301,7 +301,7 @@ def assemble(
     Raises:
       ProtocolError: The memory is not as described, or JAX cannot hold an array.
     """
-    slab: Any = buffers[0] if header.slab else b""
+    slab: Any = buffers[0] if header.slab else bytearray()
     large = iter(_fitting(buffers[bool(header.slab) :], header.large))
     separate = iter(_fitting(apart, header.apart))
     leaves: list[Any] = []

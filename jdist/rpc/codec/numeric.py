@@ -52,7 +52,9 @@ def _any_jax_array(encoding: Encoding, value: jax.Array) -> Any:
 
 
 def _scalar(encoding: Encoding, value: np.generic) -> Any:
-    return [codes.SCALAR, dtype_name(value.dtype), value.tobytes()]
+    # An empty text has no size, but NumPy gives it room for one character.
+    data = value.tobytes()[: value.dtype.itemsize]
+    return [codes.SCALAR, dtype_name(value.dtype), data]
 
 
 def _dtype(encoding: Encoding, value: np.dtype) -> Any:
@@ -84,7 +86,7 @@ def _decoded_scalar(decoding: Decoding, node: list[Any]) -> Any:
     dtype = dtype_named(name)
     if len(data) != dtype.itemsize:
         raise ProtocolError(f"A scalar of {name} does not have {len(data)} bytes.")
-    return np.frombuffer(data, dtype)[0] if data else np.ndarray((), dtype)[()]
+    return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
 
 
 def _key(decoding: Decoding, node: list[Any]) -> jax.Array:
