@@ -183,6 +183,18 @@ def test_other_exit_codes_and_signals_are_passed_on(launch):
     assert "was killed by SIGSEGV" in errors
 
 
+def test_an_inherited_disregard_of_children_does_not_hide_a_failure(tmp_path):
+    command = 'trap "" CHLD; exec "$@"'
+    arguments = ["--nproc", "1", "--no-python", "sh", "-c", "exit 9"]
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", *COMMAND, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 9
+
+
 def test_programs_that_are_not_python(launch):
     arguments = ["--nproc", 1, "--no-python", "sh", "-c", 'echo "$RANK of $WORLD_SIZE"']
     assert launch(arguments, "") == (0, "[worker0] 0 of 1\n", "")

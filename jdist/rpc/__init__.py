@@ -35,6 +35,8 @@ from jdist.rpc.future import Future as Future
 from jdist.rpc.init import init_rpc as init_rpc
 from jdist.rpc.local_cluster import local_cluster as local_cluster
 from jdist.rpc.options import RpcOptions as RpcOptions
+from jdist.rpc.process_settings import ProcessSettings as ProcessSettings
+from jdist.rpc.spawn import Processes as Processes
 from jdist.rpc.spawn import spawn as spawn
 from jdist.rpc.tls import TlsConfig as TlsConfig
 from jdist.rpc.waiting import collect_all as collect_all

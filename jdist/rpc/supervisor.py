@@ -123,7 +123,10 @@ class Child:
     def await_end(self) -> None:
         """Blocks until it has ended; its id stays taken until `bury`."""
         if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            # No such child: this program ignores SIGCHLD, or waits for any child. How
+            # it ended is then unknown and counts as 0, as in `subprocess`.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
 

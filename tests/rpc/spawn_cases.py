@@ -103,6 +103,7 @@ def wait_for_ever(rank, port):
 
 def settings(rank):
     """What is in force in this process, as the system tells it."""
+    loaded = "jax" in sys.modules
     from jdist.rpc.process_settings import applied
 
     names = ("PJRT_NPROC", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX")
@@ -112,7 +113,7 @@ def settings(rank):
         "variables": {name: os.environ.get(name) for name in names},
         "mapped apart": mapped_apart(),
         "applied": applied(),
-        "jax first": "jax" in sys.modules,
+        "jax first": loaded,
     }
 
 

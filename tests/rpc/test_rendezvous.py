@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from jdist.rpc.rendezvous import LOOPBACK, Rendezvous, ReservedPort
+from jdist.rpc.socket_transport import SocketTransport
 
 # Linux 6.3: the kernel chooses a free port from this range only.
 IP_LOCAL_PORT_RANGE = 51
@@ -26,6 +27,13 @@ def test_a_server_can_use_the_port_again_and_again(reserved):
             connection, address = server.accept()
             connection.close()
             assert address == client.getsockname()
+
+
+def test_rpcs_own_listener_can_too(reserved):
+    for _ in range(2):
+        transport = SocketTransport("first", b"k" * 32, port=reserved)
+        assert transport.address[1] == reserved
+        transport.close()
 
 
 def test_before_that_connecting_is_refused_at_once(reserved):

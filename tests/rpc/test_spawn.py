@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,16 +199,16 @@ def place(rank, value):
 {guard}
     print(spawn(place, args=(21,), nprocs=2))
 """
+ROOT = str(Path(__file__).parents[2])
 GUARDED = PROGRAM.format(guard='if __name__ == "__main__":')
 
 
 def _python(*arguments, folder, stdin=None):
     """Runs a program of the user's, with no way to jdist but the module path."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": ROOT},
         input=stdin,
         capture_output=True,
         text=True,
@@ -227,6 +228,15 @@ def test_functions_of_the_main_program(way, tmp_path):
     assert done.stdout == f"{expected}\n"
 
 
+def test_the_guides_program_does_what_it_says(tmp_path):
+    guide = (Path(ROOT) / "docs" / "launch.md").read_text()
+    program = guide.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "program.py").write_text(program)
+    done = _python("program.py", folder=tmp_path)
+    assert done.stderr == ""
+    assert done.stdout.strip() == program.rpartition("prints ")[2].strip()
+
+
 def test_an_unguarded_main_program_is_refused(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM.format(guard="if True:"))
     done = _python("program.py", folder=tmp_path)
@@ -240,6 +250,14 @@ def test_an_unguarded_main_program_is_refused(tmp_path):
 def test_functions_of_an_interactive_session_are_refused(tmp_path):
     done = _python("-", folder=tmp_path, stdin=GUARDED)
     assert "not in an interactive session" in done.stderr
+
+
+def test_a_program_that_ignores_its_children_gets_results_too(tmp_path):
+    ignore = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    (tmp_path / "program.py").write_text(ignore + GUARDED)
+    done = _python("program.py", folder=tmp_path)
+    assert done.stderr == ""
+    assert done.stdout.startswith("[(0, '__mp_main__'")
 
 
 WAITING = """
@@ -256,11 +274,10 @@ if __name__ == "__main__":
 def test_no_orphan_survives_the_parent(name, witnesses, tmp_path):
     """Neither Ctrl-C nor a parent that cannot do anything any more."""
     (tmp_path / "program.py").write_text(WAITING)
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     parent = subprocess.Popen(
         [sys.executable, "program.py", str(witnesses.port)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": ROOT},
         stderr=subprocess.PIPE,
         text=True,
     )
