@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src.lax.lax import _convert_element_type as convert_element_type
 from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
@@ -45,6 +46,15 @@ def set_cpu_device_count(count: int) -> None:
 def is_traced(value: object) -> bool:
     """Whether `value` is known only by shape and dtype, inside a JAX transformation."""
     return isinstance(value, jax.core.Tracer)
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """The same array with a weak type: one that yields to others in promotion.
+
+    JAX makes such arrays of Python's numbers, and keeps them so through a computation,
+    but documents no way to make one of another array.
+    """
+    return convert_element_type(array, array.dtype, weak_type=True)
 
 
 def varying_axes(array: jax.Array) -> frozenset[Hashable]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from rich.console import Console
+from rich.markup import escape
 
 from jdist._errors import JdistError
 from jdist.launch.options import cluster_key, parse
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             relay = stack.enter_context(Relay(options.log_dir))
             return _run(options, meeting, relay)
     except (JdistError, ValueError, OSError) as error:
-        error_console.print("[red]error:[/red]", str(error), markup=True)
+        error_console.print("[red]error:[/red]", escape(str(error)))
         return 2
 
 
@@ -104,7 +105,7 @@ def _start(
 def _finish(relay: Relay) -> None:
     relay.drain()
     for complaint in relay.complaints():
-        error_console.print("[yellow]incomplete:[/yellow]", complaint, markup=True)
+        error_console.print("[yellow]incomplete:[/yellow]", escape(complaint))
 
 
 def _report(supervisor: Supervisor, relay: Relay) -> int:
@@ -115,10 +116,9 @@ def _report(supervisor: Supervisor, relay: Relay) -> int:
     log = relay.log_of(failure)
     error_console.print(
         f"[red]{failure.name}[/red] (pid {failure.pid}) {failure.ending}{others}."
-        f"{' Its log: ' + log if log else ''}"
+        f"{' Its log: ' + escape(log) if log else ''}"
     )
-    for line in relay.last_words(failure):
-        error_console.print(line, markup=False)
+    relay.repeat_last_words(failure)
     return failure.ending.status
 
 
@@ -126,7 +126,8 @@ def _report(supervisor: Supervisor, relay: Relay) -> int:
 def _interrupts() -> Iterator[None]:
     """Within it the signals that ask a program to end raise `Interrupted`.
 
-    One that is ignored (as under nohup) stays so.
+    One that is ignored (as under nohup) stays so; but where whoever started us ignores
+    SIGCHLD, nobody could learn how a worker ended.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -135,6 +136,7 @@ def _interrupts() -> Iterator[None]:
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heard = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:

@@ -103,9 +103,11 @@ class Relay:
             self._threads.append(thread)
             thread.start()
 
-    def last_words(self, child: Child) -> list[str]:
-        """The end of its errors: the last traceback if there is one."""
-        return last_traceback(self._kept.get(child.name, ()))
+    def repeat_last_words(self, child: Child) -> None:
+        """Shows the end of its errors again: the last traceback if there is one."""
+        words = last_traceback(self._kept.get(child.name, ()))
+        with self._lock:
+            self._errors.write("".join(f"{line}\n" for line in words).encode())
 
     def log_of(self, child: Child) -> str:
         """Where its log is; empty without one."""

@@ -1,54 +1,79 @@
-"""Arrays on their way: 64-byte aligned memory, views of bytes, placing on a device.
+"""Arrays on their way: aligned memory, bytes of an array, and placing on a device.
 
-JAX on CPU takes NumPy memory over without a copy exactly when it is 64-byte aligned, so
-everything is received into such memory.
+JAX on CPU takes NumPy memory over without a copy exactly when its address is a multiple
+of 64, so large arrays are received into such memory.
 """
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from jdist._compat import double_precision
+from jdist._compat import double_precision, weakly_typed
 
-ALIGNMENT = 64
+_ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Uninitialised writable memory whose address is a multiple of 64.
+    """Writable memory, not initialised, whose address is a multiple of 64.
 
     Example:
       >>> len(aligned(100))
       100
     """
-    whole = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -whole.__array_interface__["data"][0] % ALIGNMENT
-    return memoryview(whole)[start : start + nbytes]
+    whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -whole.__array_interface__["data"][0] % _ALIGNMENT
+    return whole.data[start : start + nbytes]
 
 
 def host(leaf: Any) -> np.ndarray:
-    """The leaf's elements as a C-contiguous NumPy array; a view where possible."""
+    """The elements of a leaf in C order: a view where that is possible.
+
+    Waits for a JAX array that is being computed, and gathers one that is sharded.
+    """
     array = leaf if type(leaf) is np.ndarray else np.asarray(leaf)
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def place(arrays: Sequence[np.ndarray], device: jax.Device | None) -> list[jax.Array]:
-    """JAX arrays on `device` over the memory of `arrays`, which nobody else writes.
+def place(
+    array: np.ndarray, device: jax.Device | None, weak: bool = False
+) -> jax.Array:
+    """A JAX array on `device` with the elements of `array`, which nobody else writes.
 
-    The dtype stays what it is, also where 64-bit types are switched off.
+    On CPU the memory itself is taken over if it is aligned. The dtype stays what it is
+    even where JAX's 64-bit types are switched off: what arrives is what was sent.
+
+    Args:
+      array: C-contiguous; its dtype one that JAX knows.
+      device: The array is committed to it. None for JAX's default, not committed.
+      weak: Whether its type yields to others in promotion, as a Python number's does.
     """
-    if jax.config.jax_enable_x64 or all(a.dtype.itemsize < 8 for a in arrays):
-        return [jax.device_put(array, device) for array in arrays]
-    with double_precision():
-        return [jax.device_put(array, device) for array in arrays]
+    wide = array.dtype.itemsize >= 8
+    with double_precision() if wide else contextlib.nullcontext():
+        if device is None:
+            placed = jax.device_put(array)
+        else:
+            # Does what device_put does in half the time: 13 us, not 28, at 3 x 3.
+            placed = jax.make_array_from_callback(
+                array.shape, _only_on(device), lambda index: array
+            )
+        return weakly_typed(placed) if weak else placed
+
+
+@functools.cache
+def _only_on(device: jax.Device) -> SingleDeviceSharding:
+    return SingleDeviceSharding(device)
 
 
 def adopt(leaves: Sequence[Any], device: jax.Device | None) -> list[Any]:
-    """What a worker in the same process receives of another one's leaves.
+    """What a worker receives of the leaves of another one in the same process.
 
-    JAX arrays are shared, or moved when they are not on `device`; NumPy arrays are
-    copied, because either side may write to its own.
+    NumPy arrays are copied, because either side may write to its own. JAX arrays
+    cannot be written: they are shared, or moved if they are not on `device`.
     """
     return [_adopted(leaf, device) for leaf in leaves]
 

@@ -17,7 +17,7 @@ from jdist.rpc import memory
 from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.duplicates import Duplicates
 from jdist.rpc.errors import ProtocolError
-from jdist.rpc.frame import CANCEL, ERROR, REPLY, Frame
+from jdist.rpc.frame import ANSWERS, UNNUMBERED, Frame
 from jdist.rpc.memory import MemoryPool
 from jdist.rpc.stream import MOST_DESCRIPTORS, ByteStream, CutOff
 from jdist.rpc.wire import (
@@ -34,8 +34,6 @@ from jdist.rpc.wire import (
 )
 
 _BUFFER = 1 << 16
-_ANSWERS = frozenset((REPLY, ERROR))
-_UNNUMBERED = _ANSWERS | {CANCEL}  # They bear the number of the request they are about.
 
 
 class Terms(NamedTuple):
@@ -96,7 +94,8 @@ class Connection:
         """Sends one frame; see `Channel.send`."""
         packed, descriptors = self._pack(frame)
         try:
-            self._take(self._sending, deadline, "another thread was still sending")
+            if not self._sending.acquire(blocking=False):
+                self._queue(self._sending, deadline, "another thread was still sending")
             try:
                 self._check_open()
                 pieces: list[bytes | memoryview] = [packed.head, *packed.body]
@@ -124,23 +123,26 @@ class Connection:
             descriptors = self._lend(self._pool, packed.apart)
             if not descriptors:
                 packed = pack(frame)
-        limits = self._terms.limits
+        try:
+            self._check_size(packed, len(frame.leaves))
+        except ValueError:
+            memory.close_all(descriptors)
+            raise
+        return packed, descriptors
+
+    def _check_size(self, packed: Packed, leaves: int) -> None:
         header = len(packed.head) - PREFIX_BYTES
         body = sum(map(len, packed.body)) + sum(map(len, packed.apart))
-        for what, size, most in (
-            ("header", header, limits.header_bytes),
-            ("body", body, limits.body_bytes),
-            ("number of arrays", len(frame.leaves), limits.leaves),
+        most = self._terms.limits
+        for what, size, limit in (
+            ("a header of", header, most.header_bytes),
+            ("arrays of together", body, most.body_bytes),
+            ("a number of arrays of", leaves, most.leaves),
         ):
-            if size > most:
-                memory.close_all(descriptors)
-                call, rule = (
-                    f"rpc {frame.kind}",
-                    f"must have a {what} of at most {most}",
-                )
+            if size > limit:
+                rule = f"must have {what} at most {limit}"
                 remedy = "Send it in parts, or raise the limit on every worker."
-                raise ValueError(requirement(call, rule, size, remedy))
-        return packed, descriptors
+                raise ValueError(requirement("rpc(value)", rule, size, remedy))
 
     @staticmethod
     def _lend(pool: MemoryPool, leaves: list[memoryview]) -> list[int]:
@@ -160,15 +162,12 @@ class Connection:
 
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame; see `Channel.receive`."""
-        self._take(self._receiving, deadline, "another thread was still receiving")
+        if not self._receiving.acquire(blocking=False):
+            self._queue(self._receiving, deadline, "another thread was still receiving")
         try:
             while True:
                 frame = self._next(deadline)
-                if (
-                    frame.kind in _UNNUMBERED
-                    or not frame.id
-                    or self._requests.is_new(frame.id)
-                ):
+                if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
                     return frame
         except ChannelClosed as error:
             raise self._ended(error) from error
@@ -183,7 +182,7 @@ class Connection:
         self.send(frame, deadline)
         while True:
             answer = self.receive(deadline)
-            if answer.kind in _ANSWERS and answer.id <= frame.id:
+            if answer.kind in ANSWERS and answer.id <= frame.id:
                 if answer.id == frame.id:
                     return answer
                 continue  # The answer to a request that was given up.
@@ -298,9 +297,8 @@ class Connection:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
 
-    def _take(self, lock: threading.Lock, deadline: float | None, busy: str) -> None:
-        if lock.acquire(blocking=False):
-            return
+    @staticmethod
+    def _queue(lock: threading.Lock, deadline: float | None, busy: str) -> None:
         if deadline is None:
             lock.acquire()
         elif not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):

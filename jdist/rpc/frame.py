@@ -13,6 +13,10 @@ REPLY = "reply"
 ERROR = "error"
 CANCEL = "cancel"
 
+ANSWERS = frozenset((REPLY, ERROR))
+# These bear the number of the request that they are about, so it comes again.
+UNNUMBERED = ANSWERS | {CANCEL}
+
 
 class Frame(NamedTuple):
     """One message.

@@ -33,16 +33,17 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.rpc.errors import ForbiddenFunction
 
-_NEVER = frozenset(
-    "builtins code codeop ctypes importlib marshal multiprocessing nt os pickle posix "
-    "pty runpy shutil subprocess sys".split()
-)
+_NEVER = frozenset((
+    "builtins", "code", "codeop", "ctypes", "importlib", "marshal", "multiprocessing",
+    "nt", "os", "pickle", "posix", "pty", "runpy", "shutil", "subprocess", "sys",
+))  # fmt: skip
 """Modules that no `allow=` opens: who reaches one of these runs anything."""
 
-_BUILTINS = frozenset(
-    "abs all any bool complex dict divmod float frozenset int len list max min range "
-    "round set sorted str sum tuple".split()
-)
+_BUILTINS = (
+    "abs", "all", "any", "bool", "complex", "dict", "divmod", "float", "frozenset",
+    "int", "len", "list", "max", "min", "range", "round", "set", "sorted", "str", "sum",
+    "tuple",
+)  # fmt: skip
 """Functions of Python that only compute; its exceptions are open as well."""
 
 _CLOSED = ("jdist._compat", "jdist.launch", "jdist.rpc", "jdist.verify")
@@ -88,11 +89,12 @@ class FunctionTable:
         self._main = main
         self._objects = frozenset(name for name in allow if ":" in name)
         self._modules = ("jdist", *(name for name in allow if ":" not in name))
-        self._table = dict(_always_known())
-        for name in allow:
-            if name.startswith("jax.") and ":" not in name:
-                self._table.update(_public(name))
-        self._names = {id(known): ref for ref, known in self._table.items()}
+        self._known = dict(_always_known())
+        for name in self._modules:
+            if _within(name, ("jax",)):
+                self._known |= _public(name)
+        # The first name of those that have several; `_known` keeps the ids theirs.
+        self._names = {id(it): ref for ref, it in reversed(self._known.items())}
 
     def reference(self, function: Any) -> str:
         """The name under which other workers find `function`, a function or class.
@@ -120,7 +122,7 @@ class FunctionTable:
         Raises:
           ForbiddenFunction: The name is not allowed, or nothing here has it.
         """
-        known = self._table.get(ref)
+        known = self._known.get(ref)
         if known is not None:
             return known
         module, colon, qualname = ref.partition(":")
@@ -136,23 +138,33 @@ class FunctionTable:
         return found
 
     def method(self, owner: Any, name: str) -> Callable[..., Any]:
-        """The method `name` bound to `owner`, an instance or, for a class method, class.
+        """The method `name` of `owner`: an object, or a class for a class method.
 
         Raises:
           ForbiddenFunction: It is no method, or is defined in a module not allowed.
         """
-        kind = owner if isinstance(owner, type) else type(owner)
-        raw = None if _is_reserved(name) else _static(kind, name)
+        of_class = isinstance(owner, type)
+        kind = owner if of_class else type(owner)
+        raw: Any = None
+        if not _is_reserved(name):
+            raw = inspect.getattr_static(kind, name, None)
         function = getattr(raw, "__func__", raw)
         ref = own_name(function)
-        if ref is None or not callable(function) or isinstance(function, type):
-            shown = f"{kind.__qualname__}.{name}"
-            rule = "must be a method of its class"
-            raise ForbiddenFunction(requirement("rpc(method)", rule, shown))
+        if (
+            ref is None
+            or not callable(function)
+            or isinstance(function, type)
+            or (of_class and not isinstance(raw, classmethod))
+        ):
+            rule = "must be a method that its class defines"
+            shown = f"{name!r} of {kind.__qualname__}"
+            remedy = "A function does it too: `jnp.sum` for the method of an array."
+            raise ForbiddenFunction(requirement("rpc(method)", rule, shown, remedy))
         if not self._allows(ref.partition(":")[0], ref):
             rule = "must be defined in a module that other workers may name"
             raise ForbiddenFunction(requirement("rpc(method)", rule, ref, _REMEDY))
-        return getattr(owner, name)
+        # Not by getattr, which an attribute of the object could answer.
+        return raw.__get__(None if of_class else owner, kind)
 
     def _allows(self, module: str, ref: str) -> bool:
         if ref in self._objects:
@@ -168,7 +180,7 @@ class FunctionTable:
     def _main_package(self) -> Iterator[str]:
         package = getattr(self._main_module(), "__package__", None)
         if package:
-            yield package.partition(".")[0]
+            yield package.partition(".")[0]  # The whole of it, not only one folder.
 
     def _main_module(self) -> types.ModuleType:
         return self._main or sys.modules["__main__"]
@@ -178,10 +190,12 @@ class FunctionTable:
             return self._main_module()
         if module in sys.modules:
             return sys.modules[module]
+        if not all(map(str.isidentifier, module.split("."))):
+            raise ForbiddenFunction(_absent(ref))
         try:
             return importlib.import_module(module)
-        except ImportError as error:
-            raise ForbiddenFunction(_absent(ref)) from error
+        except Exception as error:
+            raise ForbiddenFunction(f"{_absent(ref)} ({error})") from error
 
 
 def own_name(thing: Any) -> str | None:
@@ -216,29 +230,24 @@ def _is_reserved(part: str) -> bool:
 
 
 def _step(found: Any, part: str, ref: str) -> Any:
-    """One attribute further, through a module's or class's own dictionary only."""
+    """One name further: what stands in the dictionary of a module or class.
+
+    Nothing is asked that could run code: no descriptor, no module's `__getattr__`.
+    """
     if _is_reserved(part):
         rule = "must be reached by ordinary names"
         raise ForbiddenFunction(requirement("rpc(function)", rule, ref))
-    if isinstance(found, types.ModuleType):
-        found = vars(found).get(part)
-    elif isinstance(found, type):
-        found = _static(found, part)
+    if isinstance(found, type):
+        found = inspect.getattr_static(found, part, None)
         found = found.__func__ if isinstance(found, staticmethod) else found
     else:
-        found = None
+        found = vars(found).get(part) if isinstance(found, types.ModuleType) else None
     if found is None:
         raise ForbiddenFunction(_absent(ref))
     if not callable(found):
         rule = "must be a function or class, reached through classes only"
         raise ForbiddenFunction(requirement("rpc(function)", rule, ref))
     return found
-
-
-def _static(kind: type, name: str) -> Any:
-    """The attribute as it stands in the class, without running any descriptor."""
-    found = inspect.getattr_static(kind, name, None)
-    return None if isinstance(found, property) else found
 
 
 def _absent(ref: str) -> str:
@@ -264,7 +273,7 @@ def _unnamed(function: Any, ref: str | None) -> str:
 def _always_known() -> dict[str, Any]:
     """What every worker knows: jax.numpy, a few functions, exceptions."""
     known = {f"builtins:{name}": getattr(builtins, name) for name in _BUILTINS}
-    for module in (builtins, jax.errors, np.exceptions, np.linalg):
+    for module in (builtins, jax.errors, jax.dtypes, np.exceptions, np.linalg):
         known |= {
             f"{module.__name__}:{name}": thing
             for name, thing in vars(module).items()

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from jdist._errors import requirement
 from jdist.rpc.errors import AuthenticationError, ProtocolError
 from jdist.rpc.stream import ByteStream, receive_exactly
+from jdist.rpc.worker_info import WorkerInfo
 
 VERSION = 1
 """Of the handshake and of what follows it. Workers of two versions do not talk."""
@@ -82,7 +83,6 @@ class _Hello(NamedTuple):
     version: int
     abilities: int
     name: str
-    peer: str
 
 
 def check_key(key: object) -> bytes:
@@ -186,18 +186,21 @@ def _pack_name(name: str) -> bytes:
 
 
 def _read_hello(data: bytes) -> _Hello:
-    magic, version, abilities, name, peer, _ = _HELLO.unpack(data)
+    magic, version, abilities, name, _, _ = _HELLO.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("The other side does not speak jdist's protocol.")
-    return _Hello(version, abilities, _read_name(name), _read_name(peer))
+    return _Hello(version, abilities, _read_name(name))
 
 
 def _read_name(field: bytes) -> str:
     size = field[0]
     name, padding = field[1 : 1 + size], field[1 + size :]
-    if size >= _NAME or any(padding) or not name.isascii():
-        raise ProtocolError("The other side's name is malformed.")
-    return name.decode("ascii")
+    try:
+        if size >= _NAME or any(padding):
+            raise ValueError("not within its field")
+        return WorkerInfo(name.decode("ascii"), 0).name
+    except ValueError as error:
+        raise ProtocolError(f"The other side's name is malformed: {error}") from error
 
 
 def _check_version(hello: _Hello) -> None:

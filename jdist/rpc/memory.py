@@ -183,8 +183,8 @@ def receive(descriptor: int, size: int) -> memoryview:
       ProtocolError: Not such memory: smaller than promised, or able to shrink.
     """
     try:
-        if os.fstat(descriptor).st_size < size:
-            raise ProtocolError(f"A memory descriptor has less than its {size} bytes.")
+        if not 0 < size <= os.fstat(descriptor).st_size:
+            raise ProtocolError(f"A memory descriptor has not its {size} bytes.")
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ProtocolError("A memory descriptor is not sealed against shrinking.")
         access = mmap.PROT_READ | mmap.PROT_WRITE

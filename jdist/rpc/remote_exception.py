@@ -6,33 +6,62 @@ the rebuilt exception says the same as the original; else a `RemoteError` tells 
 """
 
 import traceback
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from jdist.rpc.errors import ForbiddenFunction, RemoteError
 from jdist.rpc.functions import FunctionTable, own_name
 
-_LONGEST_TEXT = 100_000
-_MOST_ARGS = 1000
+_LONGEST = 100_000
+"""Characters of a text, and contents of arguments: beyond, an error would be a load."""
+
+_DEEPEST = 20
+_SCALARS = frozenset({type(None), bool, int, float, np.bool_, np.int32, np.int64})
+_SCALARS |= {np.float32, np.float64}
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "type": (str,),
+    "text": (str,),
+    "args": (tuple, type(None)),
+    "state": (dict,),
+    "notes": (list,),
+    "traceback": (str,),
+    "worker": (str,),
+}
 
 
 def describe(error: BaseException, worker: str) -> dict[str, Any]:
-    """All that is to be known of an exception, as values of the codec.
+    """All that is to be known of an exception, as values that the codec takes.
+
+    Arguments and attributes that are not plain scalars, texts and containers of them
+    stay behind; an exception with such arguments arrives as a `RemoteError`. Causes
+    and contexts are part of the traceback's text.
 
     Args:
       error: The exception.
       worker: Name of the worker that raised it; empty for an exception that is sent as
         a value, which gets no note about where it came from.
+
+    Example:
+      >>> describe(KeyError("w"), "worker1")["text"]
+      "'w'"
     """
-    args: Any = error.args
+    args = error.args
     if isinstance(error, OSError) and error.filename is not None:
+        # Its constructor takes more than it keeps in `args`.
         args = (error.errno, error.strerror, error.filename, None, error.filename2)
-    known = {key: item for key, item in vars(error).items() if _is_plain(item)}
-    notes = known.pop("__notes__", [])
+    notes = getattr(error, "__notes__", [])
     return {
         "type": own_name(type(error)) or type(error).__name__,
         "text": _text(error),
         "args": args if _is_plain(args) else None,
-        "state": known,
+        "state": {
+            name: value
+            for name, value in vars(error).items()
+            if not _is_special(name) and _is_plain(value)
+        },
         "notes": [_cut(note) for note in notes if isinstance(note, str)],
         "traceback": _traceback(error),
         "worker": worker,
@@ -42,110 +71,122 @@ def describe(error: BaseException, worker: str) -> dict[str, Any]:
 def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     """The exception again: its own type, or `RemoteError` where that cannot be.
 
-    The remote traceback and the worker's name are added as a note, and are attributes
-    `remote_traceback` and `remote_worker`.
+    Its own type it is if `functions` lets one name it and the rebuilt exception has
+    the text of the original. Attributes `remote_worker` and `remote_traceback` say
+    where it was first raised, and for every worker that it came through there is a
+    note with the traceback there. `KeyboardInterrupt` and its like arrive as
+    `RemoteError`: nobody pressed a key here.
+
+    Args:
+      description: As `describe` made it.
+      functions: Which types may be rebuilt: those it allows, Python's own, and those
+        of `jax.errors` and NumPy.
 
     Raises:
       ValueError: `description` is not what `describe` makes.
     """
     _check(description)
     error = _own_type(description, functions) or RemoteError(_told(description))
-    worker, text = description["worker"], description["traceback"]
+    worker, trace = description["worker"], description["traceback"]
     notes = list(description["notes"])
     if worker:
-        notes.append(f"Raised on worker {worker!r}:\n{text}")
-    # The base class's __setattr__, because a frozen dataclass may be an exception.
-    for name, value in (
-        ("__notes__", notes),
-        ("remote_worker", worker),
-        ("remote_traceback", text),
-    ):
-        BaseException.__setattr__(error, name, value)
+        verb = "Passed on by" if "remote_worker" in vars(error) else "Raised on"
+        notes.append(f"{verb} worker {worker!r}:\n{trace}")
+        vars(error).setdefault("remote_worker", worker)
+        vars(error).setdefault("remote_traceback", trace)
+    if notes:
+        vars(error)["__notes__"] = notes
     return error
 
 
 def _own_type(
     description: dict[str, Any], functions: FunctionTable
 ) -> Exception | None:
-    args, state = description["args"], description["state"]
-    if args is None:
-        return None
+    args = description["args"]
     try:
         kind = functions.resolve(description["type"])
     except ForbiddenFunction:
         return None
-    if not isinstance(kind, type) or not issubclass(kind, Exception):
+    if args is None or not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
     try:
-        error = kind(*args)
-        for name, value in state.items():
-            BaseException.__setattr__(error, name, value)
-        return error if _text(error) == description["text"] else None
-    except Exception:  # noqa: BLE001 - any constructor may fail in any way; then the
-        # original is told in words, see `_told`.
+        if kind.__module__ == "jax.errors":
+            # Some want a tracer, which stays behind; made like this none is missed.
+            error = kind.__new__(kind, *args)
+        else:
+            error = kind(*args)
+    except Exception:  # noqa: BLE001 - a constructor may fail in any way: told in words
         return None
+    # Straight into the dictionary: a frozen dataclass, too, may be an exception.
+    vars(error).update(description["state"])
+    return error if _text(error) == description["text"] else None
 
 
 def _told(description: dict[str, Any]) -> str:
+    # torch's words, up to the name of the type.
     return (
-        f"Failed to create original exception type {description['type']!r} here. "
-        f"Original exception on remote side was {description['type']}: "
-        f"{description['text']}\n{description['traceback']}"
+        "Failed to create original exception type. Original exception on remote side "
+        f"was {description['type']}: {description['text']}\n{description['traceback']}"
     )
 
 
 def _check(description: Any) -> None:
-    expected = {
-        "type": str,
-        "text": str,
-        "args": (tuple, type(None)),
-        "state": dict,
-        "notes": list,
-        "traceback": str,
-        "worker": str,
-    }
-    if not isinstance(description, dict) or description.keys() != expected.keys():
-        raise ValueError("An exception's description has other fields than it should.")
-    for name, kind in expected.items():
-        if not isinstance(description[name], kind):
-            raise ValueError(f"An exception's {name} is {description[name]!r}.")
-    names = [*description["notes"], *description["state"]]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError("An exception's notes and attributes must have text.")
+    if not isinstance(description, dict) or description.keys() != _FIELDS.keys():
+        raise ValueError("A remote exception's description has other fields.")
+    for name, kinds in _FIELDS.items():
+        if type(description[name]) not in kinds:
+            raise ValueError(f"A remote exception's {name} is of another type.")
+    if not all(type(note) is str for note in description["notes"]):
+        raise ValueError("A remote exception's notes must be texts.")
+    if any(type(k) is not str or _is_special(k) for k in description["state"]):
+        raise ValueError("A remote exception's attributes must have ordinary names.")
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") or hasattr(Exception, name)
 
 
 def _text(error: BaseException) -> str:
     try:
         return _cut(str(error))
-    except Exception:  # noqa: BLE001 - an exception's own __str__ may be broken
-        return "<the exception's text cannot be made>"
+    except Exception as broken:  # noqa: BLE001 - an exception's own __str__ may fail
+        return f"<no text: its __str__ raised {type(broken).__name__}>"
 
 
 def _traceback(error: BaseException) -> str:
     try:
-        return _cut("".join(traceback.format_exception(error)))
-    except Exception:  # noqa: BLE001 - so may what traceback calls
-        return "<the traceback cannot be made>"
+        told = traceback.TracebackException.from_exception(error)
+    except Exception as broken:  # noqa: BLE001 - the same __str__, asked by traceback
+        return f"<no traceback: making it raised {type(broken).__name__}>"
+    told.__notes__ = None  # They travel by themselves.
+    return _cut("".join(told.format()))
 
 
 def _cut(text: str) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()
-    if len(text) <= _LONGEST_TEXT:
+    if len(text) <= _LONGEST:
         return text
-    half = _LONGEST_TEXT // 2
+    half = _LONGEST // 2
     return f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
 
 
-def _is_plain(value: Any, depth: int = 5) -> bool:
-    """Whether the value is made of scalars and containers alone, and is not big."""
-    if value is None or type(value) in (bool, int, float):
-        return True
-    if type(value) in (str, bytes):
-        return len(value) <= _LONGEST_TEXT
-    if type(value) in (tuple, list) and depth and len(value) <= _MOST_ARGS:
-        return all(_is_plain(item, depth - 1) for item in value)
-    if type(value) is dict and depth and len(value) <= _MOST_ARGS:
-        return all(
-            _is_plain(item, depth - 1) for pair in value.items() for item in pair
-        )
-    return False
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of scalars, texts and containers alone, and is not big."""
+    room = _LONGEST
+    rest = [(value, 0)]
+    while rest:
+        item, depth = rest.pop()
+        kind = type(item)
+        room -= 1
+        if kind in (str, bytes):
+            room -= len(item)
+        elif kind in (tuple, list, dict):
+            if len(item) > room or depth == _DEEPEST:
+                return False
+            inner = chain(item, item.values()) if kind is dict else item
+            rest += ((part, depth + 1) for part in inner)
+        elif kind not in _SCALARS:
+            return False
+        if room < 0:
+            return False
+    return True

@@ -150,7 +150,7 @@ def check_count(call: str, count: object) -> None:
       ValueError: Not in 1..65536; a rank fills 16 bits of every id.
     """
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(requirement(call, "must be an integer", count))
+        raise TypeError(requirement(call, "must be an integer", repr(count)))
     if not 1 <= count <= 2**16:
         raise ValueError(requirement(call, "must be in 1..65536", count))
 

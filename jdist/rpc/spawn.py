@@ -255,33 +255,35 @@ class Processes:
 
 def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """The call and what a process needs to find the function, as bytes."""
-    main = sys.modules["__main__"]
-    if getattr(main, "preparing", False) and main.__file__ == str(_SPAWNED):
-        raise RuntimeError(
-            "`spawn` was called while a spawned process imported the main module. "
-            'Guard the start of the program by `if __name__ == "__main__":`.'
-        )
     if not callable(fn):
-        raise TypeError(requirement("spawn(fn=...)", "must be callable", fn))
-    name = getattr(getattr(main, "__spec__", None), "name", None)
-    file = getattr(main, "__file__", None)
-    if fn.__module__ == "__main__" and not (name or file):
+        raise TypeError(requirement("spawn(fn=...)", "must be callable", repr(fn)))
+    main = _main_module()
+    if getattr(fn, "__module__", "") == "__main__" and not main:
         rule = "must be defined in a module or a program, not in an interactive session"
         raise ValueError(requirement("spawn(fn=...)", rule, fn))
-    # The keys are those of `multiprocessing.spawn.prepare`.
-    surroundings: dict[str, Any] = {
-        "sys_path": [folder or os.getcwd() for folder in sys.path],
-        "sys_argv": sys.argv,
-    }
-    if name:
-        surroundings["init_main_from_name"] = name
-    elif file:
-        surroundings["init_main_from_path"] = os.path.abspath(file)
     rule, remedy = "must be a function that pickle can name", "Define it in a module."
     _pickled(fn, requirement("spawn(fn=...)", rule, fn, remedy))
     rule = "must be values that pickle can carry"
     call = _pickled((fn, tuple(args)), requirement("spawn(args=...)", rule, args))
-    return pickle.dumps((surroundings, call))
+    path = [folder or os.getcwd() for folder in sys.path]
+    # The keys are those of `multiprocessing.spawn.prepare`.
+    return pickle.dumps(({"sys_path": path, "sys_argv": sys.argv, **main}, call))
+
+
+def _main_module() -> dict[str, str]:
+    """How the main module is imported again; empty for an interactive session."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None) or ""
+    if getattr(main, "preparing", False) and file == str(_SPAWNED):
+        raise RuntimeError(
+            "`spawn` was called while a spawned process imported the main module. "
+            'Guard the start of the program by `if __name__ == "__main__":`.'
+        )
+    if name := getattr(getattr(main, "__spec__", None), "name", None):
+        return {"init_main_from_name": name}
+    return (
+        {"init_main_from_path": os.path.abspath(file)} if Path(file).is_file() else {}
+    )
 
 
 def _pickled(value: object, refusal: str) -> bytes:
@@ -299,7 +301,7 @@ def check_duration(call: str, seconds: object, least: float = 0.0) -> None:
       ValueError: Less than `least`, infinite or NaN.
     """
     if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-        raise TypeError(requirement(call, "must be a number of seconds", seconds))
+        raise TypeError(requirement(call, "must be a number of seconds", repr(seconds)))
     if not least <= seconds < math.inf:
         rule = "must be finite and positive" if least else "must be finite, at least 0"
         raise ValueError(requirement(call, rule, seconds))

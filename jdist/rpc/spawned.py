@@ -23,18 +23,17 @@ def main() -> int:
     rank, request, outcome = map(int, sys.argv[1:])
     for descriptor in (request, outcome):
         os.set_inheritable(descriptor, False)
-    answer: dict[str, Any]
+    failed = False
     try:
-        answer = {"value": call(rank, request)}
-        text = pickle.dumps(answer)
+        text = carried({"value": call(rank, request)})
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the parent raises it again
-        answer = {"moment": time.monotonic(), "error": describe(error)}
-        text = pickle.dumps(answer)
+        failed = True
+        text = pickle.dumps({"moment": time.monotonic(), "error": describe(error)})
     with open(outcome, "wb") as file:
         file.write(text)
-    return 1 if "error" in answer else 0
+    return int(failed)
 
 
 def call(rank: int, request: int) -> Any:
@@ -48,6 +47,16 @@ def call(rank: int, request: int) -> Any:
     preparing = False
     fn, args = pickle.loads(call)
     return fn(rank, *args)
+
+
+def carried(answer: dict[str, Any]) -> bytes:
+    """The answer as bytes; a result that pickle refuses is a mistake of the caller."""
+    try:
+        return pickle.dumps(answer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        rule = "must return what pickle can carry"
+        got = repr(answer["value"])
+        raise TypeError(f"`spawn(fn=...)` {rule}. Got {got}.") from error
 
 
 def describe(error: BaseException) -> str:

@@ -163,7 +163,9 @@ class Stream:
           CutOff: The deadline passed in the middle.
           ChannelClosed: The peer closed, or `shut` was called.
         """
-        rest = _views(pieces)
+        if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
+            pieces = (b"".join(pieces),)
+        rest = [memoryview(piece) for piece in pieces if len(piece)]
         begun = False
         while rest:
             try:
@@ -173,6 +175,8 @@ class Stream:
                 continue
             except OSError as error:
                 raise ChannelClosed(f"its connection broke ({error})") from error
+            if len(rest) == 1 and sent == len(rest[0]):
+                return
             begun, descriptors = True, ()
             _drop(rest, sent)
 
@@ -259,12 +263,6 @@ def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> by
     while rest:
         rest = rest[stream.receive_into(rest, deadline, whole=True) :]
     return bytes(data)
-
-
-def _views(pieces: Sequence[bytes | memoryview]) -> list[memoryview]:
-    if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
-        return [memoryview(b"".join(pieces))]
-    return [memoryview(piece) for piece in pieces if len(piece)]
 
 
 def _drop(rest: list[memoryview], sent: int) -> None:

@@ -123,7 +123,10 @@ class Child:
     def await_end(self) -> None:
         """Blocks until it has ended; its id stays taken until `bury`."""
         if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            # No such child: this program ignores SIGCHLD, or waits for any child. How
+            # it ended is then unknown and counts as 0, as in `subprocess`.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
 
@@ -222,11 +225,11 @@ class Supervisor:
         May be called by any thread, any number of times. If it is interrupted, they
         are killed at once.
         """
-        with self._changed:
-            if not self._ending:
-                self._ending = True
-                self._signal_all(number)
         try:
+            with self._changed:
+                if not self._ending:
+                    self._ending = True
+                    self._signal_all(number)
             self.wait(self._grace)
         finally:
             with self._changed:

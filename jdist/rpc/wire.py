@@ -1,51 +1,55 @@
 """Frames as bytes: a fixed prefix, a msgpack header, and the arrays' own memory.
 
-    prefix   24 bytes   magic, version, descriptors, header and body sizes
-    header   msgpack    kind, id, meta, tree, shared, one description per leaf
-    body     raw        first the slab: all small leaves, each at a multiple of 64;
-                        then every large leaf, back to back
+    prefix   24 bytes   magic, version, sizes of header and body, leaves apart
+    header   msgpack    kind, id, meta, tree, shared, and of each leaf flags,
+                        dtype and shape
+    body     raw        the slab: all small leaves, each at a multiple of 16;
+                        then every large leaf
 
 The receiver knows all sizes before it allocates, and receives into final memory: one
-aligned slab for the small leaves, a piece of its own for each large one. Leaves may
-also travel *apart* from the body, as memory descriptors on one machine; the prefix
-says how many.
+slab for the small leaves, aligned memory of its own for each large one. On one machine
+large leaves may travel *apart* from the body, as memory descriptors; how is the
+transport's affair.
 
 Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothing but
-`ProtocolError`, and allocate nothing beyond `Limits`.
+`ProtocolError`, and nothing beyond `Limits` is ever allocated.
 """
 
-import re
+import math
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import jax
-import ml_dtypes
 import msgspec
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.rpc.arrays import ALIGNMENT, aligned, host, place
+from jdist.rpc.arrays import aligned, host, place
+from jdist.rpc.dtypes import dtype_name, dtype_named
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import Frame
 
 VERSION = 1
 _MAGIC = b"jdst"
-_PREFIX = struct.Struct("<4sHHIIQ")
+_PREFIX = struct.Struct("<4sIIIQ")
 PREFIX_BYTES = _PREFIX.size
 
 _SMALL = 1 << 15
-"""Leaves of fewer bytes share the slab: no allocation each, and not much kept alive
-by one of them."""
+"""Leaves of fewer bytes share the slab: copying them costs less than memory of their
+own, and whoever keeps one of them does not keep much."""
 
-_JAX, _APART = 1, 2
+_ALIGNMENT = 16  # In the slab; what malloc gives, and the widest dtype needs.
+_JAX, _APART, _WEAK = 1, 2, 4
+
+Bytes = bytes | bytearray | memoryview
 
 
 class Limits(NamedTuple):
     """How much a peer may announce before anything is allocated for it.
 
     Attributes:
-      header_bytes: Of one frame's header: structure, strings, scalars.
+      header_bytes: Of one frame's header: structure, scalars, short texts.
       body_bytes: Of one frame's arrays together.
       depth: Nesting of a value.
       leaves: Arrays of one frame.
@@ -76,8 +80,8 @@ class Packed(NamedTuple):
 
     Attributes:
       head: Prefix and header.
-      body: The parts of the body; the leaves' own memory, not copies, where large.
-      apart: Leaves to be sent as memory descriptors, in order.
+      body: The pieces of the body; of large leaves their own memory, not a copy.
+      apart: The leaves to be sent as memory descriptors, in order.
     """
 
     head: bytes
@@ -85,102 +89,44 @@ class Packed(NamedTuple):
     apart: list[memoryview]
 
 
-class _Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    flags: int
-    dtype: str
-    shape: tuple[int, ...]
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The header as msgpack; of each leaf flags, dtype and shape."""
 
-
-class _Message(msgspec.Struct, array_like=True, gc=False):
-    kind: str
-    id: int
+    kind: Annotated[str, msgspec.Meta(max_length=64)]
+    id: Annotated[int, msgspec.Meta(ge=0)]
     meta: dict[str, Any]
     tree: Any
     shared: bool
-    leaves: list[_Leaf]
+    leaves: list[tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]]
 
 
-class _Place(NamedTuple):
-    """Where a leaf's bytes are: in which list, at which index and offset."""
-
+class _Leaf(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
-    is_jax: bool
-    apart: bool
-    index: int
-    offset: int
+    flags: int
+    offset: int | None  # In the slab; None for a leaf with memory of its own.
 
 
 class Header(NamedTuple):
-    """A parsed and checked header: what to receive, and what it will become.
+    """A header, read and checked: what to receive, and what it will become.
 
     Attributes:
-      message: The header's fields.
-      places: Where each leaf's bytes are.
-      body: Sizes of the memory to receive the body into, in order.
-      apart: Sizes of the leaves that come as memory descriptors, in order.
+      message: Its fields.
+      leaves: What each leaf is and where its bytes will be.
+      slab: Bytes of the slab.
+      large: Bytes of each large leaf, in order.
+      apart: Bytes of each leaf that comes as a memory descriptor, in order.
     """
 
     message: _Message
-    places: list[_Place]
-    body: list[int]
+    leaves: list[_Leaf]
+    slab: int
+    large: list[int]
     apart: list[int]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Message)
-
-
-# --- dtypes by name ---
-
-
-def _named_dtypes() -> dict[str, np.dtype]:
-    plain = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 "
-    plain += "float64 complex64 complex128"
-    dtypes = [np.dtype(name) for name in plain.split()]
-    for thing in vars(ml_dtypes).values():
-        if isinstance(thing, type) and issubclass(thing, np.generic):
-            dtypes.append(np.dtype(thing))
-    return {dtype.name: dtype for dtype in dtypes} | {"float0": jax.dtypes.float0}
-
-
-_DTYPES = _named_dtypes()
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Other byte orders, texts of fixed length, dates: NumPy's own notation.
-_OTHER_DTYPE = re.compile(r"[<>][fiucUMm]\d{1,9}(\[\d{0,9}[A-Za-z]{1,7}\])?|\|S\d{1,9}")
-
-
-def dtype_name(dtype: np.dtype) -> str:
-    """The name under which a dtype travels.
-
-    Raises:
-      TypeError: Arrays of this dtype cannot travel: Python objects, records.
-    """
-    name = _DTYPE_NAMES.get(dtype)
-    if name is not None:
-        return name
-    if _OTHER_DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype:
-        return dtype.str
-    rule = "must be numbers, booleans, dates or texts of fixed length"
-    remedy = "Send the fields of a record as arrays of their own."
-    raise TypeError(requirement("rpc(array.dtype)", rule, str(dtype), remedy))
-
-
-def dtype_named(name: str) -> np.dtype:
-    """The dtype of this name.
-
-    Raises:
-      ProtocolError: There is none.
-    """
-    dtype = _DTYPES.get(name)
-    if dtype is not None:
-        return dtype
-    try:
-        if _OTHER_DTYPE.fullmatch(name):
-            return np.dtype(name)
-    except TypeError:
-        pass  # Such as "<f3": refused below like every other unknown name.
-    raise ProtocolError(f"No dtype has the name {name[:40]!r}.")
 
 
 # --- sending ---
@@ -190,141 +136,151 @@ def pack(frame: Frame, apart: int | None = None) -> Packed:
     """The bytes of a frame.
 
     Args:
-      frame: The frame; it waits for those of its JAX arrays that are not computed yet.
+      frame: The frame. Its JAX arrays are waited for, and gathered if sharded.
       apart: Leaves of at least this many bytes travel as memory descriptors.
 
     Raises:
-      TypeError: A dtype or a value of the metadata cannot travel.
-      ValueError: The header is beyond any limit.
+      TypeError: A dtype, or a value of the metadata, cannot travel.
+      ValueError: The header is larger than any limit can be.
     """
-    leaves: list[_Leaf] = []
-    slab: list[Any] = []
+    described = []
+    slab: list[bytes] = []
     filled = 0
     large: list[memoryview] = []
     separate: list[memoryview] = []
     for leaf in frame.leaves:
         array = host(leaf)
-        flags = 0 if array is leaf or type(leaf) is np.ndarray else _JAX
+        flags = 0
+        if type(leaf) is not np.ndarray:
+            flags = _JAX | _WEAK if leaf.weak_type else _JAX
         nbytes = array.nbytes
-        if apart is not None and nbytes >= apart and nbytes:
+        if apart is not None and nbytes >= max(apart, 1):
             flags |= _APART
             separate.append(_bytes_of(array))
-        elif nbytes < _SMALL:
-            gap = -filled % ALIGNMENT
+        elif nbytes >= _SMALL:
+            large.append(_bytes_of(array))
+        else:
+            gap = -filled % _ALIGNMENT
             slab += (bytes(gap), array.tobytes())
             filled += gap + nbytes
-        else:
-            large.append(_bytes_of(array))
-        leaves.append(_Leaf(flags, dtype_name(array.dtype), array.shape))
-    header = _encoder.encode(
-        _Message(frame.kind, frame.id, frame.meta, frame.tree, frame.shared, leaves)
-    )
+        described.append((flags, dtype_name(array.dtype), array.shape))
+    header = _encoded(frame, described)
     body = [memoryview(b"".join(slab)), *large] if filled else large
-    size = filled + sum(map(len, large))
-    prefix = _PREFIX.pack(_MAGIC, VERSION, 0, len(header), len(separate), size)
+    size = sum(map(len, body))
+    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)
     return Packed(prefix + header, body, separate)
 
 
+def _encoded(frame: Frame, leaves: list[Any]) -> bytes:
+    fields = (frame.kind, frame.id, frame.meta, frame.tree, frame.shared, leaves)
+    header = _encoder.encode(fields)
+    if len(header) >= 1 << 32:
+        rule = "must have fewer than 4 GiB outside its arrays"
+        remedy = "Send large data as arrays, bytes or text."
+        raise ValueError(requirement("rpc(value)", rule, len(header), remedy))
+    return header
+
+
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 # --- receiving ---
 
 
-def parse_prefix(data: bytes | bytearray | memoryview, limits: Limits) -> Sizes:
+def parse_prefix(data: Bytes, limits: Limits) -> Sizes:
     """The sizes that a prefix of `PREFIX_BYTES` announces.
 
     Raises:
-      ProtocolError: It is no prefix, of another version, or beyond the limits.
+      ProtocolError: It is no prefix, one of another version, or beyond the limits.
     """
     if len(data) != PREFIX_BYTES:
         raise ProtocolError(f"A prefix has {PREFIX_BYTES} bytes. Got {len(data)}.")
-    magic, version, reserved, header, apart, body = _PREFIX.unpack(data)
+    magic, version, header, apart, body = _PREFIX.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError(f"Not a message of jdist: it begins with {magic!r}.")
-    if version != VERSION or reserved:
+    if version != VERSION:
         raise ProtocolError(
             f"The peer speaks version {version} of the protocol, this worker version "
             f"{VERSION}. Install the same jdist on both."
         )
-    for what, size, most in (
-        ("header", header, limits.header_bytes),
-        ("body", body, limits.body_bytes),
-        ("number of memory descriptors", apart, limits.leaves),
-    ):
-        if size > most:
-            raise ProtocolError(f"A {what} of {size} is beyond the limit of {most}.")
+    if header > limits.header_bytes:
+        raise _beyond("header", header, limits.header_bytes, "header_bytes")
+    if body > limits.body_bytes:
+        raise _beyond("body", body, limits.body_bytes, "body_bytes")
+    if apart > limits.leaves:
+        raise _beyond("number of arrays", apart, limits.leaves, "leaves")
     return Sizes(header, body, apart)
 
 
-def parse_header(
-    data: bytes | bytearray | memoryview, sizes: Sizes, limits: Limits
-) -> Header:
-    """The header, with every field checked against the sizes announced.
+def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
+    """The header, each field checked, also against the sizes announced.
 
     Raises:
-      ProtocolError: It is malformed, inconsistent or beyond the limits.
+      ProtocolError: It is malformed, inconsistent, or beyond the limits.
     """
     try:
         message = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"A header cannot be read: {error}") from error
     if len(message.leaves) > limits.leaves:
-        raise ProtocolError(f"A frame has more than {limits.leaves} arrays.")
-    if message.id < 0 or len(message.kind) > 64:
-        raise ProtocolError("A frame's number is negative or its kind too long.")
+        got = len(message.leaves)
+        raise _beyond("number of arrays", got, limits.leaves, "leaves")
     header = _planned(message, limits)
-    if sum(header.body) != sizes.body or len(header.apart) != sizes.apart:
-        raise ProtocolError("A header's arrays do not fill the body announced.")
+    if header.slab + sum(header.large) != sizes.body:
+        raise ProtocolError(f"The arrays do not fill the body of {sizes.body} bytes.")
+    if len(header.apart) != sizes.apart:
+        raise ProtocolError(f"Not {sizes.apart} arrays travel apart, as announced.")
     return header
 
 
 def _planned(message: _Message, limits: Limits) -> Header:
-    places: list[_Place] = []
+    leaves: list[_Leaf] = []
     large: list[int] = []
     apart: list[int] = []
-    filled = total = 0
-    for flags, dtype, shape, nbytes in _described(message.leaves, limits):
-        total += nbytes
-        is_apart = bool(flags & _APART)
-        if is_apart:
-            index, offset = len(apart), 0
+    filled = 0
+    for flags, name, shape in message.leaves:
+        dtype = dtype_named(name)
+        nbytes = _checked_size(dtype, shape, limits)
+        offset = None
+        if flags & _APART:
             apart.append(nbytes)
-        elif nbytes < _SMALL:
-            index, offset = 0, filled + -filled % ALIGNMENT
-            filled = offset + nbytes
-        else:
+        elif nbytes >= _SMALL:
             large.append(nbytes)
-            index, offset = len(large), 0
-        places.append(_Place(dtype, shape, bool(flags & _JAX), is_apart, index, offset))
+        else:
+            offset = filled + -filled % _ALIGNMENT
+            filled = offset + nbytes
+        leaves.append(_Leaf(dtype, shape, flags, offset))
+    total = filled + sum(large) + sum(apart)
     if total > limits.body_bytes:
-        raise ProtocolError(f"Arrays of {total} bytes are beyond the limit.")
-    if not filled:
-        places = [p._replace(index=p.index - (not p.apart)) for p in places]
-    return Header(message, places, [filled, *large] if filled else large, apart)
+        raise _beyond("body", total, limits.body_bytes, "body_bytes")
+    return Header(message, leaves, filled, large, apart)
 
 
-def _described(
-    leaves: list[_Leaf], limits: Limits
-) -> Iterator[tuple[int, np.dtype, tuple[int, ...], int]]:
-    for leaf in leaves:
-        dtype = dtype_named(leaf.dtype)
-        shape = leaf.shape
-        extent = 1
-        for n in shape:
-            if n < 0:
-                raise ProtocolError(f"An array has the shape {shape}.")
-            extent *= n or 1
-        if len(shape) > 32 or extent * dtype.itemsize > limits.body_bytes:
-            raise ProtocolError("An array is larger than this worker accepts.")
-        nbytes = 0 if 0 in shape else extent * dtype.itemsize
-        yield leaf.flags, dtype, shape, nbytes
+def _checked_size(dtype: np.dtype, shape: tuple[int, ...], limits: Limits) -> int:
+    if len(shape) > 64:
+        raise ProtocolError(f"An array has {len(shape)} dimensions.")
+    nbytes = dtype.itemsize * math.prod(shape)
+    # An empty array, too, must not have dimensions whose product overflows.
+    most = nbytes or max(dtype.itemsize, 1) * math.prod(n or 1 for n in shape)
+    if most > limits.body_bytes:
+        raise _beyond("array", most, limits.body_bytes, "body_bytes")
+    return nbytes
+
+
+def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
+    return ProtocolError(
+        f"A {what} of {size:.12g} is beyond this worker's limit of {limit} "
+        f"(Limits.{name})."
+    )
 
 
 def allocate(header: Header) -> list[memoryview]:
-    """Memory to receive the body into, in order; together exactly the body's size."""
-    return [aligned(size) for size in header.body]
+    """Memory to receive the body into, in order: all of it, and no piece is empty."""
+    memory = [aligned(nbytes) for nbytes in header.large]
+    if header.slab:
+        memory.insert(0, memoryview(bytearray(header.slab)))
+    return memory
 
 
 def assemble(
@@ -333,32 +289,45 @@ def assemble(
     device: jax.Device | None,
     apart: Sequence[memoryview] = (),
 ) -> Frame:
-    """The frame over the memory received, which it takes over.
+    """The frame over the memory received, which belongs to its leaves from now on.
 
     Args:
       header: As `parse_header` gave it.
       buffers: As `allocate` gave them, filled.
       device: Where JAX arrays are placed; None for JAX's default.
-      apart: Memory behind the descriptors, writable, of `header.apart` bytes each.
+      apart: The memory behind the descriptors, writable, in order; each piece of at
+        least `header.apart` bytes.
 
     Raises:
-      ProtocolError: The memory is not what the header describes.
+      ProtocolError: The memory is not as described, or JAX cannot hold an array.
     """
-    if [len(b) for b in apart] != header.apart:
-        raise ProtocolError("Memory descriptors are not of the sizes announced.")
+    slab: Any = buffers[0] if header.slab else bytearray()
+    large = iter(_fitting(buffers[bool(header.slab) :], header.large))
+    separate = iter(_fitting(apart, header.apart))
     leaves: list[Any] = []
-    placed: list[int] = []
-    for place_ in header.places:
-        memory = apart if place_.apart else buffers
-        if place_.is_jax:
-            placed.append(len(leaves))
-        buffer = memory[place_.index] if memory else b""
-        leaves.append(np.ndarray(place_.shape, place_.dtype, buffer, place_.offset))
-    if placed:
-        arrays = place([leaves[i] for i in placed], device)
-        for i, array in zip(placed, arrays, strict=True):
-            leaves[i] = array
-    message = header.message
-    return Frame(
-        message.kind, message.id, message.meta, message.tree, leaves, message.shared
-    )
+    for dtype, shape, flags, offset in header.leaves:
+        if offset is None:
+            memory = next(separate if flags & _APART else large)
+            array = np.ndarray(shape, dtype, memory)
+        else:
+            array = np.ndarray(shape, dtype, slab, offset)
+        leaves.append(_received(array, flags, device) if flags & _JAX else array)
+    kind, number, meta, tree, shared, _ = msgspec.structs.astuple(header.message)
+    return Frame(kind, number, meta, tree, leaves, shared)
+
+
+def _fitting(memory: Sequence[memoryview], sizes: list[int]) -> Iterable[memoryview]:
+    if len(memory) != len(sizes):
+        raise ProtocolError(f"{len(sizes)} pieces of memory are due: {len(memory)}.")
+    for piece, size in zip(memory, sizes, strict=True):
+        if len(piece) < size:
+            raise ProtocolError(f"{size} bytes of memory are due: {len(piece)}.")
+    return memory
+
+
+def _received(array: np.ndarray, flags: int, device: jax.Device | None) -> jax.Array:
+    try:
+        return place(array, device, bool(flags & _WEAK))
+    except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
+        shown = f"{array.dtype} of shape {array.shape}"
+        raise ProtocolError(f"JAX cannot hold an array, {shown}: {error}") from error

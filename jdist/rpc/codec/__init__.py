@@ -1,44 +1,92 @@
-"""Values to trees and leaves, and back: what rpc can send, and how."""
+"""Values as trees and leaves, and back: what rpc can send.
+
+A *tree* is made of plain scalars and lists (`jdist.rpc.codec.codes` has the format);
+the *leaves* are the arrays of the value, untouched. What arrives is what was sent:
+
+- None, bool, int of any size, float, complex, str, bytes, bytearray, range, slice, ...
+- tuple, list, dict in its order, OrderedDict, defaultdict, sets, named tuples;
+- dataclasses, enums, and pytrees with `tree_flatten` and `tree_unflatten`, of classes
+  that `FunctionTable` lets one name;
+- NumPy arrays of numbers, booleans, dates and fixed-length texts; in C order on
+  arrival, writable, in memory of their own; NumPy scalars and dtypes;
+- JAX arrays of every dtype, weak types and PRNG keys with their implementation; on the
+  receiver's device, gathered if they were sharded over devices of the sender;
+- functions, classes and bound methods by name, `functools.partial` of them;
+- exceptions, as `jdist.rpc.remote_exception` describes them.
+
+An array that occurs twice in a value is sent once and arrives as one; equal containers
+arrive as two. Everything else is refused with a reason, unless pickle is allowed.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist.rpc.codec import codes
-from jdist.rpc.codec.decoding import Decoding
-from jdist.rpc.codec.encoding import HANDLERS, Encoding
+import jax
+
+from jdist._errors import requirement
+from jdist.rpc.codec import callables, codes, containers, numeric, objects, plain
+from jdist.rpc.codec import pickled as pickles
+from jdist.rpc.codec.decoding import Decoder, Decoding, parts
+from jdist.rpc.codec.encoding import Encoding
+from jdist.rpc.errors import ProtocolError
 from jdist.rpc.functions import FunctionTable
+
+_ENCODERS = plain.ENCODERS | containers.ENCODERS | numeric.ENCODERS
+_KINDS = [*numeric.KINDS, *objects.KINDS, *callables.KINDS]
 
 
 class Codec:
-    """Encodes values into a tree and leaves, and decodes them.
+    """Encodes the values that one worker sends, and decodes those it receives.
 
     Args:
-      functions: Which functions and classes may be named.
-      allow_pickle: Whether what is not otherwise encodable goes by pickle, which lets
-        every peer run anything here.
-      depth: How deeply values may be nested.
+      functions: Which functions and classes may be named, by this worker and by others.
+      allow_pickle: What is not otherwise encodable goes by pickle. Whoever may send to
+        this worker can then make it run anything.
+      depth: How deeply a value may be nested.
+
+    Example:
+      >>> codec = Codec(FunctionTable())
+      >>> tree, leaves = codec.encode({"step": 3, "shape": (2, 5)})
+      >>> codec.decode(tree, leaves)
+      {'step': 3, 'shape': (2, 5)}
     """
 
     def __init__(
         self, functions: FunctionTable, allow_pickle: bool = False, depth: int = 100
     ) -> None:
         self.functions = functions
-        self._allow_pickle = allow_pickle
         self._depth = depth
-        self._handlers = dict(HANDLERS)
+        self._encoders = dict(_ENCODERS)
+        self._decoders = _decoders(allow_pickle)
         self._registered: dict[str, Callable[[Any], Any]] = {}
+        by_kind = self._by_kind
+        self._otherwise = pickles.or_pickled(by_kind) if allow_pickle else by_kind
 
     def encode(self, value: Any) -> tuple[Any, list[Any]]:
-        """The value's structure as a tree, and its arrays in order of appearance."""
+        """The tree of a value, and its arrays in the order in which they appear.
+
+        Raises:
+          TypeError: Something in it is of a kind that cannot travel.
+          ValueError: It is nested too deeply, or something has no value or no name:
+            traced or deleted arrays, lambdas.
+          ForbiddenFunction: It names a function or class that is not allowed.
+          Exception: Whatever an encode hook raises.
+        """
         encoding = Encoding(
-            self.functions, self._handlers, self._depth, self._allow_pickle
+            self.functions, self._encoders, self._otherwise, self._depth
         )
-        return encoding.node(value), encoding.leaves
+        return encoding.tree(value), encoding.leaves
 
     def decode(self, tree: Any, leaves: Sequence[Any]) -> Any:
-        """The value again."""
+        """The value of a tree and its leaves.
+
+        Raises:
+          ProtocolError: The tree is malformed, or does not fit the leaves.
+          ForbiddenFunction: It names something that is not allowed here.
+          Exception: Whatever a decode hook raises.
+        """
         return Decoding(
-            self.functions, self._registered, leaves, self._depth, self._allow_pickle
+            self.functions, self._decoders, self._registered, leaves, self._depth
         ).value(tree)
 
     def register(
@@ -48,17 +96,67 @@ class Codec:
         encode: Callable[[Any], Any],
         decode: Callable[[Any], Any],
     ) -> None:
-        """Lets objects of exactly this type travel.
+        """Lets objects of exactly the type `kind` travel in a form of their own.
 
         Args:
           kind: The type.
-          code: Its name on the wire, the same on all workers.
-          encode: Makes a value that is encodable of an object; may raise.
-          decode: Makes an object of that value; may raise.
+          code: Stands for it on the wire; the same on all workers.
+          encode: Makes an encodable value of an object, each time one is sent. What
+            it raises goes to whoever encodes.
+          decode: Makes an object of that value again, each time one arrives.
+
+        Raises:
+          ValueError: The code is taken.
         """
+        if code in self._registered:
+            rule = "must be new"
+            raise ValueError(requirement("Codec.register(code=...)", rule, repr(code)))
 
-        def handler(encoding: Encoding, value: Any) -> Any:
-            return [codes.REGISTERED, code, *encoding.nodes(0, (encode(value),))[1:]]
+        def encoder(encoding: Encoding, value: Any) -> Any:
+            return [codes.REGISTERED, code, *encoding.trees((encode(value),))]
 
-        self._handlers[kind] = handler
+        self._encoders[kind] = encoder
         self._registered[code] = decode
+
+    def _by_kind(self, encoding: Encoding, value: Any) -> Any:
+        """The tree of a value whose type alone does not tell how it travels."""
+        encoder = next((encoder for fits, encoder in _KINDS if fits(value)), None)
+        if encoder is None:
+            raise TypeError(_refusal(value))
+        tree = encoder(encoding, value)
+        if tree[0] == codes.LEAF and isinstance(value, jax.Array):
+            # The class of JAX's arrays is known only from an array: found at once now.
+            self._encoders[type(value)] = numeric.jax_array
+        return tree
+
+
+def _decoders(allow_pickle: bool) -> list[Decoder]:
+    table: dict[int, Decoder] = {
+        **plain.DECODERS,
+        **containers.DECODERS,
+        **numeric.DECODERS,
+        **callables.DECODERS,
+        **objects.DECODERS,
+        codes.REGISTERED: _registered,
+        codes.PICKLE: pickles.unpickled if allow_pickle else pickles.forbidden,
+    }
+    return [table[code] for code in range(len(table))]
+
+
+def _registered(decoding: Decoding, node: list[Any]) -> Any:
+    code, tree = parts(node, str, object)
+    decode = decoding.registered.get(code)
+    if decode is None:
+        raise ProtocolError(f"No type is registered as {code[:40]!r} on this worker.")
+    return decode(decoding.value(tree))
+
+
+def _refusal(value: Any) -> str:
+    kind = type(value)
+    rule = "must be made of scalars, containers, arrays, dataclasses and functions"
+    remedy = (
+        "Make its class a dataclass, keep it where it is and send an RRef to it, or "
+        "start every worker with `allow_pickle=True`."
+    )
+    shown = f"a {kind.__module__}.{kind.__qualname__}"
+    return requirement("rpc(value)", rule, shown, remedy)

@@ -1,31 +1,33 @@
-"""The first element of every list in a tree: what the rest of the list means.
+"""The format of a tree: what the first element of each list says about the rest.
 
-A tree is None, bool, int (64 bit), float, str, bytes, or a list `[code, ...]`:
+A tree is None, bool, int (64 bit), float, str, bytes, or a list that begins with a
+code. "Tree" stands for any tree below, "name" for `module:qualname`:
 
-    LEAF        index                      an array of the frame
-    TUPLE       item...                    LIST, SET, FROZENSET likewise
-    DICT        key, value, ...            ORDERED_DICT likewise
-    DEFAULT_DICT  factory, key, value, ...
-    BIG_INT     bytes                      little-endian, signed
-    COMPLEX     real, imag
-    RANGE       start, stop, step          SLICE likewise
+    LEAF          index of an array of the frame
+    TUPLE         tree, ...                LIST, SET, FROZENSET likewise
+    DICT          key tree, value tree, ...            ORDERED_DICT likewise
+    DEFAULT_DICT  factory tree, key tree, value tree, ...
+    BIG_INT       bytes tree: little-endian, signed
+    COMPLEX       real part, imaginary part
+    RANGE         start, stop, step: trees             SLICE likewise
     ELLIPSIS
-    BYTES       index                      long bytes: a leaf of uint8
-    TEXT        index                      long or unusual text: a leaf of UTF-8
-    BYTE_ARRAY  bytes tree
-    SCALAR      dtype, bytes               a NumPy scalar
-    DTYPE       dtype                      DTYPE_CLASS: its scalar type
-    KEY         implementation, tree       a PRNG key array
-    REFERENCE   "module:qualname"          a function or class
-    METHOD      owner, name                a bound method
-    PARTIAL     function, args, kwargs     a functools.partial
-    DATACLASS   "module:qualname", field, value, ...
-    NAMEDTUPLE  "module:qualname", item...
-    ENUM        "module:qualname", name    FLAG: its number
-    PYTREE      "module:qualname", static part, child...
-    EXCEPTION   description
-    REGISTERED  code, value                a type given to `Codec.register`
-    PICKLE      bytes tree                 only with allow_pickle=True
+    BYTES         index of a leaf of uint8: long bytes
+    TEXT          index of a leaf of uint8: long or unusual text as UTF-8
+    BYTE_ARRAY    bytes tree
+    SCALAR        dtype, bytes: a NumPy scalar
+    DTYPE         dtype                    DTYPE_CLASS: the class of its scalars
+    KEY           implementation, tree of its data: an array of PRNG keys
+    REFERENCE     name of a function or class
+    METHOD        owner tree, name within its class
+    PARTIAL       function, tuple, dict: trees; a functools.partial
+    DATACLASS     name, then field name, tree, ...
+    NAMEDTUPLE    name, then tree, ...
+    ENUM          name, name of the member
+    FLAG          name, number: a combination of members
+    PYTREE        name, tree of the static part, tree, ...
+    EXCEPTION     tree of its description
+    REGISTERED    code given to `Codec.register`, tree
+    PICKLE        bytes tree; only with allow_pickle=True
 """
 
 (

@@ -1,0 +1,45 @@
+"""Calls between workers: threads of one process, processes, or machines.
+
+    from jdist import rpc
+
+    rpc.init_rpc("worker0", rank=0, world_size=2)   # and "worker1" elsewhere
+    rpc.rpc_sync("worker1", jnp.add, args=(x, y))
+    rpc.shutdown()
+
+`local_cluster` has all workers in this process, `spawn` starts processes, and
+`python -m jdist.launch` starts programs.
+"""
+
+from jdist.rpc.api import all_gather as all_gather
+from jdist.rpc.api import barrier as barrier
+from jdist.rpc.api import debug_info as debug_info
+from jdist.rpc.api import get_rpc_timeout as get_rpc_timeout
+from jdist.rpc.api import get_worker_info as get_worker_info
+from jdist.rpc.api import get_worker_infos as get_worker_infos
+from jdist.rpc.api import new_cluster_key as new_cluster_key
+from jdist.rpc.api import set_default_timeout as set_default_timeout
+from jdist.rpc.api import shutdown as shutdown
+from jdist.rpc.async_execution import async_execution as async_execution
+from jdist.rpc.calls import rpc_async as rpc_async
+from jdist.rpc.calls import rpc_sync as rpc_sync
+from jdist.rpc.current import use_worker as use_worker
+from jdist.rpc.errors import AuthenticationError as AuthenticationError
+from jdist.rpc.errors import ForbiddenFunction as ForbiddenFunction
+from jdist.rpc.errors import ProcessFailed as ProcessFailed
+from jdist.rpc.errors import ProtocolError as ProtocolError
+from jdist.rpc.errors import RemoteError as RemoteError
+from jdist.rpc.errors import RpcError as RpcError
+from jdist.rpc.errors import RpcTimeout as RpcTimeout
+from jdist.rpc.errors import WorkerLost as WorkerLost
+from jdist.rpc.future import Future as Future
+from jdist.rpc.init import init_rpc as init_rpc
+from jdist.rpc.local_cluster import local_cluster as local_cluster
+from jdist.rpc.options import RpcOptions as RpcOptions
+from jdist.rpc.process_settings import ProcessSettings as ProcessSettings
+from jdist.rpc.spawn import Processes as Processes
+from jdist.rpc.spawn import spawn as spawn
+from jdist.rpc.tls import TlsConfig as TlsConfig
+from jdist.rpc.waiting import collect_all as collect_all
+from jdist.rpc.waiting import wait_all as wait_all
+from jdist.rpc.waiting import wait_all_calls as wait_all_calls
+from jdist.rpc.worker_info import WorkerInfo as WorkerInfo

@@ -1,0 +1,371 @@
+"""A worker: calls that go out, calls that come in, and what both need."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from jdist._errors import requirement
+from jdist.rpc import current, deadline
+from jdist.rpc.alarm import Alarm
+from jdist.rpc.callee import Callee, Handler
+from jdist.rpc.channel import Channel, ChannelClosed, Transport
+from jdist.rpc.codec import Codec
+from jdist.rpc.crew import Crew
+from jdist.rpc.deadline import DEFAULT, Deadline
+from jdist.rpc.directory import Directory
+from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.execution import Execution
+from jdist.rpc.frame import ERROR, REPLY, Frame
+from jdist.rpc.functions import FunctionTable
+from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.in_process import Hub, InProcessTransport
+from jdist.rpc.interceptor import Interceptor
+from jdist.rpc.ledger import Ledger, Operation
+from jdist.rpc.line import Line
+from jdist.rpc.options import RpcOptions
+from jdist.rpc.peer import Lane, Peer
+from jdist.rpc.remote_exception import rebuild
+from jdist.rpc.request import Exchange, Outgoing, Receive, Request
+from jdist.rpc.serving import Serving
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.rpc.coordinator import Coordinator
+    from jdist.rpc.group import Group
+
+
+class Agent:
+    """One worker of a group.
+
+    Parts built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
+    `codec`; what users call is in `jdist.rpc`.
+
+    Args:
+      info: Its name and rank.
+      transport: Its way to the others; owned by the agent from now on.
+      functions: What others may call.
+      options: See there.
+
+    Attributes:
+      codec: Values to frames and back.
+      ledger: The calls under way.
+      directory: The group.
+      default_timeout: Of calls that do not say, in seconds; 0 for no limit.
+      interceptor: Looks at every user-level call, or None.
+      closed: Whether it was shut down.
+      group: Its membership, once it has joined.
+      coordinator: That of its group, on rank 0.
+    """
+
+    group: "Group"
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        transport: Transport,
+        functions: FunctionTable,
+        options: RpcOptions,
+    ) -> None:
+        self.info = info
+        self.options = options
+        self.codec = Codec(functions, options.allow_pickle)
+        self.codec.register(Future, "future", _refuse_future, _refuse_future)
+        self.ledger = Ledger()
+        self.directory = Directory(info)
+        self.crew = Crew(f"{info.name} rpc", options.threads)
+        self.alarm = Alarm(f"{info.name} deadlines", self._expire)
+        self.default_timeout = options.timeout
+        self.interceptor: Interceptor | None = None
+        self.hint: Callable[[Peer], str] = lambda peer: ""
+        self.closed = False
+        self.coordinator: Coordinator | None = None
+        self.callee = Callee(self)
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._incoming: dict[Channel, Serving] = {}
+        self._watched: list[Line] = []
+        # Calls to oneself need no socket, but refuse what a socket refuses.
+        self._loopback = InProcessTransport(info.name, Hub(), options.device)
+        for way in (self._loopback, transport):
+            if isinstance(way, InProcessTransport):
+                way.answerer = self._answer_in_thread_of_caller
+            way.serve(self._serve)
+
+    @property
+    def address(self) -> Any:
+        """Where the others reach this worker."""
+        return self._transport.address
+
+    def register(self, kind: str, handler: Handler) -> None:
+        """Has `handler(caller, body, meta)` answer requests of this kind.
+
+        It returns a value, a `Reply` with metadata, or a Future of one.
+
+        Raises:
+          ValueError: The kind has a handler.
+        """
+        self.callee.register(kind, handler)
+
+    def set_interceptor(self, interceptor: Interceptor | None) -> None:
+        """Has `interceptor` look at every user-level call, or nobody."""
+        self.interceptor = interceptor
+
+    # --- the group ---
+
+    def meet(self, members: Iterable[tuple[WorkerInfo, Any]]) -> None:
+        """The group is complete: these are its workers and their addresses."""
+        peers = []
+        for info, address in members:
+            transport = self._loopback if info == self.info else self._transport
+            peers.append(Peer(info, address, transport, self.crew))
+        self.directory.add(peers)
+
+    def part(self, name: str, reason: str) -> None:
+        """A worker has gone: whoever waits for it, or works for it, is told."""
+        self.directory.find(name).close(reason)
+        with self._lock:
+            channels = [channel for channel in self._incoming if channel.peer == name]
+        for channel in channels:
+            channel.close(reason)
+
+    def watch(self, line: Line) -> None:
+        """Has the deadlines of a line kept that leads to no worker."""
+        self._watched.append(line)
+
+    # --- calling ---
+
+    def call(
+        self,
+        to: Any,
+        kind: str,
+        body: Any,
+        timeout: float = DEFAULT,
+        meta: dict[str, Any] | None = None,
+    ) -> Any:
+        """Asks `to` and waits for the answer.
+
+        Args:
+          to: A name, a rank or a WorkerInfo.
+          kind: What the callee has registered.
+          body: Anything encodable.
+          timeout: Seconds; -1 for the default, 0 for no limit.
+          meta: Small values by name that travel beside the body.
+
+        Raises:
+          RpcTimeout: No answer came in time.
+          WorkerLost: The callee is gone.
+          Exception: Whatever the handler raised.
+        """
+        return self.exchange(self.outgoing(to, kind, body, timeout, meta))
+
+    def call_async(
+        self,
+        to: Any,
+        kind: str,
+        body: Any,
+        timeout: float = DEFAULT,
+        meta: dict[str, Any] | None = None,
+    ) -> Future[Any]:
+        """Asks `to`; the answer will be in the future, as will the errors of `call`."""
+        return self.request(self.outgoing(to, kind, body, timeout, meta))
+
+    def outgoing(
+        self,
+        to: Any,
+        kind: str,
+        body: Any,
+        timeout: float,
+        meta: dict[str, Any] | None = None,
+    ) -> Outgoing:
+        """A request, with its destination looked up and its deadline computed."""
+        if self.closed:
+            raise RpcError(current.NOT_INITIALIZED)
+        peer = self.directory.find(to)
+        limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
+        return Outgoing(peer, kind, body, meta or {}, limit, Operation(kind))
+
+    def exchange(self, outgoing: Outgoing) -> Any:
+        """Sends a request on a channel of its own and waits for the answer."""
+        peer, kind, body, meta, limit, operation, receive = outgoing
+        tree, leaves = self.codec.encode(body)
+        waiting = Exchange(peer.info.name, operation)
+        scope = current.scope.get()
+        execution = None if scope is None else scope.execution
+        self.ledger.send(waiting)
+        try:
+            if execution is not None:
+                execution.begin(waiting)
+            lane = peer.take(limit)
+            answer = self._on_lane(
+                waiting, peer, lane, limit, (kind, meta, tree, leaves)
+            )
+        except ChannelClosed as error:
+            if waiting.given_up is not None:
+                raise RpcTimeout(waiting.given_up) from error
+            raise self.lost(peer.info.name, operation, str(error)) from error
+        except TimeoutError as error:
+            raise self.timed_out(peer, operation, limit) from error
+        finally:
+            if execution is not None:
+                execution.end(waiting)
+            self.ledger.end(waiting)
+        return self.value_of(answer, receive)
+
+    def _on_lane(
+        self,
+        waiting: Exchange,
+        peer: Peer,
+        lane: Lane,
+        limit: Deadline,
+        request: tuple[str, dict[str, Any], Any, list[Any]],
+    ) -> Frame:
+        channel, numbers = lane
+        kind, meta, tree, leaves = request
+        waiting.channel = channel
+        if waiting.given_up is not None:
+            peer.drop(lane, waiting.given_up)
+            raise ChannelClosed(waiting.given_up)
+        sent = Frame(kind, next(numbers), meta | deadline.to_meta(limit), tree, leaves)
+        try:
+            answer = channel.exchange(sent, limit.at)
+        except TimeoutError:
+            peer.drop(lane, "the call was given up at its deadline")
+            raise
+        except ValueError:
+            peer.give(lane)  # refused before a byte was sent
+            raise
+        except BaseException as error:
+            peer.drop(lane, f"the call was interrupted: {error!r}")
+            raise
+        peer.give(lane)
+        return answer
+
+    def request(self, outgoing: Outgoing) -> Future[Any]:
+        """Sends a request on the shared channel; its future."""
+        tree, leaves = self.codec.encode(outgoing.body)
+        scope = current.scope.get()
+        request = Request(self, outgoing, None if scope is None else scope.execution)
+        meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
+        frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
+        peer = outgoing.peer
+        self.ledger.send(request)
+        if peer.line is not None and peer.line.closed is None:
+            self._submit(request, peer, frame)
+        else:  # connecting may take long, and this call must not
+            self.crew.run(lambda: self._connect_and_submit(request, peer, frame))
+        return request.future
+
+    def _submit(self, request: Request, peer: Peer, frame: Frame) -> None:
+        assert peer.line is not None
+        try:
+            request.submit(peer.line, frame)
+        except BaseException:
+            self.ledger.end(request)
+            raise
+        self.alarm.set(request.deadline.at)
+
+    def _connect_and_submit(self, request: Request, peer: Peer, frame: Frame) -> None:
+        error: BaseException
+        try:
+            peer.open_line(request.deadline)
+            self._submit(request, peer, frame)
+            return
+        except ChannelClosed as closed:
+            error = self.lost(peer.info.name, request.operation, str(closed))
+        except TimeoutError:
+            error = self.timed_out(peer, request.operation, request.deadline)
+        except Exception as other:  # noqa: BLE001 - it becomes the future's
+            error = other
+        for callback in request.end(None, error):
+            callback()
+
+    # --- answers ---
+
+    def value_of(self, frame: Frame, receive: Receive | None) -> Any:
+        """What an answer says; raises what it says was raised."""
+        value = self.codec.decode(frame.tree, frame.leaves)
+        if frame.kind == REPLY:
+            return value if receive is None else receive(value, frame.meta)
+        if frame.kind != ERROR:
+            raise ProtocolError(f"An answer of kind {frame.kind!r} is none.")
+        raise rebuild(value, self.codec.functions)
+
+    def lost(self, name: str, operation: Operation, reason: str) -> RpcError:
+        """The error for a call whose channel closed."""
+        if self.closed:
+            return RpcError(f"RPC was shut down on this worker during {operation}.")
+        known = self.directory.departed(name)
+        return WorkerLost(
+            name, str(operation), known or f"its connection closed ({reason})"
+        )
+
+    def timed_out(
+        self, peer: Peer, operation: Operation, limit: Deadline
+    ) -> RpcTimeout:
+        """The error for a call whose deadline came, with what the callee is doing."""
+        return RpcTimeout(
+            f"{deadline.exceeded(limit)} and will now be marked with an error: "
+            f"{operation} to {peer.info.name!r}.{self.hint(peer)}"
+        )
+
+    # --- serving ---
+
+    def _serve(self, channel: Channel) -> None:
+        caller = self.directory.caller(channel.peer, self.options.join_timeout)
+        if caller is None or self.closed:
+            channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
+            return
+        serving = Serving(self, channel, caller, self._no_longer_serves)
+        with self._lock:
+            self._incoming[channel] = serving
+        serving.read()
+
+    def _no_longer_serves(self, channel: Channel) -> None:
+        with self._lock:
+            self._incoming.pop(channel, None)
+
+    def _answer_in_thread_of_caller(
+        self, caller: str, frame: Frame, depth: int
+    ) -> Frame | Execution:
+        info = self.directory.find(caller).info
+        execution = self.callee.begin(info, frame)
+        answer: Frame | Execution = execution
+        try:
+            answer = self.callee.execute(execution, frame, depth)
+        finally:
+            if answer is not execution:
+                self.ledger.end(execution)
+        if answer is execution:
+            call_when_done(execution.answer, lambda: self.ledger.end(execution))
+        return answer
+
+    # --- time and end ---
+
+    def _expire(self, now: float) -> float | None:
+        lines = [*self._watched, *(peer.line for peer in self.directory.peers())]
+        moments = [line.expire(now) for line in lines if line is not None]
+        return min((at for at in moments if at is not None), default=None)
+
+    def close(self) -> None:
+        """Ends it at once: channels, threads, sockets. Any number of times."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        for peer in self.directory.peers():
+            peer.close("this worker was shut down")
+        self._transport.close()
+        self._loopback.close()
+        self.alarm.close()
+        self.crew.close(timeout=5.0)
+
+
+def _refuse_future(value: Any) -> Any:
+    rule = (
+        "must not contain a Future: Can not pickle torch.futures.Future, nor this one"
+    )
+    remedy = "Send its value: future.wait(). A function decorated with "
+    remedy += "@rpc.async_execution may return one."
+    raise TypeError(
+        requirement("rpc(args=...) or its result", rule, "a Future", remedy)
+    )

@@ -1,0 +1,63 @@
+"""One thread that wakes when the next deadline comes, and not before."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+
+class Alarm:
+    """Calls a function at moments that are announced to it.
+
+    Nobody takes an announcement back: what was waited for may be over by then, and the
+    function looks. So announcing is one comparison, unless the moment is the earliest.
+
+    Args:
+      name: What its thread is called.
+      ring: Called with the time; the next moment that it knows of, or None.
+    """
+
+    def __init__(self, name: str, ring: Callable[[float], float | None]) -> None:
+        self._name = name
+        self._ring = ring
+        self._next = math.inf
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def set(self, at: float | None) -> None:
+        """Has the alarm ring at this moment, if it does not ring earlier."""
+        if at is None or at >= self._next:
+            return
+        with self._changed:
+            self._next = min(self._next, at)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(
+                    target=self._run, name=self._name, daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and self._next > time.monotonic():
+                    until = self._next
+                    seconds = None if until == math.inf else until - time.monotonic()
+                    self._changed.wait(seconds)
+                if self._closed:
+                    return
+                # Before looking: a moment announced from now on is compared with this.
+                self._next = math.inf
+            upcoming = self._ring(time.monotonic())
+            if upcoming is not None:
+                with self._changed:
+                    self._next = min(self._next, upcoming)

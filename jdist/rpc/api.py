@@ -1,0 +1,149 @@
+"""What a worker can ask about itself and its group, and how it ends."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jdist.rpc import current, debug, membership
+from jdist.rpc.deadline import DEFAULT, resolve
+from jdist.rpc.options import check_seconds
+from jdist.rpc.rendezvous import fresh_key
+from jdist.rpc.worker_info import WorkerInfo
+
+
+def get_worker_info(name: str | None = None) -> WorkerInfo:
+    """Name and rank of a worker; by default of this one.
+
+    Raises:
+      RpcError: The group has no worker of that name.
+
+    Source: `torch.distributed.rpc.get_worker_info`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a", "b"]):
+      ...     rpc.get_worker_info("b")
+      WorkerInfo(name='b', id=1)
+    """
+    agent = current.agent()
+    return agent.info if name is None else agent.directory.find(name).info
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the group by rank, also those that have gone."""
+    return [peer.info for peer in current.agent().directory.peers()]
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of this worker's calls in seconds; 0 means no limit."""
+    return current.agent().default_timeout
+
+
+def set_default_timeout(seconds: float) -> None:
+    """Sets the default timeout of this worker's calls; those under way keep theirs.
+
+    Raises:
+      TypeError: Not a number of seconds.
+      ValueError: Negative or infinite. 0 means no limit.
+
+    Source: `torch.distributed.rpc._set_rpc_timeout`.
+    """
+    check_seconds("set_default_timeout(seconds)", seconds)
+    current.agent().default_timeout = seconds
+
+
+def all_gather(
+    obj: Any, names: Iterable[str] | None = None, timeout: float = DEFAULT
+) -> dict[str, Any]:
+    """Every worker's `obj` by name, once all of them have called this.
+
+    Workers that meet several times in the same set meet in the order of their calls;
+    from several threads of a worker, in any order.
+
+    Args:
+      obj: Anything that can be sent.
+      names: The workers that take part, this one among them; by default all.
+      timeout: Seconds; -1 for the default, 0 for no limit.
+
+    Raises:
+      RpcTimeout: Somebody did not come in time; the message says who. It is raised on
+        all who came.
+      WorkerLost: One of them died, froze or left the group.
+      ValueError: `names` are not of the group, or do not contain this worker.
+
+    Source: `torch.distributed.rpc.api._all_gather`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a"]):
+      ...     rpc.all_gather(7)
+      {'a': 7}
+    """
+    return current.agent().group.all_gather(obj, names, timeout)
+
+
+def barrier(names: Iterable[str] | None = None, timeout: float = DEFAULT) -> None:
+    """Waits until all workers, or those of `names`, have called this.
+
+    Takes and raises what `all_gather` does; nothing is swallowed.
+
+    Source: `torch.distributed.rpc.api._barrier`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a"]):
+      ...     rpc.barrier()
+    """
+    current.agent().group.all_gather(None, names, timeout, "barrier")
+
+
+def debug_info() -> dict[str, Any]:
+    """What this worker is doing, in numbers and words.
+
+    Returns:
+      By name: threads (`agent.thread_pool_size`, `agent.num_idle_threads`), calls
+      waiting and being served (`agent.client_active_calls`,
+      `agent.server_active_calls`, of these without a thread
+      `agent.server_active_async_calls`), all of them in words (`agent.activity`: who
+      waits for whom), and the group (`group.workers`, `group.lost`).
+
+    Source: `torch.distributed.rpc._get_debug_info`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a"]):
+      ...     rpc.debug_info()["agent.client_active_calls"]
+      0
+    """
+    return debug.information(current.agent())
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Ends this worker. Threads, sockets and memory are gone afterwards, in any case.
+
+    Args:
+      graceful: Wait until all workers have called this and all calls are done, those
+        too that others have begotten. Otherwise go at once: calls of others to this
+        worker end with WorkerLost.
+      timeout: Seconds for a graceful end. By default there is no limit but that the
+        others live: who dies or freezes ends the wait.
+
+    Raises:
+      RpcError: RPC has not been initialized.
+      RpcTimeout: The others were not ready in time; the message says who, or which
+        calls are under way. This worker has ended nevertheless.
+      WorkerLost: A worker of the group was lost, before or meanwhile; likewise.
+
+    Source: `torch.distributed.rpc.shutdown`.
+    """
+    agent = current.agent()
+    membership.leave(agent, graceful, resolve(timeout, 0, current.deadline()))
+
+
+def new_cluster_key() -> str:
+    """A new secret for a cluster: 256 random bits, for `JDIST_CLUSTER_KEY`.
+
+    Example:
+      >>> len(new_cluster_key())
+      64
+    """
+    return fresh_key()

@@ -1,0 +1,123 @@
+"""Running what other workers ask for."""
+
+import contextvars
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jdist.rpc import current, deadline
+from jdist.rpc.current import Scope
+from jdist.rpc.errors import ProtocolError, RpcTimeout
+from jdist.rpc.execution import Execution
+from jdist.rpc.frame import ERROR, REPLY, Frame
+from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.remote_exception import describe
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.rpc.agent import Agent
+
+Handler = Callable[[WorkerInfo, Any, dict[str, Any]], Any]
+"""`handler(caller, body, meta)`: a value, a `Reply`, or a Future of either."""
+
+
+class Reply(NamedTuple):
+    """A handler's answer when it has metadata too."""
+
+    value: Any
+    meta: dict[str, Any]
+
+
+class Callee:
+    """The handlers of one worker, and how they are run.
+
+    Args:
+      agent: The worker.
+    """
+
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+        self._handlers: dict[str, Handler] = {}
+
+    def register(self, kind: str, handler: Handler) -> None:
+        """Has `handler` answer requests of this kind.
+
+        Raises:
+          ValueError: The kind has a handler.
+        """
+        if kind in self._handlers:
+            raise ValueError(f"Requests of kind {kind!r} have a handler already.")
+        self._handlers[kind] = handler
+
+    def begin(self, caller: WorkerInfo, frame: Frame) -> Execution:
+        """Enters an incoming request on the ledger."""
+        execution = Execution(caller, frame.kind, deadline.from_meta(frame.meta))
+        self._agent.ledger.serve(execution)
+        return execution
+
+    def execute(
+        self, execution: Execution, frame: Frame, depth: int = 0
+    ) -> Frame | Execution:
+        """Runs a request; the answer, or the execution once it is deferred.
+
+        Args:
+          execution: As `begin` made it.
+          frame: The request.
+          depth: How many calls lie below on this thread's stack.
+        """
+        # A context of its own: nothing of the thread's leaks into the function.
+        context = contextvars.Context()
+        try:
+            result = context.run(self._run, execution, frame, depth)
+            if isinstance(result, Future):
+                return self._defer(execution, frame.id, result)
+            return self._success(frame.id, result)
+        except KeyboardInterrupt as error:
+            if depth:
+                raise  # the user's, while a call ran in the user's own thread
+            return self.failure(frame.id, error)
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            return self.failure(frame.id, error)
+
+    def failure(self, number: int, error: BaseException) -> Frame:
+        """The answer that says what was raised."""
+        described = describe(error, self._agent.info.name)
+        tree, leaves = self._agent.codec.encode(described)
+        return Frame(ERROR, number, {}, tree, leaves)
+
+    def _run(self, execution: Execution, frame: Frame, depth: int) -> Any:
+        until = execution.deadline
+        current.scope.set(Scope(self._agent, until, execution, depth))
+        if until.at is not None and until.at <= time.monotonic():
+            raise RpcTimeout(f"{deadline.exceeded(until)} before the call was begun.")
+        if execution.cancelled is not None:
+            raise RpcTimeout(f"The call was not begun: {execution.cancelled}.")
+        handler = self._handlers.get(frame.kind)
+        if handler is None:
+            raise ProtocolError(
+                f"Nothing here answers a request of kind {frame.kind!r}."
+            )
+        body = self._agent.codec.decode(frame.tree, frame.leaves)
+        return handler(execution.caller, body, frame.meta)
+
+    def _success(self, number: int, result: Any) -> Frame:
+        value, meta = result if type(result) is Reply else (result, {})
+        tree, leaves = self._agent.codec.encode(value)
+        return Frame(REPLY, number, meta, tree, leaves)
+
+    def _defer(
+        self, execution: Execution, number: int, result: Future[Any]
+    ) -> Execution:
+        answer: Future[Frame] = Future()
+        execution.answer = answer
+
+        def finish() -> None:
+            try:
+                frame = self._success(number, result.value())
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                frame = self.failure(number, error)
+            answer.set_result(frame)
+
+        execution.defer(result)
+        call_when_done(result, finish)
+        return execution

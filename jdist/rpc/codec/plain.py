@@ -1,0 +1,116 @@
+"""Python's own scalars, texts and bytes, ranges and slices."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jdist.rpc.codec import codes
+from jdist.rpc.codec.decoding import Decoder, Decoding, parts
+from jdist.rpc.codec.encoding import Encoder, Encoding
+from jdist.rpc.errors import ProtocolError
+
+_LONG = 4096
+"""Bytes and texts of this length or more travel as leaves: in the body, not copied."""
+
+_INT64 = 1 << 63
+
+
+def _as_it_is(encoding: Encoding, value: Any) -> Any:
+    return value
+
+
+def _integer(encoding: Encoding, value: int) -> Any:
+    if -_INT64 <= value < _INT64:
+        return value
+    size = value.bit_length() // 8 + 1
+    data = value.to_bytes(size, "little", signed=True)
+    return [codes.BIG_INT, encode_bytes(encoding, data)]
+
+
+def encode_bytes(encoding: Encoding, value: bytes) -> Any:
+    """Short bytes as they are, long ones as a leaf."""
+    return value if len(value) < _LONG else _raw(encoding, codes.BYTES, value)
+
+
+def _text(encoding: Encoding, value: str) -> Any:
+    if len(value) < _LONG:
+        if value.isascii():
+            return value
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            # Half a surrogate pair, as in odd file names: msgpack does not take it.
+            return _raw(encoding, codes.TEXT, value.encode("utf-8", "surrogatepass"))
+        return value
+    return _raw(encoding, codes.TEXT, value.encode("utf-8", "surrogatepass"))
+
+
+def _raw(encoding: Encoding, code: int, data: bytes) -> Any:
+    _, index = encoding.leaf(np.frombuffer(data, np.uint8))
+    return [code, index]
+
+
+def _three(code: int, encoding: Encoding, value: Any) -> Any:
+    return [code, *encoding.trees((value.start, value.stop, value.step))]
+
+
+ENCODERS: dict[type, Encoder] = {
+    type(None): _as_it_is,
+    bool: _as_it_is,
+    float: _as_it_is,
+    int: _integer,
+    str: _text,
+    bytes: encode_bytes,
+    bytearray: lambda e, v: [codes.BYTE_ARRAY, encode_bytes(e, bytes(v))],
+    complex: lambda e, v: [codes.COMPLEX, v.real, v.imag],
+    range: partial(_three, codes.RANGE),
+    slice: partial(_three, codes.SLICE),
+    type(...): lambda e, v: [codes.ELLIPSIS],
+}
+
+
+def decode_bytes(decoding: Decoding, node: list[Any]) -> bytes:
+    """The bytes in a node that holds nothing else."""
+    (tree,) = parts(node, object)
+    data = decoding.value(tree)
+    if type(data) is not bytes:
+        raise ProtocolError(f"A node of kind {node[0]} must hold bytes.")
+    return data
+
+
+def _leaf_bytes(decoding: Decoding, node: list[Any]) -> bytes:
+    leaf = decoding.leaf(*parts(node, int))
+    if type(leaf) is not np.ndarray or leaf.dtype != np.uint8:
+        raise ProtocolError("Bytes must travel as bytes.")
+    return leaf.tobytes()
+
+
+def _leaf_text(decoding: Decoding, node: list[Any]) -> str:
+    try:
+        return _leaf_bytes(decoding, node).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"A text is not UTF-8: {error}") from error
+
+
+def _made(make: Callable[..., Any], decoding: Decoding, node: list[Any]) -> Any:
+    start, stop, step = map(decoding.value, parts(node, object, object, object))
+    try:
+        return make(start, stop, step)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"No {make.__name__}: {error}") from error
+
+
+DECODERS: dict[int, Decoder] = {
+    codes.BIG_INT: lambda d, n: int.from_bytes(
+        decode_bytes(d, n), "little", signed=True
+    ),
+    codes.BYTES: _leaf_bytes,
+    codes.TEXT: _leaf_text,
+    codes.BYTE_ARRAY: lambda d, n: bytearray(decode_bytes(d, n)),
+    codes.COMPLEX: lambda d, n: complex(*parts(n, float, float)),
+    codes.RANGE: partial(_made, range),
+    codes.SLICE: partial(_made, slice),
+    codes.ELLIPSIS: lambda d, n: ...,
+}

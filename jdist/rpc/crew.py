@@ -1,0 +1,128 @@
+"""Threads that take over work, started on demand and kept for a while.
+
+A task goes to the thread that became idle last (its stack is warm); without an idle
+thread a new one starts; beyond the ceiling tasks wait in order. A thread idle for long
+ends.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+_log = logging.getLogger("jdist.rpc")
+_IDLE_SECONDS = 10.0
+
+
+class Crew:
+    """A growing and shrinking set of threads.
+
+    Args:
+      name: What its threads are called.
+      ceiling: The most threads.
+    """
+
+    def __init__(self, name: str, ceiling: int) -> None:
+        self._name = name
+        self._ceiling = ceiling
+        self._lock = threading.Lock()
+        self._idle: list[_Post] = []
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    @property
+    def ceiling(self) -> int:
+        """The most threads there may be."""
+        return self._ceiling
+
+    @property
+    def idle(self) -> int:
+        """How many more tasks could start at once."""
+        with self._lock:
+            return self._ceiling - len(self._threads) + len(self._idle)
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Has `task()` run on another thread; after `close`, on this one.
+
+        By then all channels are closed, so that a task finds nothing to wait for.
+        """
+        with self._lock:
+            if self._idle:
+                post = self._idle.pop()
+                post.task = task
+                post.ready.release()
+                return
+            if not self._closed:
+                if len(self._threads) >= self._ceiling:
+                    self._waiting.append(task)
+                else:
+                    self._start(task)
+                return
+        task()
+
+    def close(self, timeout: float) -> list[threading.Thread]:
+        """Ends the threads; those still busy after `timeout` seconds are returned."""
+        with self._lock:
+            self._closed = True
+            threads = self._threads - {threading.current_thread()}
+            for post in self._idle:
+                post.ready.release()
+            self._idle.clear()
+        until = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return [thread for thread in threads if thread.is_alive()]
+
+    def _start(self, task: Callable[[], None]) -> None:
+        thread = threading.Thread(
+            target=self._work, args=(task,), name=self._name, daemon=True
+        )
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except BaseException:  # the system has no thread left to give
+            self._threads.discard(thread)
+            raise
+
+    def _work(self, task: Callable[[], None] | None) -> None:
+        post = _Post()
+        while task is not None:
+            try:
+                task()
+            except BaseException:  # noqa: BLE001 - the thread serves others after it
+                # Tasks report their own failures; this is one in reporting.
+                _log.exception("A task of %s raised an exception.", self._name)
+            task = self._next(post)
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _next(self, post: "_Post") -> Callable[[], None] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            if self._closed:
+                return None
+            post.task = None
+            self._idle.append(post)
+        if post.ready.acquire(timeout=_IDLE_SECONDS):
+            return post.task
+        with self._lock:
+            if post in self._idle:
+                self._idle.remove(post)
+                return None
+        # A task was handed over in the last moment.
+        post.ready.acquire()
+        return post.task
+
+
+class _Post:
+    """Where one idle thread waits for its next task."""
+
+    __slots__ = ("ready", "task")
+
+    def __init__(self) -> None:
+        self.task: Callable[[], None] | None = None
+        self.ready = threading.Lock()
+        self.ready.acquire()

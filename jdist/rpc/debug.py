@@ -1,0 +1,64 @@
+"""Asking what workers are doing, and who waits for whom."""
+
+import contextvars
+from typing import Any
+
+from jdist.rpc.agent import Agent
+from jdist.rpc.errors import RpcError
+from jdist.rpc.ledger import describe
+from jdist.rpc.peer import Peer
+from jdist.rpc.worker_info import WorkerInfo
+
+_KIND = "debug.activity"
+_PATIENCE = 0.2
+_MOST = 5
+
+
+def install(agent: Agent) -> None:
+    """Lets `agent` say what it does, and ask when one of its calls takes too long."""
+
+    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> str:
+        return "; ".join(activity(agent)[:_MOST])
+
+    agent.register(_KIND, answer)
+    agent.hint = lambda peer: _hint(agent, peer)
+
+
+def activity(agent: Agent) -> list[str]:
+    """What a worker is executing and what it is waiting for, one line each."""
+    served = (entry for entry in agent.ledger.served() if entry.operation.verb != _KIND)
+    sent = (entry for entry in agent.ledger.sent() if entry.operation.verb != _KIND)
+    lines = [f"executes {describe(entry)}" for entry in served]
+    return lines + [f"waits for {describe(entry)}" for entry in sent]
+
+
+def information(agent: Agent) -> dict[str, Any]:
+    """See `rpc.debug_info`."""
+    ledger, crew = agent.ledger, agent.crew
+    served = ledger.served()
+    peers = agent.directory.peers()
+    return {
+        "agent.thread_pool_size": crew.ceiling,
+        "agent.num_idle_threads": crew.idle,
+        "agent.client_active_calls": len(ledger.sent()),
+        "agent.server_active_calls": len(served),
+        "agent.server_active_async_calls": sum(entry.deferred for entry in served),
+        "agent.activity": activity(agent),
+        "group.workers": [peer.info.name for peer in peers],
+        "group.lost": agent.group.lost(),
+    }
+
+
+def _hint(agent: Agent, peer: Peer) -> str:
+    """What `peer` is doing, if it can say so quickly; for the message of a timeout."""
+    if agent.closed or peer.departed or not peer.asking.acquire(blocking=False):
+        return ""
+    try:
+        # Not under the deadline that has just passed.
+        context = contextvars.Context()
+        told = context.run(agent.call, peer.info.name, _KIND, None, timeout=_PATIENCE)
+    except (RpcError, ValueError):
+        return f" Asked what it is doing, {peer.info.name!r} did not answer."
+    finally:
+        peer.asking.release()
+    return f" It {told}." if told else f" By then {peer.info.name!r} was idle."

@@ -1,0 +1,92 @@
+"""A call being executed on this worker for another one."""
+
+import threading
+import time
+from typing import Any, Protocol
+
+from jdist.rpc.deadline import Deadline
+from jdist.rpc.errors import RpcTimeout
+from jdist.rpc.frame import Frame
+from jdist.rpc.future import Future, cancel
+from jdist.rpc.ledger import Operation
+from jdist.rpc.worker_info import WorkerInfo
+
+
+class Cancellable(Protocol):
+    """Something that a call waits for and that ends with it."""
+
+    def give_up(self, reason: str) -> None:
+        """Ends the wait; any thread, any number of times."""
+
+
+class Execution:
+    """The life of one call on its callee, and what must end when it is cancelled.
+
+    Python cannot stop a running function. What can be stopped is: a call that has not
+    begun, the future of an async_execution function, and the calls that the function
+    makes itself.
+    """
+
+    __slots__ = (
+        "_future", "_lock", "_nested", "answer", "caller", "cancelled", "deadline",
+        "operation", "since",
+    )  # fmt: skip
+
+    answer: Future[Frame]
+    """Once deferred: the answer to be sent."""
+
+    def __init__(self, caller: WorkerInfo, kind: str, deadline: Deadline) -> None:
+        self.caller = caller
+        self.operation = Operation(kind)
+        self.deadline = deadline
+        self.since = time.monotonic()
+        self.cancelled: str | None = None
+        self._lock = threading.Lock()
+        self._future: Future[Any] | None = None
+        self._nested: set[Cancellable] | None = None
+
+    @property
+    def peer(self) -> str:
+        """Name of the caller."""
+        return self.caller.name
+
+    @property
+    def deferred(self) -> bool:
+        """Whether it goes on without a thread, as a future."""
+        return self._future is not None
+
+    def defer(self, future: Future[Any]) -> None:
+        """The result will be that of `future`."""
+        with self._lock:
+            self._future = future
+            reason = self.cancelled
+        if reason is not None:
+            cancel(future, RpcTimeout(reason))
+
+    def begin(self, nested: Cancellable) -> None:
+        """The function began to wait for `nested`."""
+        with self._lock:
+            if self._nested is None:
+                self._nested = set()
+            self._nested.add(nested)
+            reason = self.cancelled
+        if reason is not None:
+            nested.give_up(reason)
+
+    def end(self, nested: Cancellable) -> None:
+        """It does no longer."""
+        with self._lock:
+            if self._nested is not None:
+                self._nested.discard(nested)
+
+    def cancel(self, reason: str) -> None:
+        """The caller has no use for the result any more."""
+        with self._lock:
+            if self.cancelled is not None:
+                return
+            self.cancelled = reason
+            future, nested = self._future, list(self._nested or ())
+        if future is not None:
+            cancel(future, RpcTimeout(reason))
+        for call in nested:
+            call.give_up(reason)

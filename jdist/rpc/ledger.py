@@ -1,0 +1,121 @@
+"""The calls under way on one worker, for debugging and for a graceful end.
+
+Every call is entered twice: by its caller, from before it is sent until its callbacks
+have run, and by its callee, from its arrival until its answer is sent. So a message in
+flight is always on somebody's ledger, and when all ledgers are empty there is none.
+"""
+
+import threading
+import time
+from typing import Any, NamedTuple, Protocol
+
+from jdist.rpc.deadline import Deadline
+from jdist.rpc.errors import RpcTimeout
+
+
+class Operation(NamedTuple):
+    """What is done, worded only when somebody asks."""
+
+    verb: str
+    function: Any = None
+
+    def __str__(self) -> str:
+        return self.verb if self.function is None else f"{self.verb}({self.name})"
+
+    @property
+    def name(self) -> str:
+        """The function's name, or the verb where there is no function."""
+        if self.function is None:
+            return self.verb
+        return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+
+class Entry(Protocol):
+    """One call under way, seen from one side."""
+
+    @property
+    def peer(self) -> str:
+        """Name of the worker on the other side."""
+
+    @property
+    def operation(self) -> Operation:
+        """What is called."""
+
+    @property
+    def since(self) -> float:
+        """When it began, in `time.monotonic()` seconds."""
+
+
+class Ledger:
+    """Enters calls when they begin and strikes them out when they end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._empty = threading.Condition(self._lock)
+        self._sent: set[Any] = set()
+        self._served: set[Any] = set()
+        self._begun = 0
+        self._watched = 0
+
+    def send(self, entry: Entry) -> None:
+        """A call goes out."""
+        with self._lock:
+            self._begun += 1
+            self._sent.add(entry)
+
+    def serve(self, entry: Entry) -> None:
+        """A call came in."""
+        with self._lock:
+            self._begun += 1
+            self._served.add(entry)
+
+    def end(self, entry: Entry) -> None:
+        """The call is over, on this side; any number of times."""
+        with self._lock:
+            self._sent.discard(entry)
+            self._served.discard(entry)
+            if self._watched and not self._sent and not self._served:
+                self._empty.notify_all()
+
+    def sent(self) -> list[Any]:
+        """The calls of this worker that are not answered yet."""
+        with self._lock:
+            return list(self._sent)
+
+    def served(self) -> list[Any]:
+        """The calls that this worker is executing for others and for itself."""
+        with self._lock:
+            return list(self._served)
+
+    def when_empty(self, deadline: Deadline) -> int:
+        """Waits until no call is under way; how many have ever begun, at that moment.
+
+        Raises:
+          RpcTimeout: Some still are at the deadline; the message names them.
+        """
+        with self._empty:
+            self._watched += 1
+            try:
+                while self._sent or self._served:
+                    if not self._empty.wait(deadline.remaining()) and (
+                        self._sent or self._served
+                    ):
+                        raise RpcTimeout(
+                            f"Calls were still under way after {deadline.timeout:.2f} "
+                            f"seconds: {self._describe()}."
+                        )
+                return self._begun
+            finally:
+                self._watched -= 1
+
+    def _describe(self) -> str:
+        ways = [("waiting for", self._sent), ("serving", self._served)]
+        return "; ".join(
+            f"{way} {describe(entry)}" for way, entries in ways for entry in entries
+        )
+
+
+def describe(entry: Entry) -> str:
+    """One call in words, such as `rpc_sync(add) of 'b' since 0.2 s`."""
+    seconds = time.monotonic() - entry.since
+    return f"{entry.operation} of {entry.peer!r} since {seconds:.1f} s"

@@ -1,0 +1,212 @@
+"""The life of a worker: it joins a group, belongs to it, and leaves it."""
+
+import secrets
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+from jdist._errors import requirement
+from jdist.rpc import calls, current, debug
+from jdist.rpc.agent import Agent
+from jdist.rpc.channel import ChannelClosed, Transport
+from jdist.rpc.coordinator import NAME, Coordinator
+from jdist.rpc.deadline import Deadline
+from jdist.rpc.endpoint import is_loopback
+from jdist.rpc.errors import RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.functions import FunctionTable
+from jdist.rpc.group import Group
+from jdist.rpc.options import RpcOptions
+from jdist.rpc.socket_transport import SocketTransport
+from jdist.rpc.termination import wait_for_all
+from jdist.rpc.worker_info import WorkerInfo
+
+_LEAVING_SECONDS = 2.0
+
+
+class Place(NamedTuple):
+    """A worker's place in a group.
+
+    Attributes:
+      info: Its name and rank.
+      world_size: How many workers make the group.
+      coordinator: Host and port where rank 0 listens for the others.
+      key: The cluster's secret.
+    """
+
+    info: WorkerInfo
+    world_size: int
+    coordinator: tuple[str, int]
+    key: bytes
+
+
+def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
+    """A worker that belongs to its group: the others have come too.
+
+    Raises:
+      RpcTimeout: Somebody has not come in time.
+      RpcError: The group will never be complete, see the message.
+      AuthenticationError: The other side has another key.
+      OSError: The coordinator cannot listen where it should.
+    """
+    until = time.monotonic() + options.join_timeout if options.join_timeout else None
+    coordinator = _listen(place, options) if place.info.id == 0 else None
+    agent: Agent | None = None
+    try:
+        at = place.coordinator if coordinator is None else coordinator.address
+        transport = _transport(place, options, place.info.name, _host(place, options))
+        agent = make_agent(place.info, transport, functions, options)
+        agent.coordinator = coordinator
+        agent.group = _meet(agent, transport, place, at, until)
+        return agent
+    except BaseException as error:
+        if coordinator is not None:
+            if isinstance(error, RpcError) and not isinstance(error, RpcTimeout):
+                left = 0.0 if until is None else until - time.monotonic()
+                coordinator.wait_until_told(max(0.0, left))
+            coordinator.close(f"{place.info.name} gave up: {error}")
+        if agent is not None:
+            agent.close()
+        raise
+
+
+def make_agent(
+    info: WorkerInfo,
+    transport: Transport,
+    functions: FunctionTable,
+    options: RpcOptions,
+) -> Agent:
+    """A worker that can be called, once it belongs to a group."""
+    agent = Agent(info, transport, functions, options)
+    calls.install(agent)
+    debug.install(agent)
+    return agent
+
+
+def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
+    """Ends a worker, whatever happens.
+
+    Raises:
+      RpcTimeout: The others did not finish in time.
+      WorkerLost: A worker of the group was lost, before or meanwhile.
+    """
+    finished = False
+    try:
+        if graceful:
+            _finish(agent, deadline)
+            finished = True
+    except WorkerLost:
+        _raise_lost(agent)
+        raise
+    finally:
+        _end(agent, _LEAVING_SECONDS if finished else 0.0)
+    if graceful:
+        _raise_lost(agent)
+
+
+def _finish(agent: Agent, deadline: Deadline) -> None:
+    while True:
+        names = [p.info.name for p in agent.directory.peers() if p.departed is None]
+        try:
+            wait_for_all(agent, agent.group, names, deadline)
+            return
+        except WorkerLost as error:
+            if agent.group.lost() or error.worker not in agent.group.left():
+                raise
+            # It left without waiting for anybody, so nobody waits for it.
+
+
+def _raise_lost(agent: Agent) -> None:
+    for name, reason in agent.group.lost().items():
+        raise WorkerLost(name, "shutdown", reason)
+
+
+def _end(agent: Agent, patience: float) -> None:
+    current.remove([agent])
+    try:
+        agent.group.leave(_LEAVING_SECONDS)
+        if agent.coordinator is not None:
+            agent.coordinator.wait_until_alone(patience)
+            agent.coordinator.close("it was shut down")
+    finally:
+        agent.close()
+
+
+def _listen(place: Place, options: RpcOptions) -> Coordinator:
+    host, port = place.coordinator
+    try:
+        transport = _transport(place, options, NAME, host, port)
+    except OSError as error:
+        rule = "must be an address of rank 0's machine and a free port"
+        shown = f"{host}:{port} ({error.strerror or error})"
+        raise OSError(
+            error.errno, requirement("init_rpc(coordinator)", rule, shown)
+        ) from error
+    return Coordinator(transport, place.world_size, options)
+
+
+def _transport(
+    place: Place, options: RpcOptions, name: str, host: str, port: int = 0
+) -> SocketTransport:
+    return SocketTransport(
+        name,
+        place.key,
+        host,
+        port,
+        device=options.device,
+        limits=options.limits,
+        tls=options.tls,
+        insecure=options.insecure,
+    )
+
+
+def _host(place: Place, options: RpcOptions) -> str:
+    if options.host is not None:
+        return options.host
+    host, port = place.coordinator
+    return host if is_loopback(host) else _own_address_towards(host, port)
+
+
+def _own_address_towards(host: str, port: int) -> str:
+    """The address of this machine on the way to another one; nothing is sent."""
+    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
+def _meet(
+    agent: Agent,
+    transport: SocketTransport,
+    place: Place,
+    at: object,
+    until: float | None,
+) -> Group:
+    pause = threading.Event()
+    seconds = 0.01
+    while True:
+        try:
+            group = Group(agent, transport.connect("", at, until))
+            left = 0.0 if until is None else max(0.01, until - time.monotonic())
+            group.join(place.info.id, place.world_size, left).wait()
+            return group
+        except (ChannelClosed, WorkerLost, TimeoutError) as error:
+            if isinstance(error, RpcTimeout):
+                raise
+            if until is not None and time.monotonic() + seconds >= until:
+                host, port = place.coordinator
+                raise RpcTimeout(
+                    f"{place.info.name!r} could not reach the coordinator at "
+                    f"{host}:{port} within {agent.options.join_timeout} s: {error}. Is "
+                    "rank 0 running, and is this its address?"
+                ) from error
+        # Workers start in any order; rank 0 may not listen yet.
+        pause.wait(seconds)
+        seconds = min(2 * seconds, 0.25)
+
+
+def random_key() -> bytes:
+    """For a group of one: nobody else has to know it."""
+    return secrets.token_bytes(32)

@@ -1,0 +1,92 @@
+"""What a worker may be told beside its name: timeouts, threads, keys, limits."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jdist._errors import requirement
+
+DEFAULT_TIMEOUT = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RpcOptions:
+    """Settings of one worker; the defaults suit a trusted machine or a small cluster.
+
+    Attributes:
+      timeout: Seconds that a call may take when it does not say; 0 for no limit.
+      join_timeout: Seconds to wait for the other workers in `init_rpc`.
+      heartbeat_interval: Seconds between two signs of life to the coordinator.
+      heartbeat_timeout: Seconds of silence after which a worker counts as frozen.
+      threads: Most threads that serve asynchronous calls at once; they start on
+        demand. Synchronous calls have a thread per connection and are not limited.
+      key: The cluster's secret; by default that in `JDIST_CLUSTER_KEY`.
+      host: Where this worker listens; by default the address of this machine on the
+        way to the coordinator.
+      device: The JAX device on which arrays arrive; by default JAX's own default.
+      tls: Certificates for connections between machines.
+      insecure: Allows plain connections between machines.
+      allow_pickle: Lets values that have no other way travel as pickles. Whoever
+        knows the key can then run any code here.
+      limits: Limits on the size of messages.
+
+    Raises:
+      TypeError: A number of seconds is not a number.
+      ValueError: A number is negative, or the heartbeat's timeout is not longer than
+        its interval.
+
+    Source: `torch.distributed.rpc.TensorPipeRpcBackendOptions`.
+
+    Example:
+      >>> RpcOptions(timeout=5.0).timeout
+      5.0
+    """
+
+    timeout: float = DEFAULT_TIMEOUT
+    join_timeout: float = 60.0
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 15.0
+    threads: int = 512
+    key: str | bytes | None = dataclasses.field(default=None, repr=False)
+    host: str | None = None
+    device: Any = None
+    tls: Any = None
+    insecure: bool = False
+    allow_pickle: bool = False
+    limits: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "join_timeout"):
+            check_seconds(f"RpcOptions({name}=...)", getattr(self, name))
+        interval, silence = self.heartbeat_interval, self.heartbeat_timeout
+        check_seconds("RpcOptions(heartbeat_interval=...)", interval)
+        check_seconds("RpcOptions(heartbeat_timeout=...)", silence)
+        if not 0 < interval < silence:
+            rule = f"must be longer than the interval ({interval} s) between beats"
+            raise ValueError(
+                requirement("RpcOptions(heartbeat_timeout=...)", rule, silence)
+            )
+        if self.threads < 2:
+            rule = "must be at least 2: one reads while another runs a call"
+            raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
+
+
+def check_seconds(call: str, seconds: object) -> None:
+    """Refuses what is not a finite, non-negative number of seconds.
+
+    The messages keep the words that torch's users search for.
+    """
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        rule = "must be a number of seconds (incompatible constructor arguments)"
+        raise TypeError(requirement(call, rule, seconds))
+    if not seconds >= 0 or math.isinf(seconds):
+        rule = "must be finite: RPC Timeout must be non-negative"
+        raise ValueError(requirement(call, rule, seconds, "0 means no limit."))
+
+
+def check_options(call: str, options: object) -> None:
+    """Refuses what is no `RpcOptions`."""
+    if not isinstance(options, RpcOptions):
+        rule = "must be an instance of RpcOptions"
+        remedy = "It takes the place of torch's Argument rpc_backend_options."
+        raise TypeError(requirement(call, rule, options, remedy))

@@ -1,0 +1,141 @@
+"""Calls that this worker makes: one that a thread waits for, and one with a future."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jdist.rpc.channel import Channel
+from jdist.rpc.deadline import Deadline
+from jdist.rpc.errors import RpcTimeout
+from jdist.rpc.frame import Frame
+from jdist.rpc.future import Future, complete
+from jdist.rpc.ledger import Operation
+from jdist.rpc.line import Callbacks, Line
+from jdist.rpc.peer import Peer
+
+if TYPE_CHECKING:
+    from jdist.rpc.agent import Agent
+    from jdist.rpc.execution import Execution
+
+Receive = Callable[[Any, dict[str, Any]], Any]
+"""What is made of the value and the metadata of an answer."""
+
+
+class Outgoing(NamedTuple):
+    """What to send, and to whom."""
+
+    peer: Peer
+    kind: str
+    body: Any
+    meta: dict[str, Any]
+    deadline: Deadline
+    operation: Operation
+    receive: Receive | None = None
+
+
+class Exchange:
+    """A synchronous call: a thread waits on a channel of its own."""
+
+    __slots__ = ("channel", "given_up", "operation", "peer", "since")
+
+    def __init__(self, peer: str, operation: Operation) -> None:
+        self.peer = peer
+        self.operation = operation
+        self.since = time.monotonic()
+        self.channel: Channel | None = None
+        self.given_up: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        """The call within which this one is made was cancelled."""
+        self.given_up = reason
+        if self.channel is not None:
+            self.channel.close(reason)
+
+
+class Request:
+    """An asynchronous call: a future waits, and a line has it among others."""
+
+    __slots__ = (
+        "_agent",
+        "_execution",
+        "_line",
+        "_number",
+        "_peer",
+        "_receive",
+        "deadline",
+        "future",
+        "operation",
+        "since",
+    )  # fmt: skip
+
+    def __init__(
+        self, agent: "Agent", outgoing: Outgoing, execution: "Execution | None"
+    ) -> None:
+        self._peer = outgoing.peer
+        self.operation = outgoing.operation
+        self.deadline = outgoing.deadline
+        self.since = time.monotonic()
+        self.future: Future[Any] = Future()
+        self._agent = agent
+        self._receive = outgoing.receive
+        self._execution = execution
+        self._line: Line | None = None
+        self._number = 0
+
+    @property
+    def peer(self) -> str:
+        """Name of the callee."""
+        return self._peer.info.name
+
+    def submit(self, line: Line, frame: Frame) -> None:
+        """Sends it; from here on exactly one of the three ends below comes.
+
+        Raises:
+          ValueError: The frame is beyond the limits.
+        """
+        self._line = line
+        self._number = line.submit(
+            self, frame.kind, frame.meta, frame.tree, frame.leaves
+        )
+        if self._execution is not None and not self.future.done():
+            self._execution.begin(self)
+            if self.future.done():
+                self._execution.end(self)
+
+    def answered(self, frame: Frame) -> Callbacks:
+        """See `Pending`."""
+        try:
+            value = self._agent.value_of(frame, self._receive)
+        except BaseException as error:  # noqa: BLE001 - it becomes the future's
+            return self.end(None, error)
+        return self.end(value, None)
+
+    def disconnected(self, reason: str) -> Callbacks:
+        """See `Pending`."""
+        return self.end(None, self._agent.lost(self.peer, self.operation, reason))
+
+    def expired(self) -> Callbacks:
+        """See `Pending`."""
+        return [self._time_out]
+
+    def give_up(self, reason: str) -> None:
+        """The call within which this one is made was cancelled."""
+        if self._line is not None and self._line.withdraw(self._number):
+            for callback in self.end(None, RpcTimeout(reason)):
+                callback()
+
+    def end(self, value: Any, error: BaseException | None) -> Callbacks:
+        """Completes the future; the callbacks that remain to be run."""
+        callbacks = complete(self.future, value, error)
+        if self._execution is not None:
+            self._execution.end(self)
+        if not callbacks:
+            self._agent.ledger.end(self)
+            return []
+        # What callbacks begin must be on the ledger before this call leaves it.
+        return [*callbacks, lambda: self._agent.ledger.end(self)]
+
+    def _time_out(self) -> None:
+        error = self._agent.timed_out(self._peer, self.operation, self.deadline)
+        for callback in self.end(None, error):
+            callback()

@@ -1,0 +1,98 @@
+"""Serving one incoming channel.
+
+The thread that reads a request runs it. On a shared channel it first passes the reading
+on to another thread, so a slow call never delays the next one.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jdist.rpc.channel import Channel, ChannelClosed
+from jdist.rpc.errors import ProtocolError
+from jdist.rpc.execution import Execution
+from jdist.rpc.frame import CANCEL, Frame
+from jdist.rpc.future import call_when_done
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.rpc.agent import Agent
+
+
+class Serving:
+    """The answering side of a channel.
+
+    Args:
+      agent: The worker that answers.
+      channel: From a caller.
+      caller: Who that is.
+      on_closed: Called once, when the channel has closed.
+    """
+
+    def __init__(
+        self,
+        agent: "Agent",
+        channel: Channel,
+        caller: WorkerInfo,
+        on_closed: Callable[[Channel], None],
+    ) -> None:
+        self._agent = agent
+        self._channel = channel
+        self._caller = caller
+        self._on_closed = on_closed
+        self._running: dict[int, Execution] = {}
+
+    def read(self) -> None:
+        """Serves requests until the channel closes, or another thread takes over."""
+        while True:
+            try:
+                frame = self._channel.receive()
+            except (ChannelClosed, ProtocolError) as error:
+                self._end(str(error))
+                return
+            if frame.kind == CANCEL:
+                self._cancel(frame.id)
+                continue
+            execution = self._agent.callee.begin(self._caller, frame)
+            self._running[frame.id] = execution
+            if frame.shared:
+                self._agent.crew.run(self.read)
+                self._serve(execution, frame)
+                return
+            self._serve(execution, frame)
+
+    def _serve(self, execution: Execution, frame: Frame) -> None:
+        answer = self._agent.callee.execute(execution, frame)
+        if isinstance(answer, Execution):
+            future = answer.answer
+            call_when_done(
+                future, lambda: self._answer(execution, frame.id, future.value())
+            )
+        else:
+            self._answer(execution, frame.id, answer)
+
+    def _answer(self, execution: Execution, number: int, answer: Frame) -> None:
+        self._running.pop(number, None)
+        try:
+            self._send(answer)
+        finally:
+            self._agent.ledger.end(execution)
+
+    def _send(self, answer: Frame) -> None:
+        try:
+            try:
+                self._channel.send(answer)
+            except ValueError as error:  # beyond the limits: say so instead
+                self._channel.send(self._agent.callee.failure(answer.id, error))
+        except ChannelClosed:
+            return  # the caller has gone, or given up
+
+    def _cancel(self, number: int) -> None:
+        execution = self._running.get(number)
+        if execution is not None:
+            execution.cancel(f"{self._caller.name!r} gave up the call")
+
+    def _end(self, reason: str) -> None:
+        self._channel.close(reason)
+        for execution in list(self._running.values()):
+            execution.cancel(f"{self._caller.name!r} gave up the call: {reason}")
+        self._on_closed(self._channel)

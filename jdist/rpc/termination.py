@@ -1,0 +1,39 @@
+"""Waiting until nothing is under way anywhere: a graceful end.
+
+A call may beget calls, on other workers, after its caller has forgotten it. So nobody
+can tell alone that all is done. Every worker waits until its own ledger is empty and
+tells how many calls have ever begun there; all see all numbers. That is a wave.
+
+When two waves in a row give the same numbers, all is done: let t be a moment after
+everybody's answer to the first wave and before anybody's to the second (one exists,
+because the second begins when the first is complete). No worker began a call between
+its two answers, and its ledger was empty at the first, so at t all ledgers were empty.
+A message in flight is on its caller's ledger, so there was none either. From such a
+state only somebody who is not in a call could begin one, and all who could wait here.
+"""
+
+from collections.abc import Sequence
+
+from jdist.rpc.agent import Agent
+from jdist.rpc.deadline import Deadline
+from jdist.rpc.group import Group
+
+
+def wait_for_all(
+    agent: Agent, group: Group, names: Sequence[str], deadline: Deadline
+) -> None:
+    """Returns once `names`, this worker among them, all wait here and nothing runs.
+
+    Raises:
+      RpcTimeout: It took longer; the message says what is under way, or who has not
+        come.
+      WorkerLost: One of them got lost meanwhile.
+    """
+    before = None
+    while True:
+        begun = agent.ledger.when_empty(deadline)
+        timeout = 0.0 if deadline.at is None else max(1e-3, deadline.remaining() or 0.0)
+        wave = group.all_gather(begun, names, timeout, "shutdown")
+        if wave == before:
+            return
+        before = wave

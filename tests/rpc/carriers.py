@@ -1,0 +1,80 @@
+"""Ways from one worker to another, without a transport: what tests send values by."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.rpc import wire
+from jdist.rpc.arrays import adopt
+from jdist.rpc.frame import Frame
+
+LIMITS = wire.Limits()
+
+
+def by_wire(tree, leaves, device=None, apart=None):
+    """Through bytes and back."""
+    frame = Frame("call", 1, {}, tree, leaves)
+    received = receive(wire.pack(frame, apart), device)
+    return received.tree, received.leaves
+
+
+def by_descriptors(tree, leaves, device=None):
+    """Through bytes, every leaf apart from them."""
+    return by_wire(tree, leaves, device, apart=0)
+
+
+def in_process(tree, leaves, device=None):
+    """Within one process."""
+    return tree, adopt(leaves, device)
+
+
+CARRIERS = [by_wire, by_descriptors, in_process]
+
+
+def receive(packed, device=None, limits=LIMITS):
+    """What a transport does with the bytes that reach it."""
+    head = packed.head
+    sizes = wire.parse_prefix(head[: wire.PREFIX_BYTES], limits)
+    header = wire.parse_header(head[wire.PREFIX_BYTES :], sizes, limits)
+    buffers = wire.allocate(header)
+    stream = b"".join(packed.body)
+    assert len(head) == wire.PREFIX_BYTES + sizes.header
+    assert len(stream) == sizes.body == sum(map(len, buffers))
+    for buffer in buffers:
+        buffer[:] = stream[: len(buffer)]
+        stream = stream[len(buffer) :]
+    apart = [memoryview(bytearray(piece)) for piece in packed.apart]
+    return wire.assemble(header, buffers, device, apart)
+
+
+def assert_same(got, sent):
+    """Equal in type, structure, order, dtype, shape and every bit."""
+    if isinstance(sent, jax.Array):
+        assert isinstance(got, jax.Array)
+        assert got.dtype == sent.dtype
+        if jnp.issubdtype(sent.dtype, jax.dtypes.prng_key):
+            assert jax.random.key_impl(got) == jax.random.key_impl(sent)
+            got, sent = map(jax.random.key_data, (got, sent))
+        assert got.weak_type == sent.weak_type
+        assert_same(np.asarray(got).copy(), np.asarray(sent).copy())
+        return
+    assert type(got) is type(sent)
+    if isinstance(sent, np.ndarray | np.generic):
+        assert got.dtype == sent.dtype
+        assert got.shape == sent.shape
+        assert got.tobytes() == sent.tobytes()
+    elif isinstance(sent, dict):
+        assert_same(list(got.items()), list(sent.items()))
+    elif isinstance(sent, tuple | list):
+        assert len(got) == len(sent)
+        for one, other in zip(got, sent, strict=True):
+            assert_same(one, other)
+    elif dataclasses.is_dataclass(sent) and not isinstance(sent, type):
+        for field in dataclasses.fields(sent):
+            assert_same(getattr(got, field.name), getattr(sent, field.name))
+    elif isinstance(sent, float):
+        assert np.float64(got).tobytes() == np.float64(sent).tobytes()
+    else:
+        assert got == sent

@@ -1,0 +1,207 @@
+"""Worker processes that run what a test tells them, and how a test tells them.
+
+A *cluster* is a group of workers, and a test's body is a function that runs on one of
+them as it would in a user's program. Bodies live at the top level of a test module, so
+that every worker can import them. What drives them does not use rpc itself: it is there
+when rpc is not initialized, and sees what happens when a worker dies.
+"""
+
+import contextlib
+import contextvars
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+import traceback
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+
+from jdist import rpc
+
+PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
+WORKERS = 4
+_END = None
+
+
+class Task:
+    """A body that runs on a worker."""
+
+    def __init__(self, receive):
+        self._receive = receive
+
+    def result(self, timeout=PATIENCE):
+        """What the body returned; raises what it raised."""
+        value, error = self._receive(timeout)
+        if error is not None:
+            raise error
+        return value
+
+
+class Cluster:
+    """A group of workers that are up, whatever they are made of.
+
+    Attributes:
+      names: Of the workers, by rank.
+      kind: "in-process" or "process".
+    """
+
+    def __init__(self, kind, names, start):
+        self.kind = kind
+        self.names = list(names)
+        self.start = start
+        """`start(rank, body, *args)`: begins it on that worker, as a Task."""
+
+    def run(self, rank, body, *args):
+        """What `body(*args)` returns on the worker of this rank."""
+        return self.start(rank, body, *args).result()
+
+    def everywhere(self, body, *args):
+        """Runs a body on all workers at once; results by rank, or the first error."""
+        tasks = [self.start(rank, body, *args) for rank in range(len(self.names))]
+        outcomes = [_outcome(task) for task in tasks]
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [value for value, _ in outcomes]
+
+
+class Hosts:
+    """Processes, each of which runs one body at a time on its main thread.
+
+    They are started once and may become workers of one group after the other.
+    """
+
+    def __init__(self, count):
+        self._stack = contextlib.ExitStack()
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        key = secrets.token_bytes(16)
+        listener = Listener(str(Path(folder) / "hosts"), authkey=key)
+        with listener:
+            arguments = (listener.address, key)
+            self.processes = rpc.spawn(serve, arguments, nprocs=count, join=False)
+            self._stack.enter_context(self.processes)
+            self._pipes = {}
+            for _ in range(count):
+                pipe = self._stack.enter_context(listener.accept())
+                self._pipes[pipe.recv()] = pipe
+        self.alive = set(range(count))
+
+    @property
+    def pids(self):
+        return self.processes.pids
+
+    def start(self, rank, body, *args):
+        """Begins `body(*args)` in that process, as a Task."""
+        pipe = self._pipes[rank]
+        pipe.send((body, args))
+        return Task(lambda timeout: self._receive(rank, timeout))
+
+    def run(self, rank, body, *args):
+        return self.start(rank, body, *args).result()
+
+    def everywhere(self, body, *args):
+        """Runs a body in all processes that live; results by rank, or the first error."""
+        return Cluster("process", sorted(self.alive), self.start).everywhere(body, *args)
+
+    def signal(self, rank, number):
+        """Sends a signal; after SIGKILL the process is not expected to answer."""
+        os.kill(self.pids[rank], number)
+        if number == signal.SIGKILL:
+            self.alive.discard(rank)
+
+    def close(self):
+        for rank in self.alive:
+            with contextlib.suppress(OSError):
+                self._pipes[rank].send(_END)
+        self._stack.close()
+
+    def _receive(self, rank, timeout):
+        pipe = self._pipes[rank]
+        if not pipe.poll(timeout):
+            raise TimeoutError(f"rank {rank} has not finished after {timeout} s")
+        return pipe.recv()
+
+
+def serve(rank, address, key):
+    """What a host process does: body after body, until it is told to end."""
+    with Client(address, authkey=key) as pipe:
+        pipe.send(rank)
+        while (told := pipe.recv()) is not _END:
+            body, args = told
+            outcome = _outcome_of(body, args)
+            try:
+                pipe.send(outcome)
+            except Exception:  # noqa: BLE001 - what cannot be sent is told in words
+                pipe.send((None, AssertionError(f"cannot send {outcome!r}")))
+
+
+def in_threads(names):
+    """`start` of a cluster whose workers are all in this process."""
+
+    def start(rank, body, *args):
+        outcome = []
+
+        def run():
+            with rpc.use_worker(names[rank]):
+                outcome.append(_outcome_of(body, args))
+
+        context = contextvars.Context()
+        thread = threading.Thread(target=context.run, args=(run,), daemon=True)
+        thread.start()
+
+        def receive(timeout):
+            thread.join(timeout)
+            if not outcome:
+                raise TimeoutError(f"rank {rank} has not finished after {timeout} s")
+            return outcome[0]
+
+        return Task(receive)
+
+    return start
+
+
+def names(count=WORKERS):
+    return [f"worker{rank}" for rank in range(count)]
+
+
+def become_worker(**options):
+    """What a worker process does first; the rest stands in its environment."""
+    rank = int(os.environ["RANK"])
+    return rpc.init_rpc(
+        f"worker{rank}", allow=["tests"], options=rpc.RpcOptions(**options)
+    )
+
+
+def be_one_of(rank, count, port, name=None, **options):
+    """As `become_worker`, but in a group of another size and at another port."""
+    return rpc.init_rpc(
+        name or f"worker{rank}",
+        rank=rank,
+        world_size=count,
+        coordinator=("127.0.0.1", port),
+        allow=["tests"],
+        options=rpc.RpcOptions(**options),
+    )
+
+
+def free_port():
+    """A port that nobody had a moment ago; for one coordinator to listen on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _outcome(task):
+    try:
+        return task.result(), None
+    except Exception as error:  # noqa: BLE001 - raised by whoever collects
+        return None, error
+
+
+def _outcome_of(body, args):
+    try:
+        return body(*args), None
+    except Exception as error:  # noqa: BLE001 - it is the test's to look at
+        error.add_note("".join(traceback.format_exception(error)))
+        return None, error

@@ -1,0 +1,162 @@
+"""What tests of the socket transport share: peers, raw ends, and what is left over."""
+
+import contextlib
+import gc
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.connection import Connection, Terms
+from jdist.rpc.errors import ProtocolError
+from jdist.rpc.frame import Frame
+from jdist.rpc.memory import MemoryPool
+from jdist.rpc.socket_transport import SocketTransport
+from jdist.rpc.stream import Stream
+from jdist.rpc.tls import TlsConfig
+
+KEY = secrets.token_bytes(32)
+PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
+
+ROUTES = ("unix", "tcp", "tls")
+
+
+def soon():
+    """A deadline that only a failure reaches."""
+    return time.monotonic() + PATIENCE
+
+
+def descriptors():
+    """The open descriptors of this process and what they lead to."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # The listing's own is gone by now.
+            found[int(entry.name)] = os.readlink(entry)
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left():
+    """Fails if descriptors or threads remain that were not there before."""
+    jax.block_until_ready(jax.device_put(np.ones(3)))  # Opens what JAX needs.
+    gc.collect()
+    before, threads = descriptors(), set(threading.enumerate())
+    yield
+    until, pause = soon(), threading.Event()
+    while time.monotonic() < until:
+        gc.collect()
+        left = set(threading.enumerate()) - threads
+        more = {n: to for n, to in descriptors().items() if before.get(n) != to}
+        if not left and not more:
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"left over: {left}, {more}")
+
+
+def blocked(thread):
+    """Waits until the thread sleeps in the kernel."""
+    state = Path(f"/proc/self/task/{thread.native_id}/stat")
+    until, pause = soon(), threading.Event()
+    while state.read_text().rpartition(") ")[2][0] != "S":
+        assert time.monotonic() < until
+        pause.wait(0.001)
+
+
+class Outcome:
+    """A function on a thread of its own; `get` gives its result or raises its error."""
+
+    def __init__(self, function, *args):
+        self._function = function
+        self._args = args
+        self._result = self._error = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self._result = self._function(*self._args)
+        except BaseException as error:  # noqa: BLE001 (`get` raises it)
+            self._error = error
+
+    def get(self):
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive(), "it hangs"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def echo(channel):
+    """Answers every request with what it brought."""
+    try:
+        while True:
+            frame = channel.receive()
+            channel.send(Frame("reply", frame.id, {}, frame.tree, frame.leaves))
+            del frame  # Or its memory is held until the next one comes.
+    except (ChannelClosed, ProtocolError):
+        channel.close()
+
+
+class Peers:
+    """Two transports, "here" and "there", the second of which serves."""
+
+    def __init__(self, route="unix", on_channel=echo, key=KEY, **settings):
+        settings.setdefault("tls", TlsConfig() if route == "tls" else None)
+        self.route = route
+        self.here = SocketTransport("here", key, **settings)
+        self.there = SocketTransport("there", key, **settings)
+        self.there.serve(on_channel)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *details):
+        self.here.close()
+        self.there.close()
+
+    @property
+    def address(self):
+        return self.there.address if self.route == "unix" else self.there.address[:2]
+
+    def connect(self):
+        return self.here.connect("there", self.address, soon())
+
+
+def raw_pair(terms=None, pool=None):
+    """A connection, and the bare socket at its other end."""
+    ours, theirs = socket.socketpair()
+    stream = Stream(ours)
+    stream.passes_descriptors = pool is not None
+    theirs.settimeout(PATIENCE)
+    return Connection(stream, "raw", terms or Terms(), pool), theirs
+
+
+def connected_pair(pool=False):
+    """Two connections with each other."""
+    ends = [Stream(end) for end in socket.socketpair()]
+    pools = [MemoryPool() if pool else None for _ in ends]
+    for stream in ends:
+        stream.passes_descriptors = pool
+    return [
+        Connection(stream, name, Terms(), own)
+        for stream, name, own in zip(ends, ("left", "right"), pools, strict=True)
+    ]
+
+
+def call(number, *leaves, kind="call", tree=None):
+    return Frame(kind, number, {"deadline": 60.0}, tree, list(leaves))
+
+
+def closed_by_peer(sock):
+    """Waits until the other side closes; what it sent before."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := sock.recv(1 << 16):
+            data += piece
+    return data
