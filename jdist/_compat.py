@@ -6,12 +6,14 @@ here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made
 `tests/segment/test_programs.py`, that fails when JAX changes it.
 """
 
+import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src import distributed
 from jax._src.lax.lax import _convert_element_type as convert_element_type
 from jax.extend.core import (
     ClosedJaxpr,
@@ -41,6 +43,27 @@ def set_cpu_device_count(count: int) -> None:
       RuntimeError: A JAX computation has already started the backend. (JAX's own.)
     """
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def distributed_client() -> Any:
+    """The client of `jax.distributed`'s coordinator, which keeps keys and values.
+
+    Used of it: `key_value_set`, `key_value_dir_get`.
+    """
+    return distributed.global_state.client
+
+
+def abandon_distributed() -> None:
+    """Makes this process forget `jax.distributed`, so that its exit waits for nobody.
+
+    At exit JAX waits for all processes to get there, which they never will if they are
+    inside a collective with this one. The destructors of its objects would wait too,
+    hence one reference that nothing ever takes back.
+    """
+    state = distributed.global_state
+    for name in ("client", "service", "preemption_sync_manager"):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
+        setattr(state, name, None)
 
 
 def is_traced(value: object) -> bool:
