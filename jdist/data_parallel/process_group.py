@@ -24,10 +24,12 @@ and they say who is missing. Seen on CPU with two processes:
 import json
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +38,7 @@ from jax.sharding import Mesh
 
 from jdist._compat import abandon_distributed, distributed_client
 from jdist._errors import requirement
-from jdist.data_parallel.roll_call import Place, ProcessLost, roll_call
+from jdist.data_parallel.roll_call import Place, ProcessLost, listed, roll_call
 
 VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
 """What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
@@ -50,8 +52,8 @@ _ONE_OF_SEVERAL = {
 _PATIENCE = 2.0
 _BREATH = 0.05
 _LEFT = "jdist/left/"
-# How a collective fails when a peer is gone, as gloo and NCCL word it.
-_SYMPTOMS = ("Gloo", "NCCL", "onnection", "peer")
+# How a collective, or JAX's own coordination, words that a peer is gone.
+_SYMPTOM = re.compile("Gloo .*failed|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 
 @contextmanager
@@ -99,9 +101,9 @@ def process_group(
     References:
       `torch.distributed.init_process_group`; docs/data_parallel.md, "Many processes".
     """
-    seconds = {"timeout": timeout, "heartbeat": heartbeat}
-    _check_seconds(seconds)
-    owned = _join(cluster, seconds)
+    _check_seconds("timeout", timeout)
+    _check_seconds("heartbeat", heartbeat)
+    owned = _join(cluster, timeout, heartbeat)
     try:
         yield Mesh(np.array(jax.devices()), (axis,))
     except BaseException as error:
@@ -117,7 +119,7 @@ def process_group(
 # --- the start ---
 
 
-def _join(cluster: str | None, seconds: Mapping[str, float]) -> bool:
+def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
     """Starts `jax.distributed` if there is anybody to join; whether it did."""
     if jax.distributed.is_initialized():
         return False
@@ -125,23 +127,23 @@ def _join(cluster: str | None, seconds: Mapping[str, float]) -> bool:
     if place is None and cluster is None:
         _check_alone(os.environ)
         return False
-    limits = {
-        "initialization_timeout": math.ceil(seconds["timeout"]),
-        "shutdown_timeout_seconds": math.ceil(seconds["timeout"]),
-        "heartbeat_timeout_seconds": math.ceil(seconds["heartbeat"]),
-    }
+    initialize = partial(
+        jax.distributed.initialize,
+        initialization_timeout=math.ceil(timeout),
+        shutdown_timeout_seconds=math.ceil(timeout),
+        heartbeat_timeout_seconds=math.ceil(heartbeat),
+    )
     if place is None:
-        _detect(cluster, limits)
+        _detect(cluster, initialize)
     elif place.size == 1:
         return False
     else:
-        roll_call(place, seconds["timeout"])
-        jax.distributed.initialize(
+        roll_call(place, timeout)
+        initialize(
             coordinator_address=place.coordinator,
             num_processes=place.size,
             process_id=place.rank,
             cluster_detection_method="deactivate",
-            **limits,
         )
     return True
 
@@ -183,10 +185,9 @@ def _check_alone(environment: Mapping[str, str]) -> None:
             raise ValueError(requirement(argument, rule, None, remedy))
 
 
-def _detect(cluster: str | None, limits: Mapping[str, int]) -> None:
-    method = None if cluster == "auto" else cluster
+def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
     try:
-        jax.distributed.initialize(cluster_detection_method=method, **limits)
+        initialize(cluster_detection_method=None if cluster == "auto" else cluster)
     except ValueError as error:
         rule = "must be a kind of cluster that JAX finds here"
         argument = "process_group(cluster=...)"
@@ -194,11 +195,10 @@ def _detect(cluster: str | None, limits: Mapping[str, int]) -> None:
         raise ValueError(requirement(argument, rule, got)) from error
 
 
-def _check_seconds(given: Mapping[str, float]) -> None:
-    for name, seconds in given.items():
-        if not 0 < seconds < math.inf:
-            rule = "must be a positive number of seconds"
-            raise ValueError(requirement(f"process_group({name}=...)", rule, seconds))
+def _check_seconds(name: str, seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        rule = "must be a positive number of seconds"
+        raise ValueError(requirement(f"process_group({name}=...)", rule, seconds))
 
 
 # --- the end ---
@@ -222,9 +222,9 @@ def _verdict(error: BaseException) -> ProcessLost | None:
     """
     client = distributed_client()
     rank, size = jax.process_index(), jax.process_count()
-    suffers = isinstance(error, jax.errors.JaxRuntimeError) and any(
-        symptom in str(error) for symptom in _SYMPTOMS
-    )
+    # Raised while a step is dispatched, the same failure is a ValueError.
+    kinds = (jax.errors.JaxRuntimeError, ValueError)
+    suffers = isinstance(error, kinds) and bool(_SYMPTOM.search(str(error)))
     moment = time.time()
     note = {"moment": moment, "own": not suffers, "text": _first_line(error)}
     try:
@@ -268,11 +268,10 @@ def _blamed(
 
 
 def _lost(ranks: tuple[int, ...], size: int, moment: float) -> ProcessLost:
-    who = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {size}"
+    who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
     return ProcessLost(
-        f"{who} was lost: a collective failed at {_clock(moment)}, and nothing more was "
-        "heard from there. Its own output may say why. Start the run again from its "
-        "last checkpoint.",
+        f"{who} of {size} was lost: a collective failed at {_clock(moment)}, and no "
+        "word came from there. Start the run again from its last checkpoint.",
         ranks,
     )
 

@@ -100,7 +100,7 @@ class _Register:
             # Nobody listens any more: whoever is answered next is JAX's coordinator.
             self._tell("here")
         except ProcessLost as problem:
-            self._tell(f"missing {_listed(problem.ranks)}")
+            self._tell(f"missing {listed(problem.ranks)}")
             raise
         except ValueError as problem:
             self._tell(f"refused {problem}")
@@ -239,7 +239,7 @@ def _asked(connection: socket.socket, text: str, deadline: float) -> str:
 
 
 def _did_not_come(place: Place, missing: tuple[int, ...], seconds: float) -> Exception:
-    who = f"{'rank' if len(missing) == 1 else 'ranks'} {_listed(missing)}"
+    who = f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}"
     return ProcessLost(
         f"{who[0].upper()}{who[1:]} of {place.size} did not come within {seconds:g} s. "
         "Each process must be started with its RANK and call `process_group`.",
@@ -247,7 +247,8 @@ def _did_not_come(place: Place, missing: tuple[int, ...], seconds: float) -> Exc
     )
 
 
-def _listed(ranks: tuple[int, ...]) -> str:
+def listed(ranks: tuple[int, ...]) -> str:
+    """Ranks for a message."""
     return ", ".join(map(str, ranks))
 
 
