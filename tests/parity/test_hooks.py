@@ -186,7 +186,7 @@ def test_bit_by_bit(both, name):
 
 @pytest.mark.parametrize("name", ["int8_per_tensor", "int8_per_channel"])
 def test_int8_on_the_same_levels(both, name):
-    """The integers are the same: one level more would be 10^5 times this bound.
+    """The integers are the same: one level more would be 10^4 times this bound.
 
     The scale is rounded (XLA may divide by 255 as a product), and so are the product
     and the sum, which XLA may join: up to 4 units between the two.
