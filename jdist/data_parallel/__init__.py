@@ -16,10 +16,13 @@ from jdist.data_parallel.gradient import value_and_grad as value_and_grad
 from jdist.data_parallel.local_sgd import LocalSGD as LocalSGD
 from jdist.data_parallel.local_sgd import LocalState as LocalState
 from jdist.data_parallel.local_sgd import local_sgd as local_sgd
+from jdist.data_parallel.reducer import reducer as reducer
 from jdist.data_parallel.shards import shard_batch as shard_batch
 from jdist.data_parallel.train_state import Metrics as Metrics
 from jdist.data_parallel.train_state import TrainState as TrainState
 from jdist.data_parallel.train_step import Synchronization as Synchronization
 from jdist.data_parallel.train_step import TrainStep as TrainStep
 from jdist.data_parallel.train_step import train_step as train_step
+from jdist.data_parallel.zero import Sharded as Sharded
+from jdist.data_parallel.zero import zero as zero
 from jdist.reduction import weighted_mean as weighted_mean
