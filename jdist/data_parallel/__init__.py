@@ -12,6 +12,7 @@ and masked examples come out right.
 from jdist.data_parallel.broadcast import check_replicas as check_replicas
 from jdist.data_parallel.broadcast import replicate as replicate
 from jdist.data_parallel.buckets import assign_buckets as assign_buckets
+from jdist.data_parallel.checkpoint import Checkpoints as Checkpoints
 from jdist.data_parallel.gradient import value_and_grad as value_and_grad
 from jdist.data_parallel.local_sgd import LocalSGD as LocalSGD
 from jdist.data_parallel.local_sgd import LocalState as LocalState
