@@ -142,6 +142,17 @@ def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(array, kept, (0,) * array.ndim)
 
 
+def laid_out(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """`array` with a layout over any type of mesh, inside jit and outside.
+
+    To automatic axes a layout is a constraint on the compiler, to explicit ones a part
+    of the array's type.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        return _reshard(array, mesh, spec)
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
 def _reshard(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(mesh, spec))
 

@@ -25,7 +25,6 @@ all zero (a sum of nothing is 0): inside a compiled function nothing can be refu
 """
 
 from collections.abc import Callable, Hashable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -202,30 +201,6 @@ def aligned(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
 def share(gradient: jax.Array, total: jax.Array, reduction: str) -> jax.Array:
     """What a replica's part of one leaf adds to the finished gradient."""
     return gradient if reduction == "sum" else _scaled(jnp.divide, gradient, total)
-
-
-def all_reduce(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
-    """The partial of all replicas, by `psum`; call it where `axis_name` is bound."""
-    if reduction in ("mean", "sum"):
-        return jax.lax.psum(part, axis_name)
-    pick = jax.lax.pmax if reduction == "max" else jax.lax.pmin
-    value = pick(part.value, axis_name)
-    gradient, weight = jax.lax.psum(_holders(part, value)[1:], axis_name)
-    return Partial(value, gradient, weight)
-
-
-def all_gather(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
-    """The partial of all replicas: every part is gathered, then folded in rank order.
-
-    Same result as `all_reduce` to rounding; it moves K times the data over K replicas,
-    and fixes the order of the sum whatever algorithm the hardware would choose.
-    """
-    gathered = jax.lax.all_gather(part, axis_name)
-    parts = [
-        jax.tree.map(lambda x, rank=rank: x[rank], gathered)
-        for rank in range(jax.lax.axis_size(axis_name))
-    ]
-    return reduce(lambda a, b: combine(a, b, reduction), parts)
 
 
 def finish(part: Partial, reduction: str, like: Any) -> tuple[jax.Array, Any]:

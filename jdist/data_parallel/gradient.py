@@ -25,8 +25,6 @@ from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import check_weight_values, replicas_of
 
-METHODS = {"all_reduce": reductions.all_reduce, "all_gather": reductions.all_gather}
-
 
 def value_and_grad(
     loss_fn: Callable[[Any, Any], jax.Array],

@@ -61,8 +61,8 @@ class TrainStep:
       optimizer: What moves the parameters.
       mesh: The devices; or a number of replicas on one device.
       divisor: The number of a batch's rows must be a multiple of it.
-      compiled: The jitted function `(state, batch, weights, overrides)`, for a look at
-        what was compiled: `compiled.lower(...)`.
+      compiled: The jitted function `(state, key, batch, weights, overrides)`. The key,
+        which does not change, is apart: it is not donated and never leaves.
       start: `(state, batch, weights) -> hook_state`, jitted, before the first step with
         a hook that keeps something; else None.
     """
@@ -137,7 +137,16 @@ class TrainStep:
             _check_weights(weights, count)
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
-        return self.compiled(state, batch, weights, overrides)
+        key, moving = state.key, state._replace(key=None)
+        moved, metrics = self.compiled(moving, key, batch, weights, overrides)
+        return moved._replace(key=key), metrics
+
+    def lower(
+        self, state: TrainState, batch: Any, weights: Any = None
+    ) -> jax.stages.Lowered:
+        """The step's program, for a look at what is compiled and what it needs."""
+        moving = state._replace(key=None)
+        return self.compiled.lower(moving, state.key, batch, weights, {})
 
 
 def train_step(
@@ -209,12 +218,14 @@ def train_step(
     takes, gives = (EACH, rows, EACH, rows, rows), (EACH, EACH, EACH, rows, rows)
     mapped = over_replicas(work.step, mesh, axis, takes, gives)
 
-    def step(state: TrainState, batch: Any, weights: Any, overrides: Any) -> Any:
+    def step(
+        state: TrainState, key: Any, batch: Any, weights: Any, overrides: Any
+    ) -> Any:
         scale = None
         if optimizer.loss_factor is not None:
             scale = optimizer.loss_factor(state.opt_state)
         loss, grads, model_state, hook_state, aux = mapped(
-            state._replace(opt_state=None, hook_state=None),
+            state._replace(opt_state=None, hook_state=None, key=key),
             state.hook_state,
             scale,
             batch,
@@ -225,7 +236,7 @@ def train_step(
             state.params, _ascending(grads), state.opt_state, **overrides
         )
         new = TrainState(
-            state.step + 1, params, opt_state, model_state, state.key, hook_state
+            state.step + 1, params, opt_state, model_state, None, hook_state
         )
         return new, Metrics(_unscaled(loss, scale), norm, aux)
 

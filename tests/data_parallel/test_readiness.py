@@ -67,7 +67,11 @@ def test_a_loop_is_one_event(rng):
         x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["loop"])
         return jnp.sum((x @ params["after"]) ** 2)
 
-    assert order_of(loss, params, rng.normal(size=(3, 4))) == ["after", "loop", "before"]
+    assert order_of(loss, params, rng.normal(size=(3, 4))) == [
+        "after",
+        "loop",
+        "before",
+    ]
 
 
 def test_casts_at_the_end_do_not_count(rng):
