@@ -29,6 +29,17 @@ def test_traced_values_are_told_from_concrete_ones():
     assert not _compat.is_traced(1.0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "complex64"])
+def test_weak_types_can_be_given(dtype):
+    """The same array, which now yields to others, as one of a Python number does."""
+    array = jnp.asarray([1, 2, 3], dtype)
+    weak = _compat.weakly_typed(array)
+    assert (array.weak_type, weak.weak_type) == (False, True)
+    assert weak.dtype == array.dtype
+    assert weak.tolist() == array.tolist()
+    assert jnp.broadcast_to(1.5, (3,)).weak_type
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_varying_axes_are_seen_only_when_checked(mesh, check):
     """A checking shard_map knows which values vary; a plain one knows nothing."""

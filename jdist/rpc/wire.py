@@ -270,8 +270,7 @@ def _checked_size(dtype: np.dtype, shape: tuple[int, ...], limits: Limits) -> in
 
 def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
     return ProtocolError(
-        f"A {what} of {size:.12g} is beyond this worker's limit of {limit} "
-        f"(Limits.{name})."
+        f"A {what} of {size} is beyond this worker's limit of {limit} (Limits.{name})."
     )
 
 
@@ -326,8 +325,11 @@ def _fitting(memory: Sequence[memoryview], sizes: list[int]) -> Iterable[memoryv
 
 
 def _received(array: np.ndarray, flags: int, device: jax.Device | None) -> jax.Array:
+    shown = f"JAX cannot hold an array of {array.dtype} and shape {array.shape}"
     try:
-        return place(array, device, bool(flags & _WEAK))
+        placed = place(array, device, bool(flags & _WEAK))
     except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
-        shown = f"{array.dtype} of shape {array.shape}"
-        raise ProtocolError(f"JAX cannot hold an array, {shown}: {error}") from error
+        raise ProtocolError(f"{shown}: {error}") from error
+    if not isinstance(placed, jax.Array):  # JAX leaves float0 to NumPy.
+        raise ProtocolError(f"{shown}.")
+    return placed
