@@ -48,7 +48,7 @@ def nothing_left():
     gc.collect()
     before, threads = descriptors(), set(threading.enumerate())
     yield
-    until, pause = soon(), threading.Event()
+    until, pause = time.monotonic() + 10.0, threading.Event()
     while time.monotonic() < until:
         gc.collect()
         left = set(threading.enumerate()) - threads
@@ -128,25 +128,40 @@ class Peers:
         return self.here.connect("there", self.address, soon())
 
 
-def raw_pair(terms=None, pool=None):
+@contextlib.contextmanager
+def raw_pair(terms=None, memory=False):
     """A connection, and the bare socket at its other end."""
+    pool = MemoryPool() if memory else None
     ours, theirs = socket.socketpair()
     stream = Stream(ours)
-    stream.passes_descriptors = pool is not None
+    stream.passes_descriptors = memory
     theirs.settimeout(PATIENCE)
-    return Connection(stream, "raw", terms or Terms(), pool), theirs
+    connection = Connection(stream, "raw", terms or Terms(), pool)
+    try:
+        with theirs:
+            yield connection, theirs
+    finally:
+        connection.close()
+        if pool is not None:
+            pool.close()
 
 
-def connected_pair(pool=False):
+@contextlib.contextmanager
+def connected_pair(memory=False):
     """Two connections with each other."""
-    ends = [Stream(end) for end in socket.socketpair()]
-    pools = [MemoryPool() if pool else None for _ in ends]
-    for stream in ends:
-        stream.passes_descriptors = pool
-    return [
-        Connection(stream, name, Terms(), own)
-        for stream, name, own in zip(ends, ("left", "right"), pools, strict=True)
-    ]
+    pool = MemoryPool() if memory else None
+    ends = []
+    for end, name in zip(socket.socketpair(), ("left", "right"), strict=True):
+        stream = Stream(end)
+        stream.passes_descriptors = memory
+        ends.append(Connection(stream, name, Terms(), pool))
+    try:
+        yield ends
+    finally:
+        for connection in ends:
+            connection.close()
+        if pool is not None:
+            pool.close()
 
 
 def call(number, *leaves, kind="call", tree=None):
