@@ -188,11 +188,10 @@ class FunctionTable:
     def _load(self, module: str, ref: str) -> types.ModuleType:
         if module == "__main__":
             return self._main_module()
-        if module in sys.modules:
-            return sys.modules[module]
         if not all(map(str.isidentifier, module.split("."))):
             raise ForbiddenFunction(_absent(ref))
         try:
+            # Also for a module that is there: another thread may still be importing it.
             return importlib.import_module(module)
         except Exception as error:
             raise ForbiddenFunction(f"{_absent(ref)} ({error})") from error
