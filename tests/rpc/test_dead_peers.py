@@ -12,7 +12,7 @@ import pytest
 
 from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.socket_transport import SocketTransport
-from tests.rpc.sockets import KEY, Outcome, blocked, call, nothing_left, soon
+from tests.rpc.sockets import KEY, PATIENCE, Outcome, blocked, call, nothing_left, soon
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,7 @@ def test_a_killed_worker_is_noticed(route):
         process.send_signal(signal.SIGKILL)
         with pytest.raises(ChannelClosed, match=r"its connection (closed|broke)"):
             waiting.get()
+        process.wait(PATIENCE)
         with pytest.raises(ChannelClosed, match="nobody listens"):
             here.connect("victim", address, soon())
 
