@@ -18,6 +18,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from jdist import rpc
+from jdist.rpc.rendezvous import Rendezvous, ReservedPort, fresh_key
 
 PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
 WORKERS = 4
@@ -81,27 +82,31 @@ class Cluster:
 class Hosts:
     """Processes, each of which runs one body at a time on its main thread.
 
-    They are started once and may become workers of one group after the other.
+    They are started once and may become workers of one group after the other. Each is
+    spawned by itself, so that the death of one does not end the others.
     """
 
     def __init__(self, count):
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        ports = [self._stack.enter_context(ReservedPort()).port for _ in range(2)]
+        meeting = Rendezvous(
+            nprocs=count, port=ports[0], jax_port=ports[1], key=fresh_key()
+        )
         key = secrets.token_bytes(16)
         listener = Listener(str(Path(folder) / "hosts"), authkey=key)
+        started = []
         with listener:
-            arguments = (listener.address, key)
-            self.processes = rpc.spawn(serve, arguments, nprocs=count, join=False)
-            self._stack.enter_context(self.processes)
+            for rank in range(count):
+                arguments = (listener.address, key, dict(meeting.variables(rank)))
+                one = rpc.spawn(serve, arguments, nprocs=1, join=False)
+                started.append(self._stack.enter_context(one))
             self._pipes = {}
             for _ in range(count):
                 pipe = self._stack.enter_context(listener.accept())
                 self._pipes[pipe.recv()] = pipe
+        self.pids = [one.pids[0] for one in started]
         self.alive = set(range(count))
-
-    @property
-    def pids(self):
-        return self.processes.pids
 
     def start(self, rank, body, *args, **kwargs):
         """Begins `body(*args)` in that process, as a Task."""
@@ -135,10 +140,11 @@ class Hosts:
         return pipe.recv() if pipe.poll(timeout) else None
 
 
-def serve(rank, address, key):
+def serve(_, address, key, variables):
     """What a host process does: body after body, until it is told to end."""
+    os.environ.update(variables)
     with Client(address, authkey=key) as pipe:
-        pipe.send(rank)
+        pipe.send(int(variables["RANK"]))
         while (told := pipe.recv()) is not _END:
             outcome = _outcome_of(*told)
             try:
