@@ -32,6 +32,14 @@ def soon():
     return time.monotonic() + PATIENCE
 
 
+def wait_until(condition):
+    """Returns when the condition holds, fails when it never does."""
+    deadline, pause = soon(), threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.002)
+
+
 def descriptors():
     """The open descriptors of this process and what they lead to."""
     found = {}
@@ -62,10 +70,7 @@ def nothing_left():
 def blocked(thread):
     """Waits until the thread sleeps in the kernel."""
     state = Path(f"/proc/self/task/{thread.native_id}/stat")
-    until, pause = soon(), threading.Event()
-    while state.read_text().rpartition(") ")[2][0] != "S":
-        assert time.monotonic() < until
-        pause.wait(0.001)
+    wait_until(lambda: state.read_text().rpartition(") ")[2][0] == "S")
 
 
 class Outcome:

@@ -25,6 +25,7 @@ from tests.rpc.sockets import (
     echo,
     nothing_left,
     soon,
+    wait_until,
 )
 
 
@@ -139,9 +140,7 @@ def test_a_wrong_key(peers):
     with stranger, pytest.raises(AuthenticationError, match="could not prove that it"):
         stranger.here.connect("there", peers.address, soon())
     assert peers.connect().exchange(call(1), soon()).id == 1
-    until = soon()
-    while peers.there.refused < 1:
-        assert time.monotonic() < until
+    wait_until(lambda: peers.there.refused == 1)
 
 
 def test_another_worker_listens(peers):
@@ -251,9 +250,7 @@ def test_a_channel_outlives_its_first_thread():
     with Peers(on_channel=channels.append) as peers:
         near = peers.connect()
         near.send(call(1))
-        until = soon()
-        while not channels:
-            assert time.monotonic() < until
+        wait_until(lambda: channels)
         assert channels[0].receive(soon()).id == 1
 
 

@@ -27,6 +27,7 @@ from tests.rpc.sockets import (
     echo,
     nothing_left,
     soon,
+    wait_until,
 )
 
 
@@ -84,7 +85,7 @@ def test_a_plain_peer_is_refused_off_loopback():
             plain.connect("safe", safe.address[:2], soon())
         with pytest.raises(ChannelClosed, match="its connection"):
             safe.connect("plain", plain.address[:2], soon())
-        assert safe.refused == plain.refused == 1
+        wait_until(lambda: safe.refused == plain.refused == 1)
 
 
 @pytest.mark.usefixtures("_off_loopback")
@@ -213,9 +214,7 @@ def test_a_man_in_the_middle_is_noticed():
         ):
             peers.here.connect("there", wire.address, soon())
         assert wire.seen["near"].startswith(b"jdist\0")  # He could read that much.
-        until = soon()
-        while peers.there.refused < 1:
-            assert time.monotonic() < until
+        wait_until(lambda: peers.there.refused == 1)
 
 
 def test_a_faithful_wire_is_not_noticed():
@@ -234,9 +233,7 @@ def test_a_flipped_bit_closes_the_channel():
         cipher[-1] ^= 1
         far._stream._socket.setblocking(True)
         far._received.write(bytes(cipher))
-        with pytest.raises(
-            ChannelClosed, match=r"its TLS connection broke .*(BAD|MAC)"
-        ):
+        with pytest.raises(ChannelClosed, match=r"TLS connection broke .*(BAD|MAC)"):
             far.receive_into(memoryview(bytearray(100)), soon())
 
 
