@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.rpc.arrays import adopt, aligned, host, place
+from jdist import _compat
+from jdist.rpc.arrays import adopt, aligned, host
 
 
 def _address(array):
@@ -37,7 +38,7 @@ def test_placing_takes_the_memory_over(rng, shape, dtype):
     array[...] = rng.integers(0, 2, shape).astype(dtype)
     before = array.copy()
     for device in jax.devices("cpu")[1:3]:
-        placed = place(array, device)
+        placed = _compat.placed(array, device)
         assert placed.devices() == {device}
         assert placed.dtype == dtype
         np.testing.assert_array_equal(np.asarray(placed), before)
@@ -54,14 +55,14 @@ def test_placing_unaligned_memory(rng):
         array = np.ndarray((9, 7), np.float32, memory, offset)
         array[...] = rng.normal(size=(9, 7))
         before = array.copy()
-        placed = place(array, jax.devices("cpu")[1]).block_until_ready()
+        placed = _compat.placed(array, jax.devices("cpu")[1]).block_until_ready()
         array[...] = 0
         np.testing.assert_array_equal(np.asarray(placed), before)
 
 
 def test_placing_without_a_device():
     """On the default device, and free to mix with arrays of others."""
-    placed = place(np.arange(3.0), None)
+    placed = _compat.placed(np.arange(3.0), None)
     assert placed.devices() == {jax.devices()[0]}
     other = jax.device_put(jnp.ones(3), jax.devices("cpu")[3])
     assert (placed + other).devices() == {jax.devices("cpu")[3]}
@@ -74,7 +75,7 @@ def test_placing_keeps_wide_types(x64, weak, device):
     """64 bits stay 64 bits, without a warning, and the setting is as before."""
     device = None if device is None else jax.devices("cpu")[device]
     with jax.enable_x64(x64):
-        placed = place(np.array([1 / 3, 2**53 + 0.0]), device, weak)
+        placed = _compat.placed(np.array([1 / 3, 2**53 + 0.0]), device, weak)
         assert placed.dtype == np.float64
         assert placed.weak_type == weak
         assert np.asarray(placed).tolist() == [1 / 3, 2**53]

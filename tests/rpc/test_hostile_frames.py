@@ -156,7 +156,8 @@ def test_damaged_frames(worker, data, damages):
 
 NAMES = [
     "os:system", "builtins:eval", "builtins:min", "builtins:ValueError",
-    "jax.numpy:add", "subprocess:Popen", "", "x", f"{HERE}:imported_function", f"{HERE}:module.Popen",
+    "jax.numpy:add", "subprocess:Popen", "", "x", f"{HERE}:imported_function",
+    f"{HERE}:module.Popen",
     *(f"{HERE}:{name}" for name in (
         "add", "Point", "Frozen", "Pair", "Color", "Access", "Line", "Counter", "Table",
         "TwoArguments", "FrozenError", "WithState", "Plain", "Level", "instance",
