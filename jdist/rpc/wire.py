@@ -274,7 +274,8 @@ def _described(name: str, shape: tuple[int, ...], limit: int) -> tuple[np.dtype,
 
 def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
     return ProtocolError(
-        f"A {what} of {size} is beyond this worker's limit of {limit} (Limits.{name})."
+        f"A frame's {what} of {size} is beyond this worker's limit of {limit} "
+        f"(Limits.{name})."
     )
 
 
