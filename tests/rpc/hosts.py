@@ -119,7 +119,7 @@ class Hosts:
         return self.start(rank, body, *args, **kwargs).result()
 
     def everywhere(self, body, *args, **kwargs):
-        """Runs a body in all processes that live; results in order, or the first error."""
+        """Runs a body in all that live; results in order, or the first error."""
         tasks = [self.start(rank, body, *args, **kwargs) for rank in sorted(self.alive)]
         return results(tasks)
 
@@ -200,8 +200,10 @@ def be_one_of(rank, count, port, name=None, **options):
     )
 
 
-def end(graceful=True, timeout=0):
-    rpc.shutdown(graceful, timeout)
+def be_no_worker():
+    """Cleans up after a test that failed in the middle; most have nothing left."""
+    with contextlib.suppress(rpc.RpcError):
+        rpc.shutdown(graceful=False)
 
 
 def results(tasks):
