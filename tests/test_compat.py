@@ -29,6 +29,48 @@ def test_traced_values_are_told_from_concrete_ones():
     assert not _compat.is_traced(1.0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int4", "complex128", "bool"])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 5)])
+def test_placing_is_device_put(dtype, shape):
+    """The same array on the same device, which every computation takes."""
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(jnp.dtype(dtype))
+    for device in (None, jax.devices("cpu")[3]):
+        got, expected = _compat.placed(array, device), jax.device_put(array, device)
+        assert type(got) is type(expected)
+        assert (got.aval, got.sharding) == (expected.aval, expected.sharding)
+        assert got.committed == expected.committed == (device is not None)
+        np.testing.assert_array_equal(np.asarray(got), array)
+        same = jax.jit(lambda x: x[..., None])
+        np.testing.assert_array_equal(np.asarray(same(got)), array[..., None])
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_placing_keeps_wide_and_weak_types(x64):
+    """What `device_put` would narrow, and what it cannot be told."""
+    with jax.enable_x64(x64):
+        wide = _compat.placed(np.array([1 / 3, 2.0**53]), None)
+        weak = _compat.placed(np.float32([1.5, 2]), None, weak=True)
+        assert wide.dtype == np.float64
+        assert wide.tolist() == [1 / 3, 2.0**53]
+        assert weak.weak_type
+        assert (weak + jnp.bfloat16([1, 1])).dtype == jnp.bfloat16
+
+
+def test_placing_respects_the_default_device():
+    """However it was chosen."""
+    device = jax.devices("cpu")[2]
+    for chosen, expected in ((device, device), ("cpu", jax.devices("cpu")[0])):
+        with jax.default_device(chosen):
+            assert _compat.placed(np.ones(3), None).devices() == {expected}
+
+
+def test_placing_what_jax_does_not_have():
+    """An error, not memory read in another way."""
+    for dtype in ("M8[s]", "U3", jax.dtypes.float0, "O"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Unknown NumPy dtype"):
+            _compat.placed(np.zeros(2, dtype), None)
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_varying_axes_are_seen_only_when_checked(mesh, check):
     """A checking shard_map knows which values vary; a plain one knows nothing."""

@@ -1,19 +1,14 @@
-"""Arrays on their way: aligned memory, bytes of an array, and placing on a device.
+"""Arrays on their way: aligned memory, bytes of an array, arrays within a process.
 
 JAX on CPU takes NumPy memory over without a copy exactly when its address is a multiple
 of 64, so large arrays are received into such memory.
 """
 
-import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
-
-from jdist._compat import double_precision, weakly_typed
 
 _ALIGNMENT = 64
 
@@ -37,36 +32,6 @@ def host(leaf: Any) -> np.ndarray:
     """
     array = leaf if type(leaf) is np.ndarray else np.asarray(leaf)
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
-
-
-def place(
-    array: np.ndarray, device: jax.Device | None, weak: bool = False
-) -> jax.Array:
-    """A JAX array on `device` with the elements of `array`, which nobody else writes.
-
-    On CPU the memory itself is taken over if it is aligned. The dtype stays what it is
-    even where JAX's 64-bit types are switched off: what arrives is what was sent.
-
-    Args:
-      array: C-contiguous; its dtype one that JAX knows.
-      device: The array is committed to it. None for JAX's default, not committed.
-      weak: Whether its type yields to others in promotion, as a Python number's does.
-    """
-    wide = array.dtype.itemsize >= 8
-    with double_precision() if wide else contextlib.nullcontext():
-        if device is None:
-            placed = jax.device_put(array)
-        else:
-            # Does what device_put does in half the time: 13 us, not 28, at 3 x 3.
-            placed = jax.make_array_from_callback(
-                array.shape, _only_on(device), lambda index: array
-            )
-        return weakly_typed(placed) if weak else placed
-
-
-@functools.cache
-def _only_on(device: jax.Device) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device)
 
 
 def adopt(leaves: Sequence[Any], device: jax.Device | None) -> list[Any]:

@@ -134,6 +134,12 @@ class Connection:
         header = len(packed.head) - PREFIX_BYTES
         body = sum(map(len, packed.body)) + sum(map(len, packed.apart))
         most = self._terms.limits
+        if (
+            header <= most.header_bytes
+            and body <= most.body_bytes
+            and leaves <= most.leaves
+        ):
+            return
         for what, size, limit in (
             ("a header of", header, most.header_bytes),
             ("arrays of together", body, most.body_bytes),

@@ -7,12 +7,13 @@ class Duplicates:
     Numbers rise from 1 and come almost in order. All up to a mark are known; what
     came beyond it is a set, which is empty when nothing is missing. A number more than
     `window` behind the highest one counts as seen: better to lose a request (its caller
-    gets a timeout) than to execute one twice.
+    gets a timeout) than to execute one twice. 0 is no number: what bears it is not
+    answered, and always new.
 
     Example:
       >>> seen = Duplicates()
-      >>> [seen.is_new(number) for number in (1, 3, 1, 2, 3, 4)]
-      [True, True, False, True, False, True]
+      >>> [seen.is_new(number) for number in (1, 3, 1, 2, 3, 0, 0)]
+      [True, True, False, True, False, True, True]
     """
 
     __slots__ = ("_beyond", "_mark", "_window")
@@ -30,7 +31,7 @@ class Duplicates:
                 self._advance()
             return True
         if number <= self._mark or number in self._beyond:
-            return False
+            return number == 0
         self._beyond.add(number)
         if number - self._mark > self._window:
             self._mark = number - self._window

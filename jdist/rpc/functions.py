@@ -89,6 +89,7 @@ class FunctionTable:
         self._main = main
         self._objects = frozenset(name for name in allow if ":" in name)
         self._modules = ("jdist", *(name for name in allow if ":" not in name))
+        self._open: set[str] = set()  # Modules found allowed so far, and importable.
         self._known = dict(_always_known())
         for name in self._modules:
             if _within(name, ("jax",)):
@@ -167,7 +168,7 @@ class FunctionTable:
         return raw.__get__(None if of_class else owner, kind)
 
     def _allows(self, module: str, ref: str) -> bool:
-        if ref in self._objects:
+        if module in self._open or ref in self._objects:
             return True
         if _within(module, _NEVER) or module.endswith(".__main__"):
             return False
@@ -187,15 +188,20 @@ class FunctionTable:
 
     def _load(self, module: str, ref: str) -> types.ModuleType:
         if module == "__main__":
+            self._open.add(module)
             return self._main_module()
-        if module in sys.modules:
+        if module in self._open and module in sys.modules:
             return sys.modules[module]
         if not all(map(str.isidentifier, module.split("."))):
             raise ForbiddenFunction(_absent(ref))
         try:
-            return importlib.import_module(module)
+            # Also what is there already: another thread may still be importing it.
+            found = importlib.import_module(module)
         except Exception as error:
             raise ForbiddenFunction(f"{_absent(ref)} ({error})") from error
+        if ref not in self._objects:
+            self._open.add(module)
+        return found
 
 
 def own_name(thing: Any) -> str | None:

@@ -211,7 +211,7 @@ class Group:
             self._ended = str(frame.meta["reason"])
         elif frame.kind in ("group.lost", "group.left"):
             name, reason = str(frame.meta["name"]), str(frame.meta["reason"])
-            self._agent.crew.run(lambda: self._part(frame.kind, name, reason))
+            self._part(frame.kind, name, reason)
 
     def _closed(self, reason: str) -> None:
         if self._left or self._head not in self._agent.directory:

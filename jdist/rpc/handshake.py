@@ -78,6 +78,9 @@ class Identity(NamedTuple):
     abilities: Ability = Ability.NONE
     binding: bytes = NO_BINDING
 
+    def __repr__(self) -> str:
+        return f"Identity(name={self.name!r}, key=..., abilities={self.abilities!r})"
+
 
 class _Hello(NamedTuple):
     version: int

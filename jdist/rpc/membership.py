@@ -111,7 +111,8 @@ def _finish(agent: Agent, deadline: Deadline) -> None:
             wait_for_all(agent, agent.group, names, deadline)
             return
         except WorkerLost as error:
-            if agent.group.lost() or error.worker not in agent.group.left():
+            orderly = error.worker in names and error.worker in agent.group.left()
+            if agent.group.lost() or not orderly:
                 raise
             # It left without waiting for anybody, so nobody waits for it.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.rpc.errors import ForbiddenFunction, RemoteError
+from jdist.rpc.errors import ForbiddenFunction, ProtocolError, RemoteError
 from jdist.rpc.functions import FunctionTable, own_name
 
 _LONGEST = 100_000
@@ -83,17 +83,19 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
         of `jax.errors` and NumPy.
 
     Raises:
-      ValueError: `description` is not what `describe` makes.
+      ProtocolError: `description` is not what `describe` makes.
     """
     _check(description)
     error = _own_type(description, functions) or RemoteError(_told(description))
     worker, trace = description["worker"], description["traceback"]
     notes = list(description["notes"])
     if worker:
-        verb = "Passed on by" if "remote_worker" in vars(error) else "Raised on"
+        origin = {"remote_worker": worker, "remote_traceback": trace}
+        earlier = description["state"].keys() & origin.keys()
+        verb = "Passed on by" if earlier else "Raised on"
         notes.append(f"{verb} worker {worker!r}:\n{trace}")
-        vars(error).setdefault("remote_worker", worker)
-        vars(error).setdefault("remote_traceback", trace)
+        origin |= {name: description["state"][name] for name in earlier}
+        vars(error).update(origin)
     if notes:
         vars(error)["__notes__"] = notes
     return error
@@ -117,6 +119,8 @@ def _own_type(
             error = kind(*args)
     except Exception:  # noqa: BLE001 - a constructor may fail in any way: told in words
         return None
+    if type(error) is not kind:
+        return None
     # Straight into the dictionary: a frozen dataclass, too, may be an exception.
     vars(error).update(description["state"])
     return error if _text(error) == description["text"] else None
@@ -132,14 +136,14 @@ def _told(description: dict[str, Any]) -> str:
 
 def _check(description: Any) -> None:
     if not isinstance(description, dict) or description.keys() != _FIELDS.keys():
-        raise ValueError("A remote exception's description has other fields.")
+        raise ProtocolError("A remote exception's description has other fields.")
     for name, kinds in _FIELDS.items():
         if type(description[name]) not in kinds:
-            raise ValueError(f"A remote exception's {name} is of another type.")
+            raise ProtocolError(f"A remote exception's {name} is of another type.")
     if not all(type(note) is str for note in description["notes"]):
-        raise ValueError("A remote exception's notes must be texts.")
+        raise ProtocolError("A remote exception's notes must be texts.")
     if any(type(k) is not str or _is_special(k) for k in description["state"]):
-        raise ValueError("A remote exception's attributes must have ordinary names.")
+        raise ProtocolError("A remote exception's attributes must have ordinary names.")
 
 
 def _is_special(name: str) -> bool:

@@ -106,6 +106,7 @@ class SocketTransport:
         self._strangers: dict[Stream, None] = {}
         self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
+        self._accepting: threading.Thread | None = None
         self._closed = threading.Event()
         self._wake, self._woken = socket.socketpair()
 
@@ -187,7 +188,8 @@ class SocketTransport:
 
     def serve(self, on_channel: Callable[[Channel], None]) -> None:
         """Begins to accept; see `Transport.serve`."""
-        self._start(self._accept, on_channel)
+        if not self._closed.is_set():
+            self._accepting = self._start(self._accept, on_channel)
 
     def close(self) -> None:
         """Stops accepting, closes every channel, joins its threads; see `Transport`.
@@ -199,13 +201,17 @@ class SocketTransport:
             if self._closed.is_set():
                 return
             self._closed.set()
+        until = time.monotonic() + 5.0
+        self._wake.close()
+        if self._accepting is not None:
+            self._accepting.join(until - time.monotonic())
+        # From here on there are no new strangers and no new connections.
+        with self._lock:
             for stream in self._strangers:
                 stream.shut()
             connections, threads = list(self._connections), list(self._threads)
-        self._wake.close()
         for connection in connections:
             connection.close("this worker has ended")
-        until = time.monotonic() + 5.0
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
@@ -237,9 +243,16 @@ class SocketTransport:
             self._dismiss_oldest()
             self._closed.wait(0.05)
             return
+        try:
+            self._welcome(sock, on_channel)
+        except OSError:
+            self._refuse(sock)  # It was gone before it could be asked anything.
+
+    def _welcome(
+        self, sock: socket.socket, on_channel: Callable[[Channel], None]
+    ) -> None:
         if is_unix(sock) and not same_user(sock):
-            sock.close()
-            self.refused += 1
+            self._refuse(sock)
             return
         stream = Stream(sock)
         if len(self._strangers) >= self.most_strangers:
@@ -251,6 +264,11 @@ class SocketTransport:
             self._start(self._serve, stream, is_unix(sock), on_channel)
         except RuntimeError:  # No more threads.
             self._dismiss(stream)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        sock.close()
+        with self._lock:
+            self.refused += 1
 
     def _dismiss_oldest(self) -> None:
         with self._lock:
@@ -275,6 +293,9 @@ class SocketTransport:
             # The other side learns it from its own handshake.
             self._dismiss(stream)
             return
+        except BaseException:
+            self._dismiss(stream)
+            raise
         with self._lock:
             self._strangers.pop(stream, None)
         threading.current_thread().name = f"{self._me.name}<-{connection.peer}"
@@ -296,7 +317,7 @@ class SocketTransport:
         proved = handshake.accept(secured, self._identity(local, binding), deadline)
         return self._adopt(stream, secured, proved)
 
-    def _start(self, target: Callable[..., None], *args: Any) -> None:
+    def _start(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         def run() -> None:
             try:
                 target(*args)
@@ -314,3 +335,4 @@ class SocketTransport:
             with self._lock:
                 self._threads.discard(thread)
             raise
+        return thread

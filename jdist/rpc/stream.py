@@ -214,7 +214,10 @@ class Stream:
         whole = math.floor(remaining or 0)
         rest = round(((remaining or 0) - whole) * 1e6)
         limit = struct.pack("ll", whole, rest)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        except OSError as error:
+            raise ChannelClosed(f"its connection broke ({error})") from error
         self._patience = remaining
 
     def _receive_with_descriptors(self, view: memoryview) -> int:

@@ -15,6 +15,7 @@ Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothi
 `ProtocolError`, and nothing beyond `Limits` is ever allocated.
 """
 
+import functools
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -24,8 +25,9 @@ import jax
 import msgspec
 import numpy as np
 
+from jdist._compat import placed
 from jdist._errors import requirement
-from jdist.rpc.arrays import aligned, host, place
+from jdist.rpc.arrays import aligned, host
 from jdist.rpc.dtypes import dtype_name, dtype_named
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import Frame
@@ -240,8 +242,7 @@ def _planned(message: _Message, limits: Limits) -> Header:
     apart: list[int] = []
     filled = 0
     for flags, name, shape in message.leaves:
-        dtype = dtype_named(name)
-        nbytes = _checked_size(dtype, shape, limits)
+        dtype, nbytes = _described(name, shape, limits.body_bytes)
         offset = None
         if flags & _APART:
             apart.append(nbytes)
@@ -257,20 +258,23 @@ def _planned(message: _Message, limits: Limits) -> Header:
     return Header(message, leaves, filled, large, apart)
 
 
-def _checked_size(dtype: np.dtype, shape: tuple[int, ...], limits: Limits) -> int:
+@functools.lru_cache(1024)  # The same few again and again: a microsecond each.
+def _described(name: str, shape: tuple[int, ...], limit: int) -> tuple[np.dtype, int]:
+    """The dtype, and the size of the array in bytes."""
+    dtype = dtype_named(name)
     if len(shape) > 64:
         raise ProtocolError(f"An array has {len(shape)} dimensions.")
     nbytes = dtype.itemsize * math.prod(shape)
     # An empty array, too, must not have dimensions whose product overflows.
     most = nbytes or max(dtype.itemsize, 1) * math.prod(n or 1 for n in shape)
-    if most > limits.body_bytes:
-        raise _beyond("array", most, limits.body_bytes, "body_bytes")
-    return nbytes
+    if most > limit:
+        raise _beyond("array", most, limit, "body_bytes")
+    return dtype, nbytes
 
 
 def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
     return ProtocolError(
-        f"A {what} of {size:.12g} is beyond this worker's limit of {limit} "
+        f"A frame's {what} of {size} is beyond this worker's limit of {limit} "
         f"(Limits.{name})."
     )
 
@@ -327,7 +331,10 @@ def _fitting(memory: Sequence[memoryview], sizes: list[int]) -> Iterable[memoryv
 
 def _received(array: np.ndarray, flags: int, device: jax.Device | None) -> jax.Array:
     try:
-        return place(array, device, bool(flags & _WEAK))
+        if array.dtype.isnative:
+            return placed(array, device, bool(flags & _WEAK))
+        reason = "it is of another byte order"
     except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
-        shown = f"{array.dtype} of shape {array.shape}"
-        raise ProtocolError(f"JAX cannot hold an array, {shown}: {error}") from error
+        reason = str(error)
+    shown = f"{array.dtype} and shape {array.shape}"
+    raise ProtocolError(f"JAX cannot hold an array of {shown}: {reason}.")

@@ -10,15 +10,30 @@ import contextlib
 import pytest
 
 from jdist import rpc
-from tests.rpc.hosts import WORKERS, Cluster, Hosts, become_worker, in_threads, names
+from tests.rpc.hosts import (
+    WORKERS,
+    Cluster,
+    Hosts,
+    be_no_worker,
+    become_worker,
+    in_threads,
+    names,
+)
 
 
 @pytest.fixture(scope="session")
-def hosts():
-    """Four processes that are no workers; they must be none again afterwards."""
+def host_processes():
+    """Four processes for the tests of the session."""
     started = Hosts(WORKERS)
     yield started
     started.close()
+
+
+@pytest.fixture
+def hosts(host_processes):
+    """Four processes that are no workers, and are none afterwards."""
+    yield host_processes
+    host_processes.everywhere(be_no_worker)
 
 
 @pytest.fixture
@@ -35,11 +50,11 @@ def fresh_hosts():
 
 
 @pytest.fixture(scope="module")
-def processes(hosts):
+def processes(host_processes):
     """A cluster of four processes, shared by the tests of a module."""
-    hosts.everywhere(become_worker)
-    yield Cluster("process", names(), hosts.start)
-    hosts.everywhere(rpc.shutdown)
+    host_processes.everywhere(become_worker)
+    yield Cluster("process", names(), host_processes.start)
+    host_processes.everywhere(rpc.shutdown)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import contextvars
 import os
 import secrets
 import signal
-import socket
 import tempfile
 import threading
 import traceback
@@ -19,6 +18,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from jdist import rpc
+from jdist.rpc.rendezvous import Rendezvous, ReservedPort, fresh_key
 
 PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
 WORKERS = 4
@@ -26,14 +26,29 @@ _END = None
 
 
 class Task:
-    """A body that runs on a worker."""
+    """A body that runs on a worker.
 
-    def __init__(self, receive):
+    Args:
+      name: Of the body, for messages.
+      receive: `receive(timeout)`: a value and an error, or None if it is not over.
+    """
+
+    def __init__(self, name, receive):
+        self._name = name
         self._receive = receive
+        self._outcome = None
+
+    def done(self, timeout=0.0):
+        """Whether the body is over, after waiting so long."""
+        if self._outcome is None:
+            self._outcome = self._receive(timeout)
+        return self._outcome is not None
 
     def result(self, timeout=PATIENCE):
         """What the body returned; raises what it raised."""
-        value, error = self._receive(timeout)
+        if not self.done(timeout):
+            raise TimeoutError(f"{self._name} has not finished after {timeout} s")
+        value, error = self._outcome
         if error is not None:
             raise error
         return value
@@ -53,57 +68,60 @@ class Cluster:
         self.start = start
         """`start(rank, body, *args)`: begins it on that worker, as a Task."""
 
-    def run(self, rank, body, *args):
-        """What `body(*args)` returns on the worker of this rank."""
-        return self.start(rank, body, *args).result()
+    def run(self, rank, body, *args, **kwargs):
+        """What `body(*args, **kwargs)` returns on the worker of this rank."""
+        return self.start(rank, body, *args, **kwargs).result()
 
-    def everywhere(self, body, *args):
+    def everywhere(self, body, *args, **kwargs):
         """Runs a body on all workers at once; results by rank, or the first error."""
-        tasks = [self.start(rank, body, *args) for rank in range(len(self.names))]
-        outcomes = [_outcome(task) for task in tasks]
-        for _, error in outcomes:
-            if error is not None:
-                raise error
-        return [value for value, _ in outcomes]
+        ranks = range(len(self.names))
+        tasks = [self.start(rank, body, *args, **kwargs) for rank in ranks]
+        return results(tasks)
 
 
 class Hosts:
     """Processes, each of which runs one body at a time on its main thread.
 
-    They are started once and may become workers of one group after the other.
+    They are started once and may become workers of one group after the other. Each is
+    spawned by itself, so that the death of one does not end the others.
     """
 
     def __init__(self, count):
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        ports = [self._stack.enter_context(ReservedPort()).port for _ in range(2)]
+        meeting = Rendezvous(
+            nprocs=count, port=ports[0], jax_port=ports[1], key=fresh_key()
+        )
         key = secrets.token_bytes(16)
         listener = Listener(str(Path(folder) / "hosts"), authkey=key)
+        started = []
         with listener:
-            arguments = (listener.address, key)
-            self.processes = rpc.spawn(serve, arguments, nprocs=count, join=False)
-            self._stack.enter_context(self.processes)
+            for rank in range(count):
+                arguments = (listener.address, key, dict(meeting.variables(rank)))
+                one = rpc.spawn(serve, arguments, nprocs=1, join=False)
+                started.append(self._stack.enter_context(one))
             self._pipes = {}
             for _ in range(count):
                 pipe = self._stack.enter_context(listener.accept())
                 self._pipes[pipe.recv()] = pipe
+        self.pids = [one.pids[0] for one in started]
         self.alive = set(range(count))
 
-    @property
-    def pids(self):
-        return self.processes.pids
-
-    def start(self, rank, body, *args):
+    def start(self, rank, body, *args, **kwargs):
         """Begins `body(*args)` in that process, as a Task."""
         pipe = self._pipes[rank]
-        pipe.send((body, args))
-        return Task(lambda timeout: self._receive(rank, timeout))
+        pipe.send((body, args, kwargs))
+        name = f"{body.__name__} on rank {rank}"
+        return Task(name, lambda timeout: self._receive(rank, timeout))
 
-    def run(self, rank, body, *args):
-        return self.start(rank, body, *args).result()
+    def run(self, rank, body, *args, **kwargs):
+        return self.start(rank, body, *args, **kwargs).result()
 
-    def everywhere(self, body, *args):
-        """Runs a body in all processes that live; results by rank, or the first error."""
-        return Cluster("process", sorted(self.alive), self.start).everywhere(body, *args)
+    def everywhere(self, body, *args, **kwargs):
+        """Runs a body in all that live; results in order, or the first error."""
+        tasks = [self.start(rank, body, *args, **kwargs) for rank in sorted(self.alive)]
+        return results(tasks)
 
     def signal(self, rank, number):
         """Sends a signal; after SIGKILL the process is not expected to answer."""
@@ -119,18 +137,16 @@ class Hosts:
 
     def _receive(self, rank, timeout):
         pipe = self._pipes[rank]
-        if not pipe.poll(timeout):
-            raise TimeoutError(f"rank {rank} has not finished after {timeout} s")
-        return pipe.recv()
+        return pipe.recv() if pipe.poll(timeout) else None
 
 
-def serve(rank, address, key):
+def serve(_, address, key, variables):
     """What a host process does: body after body, until it is told to end."""
+    os.environ.update(variables)
     with Client(address, authkey=key) as pipe:
-        pipe.send(rank)
+        pipe.send(int(variables["RANK"]))
         while (told := pipe.recv()) is not _END:
-            body, args = told
-            outcome = _outcome_of(body, args)
+            outcome = _outcome_of(*told)
             try:
                 pipe.send(outcome)
             except Exception:  # noqa: BLE001 - what cannot be sent is told in words
@@ -140,12 +156,12 @@ def serve(rank, address, key):
 def in_threads(names):
     """`start` of a cluster whose workers are all in this process."""
 
-    def start(rank, body, *args):
+    def start(rank, body, *args, **kwargs):
         outcome = []
 
         def run():
             with rpc.use_worker(names[rank]):
-                outcome.append(_outcome_of(body, args))
+                outcome.append(_outcome_of(body, args, kwargs))
 
         context = contextvars.Context()
         thread = threading.Thread(target=context.run, args=(run,), daemon=True)
@@ -153,11 +169,9 @@ def in_threads(names):
 
         def receive(timeout):
             thread.join(timeout)
-            if not outcome:
-                raise TimeoutError(f"rank {rank} has not finished after {timeout} s")
-            return outcome[0]
+            return outcome[0] if outcome else None
 
-        return Task(receive)
+        return Task(f"{body.__name__} on rank {rank}", receive)
 
     return start
 
@@ -186,22 +200,27 @@ def be_one_of(rank, count, port, name=None, **options):
     )
 
 
-def free_port():
-    """A port that nobody had a moment ago; for one coordinator to listen on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def be_no_worker():
+    """Cleans up after a test that failed in the middle; most have nothing left."""
+    with contextlib.suppress(rpc.RpcError):
+        rpc.shutdown(graceful=False)
 
 
-def _outcome(task):
+def results(tasks):
+    """What the bodies returned, once all are over; raises the first one's error."""
+    outcomes = [_outcome_of(task.result, (), {}) for task in tasks]
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [value for value, _ in outcomes]
+
+
+def _outcome_of(body, args, kwargs):
     try:
-        return task.result(), None
-    except Exception as error:  # noqa: BLE001 - raised by whoever collects
-        return None, error
-
-
-def _outcome_of(body, args):
-    try:
-        return body(*args), None
-    except Exception as error:  # noqa: BLE001 - it is the test's to look at
-        error.add_note("".join(traceback.format_exception(error)))
+        return body(*args, **kwargs), None
+    except BaseException as error:  # noqa: BLE001 - it is the test's to look at
+        text = "".join(traceback.format_exception(error))
+        if not isinstance(error, Exception):  # such as pytest's "DID NOT RAISE"
+            error = AssertionError(str(error))
+        error.add_note(text)
         return None, error

@@ -32,6 +32,14 @@ def soon():
     return time.monotonic() + PATIENCE
 
 
+def wait_until(condition):
+    """Returns when the condition holds, fails when it never does."""
+    deadline, pause = soon(), threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.002)
+
+
 def descriptors():
     """The open descriptors of this process and what they lead to."""
     found = {}
@@ -48,7 +56,7 @@ def nothing_left():
     gc.collect()
     before, threads = descriptors(), set(threading.enumerate())
     yield
-    until, pause = soon(), threading.Event()
+    until, pause = time.monotonic() + 10.0, threading.Event()
     while time.monotonic() < until:
         gc.collect()
         left = set(threading.enumerate()) - threads
@@ -62,10 +70,7 @@ def nothing_left():
 def blocked(thread):
     """Waits until the thread sleeps in the kernel."""
     state = Path(f"/proc/self/task/{thread.native_id}/stat")
-    until, pause = soon(), threading.Event()
-    while state.read_text().rpartition(") ")[2][0] != "S":
-        assert time.monotonic() < until
-        pause.wait(0.001)
+    wait_until(lambda: state.read_text().rpartition(") ")[2][0] == "S")
 
 
 class Outcome:
@@ -128,25 +133,40 @@ class Peers:
         return self.here.connect("there", self.address, soon())
 
 
-def raw_pair(terms=None, pool=None):
+@contextlib.contextmanager
+def raw_pair(terms=None, memory=False):
     """A connection, and the bare socket at its other end."""
+    pool = MemoryPool() if memory else None
     ours, theirs = socket.socketpair()
     stream = Stream(ours)
-    stream.passes_descriptors = pool is not None
+    stream.passes_descriptors = memory
     theirs.settimeout(PATIENCE)
-    return Connection(stream, "raw", terms or Terms(), pool), theirs
+    connection = Connection(stream, "raw", terms or Terms(), pool)
+    try:
+        with theirs:
+            yield connection, theirs
+    finally:
+        connection.close()
+        if pool is not None:
+            pool.close()
 
 
-def connected_pair(pool=False):
+@contextlib.contextmanager
+def connected_pair(memory=False):
     """Two connections with each other."""
-    ends = [Stream(end) for end in socket.socketpair()]
-    pools = [MemoryPool() if pool else None for _ in ends]
-    for stream in ends:
-        stream.passes_descriptors = pool
-    return [
-        Connection(stream, name, Terms(), own)
-        for stream, name, own in zip(ends, ("left", "right"), pools, strict=True)
-    ]
+    pool = MemoryPool() if memory else None
+    ends = []
+    for end, name in zip(socket.socketpair(), ("left", "right"), strict=True):
+        stream = Stream(end)
+        stream.passes_descriptors = memory
+        ends.append(Connection(stream, name, Terms(), pool))
+    try:
+        yield ends
+    finally:
+        for connection in ends:
+            connection.close()
+        if pool is not None:
+            pool.close()
 
 
 def call(number, *leaves, kind="call", tree=None):

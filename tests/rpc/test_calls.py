@@ -149,7 +149,9 @@ def from_threads(count):
     def call(i):
         try:
             with rpc.use_worker("worker0"):
-                found[i] = [rpc.rpc_sync(1 + (i + j) % 3, add, args=(i, j)) for j in range(8)]
+                found[i] = [
+                    rpc.rpc_sync(1 + (i + j) % 3, add, args=(i, j)) for j in range(8)
+                ]
         except Exception as error:  # noqa: BLE001 - compared below
             errors.append(error)
 
@@ -255,7 +257,9 @@ def test_the_wrong_number_of_arguments(cluster):
 
 
 def test_an_exception_that_cannot_be_rebuilt(cluster):
-    with pytest.raises(rpc.RemoteError, match=r"Original exception on remote side was.*Picky"):
+    with pytest.raises(
+        rpc.RemoteError, match=r"Original exception on remote side was.*Picky"
+    ):
         cluster.run(0, rpc.rpc_sync, "worker1", picky)
 
 
@@ -319,7 +323,11 @@ def kinds(x):
 
 def types_survive():
     array = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.bfloat16)
-    assert rpc.rpc_sync("worker1", kinds, args=(array,)) == ("ArrayImpl", "bfloat16", (3, 5))
+    assert rpc.rpc_sync("worker1", kinds, args=(array,)) == (
+        "ArrayImpl",
+        "bfloat16",
+        (3, 5),
+    )
     assert rpc.rpc_sync("worker1", kinds, args=(np.ones((2, 3), np.int8),)) == (
         "ndarray",
         "int8",

@@ -15,7 +15,7 @@ from jdist.rpc.handshake import Ability, Identity, Proved, accept, check_key, co
 from jdist.rpc.stream import Stream
 from tests.rpc.sockets import KEY, PATIENCE, Outcome, nothing_left, soon
 
-HELLO = 6 + 2 + 4 + 128 + 128 + 32
+HELLO = 6 + 2 + 4 + 128 + 128 + 32  # As docs/security.md says: 300.
 PROOF = 32
 HERE, THERE = Identity("here", KEY), Identity("there", KEY)
 
@@ -272,6 +272,12 @@ def test_a_silent_listener():
     message = "nothing was received in time"
     with _streams() as (near, _), pytest.raises(TimeoutError, match=message):
         connect(near, HERE, "there", time.monotonic() + 0.05)
+
+
+def test_the_key_is_not_shown():
+    """In logs and tracebacks."""
+    assert repr(HERE) == "Identity(name='here', key=..., abilities=<Ability.NONE: 0>)"
+    assert KEY.hex() not in repr(HERE)
 
 
 def test_keys_are_checked():

@@ -156,6 +156,23 @@ def test_an_exception_that_passes_through():
     assert starts == ["Raised on worker 'worker2':", "Passed on by worker 'worker1':"]
 
 
+def test_a_type_that_only_the_worker_between_allows():
+    """Told in words at the last hop, which still knows where it began."""
+    origin = _crossed(_raised(nameable.WithState("s")), "worker2")
+    got = _crossed(_raised(origin), "worker1", FunctionTable())
+    assert type(got) is RemoteError
+    assert got.remote_worker == "worker2"
+    assert got.remote_traceback == origin.remote_traceback
+    assert "Passed on by worker 'worker1'" in got.__notes__[-1]
+
+
+def test_a_constructor_that_makes_something_else():
+    """Python makes a FileNotFoundError of this OSError: not what was described."""
+    description = describe(OSError(errno.EIO, "I/O"), "w")
+    got = rebuild({**description, "args": (errno.ENOENT, "I/O")}, TABLE)
+    assert type(got) is RemoteError
+
+
 def test_notes_that_are_no_texts():
     """Nothing keeps a program from putting anything into its notes."""
     error = ValueError("x")
@@ -275,14 +292,14 @@ GOOD = describe(ValueError("x"), "w")
 )  # fmt: skip
 def test_malformed_descriptions(field, value):
     """Refused before anything is made of them."""
-    with pytest.raises(ValueError, match="A remote exception's"):
+    with pytest.raises(ProtocolError, match="A remote exception's"):
         rebuild({**GOOD, field: value}, TABLE)
 
 
 @pytest.mark.parametrize("value", [None, 3, [], {}, {"type": "builtins:ValueError"}])
 def test_no_descriptions(value):
     """Anything that is no description at all, too."""
-    with pytest.raises(ValueError, match="has other fields"):
+    with pytest.raises(ProtocolError, match="has other fields"):
         rebuild(value, TABLE)
 
 

@@ -27,7 +27,7 @@ from jdist._errors import requirement
 from jdist.rpc.codec import callables, codes, containers, numeric, objects, plain
 from jdist.rpc.codec import pickled as pickles
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
-from jdist.rpc.codec.encoding import Encoding
+from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.functions import FunctionTable
 
@@ -56,11 +56,14 @@ class Codec:
     ) -> None:
         self.functions = functions
         self._depth = depth
-        self._encoders = dict(_ENCODERS)
+        self._encoders = _ENCODERS | callables.ENCODERS
         self._decoders = _decoders(allow_pickle)
         self._registered: dict[str, Callable[[Any], Any]] = {}
-        by_kind = self._by_kind
-        self._otherwise = pickles.or_pickled(by_kind) if allow_pickle else by_kind
+        self._otherwise: Encoder = self._by_kind
+        if allow_pickle:
+            self._otherwise = pickles.or_pickled(self._by_kind)
+            for kind, encoder in callables.ENCODERS.items():
+                self._encoders[kind] = pickles.or_pickled(encoder)
 
     def encode(self, value: Any) -> tuple[Any, list[Any]]:
         """The tree of a value, and its arrays in the order in which they appear.

@@ -5,6 +5,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from jdist._errors import requirement
 from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
@@ -29,11 +31,16 @@ def _partial(encoding: Encoding, value: functools.partial) -> Any:
     return [codes.PARTIAL, *encoding.trees(inner)]
 
 
-KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
-    (lambda v: isinstance(v, types.MethodType), _method),
-    (lambda v: type(v) is functools.partial, _partial),
-    (callable, _reference),
-]
+ENCODERS: dict[type, Encoder] = {
+    types.FunctionType: _reference,
+    types.BuiltinFunctionType: _reference,
+    type(jnp.sin): _reference,  # What jax.jit returns.
+    type(jnp.add): _reference,
+    types.MethodType: _method,
+    functools.partial: _partial,
+}
+
+KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [(callable, _reference)]
 
 
 def _decoded_method(decoding: Decoding, node: list[Any]) -> Any:

@@ -21,6 +21,10 @@ def _numpy_array(encoding: Encoding, value: np.ndarray) -> Any:
     return encoding.leaf(value)
 
 
+def _zero_cotangent(encoding: Encoding, value: np.ndarray) -> Any:
+    return encoding.leaf(np.asarray(value))
+
+
 def jax_array(encoding: Encoding, value: jax.Array) -> Any:
     """The tree of a JAX array that is no tracer and holds no keys."""
     if value.is_deleted():
@@ -67,7 +71,14 @@ def _dtype_class(encoding: Encoding, value: type[np.generic]) -> Any:
 
 ENCODERS: dict[type, Encoder] = {np.ndarray: _numpy_array}
 
+
+def _is_zero_cotangent(value: Any) -> bool:
+    # JAX's gradient of an integer, in an array class of its own.
+    return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
+
+
 KINDS: list[tuple[Callable[[Any], bool], Encoder]] = [
+    (_is_zero_cotangent, _zero_cotangent),
     (lambda v: isinstance(v, jax.Array), _any_jax_array),
     (lambda v: isinstance(v, np.generic), _scalar),
     (lambda v: isinstance(v, np.dtype), _dtype),

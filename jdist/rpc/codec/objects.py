@@ -137,10 +137,7 @@ def _decoded_pytree(decoding: Decoding, node: list[Any]) -> Any:
 
 def _decoded_exception(decoding: Decoding, node: list[Any]) -> Exception:
     (tree,) = parts(node, object)
-    try:
-        return rebuild(decoding.value(tree), decoding.functions)
-    except ValueError as error:
-        raise ProtocolError(str(error)) from error
+    return rebuild(decoding.value(tree), decoding.functions)
 
 
 DECODERS: dict[int, Decoder] = {

@@ -1,0 +1,78 @@
+"""Ids that are unique in the whole group, given out without asking anybody."""
+
+import itertools
+from typing import NamedTuple
+
+from jdist._errors import requirement
+
+LOCAL_BITS = 48
+_LOCAL_IDS = 1 << LOCAL_BITS
+
+
+class GloballyUniqueId(NamedTuple):
+    """The worker that made it and that worker's own number: 16 + 48 bits.
+
+    Attributes:
+      created_on: Rank of the worker, 0 to 65535.
+      local_id: The number.
+
+    Source: `torch/csrc/distributed/rpc/types.h`.
+
+    Example:
+      >>> GloballyUniqueId(3, 1)
+      GloballyUniqueId(created_on=3, local_id=1)
+    """
+
+    created_on: int
+    local_id: int
+
+    def packed(self) -> int:
+        """Both in one number of 64 bits, the worker on top."""
+        return self.created_on << LOCAL_BITS | self.local_id
+
+    @classmethod
+    def unpacked(cls, number: int) -> "GloballyUniqueId":
+        """The inverse of `packed`.
+
+        Raises:
+          ValueError: The number does not have 64 bits.
+
+        Example:
+          >>> GloballyUniqueId.unpacked(GloballyUniqueId(3, 1).packed())
+          GloballyUniqueId(created_on=3, local_id=1)
+        """
+        if not 0 <= number < 1 << 64:
+            raise ValueError(
+                requirement("unpacked(number)", "must have 64 bits", number)
+            )
+        return cls(number >> LOCAL_BITS, number & (_LOCAL_IDS - 1))
+
+
+class IdCounter:
+    """Gives out the ids of one worker, in rising order; from any thread.
+
+    Args:
+      worker: Rank of the worker.
+      first: The first number. A worker that takes a rank over from one that has gone
+        begins where none of the earlier one's ids can be.
+
+    Example:
+      >>> ids = IdCounter(worker=2)
+      >>> ids.next().local_id, ids.next().local_id
+      (0, 1)
+    """
+
+    def __init__(self, worker: int, first: int = 0) -> None:
+        self._worker = worker
+        self._numbers = itertools.count(first)
+
+    def next(self) -> GloballyUniqueId:
+        """A new id.
+
+        Raises:
+          OverflowError: All 2**48 are used up.
+        """
+        number = next(self._numbers)
+        if number >= _LOCAL_IDS:
+            raise OverflowError(f"Worker {self._worker} has no ids left.")
+        return GloballyUniqueId(self._worker, number)

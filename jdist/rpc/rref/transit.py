@@ -1,0 +1,69 @@
+"""What a worker gave to others and is not known to have arrived."""
+
+import collections
+from typing import NamedTuple
+
+from jdist.rpc.ids import GloballyUniqueId
+from jdist.rpc.rref.held import Held
+from jdist.rpc.rref.window import UnderWay
+
+
+class Given(NamedTuple):
+    """A fork on its way.
+
+    Attributes:
+      receiver: Rank of the worker that shall have it.
+      rref: Id of the reference.
+      fork: Id of the fork.
+      parent: The giver's own fork, which has to outlive this; None where the giver is
+        the owner and counts the fork from the beginning.
+    """
+
+    receiver: int
+    rref: GloballyUniqueId
+    fork: GloballyUniqueId
+    parent: Held | None
+
+
+class Transit:
+    """The forks under way from one worker, by receiver."""
+
+    def __init__(self) -> None:
+        self._given: dict[GloballyUniqueId, Given] = {}
+        self._numbers: collections.defaultdict[int, UnderWay]
+        self._numbers = collections.defaultdict(UnderWay)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def begin(self, given: Given) -> int:
+        """It is about to be sent; the floor to send with it."""
+        self._given[given.fork] = given
+        numbers = self._numbers[given.receiver]
+        numbers.begin(given.fork.local_id)
+        return numbers.floor
+
+    def find(self, fork: GloballyUniqueId, receiver: int) -> Given | None:
+        """The fork, if it is under way to that worker."""
+        given = self._given.get(fork)
+        return given if given is not None and given.receiver == receiver else None
+
+    def end(self, fork: GloballyUniqueId, receiver: int) -> Given | None:
+        """It arrived, or was never sent; None when that is known."""
+        given = self.find(fork, receiver)
+        if given is not None:
+            del self._given[fork]
+            self._numbers[receiver].end(fork.local_id)
+        return given
+
+    def floor(self, receiver: int) -> int:
+        """All forks below it have arrived there."""
+        return self._numbers[receiver].floor
+
+    def sweep(self, receiver: int) -> list[Given]:
+        """That worker is gone; what was on its way there."""
+        self._numbers.pop(receiver, None)
+        lost = [given for given in self._given.values() if given.receiver == receiver]
+        for given in lost:
+            del self._given[given.fork]
+        return lost

@@ -1,0 +1,105 @@
+"""Processes that are killed, frozen or forked while others are connected to them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.socket_transport import SocketTransport
+from tests.rpc.sockets import KEY, PATIENCE, Outcome, blocked, call, nothing_left, soon
+
+
+@pytest.fixture(autouse=True)
+def _leaks_nothing():
+    with nothing_left():
+        yield
+
+
+_WORKER = """
+import sys, threading
+from jdist.rpc.socket_transport import SocketTransport
+from tests.rpc.sockets import echo
+transport = SocketTransport("victim", bytes.fromhex(sys.argv[1]))
+transport.serve(echo)
+if len(sys.argv) > 2:
+    channel = transport.connect("victim", transport.address)
+    import os
+    if os.fork() == 0:
+        threading.Event().wait()
+print(*transport.address, flush=True)
+threading.Event().wait()
+"""
+
+
+@contextlib.contextmanager
+def _worker(*more):
+    command = [sys.executable, "-c", _WORKER, KEY.hex(), *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _address(line):
+    host, port, machine, unix = line.split()
+    return [host, int(port), machine, unix]
+
+
+@pytest.mark.parametrize("route", ["unix", "tcp"])
+def test_a_killed_worker_is_noticed(route):
+    """By who waits for it, at once."""
+    with _worker() as process, SocketTransport("here", KEY) as here:
+        address = _address(process.stdout.readline())
+        address = address if route == "unix" else address[:2]
+        channel = here.connect("victim", address, soon())
+        assert channel.exchange(call(1, np.arange(3)), soon()).id == 1
+        waiting = Outcome(channel.receive)
+        blocked(waiting.thread)
+        process.send_signal(signal.SIGKILL)
+        with pytest.raises(ChannelClosed, match=r"its connection (closed|broke)"):
+            waiting.get()
+        process.wait(PATIENCE)
+        with pytest.raises(ChannelClosed, match="nobody listens"):
+            here.connect("victim", address, soon())
+
+
+def test_a_frozen_worker_costs_only_the_deadline():
+    """SIGSTOP: its sockets are open and nothing comes."""
+    with _worker() as process, SocketTransport("here", KEY) as here:
+        address = _address(process.stdout.readline())
+        channel = here.connect("victim", address, soon())
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        with pytest.raises(TimeoutError, match="nothing was received in time"):
+            channel.exchange(call(1), time.monotonic() + 0.05)
+        with pytest.raises(TimeoutError, match="nothing was received in time"):
+            here.connect("victim", address, time.monotonic() + 0.05)
+        process.send_signal(signal.SIGCONT)
+        assert channel.exchange(call(2), soon()).id == 2
+
+
+def test_a_forked_child_keeps_no_connection_alive():
+    """Its parent's death is noticed although the child lives."""
+    with _worker("fork") as process, SocketTransport("here", KEY) as here:
+        address = _address(process.stdout.readline())
+        channel = here.connect("victim", address, soon())
+        assert channel.exchange(call(1), soon()).id == 1
+        child = _child_of(process.pid)
+        process.send_signal(signal.SIGKILL)
+        try:
+            with pytest.raises(ChannelClosed, match=r"its connection (closed|broke)"):
+                channel.receive(soon())
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def _child_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as children:
+        return int(children.read().split()[0])

@@ -1,0 +1,116 @@
+"""Who has not proved himself gets little, and nobody else suffers for it."""
+
+import contextlib
+import selectors
+import socket
+import threading
+
+import pytest
+
+from jdist.rpc.channel import ChannelClosed
+from tests.rpc.sockets import (
+    PATIENCE,
+    ROUTES,
+    Peers,
+    call,
+    closed_by_peer,
+    descriptors,
+    nothing_left,
+    soon,
+)
+
+
+@pytest.fixture(autouse=True)
+def _leaks_nothing():
+    with nothing_left():
+        yield
+
+
+@pytest.fixture(params=ROUTES)
+def peers(request):
+    with Peers(request.param) as made:
+        yield made
+
+
+def test_a_slow_stranger_is_cut_off(peers):
+    """A byte now and then does not keep a connection."""
+    peers.there.handshake_seconds = 0.3
+    with _stranger(peers) as slow:
+        trickle = selectors.DefaultSelector()
+        trickle.register(slow, selectors.EVENT_READ)
+        with trickle, contextlib.suppress(ConnectionError):
+            while not trickle.select(0.02):
+                slow.send(b"j")
+        assert closed_by_peer(slow) == b""
+    assert peers.there._strangers == {}
+
+
+def test_strangers_are_few(peers):
+    """The one who has taken the longest has to go; an honest one gets in."""
+    peers.there.handshake_seconds = PATIENCE
+    peers.there.most_strangers = 3
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(_stranger(peers)) for _ in range(12)]
+        channel = peers.connect()
+        assert channel.exchange(call(1), soon()).id == 1
+        for stranger in crowd[:8]:
+            assert closed_by_peer(stranger) == b""
+        # Each one holds a thread, beside those that listen and serve.
+        assert len(peers.there._threads) <= 3 + 2
+        peers.there.close()
+        for stranger in crowd[8:]:
+            assert closed_by_peer(stranger) == b""
+
+
+def _stranger(peers):
+    if peers.route == "unix":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect("\0" + peers.there.address[3][1:])
+    else:
+        sock = socket.create_connection(peers.there.address[:2])
+    sock.settimeout(PATIENCE)
+    return sock
+
+
+def test_descriptors_of_a_stranger_are_dropped():
+    """The kernel closes what nobody asked for."""
+    with Peers() as peers, _stranger(peers) as stranger, open(__file__) as file:
+        socket.send_fds(stranger, [b"jdist\0"], [file.fileno()] * 50)
+        assert peers.connect().exchange(call(1), soon()).id == 1
+        assert list(descriptors().values()).count(__file__) == 1
+
+
+def test_out_of_descriptors(monkeypatch):
+    """The listener lets a stranger go, and serves when there are some again."""
+    with Peers() as peers:
+        failures = iter(range(3))
+        real = socket.socket.accept
+
+        def accept(listening):
+            if next(failures, None) is not None:
+                raise OSError(24, "Too many open files")
+            return real(listening)
+
+        with _stranger(peers) as stranger:
+            assert peers.connect().exchange(call(1), soon()).id == 1
+            monkeypatch.setattr(socket.socket, "accept", accept)
+            assert peers.connect().exchange(call(1), soon()).id == 1
+            assert next(failures, None) is None
+            assert closed_by_peer(stranger) == b""
+
+
+def test_out_of_threads(monkeypatch):
+    """The connection is refused and the next one served."""
+    with Peers() as peers:
+        failures = iter(range(1))
+        real = threading.Thread.start
+
+        def start(thread):
+            if "listens" in thread.name and next(failures, None) is not None:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(ChannelClosed, match="its connection"):
+            peers.connect()
+        assert peers.connect().exchange(call(1), soon()).id == 1
