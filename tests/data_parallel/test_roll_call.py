@@ -42,7 +42,7 @@ class Caller(threading.Thread):
 
 
 class Coordinator(threading.Thread):
-    """JAX's coordinator in its place: takes the port as soon as rank 0 has let it go."""
+    """In the place of JAX's coordinator: listens when rank 0 no longer does."""
 
     def __init__(self, address, caller, others):
         super().__init__(daemon=True)
