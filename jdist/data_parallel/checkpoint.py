@@ -68,15 +68,14 @@ class Checkpoints:
 
         Not before: the next step donates the buffers that are being read.
         """
-        arrays = {path: _words(_array(leaf)) for path, leaf in _leaves(state).items()}
         arguments = self._orbax.args
-        self._manager.save(
-            int(state.step),
-            args=arguments.Composite(
-                arrays=arguments.StandardSave(arrays),
-                description=arguments.JsonSave(_description(state)),
-            ),
-        )
+        leaves = {path: _words(_array(x)) for path, x in _leaves(state).items()}
+        items = {
+            name: arguments.StandardSave(part)
+            for name, part in _by_item(leaves).items()
+        }
+        items["description"] = arguments.JsonSave(_description(state))
+        self._manager.save(int(state.step), args=arguments.Composite(**items))
         self._manager.wait_until_finished()
 
     def latest(self) -> int | None:
@@ -106,18 +105,20 @@ class Checkpoints:
             rule = f"must be a step that was saved, {self._manager.all_steps()}"
             raise ValueError(requirement("restore(step=...)", rule, step))
         arguments = self._orbax.args
-        saved = self._manager.restore(
-            step, args=arguments.Composite(description=arguments.JsonRestore())
-        ).description
+        items = {"description": arguments.JsonRestore()}
+        saved = self._manager.restore(step, args=arguments.Composite(**items))
+        description = saved.description
         if like.hook_state is None:
-            saved = {k: v for k, v in saved.items() if not k.startswith("hook_state/")}
-        _check_same(saved, _description(like))
+            description = _by_item(description)["arrays"]
+        _check_same(description, _description(like))
         wanted = {path: _placed(_array(leaf)) for path, leaf in _leaves(like).items()}
         # Padding depends on the number of devices: orbax cuts it off or adds zeros.
-        read = arguments.StandardRestore(wanted, strict=False)
-        found = self._manager.restore(
-            step, args=arguments.Composite(arrays=read)
-        ).arrays
+        items = {
+            name: arguments.StandardRestore(part, strict=False)
+            for name, part in _by_item(wanted).items()
+        }
+        read = self._manager.restore(step, args=arguments.Composite(**items))
+        found = {path: x for name in items for path, x in read[name].items()}
         structure: Any = jax.tree.structure(like, is_leaf=_is_sharded)
         return structure.unflatten(
             _refilled(found[path], leaf) for path, leaf in _leaves(like).items()
@@ -158,6 +159,15 @@ def _leaves(state: TrainState) -> dict[str, Any]:
     """By path; sharded arrays under the path that they would have undivided."""
     pairs = jax.tree.leaves_with_path(state, is_leaf=_is_sharded)
     return {path_of(keys): leaf for keys, leaf in pairs}
+
+
+def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a hook keeps is an item of its own, which can be left unread."""
+    items: dict[str, dict[str, Any]] = {"arrays": {}}
+    for path, leaf in leaves.items():
+        name = "hook_state" if path.startswith("hook_state/") else "arrays"
+        items.setdefault(name, {})[path] = leaf
+    return items
 
 
 def _array(leaf: Any) -> jax.Array:
