@@ -335,7 +335,7 @@ def plot_caps(
         shown = ["default" if cap == "null" else cap for cap in caps]
         axes.set_xticks(range(len(caps)), shown, rotation=45)
         axes.set(title=name, xlabel="cap, MiB", ylabel="ms per step")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max(values))
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     return figure
