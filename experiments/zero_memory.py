@@ -300,6 +300,6 @@ def plot(runs: Sequence[Run]) -> Figure:
     names = [f"{r.replicas}\n{'ZeRO' if r.divided else 'whole'}" for r in runs]
     axes.set_xticks(at, names)
     axes.set(xlabel="replicas", ylabel="MiB on each device")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
