@@ -1,6 +1,8 @@
 """The training step: equal to one device's step, replicated, compiled once, donated."""
 
-from functools import cache
+import re
+from collections import Counter
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -257,14 +259,31 @@ def test_the_state_is_donated_and_the_callers_values_are_not(problem, mesh):
         np.testing.assert_array_equal(own["w"], params["w"])
 
 
-def test_alone_there_is_no_collective(problem, mesh):
-    """World size 1 compiles to what one device does."""
-    params, batch, weights = problem
-    step = train_step(losses_of, optim.adam(lr=0.1), mesh(1))
-    lowered = step.lower(step.init(params), batch, weights)
+def opcodes(lowered):
+    """How many of each operation the main computation of a compiled program has."""
     text = lowered.compile().as_text()
-    assert "all-reduce" not in text
-    assert "all-gather" not in text
+    main = text[text.index("\nENTRY") :]
+    return Counter(re.findall(r"^  .*? = .*? ([a-z][a-z-]*)\(", main, re.MULTILINE))
+
+
+def test_alone_it_compiles_to_the_plain_step(problem, mesh):
+    """World size 1: what one device does, and the count of steps; no copy, no call."""
+    params, batch, _ = problem
+    params.pop("steps")
+    opt = optim.adam(lr=0.1)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def plain(params, state, batch):
+        loss, grads = jax.value_and_grad(lambda p: losses_of(p, batch).mean())(params)
+        return *opt.step(params, grads, state), loss
+
+    own = jax.tree.map(jnp.asarray, params)
+    expected = opcodes(plain.lower(own, opt.init(own), batch))
+    for where in (mesh(1), 1):
+        step = train_step(losses_of, opt, where)
+        found = opcodes(step.lower(step.init(params), batch))
+        assert found - expected == Counter({"parameter": 1, "fusion": 1})
+        assert not expected - found
 
 
 # --- what is refused ---
