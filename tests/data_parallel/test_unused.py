@@ -59,7 +59,7 @@ def test_unused_parameters_do_not_change(params, mesh, rng, accumulate):
 def test_they_are_not_sent(params, mesh, rng):
     """The compiled program reduces no array of an unused parameter's size."""
     step = train_step(losses_of, optim.sgd(lr=0.1), mesh(2))
-    lowered = step.lower(step.init(params), rng.normal(size=(8, 3)), None)
+    lowered = step.lower(step.init(params), rng.normal(size=(8, 3)))
     collectives = [
         line
         for line in lowered.compile().as_text().splitlines()
