@@ -63,7 +63,8 @@ def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
       name: What the trees are, for the error.
 
     Raises:
-      ValueError: They differ; the message names the leaf and the replica.
+      ValueError: They differ, and the message names the leaf and the replica; or there
+        are none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,6 +74,9 @@ def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
       ValueError: `check_replicas(params=...)` must agree with replica 0: float32 of
       shape (3,) at w. Got float32 of shape (4,) on replica 1.
     """
+    if not replicas:
+        rule = "must have at least one replica"
+        raise ValueError(requirement(f"check_replicas({name}=...)", rule, "none"))
     descriptions = [_description(tree) for tree in replicas]
     _compare(descriptions, f"check_replicas({name}=...)", "replica")
 

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 
 from jdist import verify
 from jdist.data_parallel import hooks, shard_batch, value_and_grad
-from jdist.reduction import REDUCTIONS
 
 SIZES = (4, 0, 3)
 
@@ -60,7 +59,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "max"])
 def test_lossless_hooks_are_within_the_bound(problem, mesh, reduction):
     """Uneven shards, an empty one among them; each hook with its own bucket limit."""
     params, batch, weights = problem

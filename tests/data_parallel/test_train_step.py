@@ -80,14 +80,21 @@ def test_the_gradient_is_the_whole_batchs(problem, mesh, reduction, accumulate):
     report.raise_if_failed()
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        (2, {"accumulate": 2}),
+        (8, {"method": "all_gather"}),
+        (3, {"bucket_cap_mb": 0}),
+    ],
+)
 def test_fifty_steps_are_one_devices_and_all_replicas_stay_the_same(
-    problem, mesh, rng, replicas
+    problem, mesh, rng, replicas, options
 ):
     """Other sizes at each step; in float64 to rounding, and copies bit for bit."""
     params, batch, weights = problem
     opt = optim.adam(lr=0.01)
-    step = train_step(losses_of, opt, mesh(replicas))
+    step = train_step(losses_of, opt, mesh(replicas), **options)
     state = step.init(params)
     orders = [rng.permutation(11) for _ in range(50)]
     batches = [
@@ -97,7 +104,7 @@ def test_fifty_steps_are_one_devices_and_all_replicas_stay_the_same(
         cuts = np.sort(rng.integers(0, 12, size=replicas - 1))
         sizes = np.diff([0, *cuts, 11])
         state, _ = step(
-            state, *shard_batch(own, mesh(replicas), sizes, weights=w, rows=11)
+            state, *shard_batch(own, mesh(replicas), sizes, weights=w, rows=12)
         )
     assert copies_differ((state.params, state.opt_state)) == 0
     expected = plain_steps(opt, params, batches)
