@@ -378,17 +378,32 @@ def test_frames_before_the_end_are_received(pair):
         right.receive(soon())
 
 
-def test_an_interrupt_within_a_frame_closes(raw, monkeypatch):
-    """Ctrl-C in the middle: the rest of the stream has no beginning."""
+@pytest.mark.parametrize("part", [0, -1])
+def test_an_interrupt_closes(raw, part):
+    """Ctrl-C while receiving: what came and was not counted is lost."""
     ours, theirs = raw
-    theirs.sendall(_bytes(call(1, np.arange(10_000)))[:-1])
+    theirs.sendall(_bytes(call(1, np.arange(10_000)))[:part])
     here = threading.main_thread().ident
     later = threading.Timer(0.05, signal.pthread_kill, (here, signal.SIGINT))
     later.start()
     with _interruptible(), pytest.raises(KeyboardInterrupt, match=r"^$"):
         ours.receive(soon())
-    with pytest.raises(ChannelClosed, match="receiving was interrupted in the middle"):
+    with pytest.raises(ChannelClosed, match="receiving was interrupted"):
         ours.receive()
+    closed_by_peer(theirs)
+
+
+def test_an_interrupt_of_a_sender_closes(raw):
+    """A part of the frame is under way."""
+    ours, theirs = raw
+    here = threading.main_thread().ident
+    later = threading.Timer(0.05, signal.pthread_kill, (here, signal.SIGINT))
+    later.start()
+    with _interruptible(), pytest.raises(KeyboardInterrupt, match=r"^$"):
+        ours.send(call(1, np.arange(1 << 20)), soon())
+    with pytest.raises(ChannelClosed, match="sending was interrupted"):
+        ours.send(call(2))
+    closed_by_peer(theirs)
 
 
 @contextlib.contextmanager
