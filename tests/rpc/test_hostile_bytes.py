@@ -201,6 +201,7 @@ def test_a_crowd_of_slow_strangers(besieged, rng):
     """More than may be there at once: the oldest go, the honest caller is served."""
     peers, _ = besieged
     peers.there.most_strangers = 8
+    peers.there.crowded_seconds = 0.02
     hello = handshake._pack_hello(Identity("here", KEY), "there")
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(_connect(peers)) for _ in range(40)]
