@@ -67,10 +67,11 @@ def race(
             jax.block_until_ready(result)
             if turn >= warmup:
                 seconds[name].append((time.perf_counter() - start) / calls)
-    return {name: _timing(values) for name, values in seconds.items()}
+    return {name: timing(values) for name, values in seconds.items()}
 
 
-def _timing(values: list[float]) -> Timing:
+def timing(values: list[float]) -> Timing:
+    """Median and quartiles of measured seconds."""
     low, median, high = statistics.quantiles(values, n=4)
     return Timing(median, low, high, len(values))
 
