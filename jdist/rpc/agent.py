@@ -329,14 +329,15 @@ class Agent:
     ) -> Frame | Execution:
         info = self.directory.find(caller).info
         execution = self.callee.begin(info, frame)
-        answer: Frame | Execution = execution
         try:
             answer = self.callee.execute(execution, frame, depth)
-        finally:
-            if answer is not execution:
-                self.ledger.end(execution)
+        except BaseException:
+            self.ledger.end(execution)
+            raise
         if answer is execution:
             call_when_done(execution.answer, lambda: self.ledger.end(execution))
+        else:
+            self.ledger.end(execution)
         return answer
 
     # --- time and end ---
