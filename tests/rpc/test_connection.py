@@ -16,7 +16,7 @@ from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.connection import Terms
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import Frame
-from jdist.rpc.stream import MOST_DESCRIPTORS
+from jdist.rpc.stream import MOST_DESCRIPTORS, Stream
 from jdist.rpc.wire import Limits, pack
 from tests.rpc.sockets import (
     Outcome,
@@ -123,6 +123,18 @@ def test_descriptors_end_with_exec(memory_pair, rng):
     assert len(flags) >= 3
     assert all(flag & fcntl.FD_CLOEXEC for flag in flags)
     del frame
+
+
+def test_a_descriptor_ends_with_exec_from_the_start():
+    """Also between its arrival and its use, when another thread may start a program."""
+    ours, theirs = socket.socketpair()
+    stream = Stream(ours)
+    stream.passes_descriptors = True
+    with theirs, open(os.devnull) as file:
+        socket.send_fds(theirs, [b"x"], [file.fileno()])
+        assert stream.receive_into(memoryview(bytearray(1)), soon()) == 1
+        assert not os.get_inheritable(stream.descriptors[0])
+    stream.close()
 
 
 def test_many_frames_arrive_at_once(raw, rng):
