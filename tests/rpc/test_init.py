@@ -310,3 +310,31 @@ def leftovers(port):
 
 def test_nothing_is_left_of_a_worker(hosts, port):
     results([hosts.start(rank, leftovers, port) for rank in range(4)])
+
+
+def be_one_with_tls(rank, port):
+    be_one_of(rank, 2, port, tls=rpc.TlsConfig())
+
+
+def test_a_group_over_tls(hosts, port):
+    results([hosts.start(rank, be_one_with_tls, rank, port) for rank in range(2)])
+    assert hosts.run(0, rpc.rpc_sync, "worker1", add, (1, 2)) == 3
+    results([hosts.start(rank, rpc.shutdown) for rank in range(2)])
+
+
+def test_a_coordinator_by_name(hosts, port):
+    results(
+        [hosts.start(rank, be_one_at, "localhost", rank, port) for rank in range(2)]
+    )
+    assert hosts.run(1, rpc.rpc_sync, "worker0", add, (1, 2)) == 3
+    results([hosts.start(rank, rpc.shutdown) for rank in range(2)])
+
+
+def be_one_at(host, rank, port):
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=2,
+        coordinator=f"{host}:{port}",
+        allow=["tests"],
+    )
