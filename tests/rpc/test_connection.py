@@ -83,7 +83,19 @@ def raw_memory():
 def test_frames_of_every_size(either, rng):
     """Small and large arrays mixed, around every threshold, NumPy and JAX."""
     left, right = either
-    sizes = [0, 1, 9, 1000, (1 << 15) - 4, 1 << 15, (1 << 16) + 1, 1 << 20]
+    sizes = [
+        0,
+        1,
+        9,
+        1000,
+        (1 << 15) - 4,
+        12_200,
+        1 << 14,
+        24_500,
+        1 << 15,
+        (1 << 16) + 1,
+        1 << 20,
+    ]
     sizes += [(memory.THRESHOLD >> 2) - 1, memory.THRESHOLD >> 2, 2_000_003]
     arrays = [rng.standard_normal(size, np.float32) for size in sizes]
     frames = [call(1 + i, array) for i, array in enumerate(arrays)]
