@@ -384,7 +384,7 @@ class Agent:
         self._transport.close()
         self._loopback.close()
         self.alarm.close()
-        self.crew.close(timeout=5.0)
+        self.crew.close(timeout=1.0)
 
 
 def _refuse_future(value: Any) -> Any:
