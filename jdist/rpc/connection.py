@@ -25,7 +25,6 @@ from jdist.rpc.wire import (
     Header,
     Limits,
     Packed,
-    Sizes,
     allocate,
     assemble,
     pack,
@@ -33,7 +32,7 @@ from jdist.rpc.wire import (
     parse_prefix,
 )
 
-_BUFFER = 1 << 16
+_BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
 
 
 class Terms(NamedTuple):
@@ -108,12 +107,13 @@ class Connection:
             except ChannelClosed as error:
                 raise self._ended(error) from error
             except BaseException:
-                self._cut("sending was interrupted in the middle of a frame")
+                self._cut("sending was interrupted")
                 raise
             finally:
                 self._give(self._sending)
         finally:
-            memory.close_all(descriptors)
+            if descriptors:
+                memory.close_all(descriptors)
 
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
         packed = pack(frame, None if self._pool is None else memory.THRESHOLD)
@@ -132,7 +132,9 @@ class Connection:
 
     def _check_size(self, packed: Packed, leaves: int) -> None:
         header = len(packed.head) - PREFIX_BYTES
-        body = sum(map(len, packed.body)) + sum(map(len, packed.apart))
+        body = sum(map(len, packed.body))
+        if packed.apart:
+            body += sum(map(len, packed.apart))
         most = self._terms.limits
         if (
             header <= most.header_bytes
@@ -180,6 +182,12 @@ class Connection:
         except ProtocolError as error:
             self._cut(f"it sent what is no frame: {error}")
             raise
+        except TimeoutError:
+            raise
+        except BaseException:
+            # Bytes may have been received and not counted: a frame would have no begin.
+            self._cut("receiving was interrupted")
+            raise
         finally:
             self._give(self._receiving)
 
@@ -203,15 +211,13 @@ class Connection:
             if len(self._buffer) > _BUFFER:
                 self._buffer = memoryview(bytearray(_BUFFER))  # One header was larger.
             self._end = self._stream.receive_into(self._buffer, deadline)
+        limits = self._terms.limits
         try:
-            sizes = parse_prefix(
-                self._parse(PREFIX_BYTES, deadline), self._terms.limits
-            )
-            data = self._parse(sizes.header, deadline)
-            header = parse_header(data, sizes, self._terms.limits)
+            sizes = parse_prefix(self._parse(PREFIX_BYTES, deadline), limits)
+            header = parse_header(self._parse(sizes.header, deadline), sizes, limits)
             buffers = allocate(header)
             self._receive_body(buffers, sizes.body, deadline)
-            apart = self._claim(header, sizes)
+            apart = self._claim(header) if sizes.apart else ()
             return assemble(header, buffers, self._terms.device, apart)
         except TimeoutError as error:
             if deadline is not None and time.monotonic() >= deadline:
@@ -219,21 +225,16 @@ class Connection:
                 raise
             what = f"nothing came for {self._terms.stall:g} s in the middle of a frame"
             raise ChannelClosed(what) from error
-        except (ChannelClosed, ProtocolError):
-            raise
-        except BaseException:
-            self._cut("receiving was interrupted in the middle of a frame")
-            raise
 
     def _parse(self, size: int, deadline: float | None) -> memoryview:
         """The next `size` bytes, valid until more is received."""
-        missing = size - (self._end - self._start)
-        if missing > 0:
+        start = self._start
+        if size > self._end - start:
             self._make_room(size)
-            while self._end - self._start < size:
+            start = self._start
+            while size > self._end - start:
                 free = self._buffer[self._end :]
                 self._end += self._stream.receive_into(free, self._patience(deadline))
-        start = self._start
         self._start = start + size
         return self._buffer[start : start + size]
 
@@ -250,7 +251,7 @@ class Connection:
     def _receive_body(
         self, buffers: list[memoryview], size: int, deadline: float | None
     ) -> None:
-        if size <= len(self._buffer) // 2:
+        if size <= _BUFFER // 2:
             rest = self._parse(size, deadline)
             for buffer in buffers:
                 buffer[:] = rest[: len(buffer)]
@@ -265,11 +266,9 @@ class Connection:
                 until = self._patience(deadline)
                 rest = rest[self._stream.receive_into(rest, until, whole=True) :]
 
-    def _claim(self, header: Header, sizes: Sizes) -> list[memoryview]:
+    def _claim(self, header: Header) -> list[memoryview]:
         """The memory behind the descriptors that came with this frame."""
-        if not sizes.apart:
-            return []
-        if self._pool is None or len(self._stream.descriptors) < sizes.apart:
+        if self._pool is None or len(self._stream.descriptors) < len(header.apart):
             raise ProtocolError("A frame came without its memory descriptors.")
         taken = [self._stream.descriptors.popleft() for _ in header.apart]
         try:

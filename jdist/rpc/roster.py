@@ -53,12 +53,14 @@ class Roster:
         rows = [[one.info.name, one.info.id, one.address] for one in ordered]
         return [(one, self._answer(one, REPLY, {"members": rows})) for one in ordered]
 
-    def fail(self, failure: str, other: Member | None = None) -> Answers:
+    def fail(
+        self, failure: str, other: Member | None = None, timeout: bool = False
+    ) -> Answers:
         """The group will never be complete: tells all who wait, and `other`."""
         self.failure = failure
         waiting = [*self._members.values(), *([] if other is None else [other])]
         self._members.clear()
-        return self._refuse(waiting, failure)
+        return self._refuse(waiting, failure, timeout)
 
     def remove(self, member: Member) -> bool:
         """Somebody has gone; whether it belonged to the complete group.
@@ -72,22 +74,22 @@ class Roster:
         return self.complete
 
     def expire(self, now: float) -> Answers:
-        """Tells those whose patience is over who has not come."""
-        if self.complete:
+        """Once anybody's patience is over, tells all who has not come.
+
+        Who gives up will not be there when the others come, so the group fails.
+        """
+        until = self.until()
+        if until is None or until > now:
             return []
-        late = [
-            m for m in self._members.values() if m.until is not None and m.until <= now
-        ]
-        present = {member.info.id for member in self._members.values()}
+        here = [member.info for member in self._members.values()]
+        present = {info.id for info in here}
         missing = [rank for rank in range(self._world_size) if rank not in present]
-        here = ", ".join(f"{m.info.name} ({m.info.id})" for m in self._members.values())
-        for member in late:
-            del self._members[member.info.name]
         text = (
             f"Not all of the {self._world_size} workers have come in time. "
-            f"Missing ranks: {missing}. Here: {here}."
+            f"Missing ranks: {missing}. "
+            f"Here: {', '.join(f'{info.name} ({info.id})' for info in here)}."
         )
-        return self._refuse(late, text, timeout=True)
+        return self.fail(text, timeout=True)
 
     def until(self) -> float | None:
         """The moment when `expire` has something to do."""

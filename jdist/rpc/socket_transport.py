@@ -62,8 +62,10 @@ class SocketTransport:
     Attributes:
       address: Where others reach this worker; a list of plain values.
       handshake_seconds: How long a stranger may take to prove himself. Settable.
-      most_strangers: How many may be doing so at once; one more, and the one who has
-        taken the longest has to go. Settable.
+      most_strangers: How many may be doing so at once. Others wait in the system's
+        queue. Settable.
+      crowded_seconds: While others wait, the time after which the one who has taken
+        the longest has to go. Settable.
       refused: Connections that ended without a proof.
 
     Raises:
@@ -75,6 +77,7 @@ class SocketTransport:
 
     handshake_seconds = 10.0
     most_strangers = 64
+    crowded_seconds = 1.0
 
     def __init__(
         self,
@@ -103,7 +106,8 @@ class SocketTransport:
         self._pool = memory.MemoryPool() if memory.available() else None
         self.refused = 0
         self._lock = threading.Lock()
-        self._strangers: dict[Stream, None] = {}
+        self._strangers: dict[Stream, float] = {}  # And since when, oldest first.
+        self._room = threading.Condition(self._lock)
         self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._accepting: threading.Thread | None = None
@@ -194,14 +198,15 @@ class SocketTransport:
     def close(self) -> None:
         """Stops accepting, closes every channel, joins its threads; see `Transport`.
 
-        A thread that is still busy with somebody's function after five seconds is left
+        A thread that is still busy with somebody's function after a second is left
         to end by itself.
         """
-        with self._lock:
+        with self._room:
             if self._closed.is_set():
                 return
             self._closed.set()
-        until = time.monotonic() + 5.0
+            self._room.notify_all()
+        until = time.monotonic() + 1.0
         self._wake.close()
         if self._accepting is not None:
             self._accepting.join(until - time.monotonic())
@@ -240,7 +245,8 @@ class SocketTransport:
         except OSError:
             # Out of descriptors. Those who have not proved themselves hold some; the
             # wait keeps the loop from spinning until one is free.
-            self._dismiss_oldest()
+            with self._lock:
+                self._dismiss_oldest()
             self._closed.wait(0.05)
             return
         try:
@@ -255,11 +261,15 @@ class SocketTransport:
             self._refuse(sock)
             return
         stream = Stream(sock)
-        if len(self._strangers) >= self.most_strangers:
-            # An honest handshake takes milliseconds, so the oldest is no honest one.
-            self._dismiss_oldest()
-        with self._lock:
-            self._strangers[stream] = None
+        with self._room:
+            while len(self._strangers) >= self.most_strangers:
+                since = next(iter(self._strangers.values()))
+                left = since + self.crowded_seconds - time.monotonic()
+                if left <= 0 or self._closed.is_set():
+                    self._dismiss_oldest()
+                else:
+                    self._room.wait(left)
+            self._strangers[stream] = time.monotonic()
         try:
             self._start(self._serve, stream, is_unix(sock), on_channel)
         except RuntimeError:  # No more threads.
@@ -271,17 +281,17 @@ class SocketTransport:
             self.refused += 1
 
     def _dismiss_oldest(self) -> None:
-        with self._lock:
-            for stream in self._strangers:
-                stream.shut()
-                del self._strangers[stream]
-                return
+        for stream in self._strangers:
+            stream.shut()  # Its thread wakes up and closes it.
+            del self._strangers[stream]
+            return
 
     def _dismiss(self, stream: Stream) -> None:
-        with self._lock:
+        with self._room:
             self._strangers.pop(stream, None)
             self.refused += 1
             stream.close()
+            self._room.notify()
 
     def _serve(
         self, stream: Stream, local: bool, on_channel: Callable[[Channel], None]
@@ -296,8 +306,9 @@ class SocketTransport:
         except BaseException:
             self._dismiss(stream)
             raise
-        with self._lock:
+        with self._room:
             self._strangers.pop(stream, None)
+            self._room.notify()
         threading.current_thread().name = f"{self._me.name}<-{connection.peer}"
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(connection.close, "its serving thread failed")

@@ -33,8 +33,12 @@ MOST_DESCRIPTORS = 64
 
 _JOINED = 4096  # Up to here copying the pieces together is cheaper than a list of them.
 _MOST_PIECES = 1024  # IOV_MAX of Linux and macOS.
-_PASSED = array.array("i").itemsize * MOST_DESCRIPTORS
-_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_SPACE = socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
+
+# As plain numbers: the enumeration's members cost more than the rest of a call.
+_NOW = int(socket.MSG_DONTWAIT)
+_WHOLE = int(socket.MSG_WAITALL)
+_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class CutOff(TimeoutError):
@@ -90,7 +94,7 @@ class Stream:
         self._patience: float | None = None
         self.descriptors: deque[int] = deque()
         self.passes_descriptors = False
-        _LIVE.add(self)
+        leave_to_parent(self)
 
     def receive_into(
         self, view: memoryview, deadline: float | None, whole: bool = False
@@ -107,7 +111,7 @@ class Stream:
           ChannelClosed: The peer closed, or `shut` was called.
           ProtocolError: More descriptors than allowed came along.
         """
-        return self._receive(view, deadline, socket.MSG_WAITALL if whole else 0)
+        return self._receive(view, deadline, _WHOLE if whole else 0)
 
     def _receive(self, view: memoryview, deadline: float | None, flags: int) -> int:
         if deadline is not None:
@@ -165,20 +169,19 @@ class Stream:
         """
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
             pieces = (b"".join(pieces),)
-        rest = [memoryview(piece) for piece in pieces if len(piece)]
         begun = False
-        while rest:
+        while pieces:
             try:
-                sent = self._send_some(rest, descriptors)
+                sent = self._send_some(pieces, descriptors)
             except BlockingIOError:
                 self._wait_for_room(deadline, begun)
                 continue
             except OSError as error:
                 raise ChannelClosed(f"its connection broke ({error})") from error
-            if len(rest) == 1 and sent == len(rest[0]):
+            if len(pieces) == 1 and sent == len(pieces[0]):
                 return
             begun, descriptors = True, ()
-            _drop(rest, sent)
+            pieces = _rest(pieces, sent)
 
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""
@@ -221,8 +224,7 @@ class Stream:
         self._patience = remaining
 
     def _receive_with_descriptors(self, view: memoryview) -> int:
-        space = socket.CMSG_SPACE(_PASSED)
-        got, ancillary, flags, _ = self._socket.recvmsg_into([view], space, _ON_EXEC)
+        got, ancillary, flags, _ = self._socket.recvmsg_into((view,), _SPACE, _ON_EXEC)
         if not ancillary:
             return got
         for level, kind, data in ancillary:
@@ -234,15 +236,16 @@ class Stream:
             raise ProtocolError(f"more than {MOST_DESCRIPTORS} memory descriptors came")
         return got
 
-    def _send_some(self, rest: list[memoryview], descriptors: Sequence[int]) -> int:
+    def _send_some(
+        self, pieces: Sequence[bytes | memoryview], descriptors: Sequence[int]
+    ) -> int:
         if descriptors:
             passed = array.array("i", descriptors)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
-            pieces = rest[:_MOST_PIECES]
-            return self._socket.sendmsg(pieces, rights, socket.MSG_DONTWAIT)
-        if len(rest) == 1:
-            return self._socket.send(rest[0], socket.MSG_DONTWAIT)
-        return self._socket.sendmsg(rest[:_MOST_PIECES], (), socket.MSG_DONTWAIT)
+            return self._socket.sendmsg(pieces[:_MOST_PIECES], rights, _NOW)
+        if len(pieces) == 1:
+            return self._socket.send(pieces[0], _NOW)
+        return self._socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
 
     def _wait_for_room(self, deadline: float | None, begun: bool) -> None:
         poll = select.poll()
@@ -268,28 +271,31 @@ def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> by
     return bytes(data)
 
 
-def _drop(rest: list[memoryview], sent: int) -> None:
-    """Removes the first `sent` bytes from the front of the views."""
-    done = 0
-    while done < len(rest) and sent >= len(rest[done]):
-        sent -= len(rest[done])
-        done += 1
-    del rest[:done]
-    if sent:
-        rest[0] = rest[0][sent:]
+def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> list[bytes | memoryview]:
+    """The pieces without their first `sent` bytes, and without empty ones."""
+    rest: list[bytes | memoryview] = []
+    for piece in pieces:
+        if sent < len(piece):
+            rest.append(memoryview(piece)[sent:] if sent else piece)
+        sent = max(0, sent - len(piece))
+    return rest
 
 
-_LIVE: weakref.WeakSet[Stream] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[Stream | socket.socket] = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
-    """In a forked child: gives up the parent's sockets.
+def leave_to_parent(owned: Stream | socket.socket) -> None:
+    """Has a child that this process forks close its copy of `owned` at once.
 
-    A child that kept them would keep the connection alive after the parent's death,
-    and its peers would wait for a worker that is gone.
+    A child that kept it would keep the connection, or the port, alive after the
+    parent's death, and others would wait for a worker that is gone.
     """
-    for stream in list(_LIVE):
-        stream.close()
+    _LIVE.add(owned)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+def _close_in_child() -> None:
+    for owned in list(_LIVE):
+        owned.close()  # Of this process's descriptor only: nothing is shut down.
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -11,12 +11,15 @@ from jdist.rpc.channel import ChannelClosed
 from tests.rpc.sockets import (
     PATIENCE,
     ROUTES,
+    Outcome,
     Peers,
+    blocked,
     call,
     closed_by_peer,
     descriptors,
     nothing_left,
     soon,
+    wait_until,
 )
 
 
@@ -49,6 +52,7 @@ def test_strangers_are_few(peers):
     """The one who has taken the longest has to go; an honest one gets in."""
     peers.there.handshake_seconds = PATIENCE
     peers.there.most_strangers = 3
+    peers.there.crowded_seconds = 0.01
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(_stranger(peers)) for _ in range(12)]
         channel = peers.connect()
@@ -60,6 +64,31 @@ def test_strangers_are_few(peers):
         peers.there.close()
         for stranger in crowd[8:]:
             assert closed_by_peer(stranger) == b""
+
+
+def test_close_does_not_wait_for_a_crowd(peers):
+    """Strangers inside, others in the queue, and nobody's time is up."""
+    peers.there.handshake_seconds = peers.there.crowded_seconds = PATIENCE
+    peers.there.most_strangers = 2
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(_stranger(peers)) for _ in range(6)]
+        wait_until(lambda: len(peers.there._strangers) == 2)
+        blocked(peers.there._accepting)
+        peers.there.close()
+        assert not peers.there._accepting.is_alive()
+        for stranger in crowd:
+            assert closed_by_peer(stranger) == b""
+
+
+def test_honest_ones_in_a_crowd_all_get_in(peers):
+    """Many more at once than may be unproved: they wait their turn, none has to go."""
+    peers.there.most_strangers = 2
+    peers.there.crowded_seconds = PATIENCE
+    connecting = [Outcome(peers.connect) for _ in range(40)]
+    channels = [outcome.get() for outcome in connecting]
+    for channel in channels:
+        assert channel.exchange(call(1), soon()).id == 1
+    assert peers.there.refused == 0
 
 
 def _stranger(peers):
