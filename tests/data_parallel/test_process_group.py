@@ -207,7 +207,7 @@ def told(monkeypatch, variables):
         (launched("one", 2), "`RANK` must be a number. Got one"),
         (
             {"SLURM_NTASKS": "4"},
-            'SLURM_NTASKS is 4. Got None. Give `cluster="slurm"`. Or unset SLURM_NTASKS',
+            'SLURM_NTASKS is 4. Got None. Give `cluster="slurm"`. Or unset',
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
