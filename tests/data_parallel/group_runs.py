@@ -96,6 +96,29 @@ def collectives(each):
     return {kind: text.count(f" {kind}(") for kind in KINDS}
 
 
+def many_swaps(leaves, repeats):
+    """Sums of many leaves of one size, each alone; which differ from what they must be.
+
+    Were the swaps of two leaves mixed up, their sums would differ.
+    """
+    where = mesh(1)
+    fn = value_and_grad(
+        lambda w, x: sum(x[k] @ w[k] for k in w),
+        where,
+        reduction="sum",
+        bucket_cap_mb=0,
+    )
+    wrong = 0
+    for seed in range(repeats):
+        rng = np.random.default_rng(seed)
+        whole = {f"leaf{i}": rng.normal(size=(2, 3000)) for i in range(leaves)}
+        params = {name: np.zeros(3000) for name in whole}
+        shards = sharded(where, (1, 1), whole, np.ones(2), rows=1)
+        _, found = fn(params, *shards)
+        wrong += sum(bool((found[k] != x[0] + x[1]).any()) for k, x in whole.items())
+    return wrong
+
+
 def sizes_at(step, replicas):
     """All different, none of them 0, others at every step."""
     return tuple(int(n) for n in np.roll(np.arange(1, replicas + 1), step))

@@ -82,6 +82,11 @@ def test_two_cpus_swap_and_four_reduce(pair):
     assert pair.everywhere(runs.collectives, 2)[0] == none | {"all-reduce": 1}
 
 
+def test_swaps_are_not_mixed_up(pair):
+    """Sixty of one size in a program, with nothing but its order to tell them apart."""
+    assert pair.everywhere(runs.many_swaps, 60, 20) == [0, 0]
+
+
 @pytest.mark.parametrize("each", [1, 2])
 def test_all_copies_stay_the_same_bits(pair, each):
     """After 50 steps on shards of changing sizes; and the run is one process's."""
