@@ -12,11 +12,13 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
+    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
@@ -144,6 +146,34 @@ def map_shards(
         return mapped(*placed)
 
     return resharded
+
+
+def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
+    """`array`, bit for bit, but never before `earlier` has been computed.
+
+    XLA merges collectives that do not depend on each other (on CPU in its pass
+    `cpu-all-reduce-combiner`) and takes `optimization_barrier` out before it looks.
+    What it respects is a dependence on data: the comparison is false for every number
+    and for NaN, and XLA does not know.
+    """
+    if not array.size or not earlier.size:
+        return array
+    own = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
+    signal = jax.lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim)
+    never = signal.real.reshape(()) < -jnp.inf
+    kept = jnp.where(never, jnp.zeros_like(own), own)
+    return jax.lax.dynamic_update_slice(array, kept, (0,) * array.ndim)
+
+
+def laid_out(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """`array` with a layout over any type of mesh, inside jit and outside.
+
+    To automatic axes a layout is a constraint on the compiler, to explicit ones a part
+    of the array's type.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        return _reshard(array, mesh, spec)
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
 
 def _reshard(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
@@ -387,6 +417,21 @@ def reads(equation: JaxprEqn, program: ClosedJaxpr) -> dict[Var, list[Var]]:
 def inner_programs(equation: JaxprEqn) -> list[Any]:
     """The programs inside an equation: the body of a loop, the branches of a cond."""
     return list(jaxprs_in_params(equation.params))
+
+
+def called_program(equation: JaxprEqn) -> Jaxpr | None:
+    """The program that an equation runs once, argument by argument; or None.
+
+    That is a nested `jax.jit` ("pjit" before 0.7), a checkpoint, or a function with a
+    derivative of its own: no loop and no branch.
+    """
+    calls = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
+    custom = ("custom_jvp_call", "custom_vjp_call", "remat2")
+    inner = inner_programs(equation)
+    if equation.primitive.name not in calls + custom or len(inner) != 1:
+        return None
+    program = inner[0]
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 def byte_count(value: Var) -> int:

@@ -25,7 +25,6 @@ all zero (a sum of nothing is 0): inside a compiled function nothing can be refu
 """
 
 from collections.abc import Callable, Hashable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -82,17 +81,33 @@ def partial(
     Raises:
       ValueError: `loss_fn` returned something else than one loss per example.
     """
+
+    def without_aux(params: Any, batch: Any) -> tuple[jax.Array, None]:
+        return loss_fn(params, batch), None
+
+    part, _ = partial_with_aux(without_aux, params, batch, weights, reduction)
+    return part
+
+
+def partial_with_aux(
+    loss_fn: Callable[..., tuple[jax.Array, Any]],
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+    reduction: str,
+) -> tuple[Partial, Any]:
+    """`partial` of a loss function that returns `(losses, aux)`; and its `aux`."""
     trainable, fixed = split_inexact(params)
 
-    def losses_of(trainable: Any) -> jax.Array:
-        losses = loss_fn(merge(trainable, fixed), batch)
+    def losses_of(trainable: Any) -> tuple[jax.Array, Any]:
+        losses, aux = loss_fn(merge(trainable, fixed), batch)
         _check_losses(losses, weights.shape)
-        return losses
+        return losses, aux
 
-    losses, pull_back = jax.vjp(losses_of, trainable)
+    losses, pull_back, aux = jax.vjp(losses_of, trainable, has_aux=True)
     value, seeds, weight = _seeds(losses, weights, reduction)
     (gradient,) = pull_back(seeds.astype(losses.dtype))
-    return Partial(value, jax.tree.map(_widen, gradient), weight)
+    return Partial(value, jax.tree.map(_widen, gradient), weight), aux
 
 
 def _seeds(
@@ -112,7 +127,8 @@ def _seeds(
     }[reduction]
     value = extreme(jnp.where(weights == 0, excluded, losses))
     ties = jnp.where((losses == value) & (weights > 0), 1, 0).astype(losses.dtype)
-    broken = jnp.isnan(value) | jnp.isnan(jnp.sum(weights))
+    # Not `isnan(value)`: on CPU XLA's maximum of the rows of a matrix can miss a NaN.
+    broken = jnp.any(jnp.isnan(losses) & (weights > 0)) | jnp.isnan(jnp.sum(weights))
     return value, ties, jnp.where(broken, jnp.nan, jnp.sum(ties))
 
 
@@ -156,28 +172,35 @@ def combine(first: Partial, second: Partial, reduction: str) -> Partial:
     )
 
 
-def all_reduce(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
-    """The partial of all replicas, by `psum`; call it where `axis_name` is bound."""
+def empty(like: Any, reduction: str) -> Partial:
+    """The partial of no examples: combined with any other, it changes nothing.
+
+    Args:
+      like: A `Partial`, or its shapes.
+      reduction: One of `REDUCTIONS`.
+    """
+    nothing = {"max": -jnp.inf, "min": jnp.inf}.get(reduction, 0.0)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return zeros._replace(value=jnp.full(like.value.shape, nothing, like.value.dtype))
+
+
+def aligned(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
+    """One replica's partial as it is to be added up; call it where the axis is bound.
+
+    For mean and sum that is the partial itself. For max and min the extreme over all
+    replicas is found here, by a collective of one scalar, and a replica that does not
+    hold it gets a gradient and a weight of zero. The value is then final.
+    """
     if reduction in ("mean", "sum"):
-        return jax.lax.psum(part, axis_name)
+        return part
     pick = jax.lax.pmax if reduction == "max" else jax.lax.pmin
     value = pick(part.value, axis_name)
-    gradient, weight = jax.lax.psum(_holders(part, value)[1:], axis_name)
-    return Partial(value, gradient, weight)
+    return _holders(part, value)._replace(value=value)
 
 
-def all_gather(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
-    """The partial of all replicas: every part is gathered, then folded in rank order.
-
-    Same result as `all_reduce` to rounding; it moves K times the data over K replicas,
-    and fixes the order of the sum whatever algorithm the hardware would choose.
-    """
-    gathered = jax.lax.all_gather(part, axis_name)
-    parts = [
-        jax.tree.map(lambda x, rank=rank: x[rank], gathered)
-        for rank in range(jax.lax.axis_size(axis_name))
-    ]
-    return reduce(lambda a, b: combine(a, b, reduction), parts)
+def share(gradient: jax.Array, total: jax.Array, reduction: str) -> jax.Array:
+    """What a replica's part of one leaf adds to the finished gradient."""
+    return gradient if reduction == "sum" else _scaled(jnp.divide, gradient, total)
 
 
 def finish(part: Partial, reduction: str, like: Any) -> tuple[jax.Array, Any]:

@@ -13,7 +13,7 @@ NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
-    "data_parallel": GROUND | {"reduction", "optim"},
+    "data_parallel": GROUND | {"reduction", "optim", "segment"},
     "autograd": GROUND | {"rpc", "segment", "optim"},
     "pipeline": GROUND | {"rpc", "segment", "reduction", "optim"},
     "launch": GROUND | {"rpc"},

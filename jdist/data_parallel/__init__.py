@@ -9,6 +9,27 @@ the classic mistake; here weights travel with the data, and uneven shards, empty
 and masked examples come out right.
 """
 
+from jdist.data_parallel.averaged import averaged as averaged
+from jdist.data_parallel.broadcast import check_replicas as check_replicas
+from jdist.data_parallel.broadcast import replicate as replicate
+from jdist.data_parallel.buckets import assign_buckets as assign_buckets
+from jdist.data_parallel.checkpoint import Checkpoints as Checkpoints
+from jdist.data_parallel.data_parallel import DataParallel as DataParallel
 from jdist.data_parallel.gradient import value_and_grad as value_and_grad
+from jdist.data_parallel.join import EarlyEnd as EarlyEnd
+from jdist.data_parallel.join import Join as Join
+from jdist.data_parallel.local_sgd import LocalSGD as LocalSGD
+from jdist.data_parallel.local_sgd import LocalState as LocalState
+from jdist.data_parallel.local_sgd import local_sgd as local_sgd
+from jdist.data_parallel.reducer import reducer as reducer
+from jdist.data_parallel.sampler import Sampler as Sampler
+from jdist.data_parallel.sampler import Shards as Shards
 from jdist.data_parallel.shards import shard_batch as shard_batch
+from jdist.data_parallel.train_state import Metrics as Metrics
+from jdist.data_parallel.train_state import TrainState as TrainState
+from jdist.data_parallel.train_step import Synchronization as Synchronization
+from jdist.data_parallel.train_step import TrainStep as TrainStep
+from jdist.data_parallel.train_step import train_step as train_step
+from jdist.data_parallel.zero import Sharded as Sharded
+from jdist.data_parallel.zero import zero as zero
 from jdist.reduction import weighted_mean as weighted_mean

@@ -7,6 +7,7 @@ on a single device, the rows of a `vmap` with an axis name: the same code in bot
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,12 +16,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
-from jdist._compat import map_shards
 from jdist._errors import requirement
 from jdist._tree import examples_in
+from jdist.data_parallel.buckets import Cap
+from jdist.data_parallel.exchange import Exchange
+from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.readiness import with_readiness
+from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import check_weight_values, replicas_of
-
-METHODS = {"all_reduce": reductions.all_reduce, "all_gather": reductions.all_gather}
 
 
 def value_and_grad(
@@ -30,7 +33,9 @@ def value_and_grad(
     axis: str = "data",
     reduction: str = "mean",
     method: str = "all_reduce",
-) -> Callable[..., tuple[jax.Array, Any]]:
+    bucket_cap_mb: Cap = None,
+    hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None = None,
+) -> Callable[..., tuple[Any, ...]]:
     """Like `jax.value_and_grad` of the reduced loss, computed over replicas.
 
         dL/dW = sum_i (B_i / B) dL_i/dW        (mean; B_i is replica i's total weight)
@@ -45,19 +50,31 @@ def value_and_grad(
         ties share the gradient equally over the whole batch.
       method: "all_reduce" sums partial gradients on the way; "all_gather" collects
         them all on every replica and folds them in rank order. Equal to rounding.
+      bucket_cap_mb: Gradients that travel together, one collective for each bucket, in
+        the order in which the backward pass makes them. None: a first bucket of 1 MiB,
+        others of 25 MiB, and leaves of 1 MiB and more alone. A number: the only limit,
+        in MiB, by the rule of `assign_buckets`; or a list of limits for the first,
+        second, .. bucket. Or the buckets themselves: lists of leaf paths.
+      hook: How a bucket is summed, from `data_parallel.hooks`, or a pure function
+        `(state, bucket) -> (state, bucket)`. None: exactly.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, compiled. `batch` and
-      `weights` come from `shard_batch`; without weights each example counts 1.
+      `weights` come from `shard_batch`; without weights each example counts 1. With a
+      hook that keeps a state, `fn(params, batch, weights=None, hook_state=None) ->
+      (loss, gradient, hook_state)`: give back what the step before returned; its leaves
+      have a first axis of replicas and are divided over the mesh.
       The loss is a scalar, float32 or wider. The gradient has the structure, shapes and
       dtypes of `params`, with None where a parameter is not a floating array, and is
       replicated: bit-equal on all devices. Weights in device memory are not read back
       to be checked: negative, NaN or all-zero ones give NaN.
 
     Raises:
-      ValueError: Unknown reduction or method; a mesh without the axis. On calling:
-        losses of another shape; a batch that does not divide by the replicas; weights
-        of another shape; NumPy weights that are negative, not finite or all 0.
+      ValueError: Unknown reduction or method; a mesh without the axis; a limit below
+        0; a hook that leaves replicas with different gradients. On calling:
+        listed buckets that do not fit the parameters; a hook that returns another
+        shape; losses of another shape; a batch that does not divide by the replicas;
+        weights of another shape; NumPy weights that are negative, not finite or all 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,49 +92,61 @@ def value_and_grad(
     """
     call = "value_and_grad"
     replicas = replicas_of(mesh, axis, call)
-    reductions.check_reduction(call, reduction)
-    if method not in METHODS:
-        rule = f"must be one of {', '.join(map(repr, METHODS))}"
-        raise ValueError(requirement(f"{call}(method=...)", rule, repr(method)))
+    exchange = Exchange(call, axis, reduction, method, bucket_cap_mb, hook)
+    run = _Programs(loss_fn, mesh, exchange)
 
-    def on_replica(params: Any, batch: Any, weights: jax.Array) -> Any:
-        own = reductions.partial(loss_fn, params, batch, weights, reduction)
-        whole = METHODS[method](own, reduction, axis)
-        return reductions.finish(whole, reduction, like=params)
-
-    compiled = jax.jit(_over_replicas(on_replica, mesh, axis))
-
-    def fn(params: Any, batch: Any, weights: Any = None) -> tuple[jax.Array, Any]:
+    def fn(
+        params: Any, batch: Any, weights: Any = None, hook_state: Any = None
+    ) -> tuple[Any, ...]:
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
-        _check_call(count, replicas, weights)
+        check_call(count, replicas, weights)
         if weights is None:
             weights = np.ones(count, np.float32)
-        return compiled(params, batch, weights)
+        if not exchange.stateful:
+            _check_no_state(hook_state)
+            return run.step(params, batch, weights, ())[:2]
+        if hook_state is None:
+            (hook_state,) = run.start(params, batch, weights)
+        return run.step(params, batch, weights, hook_state)
 
     return fn
 
 
-def _over_replicas(
-    on_replica: Callable[..., Any], mesh: Mesh | int, axis: str
-) -> Callable[..., Any]:
-    """Runs a replica's function on all of them; what it returns must be replicated."""
-    if isinstance(mesh, Mesh):
-        shard = PartitionSpec(axis)
-        whole = PartitionSpec()
-        return map_shards(on_replica, mesh, (whole, shard, shard), whole)
-    mapped = jax.vmap(on_replica, in_axes=(None, 0, 0), out_axes=None, axis_name=axis)
+class _Programs:
+    """The compiled programs of one function: its step, and its hook's first state."""
 
-    def on_one_device(params: Any, batch: Any, weights: jax.Array) -> Any:
-        rows = jax.tree.map(
-            lambda x: x.reshape(mesh, -1, *x.shape[1:]), (batch, weights)
+    def __init__(
+        self, loss_fn: Callable[..., jax.Array], mesh: Mesh | int, exchange: Exchange
+    ) -> None:
+        reduction = exchange.reduction
+        rows = PartitionSpec(exchange.axis)
+
+        def parts(params: Any, batch: Any, weights: jax.Array) -> Any:
+            fn = partial(reductions.partial, loss_fn, reduction=reduction)
+            return with_readiness(fn, params, batch, weights)
+
+        def step(params: Any, batch: Any, weights: jax.Array, state: Any) -> Any:
+            # A state has one row for each replica.
+            own = jax.tree.map(lambda x: x[0], state)
+            part, ready = parts(params, batch, weights)
+            loss, gradient, own = exchange(part, ready, params, own)
+            return loss, gradient, jax.tree.map(lambda x: x[None], own)
+
+        def start(params: Any, batch: Any, weights: jax.Array) -> Any:
+            own = exchange.start(*parts(params, batch, weights))
+            return (jax.tree.map(lambda x: jnp.asarray(x)[None], own),)
+
+        axis = exchange.axis
+        takes = (EACH, rows, rows)
+        self.step = jax.jit(
+            over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows))
         )
-        return mapped(params, *rows)
-
-    return on_one_device
+        self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
 
 
-def _check_call(count: int, replicas: int, weights: Any) -> None:
+def check_call(count: int, replicas: int, weights: Any) -> None:
+    """Refuses rows that do not divide, and weights that can be seen to be wrong."""
     if count % replicas or not count:
         rule = f"must divide evenly over {replicas} replicas"
         got = f"{count} examples"
@@ -131,3 +160,9 @@ def _check_call(count: int, replicas: int, weights: Any) -> None:
         raise ValueError(requirement("fn(weights=...)", rule, got))
     if not isinstance(weights, jax.Array):
         check_weight_values("fn", np.asarray(weights))
+
+
+def _check_no_state(hook_state: Any) -> None:
+    if hook_state is not None:
+        rule = "must be None for a hook that keeps no state, and without a hook"
+        raise ValueError(requirement("fn(hook_state=...)", rule, hook_state))

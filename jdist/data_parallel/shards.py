@@ -27,29 +27,38 @@ def shard_batch(
     sizes: Sequence[int] | None = None,
     *,
     weights: Any = None,
+    rows: int | None = None,
     axis: str = "data",
 ) -> tuple[Any, jax.Array]:
     """Splits a batch over replicas and gives every example its weight.
 
+    Where the mesh spans several processes, each calls this with the examples that *it*
+    has, for the replicas on its own devices, and all get the one global batch.
+
     Args:
       batch: Pytree of arrays, each of shape `(examples, ...)`. Examples go to replicas
-        in order: the first `sizes[0]` to replica 0, and so on.
+        in order: the first `sizes[0]` to this process's first replica, and so on.
       mesh: The devices; or a number of replicas that share one device, for
         `jax.vmap`.
       sizes: Examples per replica, 0 allowed; None for sizes as equal as possible.
-      weights: `(examples,)`, finite, at least 0, not all 0: a mask, or tokens per
-        example. None for 1 each.
+      weights: `(examples,)`, finite, at least 0, not all 0 (in all processes together):
+        a mask, or tokens per example. None for 1 each.
+      rows: Rows per replica, padding included; None for the largest size. A fixed
+        number keeps batches of all sizes in one compiled program, and can be divided
+        into micro-batches. Several processes must name the same.
       axis: The mesh axis that counts replicas.
 
     Returns:
-      The batch and its weights, padded to `K * max(sizes)` examples and laid out over
+      The batch and its weights, padded to `rows` for each replica and laid out over
       the mesh, replica i's examples on the devices of row i. Padding repeats an example
       with weight 0; integer and boolean weights become float32.
 
     Raises:
       ValueError: The sizes do not add up or there is not one per replica; a weight is
         negative, not finite, or all are 0; the mesh has no such axis; the batch is
-        empty or its leaves differ in length.
+        empty or its leaves differ in length; `rows` is below a size, or None with
+        several processes.
+      TypeError: `rows` is not an integer.
 
     Example:
       >>> import numpy as np
@@ -60,16 +69,32 @@ def shard_batch(
     call = "shard_batch"
     count = examples_in(batch, f"{call}(batch=...)")
     replicas = replicas_of(mesh, axis, call)
-    sizes = _check_sizes(sizes, count, replicas)
-    weights = _check_weights(weights, count)
-    rows, is_real = _padded_rows(sizes)
-    padded = jax.tree.map(lambda leaf: leaf[rows], batch)
-    padded_weights = np.where(is_real, weights[rows], 0).astype(weights.dtype)
+    own = len(own_replicas(mesh, axis)) if isinstance(mesh, Mesh) else replicas
+    sizes = _check_sizes(sizes, count, own)
+    rows = _check_rows(rows, sizes, several=own < replicas)
+    weights = _check_weights(weights, count, several=own < replicas)
+    order, is_real = _padded_rows(sizes, rows)
+    padded = jax.tree.map(lambda leaf: leaf[order], batch)
+    padded_weights = np.where(is_real, weights[order], 0).astype(weights.dtype)
     if isinstance(mesh, int):
         return jax.device_put((padded, padded_weights))
-    return jax.device_put(
-        (padded, padded_weights), NamedSharding(mesh, PartitionSpec(axis))
+    place = NamedSharding(mesh, PartitionSpec(axis))
+    if own == replicas:
+        return jax.device_put((padded, padded_weights), place)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)),
+        (padded, padded_weights),
     )
+
+
+def own_replicas(mesh: Mesh, axis: str) -> list[int]:
+    """The replicas that have a device in this process, in the order of the mesh."""
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
+    return [
+        rank
+        for rank, row in enumerate(devices.reshape(len(devices), -1))
+        if any(device.process_index == jax.process_index() for device in row)
+    ]
 
 
 def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
@@ -117,7 +142,22 @@ def _check_sizes(
     return sizes
 
 
-def _check_weights(weights: Any, count: int) -> np.ndarray:
+def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> int:
+    argument = "shard_batch(rows=...)"
+    if rows is None:
+        if not several:
+            return max(sizes)
+        rule = "must be given where a mesh spans several processes"
+        remedy = "No process knows how many examples the others bring."
+        raise ValueError(requirement(argument, rule, rows, remedy))
+    rows = operator.index(rows)
+    if rows < max(sizes):
+        rule = "must be at least the largest size"
+        raise ValueError(requirement(argument, rule, f"{rows}, for sizes {sizes}"))
+    return rows
+
+
+def _check_weights(weights: Any, count: int, *, several: bool) -> np.ndarray:
     if weights is None:
         return np.ones(count, np.float32)
     weights = np.asarray(weights)
@@ -127,27 +167,31 @@ def _check_weights(weights: Any, count: int) -> np.ndarray:
         rule = f"must be one per example, shape ({count},)"
         got = f"shape {weights.shape}"
         raise ValueError(requirement("shard_batch(weights=...)", rule, got))
-    check_weight_values("shard_batch", weights)
+    check_weight_values("shard_batch", weights, all_zero=several)
     return weights
 
 
-def check_weight_values(call: str, weights: np.ndarray) -> None:
-    """Refuses weights that would make a NaN: negative, not finite, or all zero."""
+def check_weight_values(
+    call: str, weights: np.ndarray, *, all_zero: bool = False
+) -> None:
+    """Refuses weights that would make a NaN: negative, not finite, or all zero.
+
+    `all_zero` allows the last, where other processes have weights as well.
+    """
     argument = f"{call}(weights=...)"
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if wrong.size:
         got = f"{weights[wrong[0]]} for example {wrong[0]}"
         rule = "must be finite and at least 0"
         raise ValueError(requirement(argument, rule, got))
-    if not weights.any():
+    if not all_zero and not weights.any():
         rule = "must not all be 0: there would be nothing to average"
         got = f"{weights.size} zeros"
         raise ValueError(requirement(argument, rule, got))
 
 
-def _padded_rows(sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _padded_rows(sizes: tuple[int, ...], width: int) -> tuple[np.ndarray, np.ndarray]:
     """For each row of the padded batch: the example in it, and whether it counts."""
-    width = max(sizes)
     starts = np.cumsum((0, *sizes[:-1]))
     position = np.arange(width)
     # A shard repeats its own last example; an empty one repeats the batch's first.

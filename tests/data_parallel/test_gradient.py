@@ -181,6 +181,20 @@ def test_inside_jit_bad_weights_are_nan(problem):
         assert np.isnan(gradient["w"]).all()
 
 
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_a_loss_of_nan_is_seen_under_vmap(reduction):
+    """Rows of a matrix: there XLA's maximum on CPU leaves a NaN out."""
+    x = np.arange(2600.0, dtype=np.float32).reshape(1300, 2)
+    x[700] = np.nan
+    fn = value_and_grad(lambda w, x: x @ w, 2, reduction=reduction)
+    loss, gradient = fn(jnp.array([1.0, 0.5], jnp.float32), x)
+    assert np.isnan(loss)
+    assert np.isnan(gradient).all()
+    excluded = np.ones(1300, np.float32)
+    excluded[700] = 0
+    assert np.isfinite(fn(jnp.array([1.0, 0.5], jnp.float32), x, excluded)[0])
+
+
 def test_batch_statistics_over_all_replicas(rng, mesh):
     """A loss that normalises by a psum over the axis gets the right gradient.
 

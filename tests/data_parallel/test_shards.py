@@ -44,6 +44,20 @@ def test_sizes_default_to_as_equal_as_possible(count, replicas, sizes):
     assert np.sum(rows(weights, replicas), axis=1).tolist() == sizes
 
 
+def test_rows_keep_one_shape_for_all_sizes():
+    """So that one compiled program serves them, and micro-batches divide them."""
+    for sizes in ((5, 3), (1, 0), (0, 6)):
+        count = sum(sizes)
+        batch, weights = shard_batch(np.arange(count) + 1, 2, sizes, rows=6)
+        assert batch.shape == weights.shape == (12,)
+        assert np.sum(rows(weights, 2), axis=1).tolist() == list(sizes)
+        assert np.all(np.asarray(batch) > 0)
+    with pytest.raises(ValueError, match=r"rows=.*at least the largest size. Got 4"):
+        shard_batch(np.arange(8), 2, (5, 3), rows=4)
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        shard_batch(np.arange(8), 2, (5, 3), rows=5.0)
+
+
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),

@@ -1,0 +1,62 @@
+"""One of two processes of `ddp_buckets`: the step times of each model and cap."""
+
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+from experiments._pair import join
+
+
+def main() -> None:
+    """Measures; rank 0 prints `{model: {cap: [seconds, compute seconds]}}`."""
+    rank, job = join(sys.argv[1:])
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from experiments import ddp_buckets as experiment
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    warm_up(mesh)
+    found: dict[str, Any] = {}
+    for name in job["models"]:
+        model = experiment.MODELS[name]
+        steps = {cap: experiment.step_of(model, mesh, cap) for cap in job["caps"]}
+        alone = Mesh(np.array(jax.local_devices()), ("data",))
+        half = experiment.Model(model.widths, model.examples // 2)
+        steps["compute"] = experiment.step_of(half, alone, None)
+        found[name] = race(steps, job["rounds"])
+    if rank == 0:
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+    jax.distributed.shutdown()
+
+
+def warm_up(mesh: Any) -> None:
+    """A large sum first: small ones over a fresh connection can take 50 ms."""
+    import jax
+    import jax.numpy as jnp
+
+    from jdist.data_parallel import value_and_grad
+
+    fn = value_and_grad(lambda w, x: (x @ w) ** 2, mesh)
+    for _ in range(3):
+        jax.block_until_ready(fn(jnp.ones(1 << 20), jnp.ones((2, 1 << 20))))
+
+
+def race(steps: Any, rounds: int) -> dict[str, float]:
+    """Median seconds of each, one round of all after another."""
+    seconds: dict[str, list[float]] = {cap: [] for cap in steps}
+    for turn in range(rounds + 3):
+        for cap, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if turn >= 3:
+                seconds[cap].append(time.perf_counter() - start)
+    return {cap: statistics.median(values) for cap, values in seconds.items()}
+
+
+if __name__ == "__main__":
+    main()

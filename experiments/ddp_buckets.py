@@ -1,0 +1,341 @@
+"""Gradients travel in buckets, one collective each, in the order in which they become
+ready; and a bucket's sum runs while earlier layers are still at their backward pass.
+
+The cap is swept on the network of the source, 512-1024-10 at batch 64, and on larger
+ones. For each cap the collectives are counted in the *compiled* program, where XLA has
+merged what it can, and the gradient is judged against one device's. Step times come
+from two processes, each pinned to a core, that talk through gloo; on one core a process
+computing and communicating share the time, so that buckets save calls and copies there,
+and overlap pays on other hardware. That it happens is shown in a profile of the
+reducer that the host drives.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import Mesh
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from experiments._collectives import collectives
+from experiments._pair import can_pair, run_pair
+from experiments._result import Claim, Picture, Result, Settings
+from experiments._trace import Interval, overlap, traced, union
+from jdist import data_parallel, optim, verify
+
+
+class Model(NamedTuple):
+    """A network of dense layers."""
+
+    widths: tuple[int, ...]
+    examples: int
+
+
+MODELS = {
+    "512-1024-10, batch 64": Model((512, 1024, 10), 64),
+    "64 layers of 64, batch 64": Model((64,) * 65, 64),
+    "4 layers of 2048, batch 128": Model((2048,) * 5, 128),
+    "8 layers of 1024, batch 256": Model((1024,) * 9, 256),
+}
+SOURCE = next(iter(MODELS))
+TRACED = Model((768,) * 9, 96)
+# As JSON, so that they can be keys; null is the default.
+CAPS = ("null", "0", "0.01", "0.1", "1", "[1, 25]", "25", "1000")
+QUICK = ("null", "0", "1", "25")
+
+
+def run(settings: Settings, progress: Progress) -> Result:
+    """Counts, judges, traces; and in the full form times."""
+    caps = QUICK if settings.quick else CAPS
+    names = [SOURCE] if settings.quick else list(MODELS)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    counts = {name: count(MODELS[name], mesh, caps, progress) for name in names}
+    worst = judged(MODELS[SOURCE], mesh, caps)
+    intervals = profile(TRACED, mesh)
+    reductions = [i for i in intervals if is_reduction(i)]
+    halves = [i for i in intervals if is_backward(i)]
+    shared = overlap(reductions, halves)
+    total = sum(end - start for start, end in union(reductions))
+    missing = "the quick form does not time" if settings.quick else can_pair()
+    times: Any = {}
+    if not missing:
+        job = {"models": names, "caps": caps, "rounds": 15}
+        times = run_pair("experiments._buckets_worker", job)
+    return Result(
+        proved=(
+            f"as many collectives as buckets for {len(caps)} caps on {len(names)} "
+            f"model(s); {shared / total:.0%} of the reducer's collectives ran during "
+            f"backward passes."
+        ),
+        claims=claims(counts, worst, shared, total),
+        pictures=pictures(times, counts, reductions, halves),
+        tables={"Collectives and step times": rows(counts, times)},
+        data={
+            "collectives": counts,
+            "error_over_bound": worst,
+            "seconds": times,
+            "overlap": {"collectives": total, "with a backward half": shared},
+        },
+        notes=[f"No step times: {missing}."] if missing else [],
+    )
+
+
+# --- the models ---
+
+
+def problem(model: Model) -> tuple[list[Any], Any]:
+    """Parameters and a batch, the same everywhere."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    params = [
+        {"b": normal(width), "w": normal(inputs, width)}
+        for inputs, width in zip(model.widths, model.widths[1:], strict=False)
+    ]
+    x, y = normal(model.examples, model.widths[0]), normal(model.examples, 1)
+    return params, (x, y)
+
+
+def layer(params: Any, hidden: jax.Array) -> jax.Array:
+    """One dense layer."""
+    return jax.nn.relu(hidden @ params["w"] + params["b"])
+
+
+def losses_of(params: Sequence[Any], batch: Any) -> jax.Array:
+    """The squared distance of the outputs from the target."""
+    hidden, target = batch
+    for own in params:
+        hidden = layer(own, hidden)
+    return jnp.mean((hidden - target) ** 2, axis=1)
+
+
+def step_of(model: Model, mesh: Mesh, cap: str | None) -> Callable[[], None]:
+    """A step of SGD with its state, ready to be called again and again."""
+    params, batch = problem(model)
+    options: dict[str, Any] = {"bucket_cap_mb": json.loads(cap)} if cap else {}
+    step = data_parallel.train_step(losses_of, optim.sgd(lr=1e-3), mesh, **options)
+    state = [step.init(params)]
+    rows = model.examples // mesh.size
+    shards = data_parallel.shard_batch(own_rows(batch, mesh), mesh, rows=rows)
+
+    def call() -> None:
+        state[0], _ = step(state[0], *shards)
+        jax.block_until_ready(state[0])
+
+    return call
+
+
+def own_rows(batch: Any, mesh: Mesh) -> Any:
+    """This process's part of a batch; all of it where the mesh is this process's."""
+    here = jax.process_index()
+    ranks = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
+    share = len(batch[0]) // mesh.size
+    return tuple(part[ranks[0] * share : (ranks[-1] + 1) * share] for part in batch)
+
+
+# --- what is measured ---
+
+
+def count(
+    model: Model, mesh: Mesh, caps: Sequence[str], progress: Progress
+) -> dict[str, list[int]]:
+    """For each cap the planned buckets, and the collectives of the compiled program."""
+    params, batch = problem(model)
+    shards = data_parallel.shard_batch(batch, mesh)
+    found = {}
+    for cap in progress.track(caps, description=f"{len(model.widths) - 1} layers"):
+        limit = json.loads(cap)
+        fn = data_parallel.value_and_grad(losses_of, mesh, bucket_cap_mb=limit)
+        text = jax.jit(fn).lower(params, *shards).compile().as_text()
+        found[cap] = [len(planned(params, limit)), len(collectives(text or ""))]
+    return found
+
+
+def planned(params: Sequence[Any], limit: Any) -> list[list[int]]:
+    """The buckets by torch's rule: the last layer first, its bias before its weights.
+
+    Where no cap is given, leaves of 1 MiB and more are buckets of their own.
+    """
+    leaves = [own[name] for own in reversed(params) for name in ("b", "w")]
+    if limit is not None:
+        limits = limit if isinstance(limit, list) else [limit]
+        return data_parallel.assign_buckets(leaves, [2**20 * x for x in limits])
+    small = [leaf for leaf in leaves if leaf.nbytes < 2**20]
+    alone = [[i] for i, leaf in enumerate(leaves) if leaf.nbytes >= 2**20]
+    return data_parallel.assign_buckets(small, [2**20, 25 * 2**20]) + alone
+
+
+def judged(model: Model, mesh: Mesh, caps: Sequence[str]) -> float:
+    """The largest error of any cap's gradient, relative to its bound."""
+    params, batch = problem(Model(model.widths, 8))
+    shards = data_parallel.shard_batch(batch, mesh, (5, 3))
+    candidates = {}
+    for cap in caps:
+        fn = data_parallel.value_and_grad(
+            losses_of, mesh, bucket_cap_mb=json.loads(cap)
+        )
+        candidates[cap] = lambda p, b, fn=fn: fn(p, *shards)
+    judge = verify.judge(losses_of)
+    return float(judge(params, batch, candidates, seed=None).worst)
+
+
+def profile(model: Model, mesh: Mesh) -> list[Interval]:
+    """One pass of the reducer, after two that compile and warm up."""
+    params, batch = problem(model)
+    layers = [first, *[layer] * (len(params) - 1)]
+    fn = data_parallel.reducer(layers, head, mesh, bucket_cap_mb=4)
+    shards = data_parallel.shard_batch(batch, mesh)
+    for _ in range(2):
+        jax.block_until_ready(fn(params, *shards))
+    return traced(lambda: fn(params, *shards))
+
+
+def first(params: Any, batch: Any) -> jax.Array:
+    """The first layer is given the batch."""
+    return layer(params, batch[0])
+
+
+def head(outputs: jax.Array, batch: Any) -> jax.Array:
+    """The losses of the last layer's outputs."""
+    return jnp.mean((outputs - batch[1]) ** 2, axis=1)
+
+
+def is_reduction(interval: Interval) -> bool:
+    """Whether it belongs to a bucket's sum."""
+    return "reduce_bucket" in interval.program
+
+
+def is_backward(interval: Interval) -> bool:
+    """Whether it belongs to a layer's backward half."""
+    return interval.program.endswith("backward")
+
+
+# --- what is claimed, and shown ---
+
+
+def claims(
+    counts: Mapping[str, Mapping[str, list[int]]],
+    worst: float,
+    shared: float,
+    total: float,
+) -> list[Claim]:
+    """What the measurements must show."""
+    pairs = [pair for by_cap in counts.values() for pair in by_cap.values()]
+    source = counts[SOURCE]
+    return [
+        Claim(
+            "the compiled program has one collective for each bucket, and at most one "
+            "more, for the loss, where no bucket is copied",
+            all(found - buckets in (0, 1) for buckets, found in pairs),
+            f"{len(pairs)} programs, {min(f for _, f in pairs)} to "
+            f"{max(f for _, f in pairs)} collectives",
+        ),
+        Claim(
+            "a cap of 0 sends each of the source's 4 gradients by itself, one of 25 "
+            "MiB all together",
+            (source["0"][1], source["25"][1]) in ((4, 1), (5, 1)),
+            f"{source['0'][1]} and {source['25'][1]} collectives",
+        ),
+        Claim(
+            "every cap's gradient is one device's to rounding",
+            worst <= 1,
+            f"error/bound at most {worst:.2f}",
+        ),
+        Claim(
+            "buckets are summed while earlier layers' backward halves run",
+            shared > 0,
+            f"{1e3 * shared:.1f} of {1e3 * total:.1f} ms of collectives",
+        ),
+    ]
+
+
+def rows(
+    counts: Mapping[str, Mapping[str, list[int]]], times: Mapping[str, Any]
+) -> list[list[str]]:
+    """A row for each model and cap."""
+    found = [["model", "cap, MiB", "collectives", "step, ms"]]
+    for name, by_cap in counts.items():
+        for cap, (_, number) in by_cap.items():
+            seconds = times.get(name, {}).get(cap)
+            shown = "" if seconds is None else f"{1e3 * seconds:.2f}"
+            label = "default" if cap == "null" else cap
+            found.append([name, label, str(number), shown])
+        if name in times:
+            found.append(
+                [name, "compute alone", "0", f"{1e3 * times[name]['compute']:.2f}"]
+            )
+    return found
+
+
+def pictures(
+    times: Mapping[str, Any],
+    counts: Mapping[str, Mapping[str, list[int]]],
+    reductions: Sequence[Interval],
+    halves: Sequence[Interval],
+) -> list[Picture]:
+    """The timeline, and where there are times, the sweep."""
+    found = [
+        Picture(
+            "overlap",
+            "The reducer on two devices: sums of buckets (red) run while backward "
+            "halves of earlier layers (blue) do.",
+            plot_overlap(reductions, halves),
+        )
+    ]
+    if times:
+        found.append(
+            Picture(
+                "caps",
+                "Step time on two pinned processes by cap; beside each point the "
+                "number of collectives, dashed the computation alone.",
+                plot_caps(times, counts),
+            )
+        )
+    return found
+
+
+def plot_overlap(reductions: Sequence[Interval], halves: Sequence[Interval]) -> Figure:
+    """A row for each device and kind."""
+    figure, axes = plt.subplots(figsize=(10, 2.6))
+    labels: list[str] = []
+    lanes = ((halves, "backward", "tab:blue"), (reductions, "sums", "tab:red"))
+    for device in (0, 1):
+        for kind, name, color in lanes:
+            own = [i for i in kind if i.device == device]
+            spans = [(1e3 * a, 1e3 * (b - a)) for a, b in union(own)]
+            axes.broken_barh(spans, (len(labels) - 0.4, 0.8), color=color)
+            labels.append(f"device {device}, {name}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_caps(
+    times: Mapping[str, Any], counts: Mapping[str, Mapping[str, list[int]]]
+) -> Figure:
+    """A panel for each model."""
+    figure, panels = plt.subplots(1, len(times), figsize=(4 * len(times), 3.4))
+    for axes, (name, seconds) in zip(np.atleast_1d(panels), times.items(), strict=True):
+        caps = list(counts[name])
+        values = [1e3 * seconds[cap] for cap in caps]
+        axes.plot(range(len(caps)), values, "o-", color="tab:blue")
+        for place, (cap, value) in enumerate(zip(caps, values, strict=True)):
+            note = str(counts[name][cap][1])
+            axes.annotate(note, (place, value), (0, 6), textcoords="offset points")
+        axes.axhline(1e3 * seconds["compute"], color="0.5", linestyle="--")
+        shown = ["default" if cap == "null" else cap for cap in caps]
+        axes.set_xticks(range(len(caps)), shown, rotation=45)
+        axes.set(title=name, xlabel="cap, MiB", ylabel="ms per step")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,69 @@
+"""torch's `DataParallel`: one process scatters, applies a model, and gathers outputs.
+
+    batch  --scatter-->  rows of replica 0 .. K-1  --apply-->  outputs  --gather--> all
+    params --replicate-> the same on each
+
+Not a way to train (the loss is outside, on one device, and so is its gradient's start)
+but to apply a model to more than one device holds; `jax.grad` goes through it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist._tree import examples_in
+from jdist.data_parallel.replicas import EACH, over_replicas
+from jdist.data_parallel.shards import replicas_of, shard_batch
+
+
+def DataParallel(
+    fn: Callable[[Any, Any], Any], mesh: Mesh | int, *, axis: str = "data"
+) -> Callable[[Any, Any], Any]:
+    """Applies a model to a batch of any size, divided over replicas.
+
+    Args:
+      fn: `fn(params, batch) -> outputs`, pytrees of arrays `(examples, ...)`; it treats
+        examples independently.
+      mesh: The devices; or a number of replicas that share one device.
+      axis: The mesh axis that counts replicas.
+
+    Returns:
+      `apply(params, batch) -> outputs` of the whole batch, in its order. Compiled;
+      differentiable in `params`, whose gradient is the whole batch's.
+
+    Raises:
+      ValueError: The mesh has no such axis. On calling: an empty batch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> model = DataParallel(lambda w, x: x * w, 2)
+      >>> model(jnp.array(2.0), jnp.arange(3.0))
+      Array([0., 2., 4.], dtype=float32)
+
+    References:
+      `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
+    """
+    replicas = replicas_of(mesh, axis, "DataParallel")
+    rows = PartitionSpec(axis)
+    compiled = jax.jit(
+        over_replicas(lambda p, b: (fn(p, b),), mesh, axis, (EACH, rows), (rows,))
+    )
+
+    def apply(params: Any, batch: Any) -> Any:
+        """The outputs of the whole batch; see `data_parallel.DataParallel`."""
+        count = examples_in(batch, "apply(params, batch)")
+        scattered, _ = shard_batch(batch, mesh, axis=axis)
+        (outputs,) = compiled(params, scattered)
+        if count % replicas == 0:
+            return outputs
+        share, extra = divmod(count, replicas)
+        real = [
+            rank * (share + 1) + i
+            for rank in range(replicas)
+            for i in range(share + (rank < extra))
+        ]
+        return jax.tree.map(lambda x: x[jax.numpy.array(real)], outputs)
+
+    return apply

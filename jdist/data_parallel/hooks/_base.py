@@ -1,0 +1,111 @@
+"""What every hook shares: the bucket that it is given, and the form of a hook."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some gradients of one replica in one flat buffer, on their way to the others.
+
+    Attributes:
+      buffer: Shape `(n,)`, float32 or wider: this replica's *share* of the batch's
+        gradient. Shares are weighted already, so that whatever the replicas' numbers
+        of examples, the gradient is their plain sum:
+        `sum_i share_i = sum_i (B_i / B) dL_i/dW`.
+      weight: Scalar, this replica's part of the total weight, B_i / B.
+      index: The bucket's number; bucket 0 leaves first.
+      is_last: Whether no other bucket follows.
+      axis_name: The axis of replicas, for collectives.
+      paths: Names of the gradients in the buffer, in their order.
+      shapes: Their shapes.
+      sent: What of `buffer` has reached the sum, where a hook changes or leaves out
+        something: the sum over replicas of `sent` is the buffer that it returns. None:
+        all of it.
+    """
+
+    buffer: jax.Array
+    weight: jax.Array
+    index: int
+    is_last: bool
+    axis_name: Hashable
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sent: jax.Array | None = None
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are."""
+        return int(jax.lax.axis_size(self.axis_name))
+
+    def gradients(self) -> list[jax.Array]:
+        """The buffer cut into the gradients' shapes."""
+        return split(self.buffer, self.shapes)
+
+    def replaced(self, buffer: jax.Array, sent: jax.Array | None = None) -> "Bucket":
+        """The bucket with another buffer."""
+        return dataclasses.replace(self, buffer=buffer, sent=sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A way to add up a bucket over replicas.
+
+    A plain function `(state, bucket) -> (state, bucket)` serves as a hook without
+    state: it is given `()`.
+
+    Attributes:
+      name: For reports.
+      reduce: `(state, bucket) -> (state, bucket)`, pure: the bucket that it returns
+        holds the sum of all replicas' buffers, or what the hook makes of it, with the
+        same shape and dtype, and is the same on all replicas unless `replicated` is
+        False. The state is this replica's, for this bucket.
+      init: From a bucket (zeros, before the first step) to the state; None where the
+        hook keeps none.
+      replicated: Whether all replicas end up with the same buffer.
+    """
+
+    name: str
+    reduce: Callable[[Any, Bucket], tuple[Any, Bucket]]
+    init: Callable[[Bucket], Any] | None = None
+    replicated: bool = True
+
+    def start(self, bucket: Bucket) -> Any:
+        """The state before the first step, `()` without `init`."""
+        return () if self.init is None else self.init(bucket)
+
+
+def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of one dtype in one flat buffer."""
+    flat = [x.reshape(-1) for x in arrays]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def split(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """The inverse of `flatten`."""
+    pieces, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        pieces.append(jax.lax.slice(buffer, (start,), (end,)).reshape(shape))
+        start = end
+    return pieces
+
+
+def require_real(name: str, bucket: Bucket) -> None:
+    """Refuses a bucket of complex gradients.
+
+    Raises:
+      TypeError: It is one.
+    """
+    if jnp.iscomplexobj(bucket.buffer):
+        rule = "must be used with real gradients"
+        got = f"{bucket.buffer.dtype} at {bucket.paths[0]}"
+        raise TypeError(requirement(f"hooks.{name}", rule, got))

@@ -1,0 +1,23 @@
+"""No compression: the plain sum."""
+
+from typing import Any
+
+import jax
+
+from jdist.data_parallel.hooks._base import Bucket, Hook
+
+
+def all_reduce() -> Hook:
+    """Adds the buckets up as they are: lossless, one all-reduce for each.
+
+    The same gradient, to rounding, as without a hook. It is what other hooks are
+    compared with, and what they are composed with.
+
+    References:
+      `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook`.
+    """
+
+    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+        return state, bucket.replaced(jax.lax.psum(bucket.buffer, bucket.axis_name))
+
+    return Hook("all_reduce", reduce)

@@ -1,0 +1,42 @@
+"""What a step leaves out is not lost: it is added to the next step's gradient.
+
+    given_i  = share_i + error_i                what replica i hands to the inner hook
+    error_i <- given_i - sent_i                 what did not reach the sum
+
+Summed over replicas and over steps 1 .. T nothing but the last error is missing:
+
+    sum_t result_t  =  sum_t gradient_t  -  sum_i error_i(T)
+
+whatever the inner hook does, so that a hook whose errors stay bounded gives in the mean
+over steps the gradient itself.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jdist.data_parallel.hooks._base import Bucket, Hook
+
+
+def error_feedback(hook: Hook) -> Hook:
+    """Keeps what `hook` leaves out, on each replica, for the next step.
+
+    Args:
+      hook: A lossy hook that says what it sent (`Bucket.sent`), as all hooks here do.
+
+    References:
+      Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et
+      al., Error feedback fixes SignSGD, ICML 2019.
+    """
+
+    def init(bucket: Bucket) -> Any:
+        return hook.start(bucket), jnp.zeros_like(bucket.buffer)
+
+    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+        inner, error = state
+        given = bucket.replaced(bucket.buffer + error)
+        inner, result = hook.reduce(inner, given)
+        sent = given.buffer if result.sent is None else result.sent
+        return (inner, given.buffer - sent), bucket.replaced(result.buffer, sent)
+
+    return Hook(f"error_feedback({hook.name})", reduce, init, hook.replicated)

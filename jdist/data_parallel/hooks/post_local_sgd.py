@@ -1,0 +1,74 @@
+"""Gradients of all replicas for the first steps, then of a group only.
+
+The replicas' parameters part ways from then on, and averaging them now and then is what
+keeps them together: see `jdist.data_parallel.local_sgd`.
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+from jdist.data_parallel.hooks._base import Bucket, Hook
+from jdist.data_parallel.hooks.all_reduce import all_reduce
+from jdist.data_parallel.hooks.switch import switch
+
+
+def post_local_sgd(start: int, group_size: int = 1) -> Hook:
+    """The batch's gradient for `start` steps, then that of each group's examples.
+
+    Within a group replicas are weighted as always: the gradient of a group is the mean
+    over its examples, `sum_i B_i g_i / sum_i B_i` with i in the group; 0 where the
+    group has no examples.
+
+    Args:
+      start: Steps that end with the same gradient on all replicas.
+      group_size: Consecutive replicas that form a group; 1 for each by itself, without
+        any communication.
+
+    Raises:
+      ValueError: `start` is below 0 or `group_size` below 1; on use, if the number of
+        replicas is not a multiple of the group's.
+
+    References:
+      Lin et al., Don't use large mini-batches, use local SGD, ICLR 2020;
+      `torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook`.
+    """
+    return switch(all_reduce(), group_mean(group_size), at=start)
+
+
+def group_mean(size: int) -> Hook:
+    """The gradient of each group's own examples; see `post_local_sgd`."""
+    if size < 1:
+        argument = "post_local_sgd(group_size=...)"
+        raise ValueError(requirement(argument, "must be at least 1", size))
+
+    def mean(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+        weight = group_sum(bucket.weight, bucket, size)
+        total = group_sum(bucket.buffer, bucket, size)
+        divisor = weight.astype(jnp.finfo(total.dtype).dtype)
+        return state, bucket.replaced(jnp.where(weight == 0, 0, total / divisor))
+
+    return Hook(f"groups of {size}", mean, replicated=False)
+
+
+def group_sum(array: jax.Array, bucket: Bucket, size: int) -> jax.Array:
+    """The sum over the group of consecutive replicas that this one belongs to.
+
+    Each member's array is passed around in its group, and all add them up in the order
+    of ranks, so that they get the same bits.
+    """
+    count = bucket.replicas
+    if count % size:
+        rule = f"must divide the {count} replicas"
+        raise ValueError(requirement("post_local_sgd(group_size=...)", rule, size))
+    rows = [array]
+    for shift in range(1, size):
+        pairs = [(k, k // size * size + (k - shift) % size) for k in range(count)]
+        rows.append(jax.lax.ppermute(array, bucket.axis_name, pairs))
+    # Row s came from the member s places further on; now member 0 comes first.
+    place = jax.lax.axis_index(bucket.axis_name) % size
+    ordered = jnp.roll(jnp.stack(rows), place, axis=0)
+    return reduce(jnp.add, list(ordered))

@@ -1,0 +1,179 @@
+"""Gradients of matrices as two thin factors: one step of power iteration each.
+
+For the sum M of the replicas' matrices M_i (n x m), with Q (m x r) the same on all:
+
+    P = orthogonal basis of sum_i M_i Q          n r numbers travel
+    Q = sum_i M_i^T P                            m r numbers travel
+    M ~ P Q^T = P P^T M                          replica i's part of it is P P^T M_i
+
+P P^T projects: what it leaves out on replica i is M_i - P P^T M_i, and error feedback
+adds it to the next step. Q is the start of the next step's iteration (warm start), so
+that over steps P turns to the leading directions of M. A matrix of rank r or less is
+sent exactly.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._tree import wide_dtype
+from jdist.data_parallel.hooks._base import Bucket, Hook, flatten, require_real, split
+from jdist.data_parallel.hooks.all_reduce import all_reduce
+from jdist.data_parallel.hooks.error_feedback import error_feedback as with_feedback
+from jdist.data_parallel.hooks.switch import switch
+
+
+def power_sgd(
+    *,
+    rank: int = 1,
+    start: int = 1000,
+    min_compression_rate: float = 2,
+    error_feedback: bool = True,
+    warm_start: bool = True,
+    seed: int = 0,
+) -> Hook:
+    """PowerSGD: an exact sum for the first steps, then factors of low rank.
+
+    A gradient of shape (n, a, b, ..) is an n x (a b ..) matrix. It is compressed if
+    `(n + m) r * min_compression_rate < n m`; vectors never are: they travel with the
+    first factors. Two collectives for each bucket.
+
+    Args:
+      rank: Columns r of the factors, at most n and m.
+      start: Steps with an exact sum, for the time when gradients change quickly.
+      min_compression_rate: How many times smaller the factors must be.
+      error_feedback: Whether what is left out is added to the next step.
+      warm_start: Whether Q is kept; otherwise it is drawn anew in each step.
+      seed: Of Q.
+
+    Raises:
+      ValueError: `rank` is below 1, `start` below 0, or the rate not above 0.
+
+    References:
+      Vogels et al., PowerSGD, NeurIPS 2019; `torch.distributed.algorithms
+      .ddp_comm_hooks.powerSGD_hook`. torch keeps as error replica i's matrix without
+      the *mean* result, which differs between replicas by what cancels in their sum,
+      and grows where their data differ.
+    """
+    for argument, value, least in (("rank", rank, 1), ("start", start, 0)):
+        if value < least:
+            rule = f"must be at least {least}"
+            raise ValueError(requirement(f"power_sgd({argument}=...)", rule, value))
+    if not min_compression_rate > 0:
+        argument = "power_sgd(min_compression_rate=...)"
+        raise ValueError(requirement(argument, "must be above 0", min_compression_rate))
+    low_rank = _low_rank(rank, min_compression_rate, warm_start, seed)
+    compressed = with_feedback(low_rank) if error_feedback else low_rank
+    return switch(all_reduce(), compressed, at=start)
+
+
+class _Matrices(NamedTuple):
+    """Which of a bucket's gradients are compressed: their places, sizes and rank."""
+
+    places: list[int]
+    shapes: list[tuple[int, int]]
+    ranks: list[int]
+
+
+def _compressible(bucket: Bucket, rank: int, rate: float) -> _Matrices:
+    found = _Matrices([], [], [])
+    for place, shape in enumerate(bucket.shapes):
+        if not shape or not np.prod(shape):
+            continue
+        n, m = shape[0], int(np.prod(shape[1:], dtype=int))
+        r = min(n, m, rank)
+        if (n + m) * r * rate < n * m:
+            found.places.append(place)
+            found.shapes.append((n, m))
+            found.ranks.append(r)
+    return found
+
+
+def _low_rank(rank: int, rate: float, warm_start: bool, seed: int) -> Hook:
+    def init(bucket: Bucket) -> Any:
+        require_real("power_sgd", bucket)
+        matrices = _compressible(bucket, rank, rate)
+        if not warm_start:
+            return jnp.zeros((), jnp.uint32)
+        rng = np.random.default_rng((seed, bucket.index))
+        sizes = [(m, r) for (_, m), r in zip(*matrices[1:], strict=True)]
+        dtype = _real(bucket)
+        return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+
+    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+        require_real("power_sgd", bucket)
+        matrices = _compressible(bucket, rank, rate)
+        starts = state if warm_start else _drawn(state, bucket, matrices, seed)
+        new_starts, result = _projected(starts, bucket, matrices)
+        return new_starts if warm_start else state + 1, result
+
+    return Hook(f"power_sgd(rank={rank})", reduce, init)
+
+
+def _projected(
+    starts: list[jax.Array], bucket: Bucket, matrices: _Matrices
+) -> tuple[list[jax.Array], Bucket]:
+    """One step of power iteration for each matrix of a bucket; the rest is summed."""
+    gradients = bucket.gradients()
+    dtype = _real(bucket)
+    own = [
+        gradients[place].reshape(shape).astype(dtype)
+        for place, shape in zip(matrices.places, matrices.shapes, strict=True)
+    ]
+    others = [i for i in range(len(gradients)) if i not in matrices.places]
+    left = [_product(m, _basis(q)) for m, q in zip(own, starts, strict=True)]
+    given = [*(p.astype(bucket.buffer.dtype) for p in left)]
+    given += [gradients[i] for i in others]
+    summed = _summed(given, bucket)
+    bases = [_basis(p.astype(dtype)) for p in summed[: len(left)]]
+    right = [_product(m.T, p) for m, p in zip(own, bases, strict=True)]
+    factors = _summed([q.astype(bucket.buffer.dtype) for q in right], bucket)
+    factors = [q.astype(dtype) for q in factors]
+    results = dict(zip(others, summed[len(left) :], strict=True))
+    sent = {i: gradients[i] for i in others}
+    rows = zip(matrices.places, bases, factors, right, strict=True)
+    for place, p, q, own_q in rows:
+        results[place] = _product(p, q.T)
+        sent[place] = _product(p, own_q.T)
+    everything = (
+        flatten([x[i].astype(bucket.buffer.dtype) for i in range(len(gradients))])
+        for x in (results, sent)
+    )
+    return factors, bucket.replaced(*everything)
+
+
+def _summed(arrays: list[jax.Array], bucket: Bucket) -> list[jax.Array]:
+    """The sums over replicas of several arrays, by one collective."""
+    if not arrays:
+        return []
+    total = jax.lax.psum(flatten(arrays), bucket.axis_name)
+    return split(total, [x.shape for x in arrays])
+
+
+def _drawn(
+    count: jax.Array, bucket: Bucket, matrices: _Matrices, seed: int
+) -> list[jax.Array]:
+    """Q of this step, the same on all replicas; one draw, which compiles once."""
+    shapes = [(m, r) for (_, m), r in zip(*matrices[1:], strict=True)]
+    # The kind of generator that gives each replica of a `vmap` the same numbers.
+    key = jax.random.key(seed, impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, bucket.index), count)
+    total = sum(m * r for m, r in shapes)
+    return split(jax.random.normal(key, (total,), _real(bucket)), shapes)
+
+
+def _basis(columns: jax.Array) -> jax.Array:
+    """Orthonormal columns that span the given ones, or more if these are dependent."""
+    return jnp.linalg.qr(columns)[0]
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _real(bucket: Bucket) -> Any:
+    """What factors are computed in: a decomposition in 16 bits does not exist."""
+    return wide_dtype(bucket.buffer.dtype)

@@ -1,0 +1,88 @@
+"""State of a model that no gradient reaches, such as batch-norm statistics.
+
+Each replica's forward pass makes its own new state, from its own examples. After the
+step all replicas must hold one again, and which one is a choice:
+
+    "mean"    floating leaves: the average, in proportion to the weight of each
+              replica's examples; other leaves as in "first"
+    "first"   the state of the first replica that has examples at all; PyTorch's
+              `DistributedDataParallel`, which broadcasts the buffers of rank 0
+
+"mean" uses what all replicas saw. Of a variance it is the mean of the variances within
+the replicas, as with any batch norm that is not itself synchronised; a model that
+reduces its statistics over the axis in the forward pass (`jax.lax.pmean`) makes equal
+states, and both rules leave them alone but for rounding.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+from jdist._tree import merge, split_inexact
+from jdist.reduction import weighted_mean
+
+RULES = ("mean", "first")
+
+
+def check_rule(call: str, rule: str) -> None:
+    """Refuses a name that is not in `RULES`."""
+    if rule not in RULES:
+        wanted = f"must be one of {', '.join(map(repr, RULES))}"
+        raise ValueError(requirement(f"{call}(model_state=...)", wanted, repr(rule)))
+
+
+def synchronized(
+    state: Any, weight: jax.Array, axis_name: Hashable, rule: str = "mean"
+) -> Any:
+    """One state out of the replicas' states; call it where `axis_name` is bound.
+
+    Args:
+      state: Pytree, this replica's own; None where the model has none.
+      weight: Scalar: the total weight of this replica's examples.
+      axis_name: The axis that counts replicas.
+      rule: One of `RULES`.
+
+    Returns:
+      Tree like `state`, equal on all replicas.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> means = {"mean": jnp.array([1.0, 5.0])}       # of 3 examples, and of 1
+      >>> jax.vmap(lambda s, w: synchronized(s, w, "data"), axis_name="data")(
+      ...     means, jnp.array([3.0, 1.0])
+      ... )
+      {'mean': Array([2., 2.], dtype=float32)}
+    """
+    alone = jax.lax.axis_size(axis_name) == 1
+    if alone or not jax.tree.leaves(state):
+        return state
+    if rule == "first":
+        return _of_first(state, weight, axis_name)
+    floating, rest = split_inexact(state)
+    return merge(
+        weighted_mean(floating, weight, axis_name), _of_first(rest, weight, axis_name)
+    )
+
+
+def _of_first(state: Any, weight: jax.Array, axis_name: Hashable) -> Any:
+    """The state of the first replica with examples, or of the first if none has any."""
+    if not jax.tree.leaves(state):
+        return state
+    rank = jax.lax.axis_index(axis_name)
+    beyond = jnp.full_like(rank, jax.lax.axis_size(axis_name))
+    first = jax.lax.pmin(jnp.where(weight > 0, rank, beyond), axis_name)
+    first = jnp.where(first == beyond, 0, first)
+
+    def picked(leaf: jax.Array) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            words = picked(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+        if leaf.dtype == bool:
+            return picked(leaf.astype(jnp.uint8)).astype(bool)
+        own = jnp.where(rank == first, leaf, jnp.zeros_like(leaf))
+        return jax.lax.psum(own, axis_name)
+
+    return jax.tree.map(lambda x: picked(jnp.asarray(x)), state)

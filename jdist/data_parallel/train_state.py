@@ -1,0 +1,45 @@
+"""What a training step is given and returns: its state, and its metrics.
+
+Everything that lasts from step to step is one tree, the `TrainState`: what is saved
+and restored, and what makes a run repeat bit for bit.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+
+class TrainState(NamedTuple):
+    """All that one step hands to the next; made by `TrainStep.init`."""
+
+    step: jax.Array
+    """Steps taken, int32 scalar."""
+
+    params: Any
+    """The parameters, the same on every replica."""
+
+    opt_state: Any
+    """The optimizer's state."""
+
+    model_state: Any = None
+    """State that no gradient reaches, such as batch-norm statistics, or None."""
+
+    key: Any = None
+    """The PRNG key of the whole run, which does not change, or None."""
+
+    hook_state: Any = None
+    """What a communication hook keeps, a row for each replica, or None."""
+
+
+class Metrics(NamedTuple):
+    """What a step found out, before it moved the parameters."""
+
+    loss: jax.Array
+    """The whole batch's loss, scalar, the same on every replica."""
+
+    grad_norm: jax.Array | None = None
+    """Global norm of the gradient before clipping, or None without clipping."""
+
+    aux: Any = None
+    """Auxiliary outputs, each with a new first axis of `replicas * accumulate`: an
+    entry for each call of the loss function, in the order of the batch's rows."""

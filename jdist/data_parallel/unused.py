@@ -1,0 +1,56 @@
+"""Parameters that no loss depends on: their gradient is None, not zero.
+
+To an optimizer the two differ: a zero gradient still decays the weight, still moves it
+by its momentum, and counts as a step; None leaves parameter, state and count as they
+are. PyTorch's `DistributedDataParallel` has to search its graph for such parameters
+after every forward pass and to agree on them with all ranks. Here the program says it,
+once, when it is compiled: JAX does not propagate a cotangent that it knows to be zero,
+so that a mark on a parameter whose backward rule never runs was never needed.
+
+What is decided by *values* (a branch of `lax.cond` that no example takes) is part of
+the program all the same: its gradient is zero, not None.
+"""
+
+from typing import Any
+
+import jax
+
+from jdist._tree import is_inexact, path_of
+
+
+def watched(params: Any, used: set[str]) -> Any:
+    """The same parameters, marked: those that get a cotangent enter `used`.
+
+    Args:
+      params: Pytree, as it enters the loss function.
+      used: Receives the paths of leaves, while the backward pass is traced.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: (
+            _marked(leaf, path_of(keys), used) if is_inexact(leaf) else leaf
+        ),
+        params,
+    )
+
+
+def only(tree: Any, used: set[str]) -> Any:
+    """The tree with None in the place of every leaf that is not in `used`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: leaf if path_of(keys) in used else None, tree
+    )
+
+
+def _marked(leaf: jax.Array, path: str, used: set[str]) -> jax.Array:
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    def forward(x: jax.Array) -> tuple[jax.Array, None]:
+        return x, None
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        used.add(path)
+        return (cotangent,)
+
+    identity.defvjp(forward, backward)
+    return identity(leaf)

@@ -1,0 +1,107 @@
+"""What one replica does in a training step: its own gradient, then the exchange."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._tree import examples_in, is_none, wide_dtype
+from jdist.data_parallel.accumulation import Share, accumulated
+from jdist.data_parallel.exchange import Exchange
+from jdist.data_parallel.loss import Loss
+from jdist.data_parallel.model_state import synchronized
+from jdist.data_parallel.readiness import with_readiness
+from jdist.data_parallel.train_state import TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The part of a training step that runs on every replica, with the axis bound.
+
+    Attributes:
+      loss: The loss function.
+      exchange: How gradients are joined.
+      accumulate: Number of micro-batches.
+      rule: How model state is joined.
+    """
+
+    loss: Loss
+    exchange: Exchange
+    accumulate: int
+    rule: str
+
+    def step(
+        self, state: TrainState, hook_state: Any, scale: Any, batch: Any, weights: Any
+    ) -> tuple[Any, ...]:
+        """Own gradient, then everybody's.
+
+        Args:
+          state: The training state; the optimizer's is not looked at.
+          hook_state: This replica's row of what the hook keeps.
+          scale: The loss scale, or None.
+          batch: This replica's rows.
+          weights: Theirs, or None for 1 each.
+
+        Returns:
+          Loss, gradient, model state, the hook's new row, and auxiliary outputs.
+        """
+        if weights is None:
+            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        (part, model_state, aux), ready = self._own(state, scale, batch, weights)
+        axis = self.exchange.axis
+        model_state = synchronized(model_state, jnp.sum(weights), axis, self.rule)
+        like = jax.tree.map(
+            lambda g, p: None if g is None else p,
+            part.gradient,
+            state.params,
+            is_leaf=is_none,
+        )
+        # A hook's state has one row for each replica.
+        kept = jax.tree.map(lambda x: x[0], hook_state)
+        loss, grads, kept = self.exchange(part, ready[0], like, kept or ())
+        row = None
+        if self.exchange.stateful:
+            row = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
+        return loss, grads, model_state, row, aux
+
+    def start(self, state: TrainState, batch: Any, weights: Any) -> tuple[Any]:
+        """This replica's row of what the hook keeps, before the first step."""
+        if weights is None:
+            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        (part, *_), ready = self._own(state, None, batch, weights)
+        kept = self.exchange.start(part, ready[0])
+        return (jax.tree.map(lambda x: jnp.asarray(x)[None], kept),)
+
+    def _own(self, state: TrainState, scale: Any, batch: Any, weights: Any) -> Any:
+        """This replica's partial, model state and aux; and when each is ready."""
+        key = state.key
+        if key is not None:
+            rank = jax.lax.axis_index(self.exchange.axis)
+            key = jax.random.fold_in(jax.random.fold_in(key, state.step), rank)
+        loss = _scaled(self.loss, scale)
+
+        def fn(params: Any, share: Share) -> Any:
+            return accumulated(
+                loss, params, share, self.exchange.reduction, self.accumulate
+            )
+
+        share = Share(batch, weights, key, state.model_state)
+        return with_readiness(fn, state.params, share)
+
+
+def _scaled(loss: Loss, scale: jax.Array | None) -> Callable[..., Any]:
+    """Losses times the loss scale of a mixed-precision optimizer, in float32 at least.
+
+    A scaled loss is only differentiated; `Metrics` has it without the scale.
+    """
+    if scale is None:
+        return loss
+
+    def scaled(*arguments: Any) -> Any:
+        losses, rest = loss(*arguments)
+        wide = losses.astype(wide_dtype(losses.dtype))
+        return wide * scale.astype(wide.dtype), rest
+
+    return scaled

@@ -1,0 +1,111 @@
+"""DataParallel and Horovod's form: known interfaces on the same core."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jdist import optim
+from jdist.data_parallel import DataParallel, averaged
+from tests.data_parallel.recording import copies_differ
+
+
+def model(params, x):
+    """Outputs as a tree, one with another dimension."""
+    hidden = jnp.tanh(x @ params["w"])
+    return {"scores": hidden @ params["v"], "norm": (hidden**2).sum(axis=1)}
+
+
+@pytest.fixture
+def params(rng):
+    """All sizes different."""
+    return {"w": rng.normal(size=(3, 4)), "v": rng.normal(size=(4, 2))}
+
+
+@pytest.mark.parametrize("count", [1, 6, 7])
+def test_outputs_and_gradients_of_the_whole_batch(params, mesh, rng, count):
+    """In order, for any number of examples, on devices and on one."""
+    x = rng.normal(size=(count, 3))
+    weights = rng.normal(size=count)
+
+    def loss(params, apply):
+        found = apply(params, x)
+        return (weights * found["norm"]).sum() + (found["scores"] ** 3).sum()
+
+    expected, wanted = model(params, x), jax.grad(loss)(params, model)
+    for where in (mesh(3), 3):
+        apply = DataParallel(model, where)
+        found, gradient = apply(params, x), jax.grad(loss)(params, apply)
+        for name, leaf in expected.items():
+            np.testing.assert_allclose(found[name], leaf, rtol=1e-12, atol=1e-13)
+        for name, leaf in wanted.items():
+            np.testing.assert_allclose(gradient[name], leaf, rtol=1e-11)
+
+
+def test_what_data_parallel_refuses(params):
+    """Nothing to apply to; a mesh without the axis."""
+    with pytest.raises(ValueError, match="at least one example"):
+        DataParallel(model, 2)(params, np.zeros((0, 3)))
+    with pytest.raises(ValueError, match=r"at least 1. Got 0"):
+        DataParallel(model, 0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_horovods_form_in_a_shard_map_of_ones_own(mesh, rng, weighted):
+    """Fifty steps; with weights it is one device on all examples, without not."""
+    w, x = rng.normal(size=3), rng.normal(size=(8, 3))
+    # Three examples on the first replica, one on the second.
+    masks = np.array([1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    opt = optim.sgd(lr=0.05, momentum=0.9)
+    wrapped = averaged(opt, "data")
+
+    def losses(w, x):
+        return (x @ w - 1) ** 2
+
+    shard = PartitionSpec("data")
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh(2),
+        in_specs=(PartitionSpec(), PartitionSpec(), shard, shard),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    def step(w, state, x, mask):
+        def mean(w):
+            return (mask * losses(w, x)).sum() / mask.sum()
+
+        given = {"weight": mask.sum()} if weighted else {}
+        return wrapped.step(w, jax.grad(mean)(w), state, **given)
+
+    found, state = w, wrapped.init(w)
+    alone, own = jnp.asarray(w), opt.init(w)
+    gradient = jax.jit(jax.grad(lambda w: (masks * losses(w, x)).sum() / masks.sum()))
+    optimize = jax.jit(opt.step)
+    for _ in range(50):
+        found, state = step(found, state, x, masks)
+        alone, own = optimize(alone, gradient(alone), own)
+    assert copies_differ((found, state)) == 0
+    assert (np.abs(found - alone).max() < 1e-10) == weighted
+
+
+def test_gradients_that_are_summed_already_are_refused(mesh):
+    """Under shard_map's own check they would count once per replica."""
+    opt = averaged(optim.sgd(lr=0.1), "data")
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: (w * x).sum())(w)
+        return opt.step(w, gradient, opt.init(w))[0]
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh(2),
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+    )
+    with pytest.raises(ValueError, match=r"already\s+summed"):
+        mapped(jnp.float64(1), jnp.arange(4.0))

@@ -1,0 +1,203 @@
+"""The host-driven reducer: the same gradient, and reduced before the pass has ended."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jdist import verify
+from jdist.data_parallel import reducer, shard_batch
+
+SIZES = (4, 0, 3)
+
+
+def dense(params, hidden):
+    """One layer of two gradients."""
+    return jnp.tanh(hidden @ params["w"] + params["b"][None])
+
+
+LAYERS = [dense, dense, lambda params, h: h @ params]
+
+
+def loss_of(outputs, batch):
+    """The squared distance from the inputs."""
+    return ((outputs - batch) ** 2).sum(axis=1)
+
+
+def losses_of(params, batch):
+    """The same model in one function, for the judge."""
+    hidden = batch
+    for layer, own in zip(LAYERS, params, strict=True):
+        hidden = layer(own, hidden)
+    return loss_of(hidden, batch)
+
+
+def layer(rng, inputs, outputs, dtype="float64"):
+    """Weights, biases, and a leaf that is not floating."""
+    return {
+        "w": jnp.asarray(rng.normal(size=(inputs, outputs)) / 2, dtype),
+        "b": jnp.asarray(rng.normal(size=outputs), dtype),
+        "kind": jnp.arange(2),
+    }
+
+
+@pytest.fixture
+def problem(rng):
+    """Seven examples, one of weight 0; 5-9-4-5."""
+    params = [layer(rng, 5, 9), layer(rng, 9, 4), jnp.asarray(rng.normal(size=(4, 5)))]
+    weights = rng.uniform(0.5, 2, size=7)
+    weights[1] = 0
+    return params, rng.normal(size=(7, 5)), weights
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_within_the_bound_for_every_plan(problem, mesh, reduction):
+    """Uneven shards; and the plan does not change a bit."""
+    params, batch, weights = problem
+    caps = (None, 250 / 2**20, [["2", "0/b"], ["0/w", "1/w", "1/b"]])
+    shards = shard_batch(batch, mesh(3), SIZES, weights=weights)
+    candidates = {
+        str(cap): lambda p, b, cap=cap: reducer(
+            LAYERS, loss_of, mesh(3), reduction=reduction, bucket_cap_mb=cap
+        )(p, *shards)
+        for cap in caps
+    }
+    judge = verify.judge(losses_of, reduction=reduction)
+    report = judge(params, batch, candidates, weights=weights, seed=None)
+    report.raise_if_failed()
+    first, *others = (candidate(params, batch) for candidate in candidates.values())
+    assert all(verify.compare(first, other).bit_equal for other in others)
+    assert first[1][0]["kind"] is None
+
+
+def test_replicas_hold_the_same_bits(problem, mesh):
+    """Of loss and gradient; a second call repeats them."""
+    params, batch, weights = problem
+    fn = reducer(LAYERS, loss_of, mesh(3))
+    shards = shard_batch(batch, mesh(3), SIZES, weights=weights)
+    found = fn(params, *shards)
+    for leaf in jax.tree.leaves(found):
+        assert len({np.asarray(s.data).tobytes() for s in leaf.addressable_shards}) == 1
+    assert verify.compare(found, fn(params, *shards)).bit_equal
+
+
+def test_sixteen_bits_are_summed_in_thirty_two(rng, mesh):
+    """bfloat16 parameters travel as float32 and come back as they were."""
+    params = [layer(rng, 5, 9, "bfloat16"), layer(rng, 9, 5, "bfloat16")]
+    batch = jnp.asarray(rng.normal(size=(6, 5)), jnp.bfloat16)
+    sums = []
+    fn = reducer(LAYERS[:2], loss_of, mesh(2), on_reduce=lambda k, x: sums.append(x))
+    _, gradient = fn(params, *shard_batch(batch, mesh(2)))
+    assert {x.dtype for x in sums} == {jnp.dtype("float32")}
+    assert gradient[0]["w"].dtype == jnp.bfloat16
+    mean = (sums[0][:5] / 6).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(gradient[1]["b"], mean)
+
+
+def test_buckets_leave_in_order_and_are_compiled_once(problem, mesh):
+    """The last layer's first; as many programs after three calls as after one."""
+    params, batch, _ = problem
+    seen, traces = [], 0
+
+    def counted(own, hidden):
+        nonlocal traces
+        traces += 1
+        return dense(own, hidden)
+
+    fn = reducer(
+        [counted, *LAYERS[1:]], loss_of, mesh(2), bucket_cap_mb=0,
+        on_reduce=lambda number, buffer: seen.append((number, buffer.size)),
+    )  # fmt: skip
+    shards = shard_batch(batch, mesh(2))
+    for _ in range(3):
+        fn(params, *shards)
+    once = [(0, 20), (1, 4), (2, 36), (3, 9), (4, 45)]
+    assert seen == 3 * once
+    assert traces == 1
+
+
+def test_a_bucket_is_reduced_before_the_backward_pass_has_ended(rng, mesh):
+    """The first layer's backward half waits until the last layer's sum has been read.
+
+    If sums began only after the whole pass, neither would ever come: the wait has a
+    deadline, and the layer says whether it was met.
+    """
+    reduced = threading.Event()
+    met = []
+
+    def wait(cotangent):
+        met.append(reduced.wait(timeout=60))
+        return cotangent
+
+    @jax.custom_vjp
+    def patient(x):
+        return x
+
+    def forward(x):
+        return x, None
+
+    def backward(_, cotangent):
+        shape = jax.ShapeDtypeStruct(cotangent.shape, cotangent.dtype)
+        return (jax.experimental.io_callback(wait, shape, cotangent),)
+
+    patient.defvjp(forward, backward)
+    layers = [lambda w, x: patient(jnp.tanh(x @ w)), lambda w, h: jnp.tanh(h @ w)]
+    params = [jnp.asarray(rng.normal(size=(4, 4))) for _ in layers]
+    sums = {}
+    readers = []
+
+    def read(number, buffer):
+        def wait_for_it():
+            sums[number] = np.asarray(buffer.addressable_shards[0].data)
+            reduced.set()
+
+        if number == 0:
+            readers.append(threading.Thread(target=wait_for_it))
+            readers[-1].start()
+
+    fn = reducer(layers, loss_of, mesh(2), bucket_cap_mb=0, on_reduce=read)
+    batch = rng.normal(size=(4, 4))
+    _, gradient = jax.block_until_ready(fn(params, *shard_batch(batch, mesh(2))))
+    readers[0].join()
+    assert met == [True, True]
+    np.testing.assert_array_equal(sums[0].reshape(4, 4) / 4, gradient[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": []}, r"reducer\(layers\)` must have a layer"),
+        ({"reduction": "max"}, "must be one of 'mean', 'sum'. Got 'max'"),
+        ({"bucket_cap_mb": -2}, "must be at least 0 each. Got -2"),
+        ({"axis": "batch"}, "must have the axis 'batch'"),
+    ],
+)
+def test_wrong_options_are_refused(mesh, options, message):
+    """Before anything is compiled."""
+    given = {"layers": LAYERS, "loss_fn": loss_of, "mesh": mesh(2)} | options
+    with pytest.raises(ValueError, match=message):
+        reducer(**given)
+
+
+def test_other_meshes_are_refused():
+    """Two axes, or a number of replicas on one device."""
+    grid = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "model"))
+    for where in (grid, 2):
+        with pytest.raises(ValueError, match="must be a mesh with one axis"):
+            reducer(LAYERS, loss_of, where)
+
+
+def test_wrong_calls_are_refused(problem, mesh):
+    """Another number of layers, rows that do not divide, paths that do not exist."""
+    params, batch, _ = problem
+    fn = reducer(LAYERS, loss_of, mesh(2))
+    with pytest.raises(ValueError, match=r"each of the 3 layers. Got 2 trees"):
+        fn(params[:2], batch[:6])
+    with pytest.raises(ValueError, match=r"divide evenly over 2 replicas. Got 7"):
+        fn(params, batch)
+    listed = reducer(LAYERS, loss_of, mesh(2), bucket_cap_mb=[["0/w", "9/w"]])
+    with pytest.raises(ValueError, match=r"missing: 0/b, 1/b, 1/w, 2; unknown.*9/w"):
+        listed(params, batch[:6])
