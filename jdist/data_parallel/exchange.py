@@ -43,8 +43,21 @@ def _by_all_gather(array: jax.Array, axis_name: Hashable) -> jax.Array:
     return reduce(jnp.add, [rows[rank] for rank in range(rows.shape[0])])
 
 
+def _by_all_reduce(array: jax.Array, axis_name: Hashable) -> jax.Array:
+    """The plain sum; between two CPU processes by swapping the arrays.
+
+    Both then add the same two numbers, so that the bits are equal, and XLA fuses the
+    addition with what follows it: a fifth to a third less time than gloo's all-reduce
+    (docs/data_parallel.md, "Many processes").
+    """
+    two = jax.lax.axis_size(axis_name) == 2 and jax.process_count() > 1
+    if two and jax.default_backend() == "cpu":
+        return array + jax.lax.ppermute(array, axis_name, [(0, 1), (1, 0)])
+    return jax.lax.psum(array, axis_name)
+
+
 METHODS: dict[str, Callable[[jax.Array, Hashable], jax.Array]] = {
-    "all_reduce": jax.lax.psum,
+    "all_reduce": _by_all_reduce,
     "all_gather": _by_all_gather,
 }
 

@@ -1,0 +1,285 @@
+"""The processes of one run, joined into one mesh, from start to end.
+
+    with data_parallel.process_group() as mesh:      # python -m jdist.launch --nproc 2
+        step = data_parallel.train_step(loss_fn, optimizer, mesh)
+
+In a process that was started alone the mesh is over its own devices, so that the same
+program runs in one process and in many. Communication is JAX's: `jax.distributed` with
+gloo between CPUs, NCCL between GPUs, the interconnect between TPUs.
+
+What JAX leaves open is how a run ends that goes wrong. A process that raises would wait
+at its exit for the others (five minutes by default), and they for it, inside a
+collective. Here it leaves at once; its connections break, the others' collectives fail,
+and they say who is missing. Seen on CPU with two processes:
+
+    what happens to rank 1             the others end
+    it raises, or is killed            at once: the collective fails (`ProcessLost`)
+    it freezes                         after `heartbeat` seconds: JAX aborts them
+    it returns too early               after `timeout` seconds: JAX aborts them
+    rank 0 is killed                   at once: JAX aborts them, its coordinator is gone
+
+`jdist.launch` ends the others in any of these cases and says which was first.
+"""
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist._compat import abandon_distributed, distributed_client
+from jdist._errors import requirement
+from jdist.data_parallel.roll_call import Place, ProcessLost, listed, roll_call
+
+VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
+"""What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
+
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+_ONE_OF_SEVERAL = {
+    "SLURM_NTASKS": "slurm",
+    "OMPI_COMM_WORLD_SIZE": "ompi",
+    "PMI_SIZE": "mpi4py",
+}
+_PATIENCE = 2.0
+_BREATH = 0.05
+_LEFT = "jdist/left/"
+# How a collective, or JAX's own coordination, words that a peer is gone.
+_SYMPTOM = re.compile("Gloo .*failed|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED")
+
+
+@contextmanager
+def process_group(
+    *,
+    axis: str = "data",
+    cluster: str | None = None,
+    timeout: float = 60.0,
+    heartbeat: float = 30.0,
+) -> Iterator[Mesh]:
+    """Joins this process to the others of its run for as long as the block lasts.
+
+    To be entered before the first JAX computation, and once per process: what
+    `jax.distributed` and its backend are started with stays. The processes are found
+
+    - by `RANK`, `WORLD_SIZE` and `JAX_COORDINATOR_ADDRESS`, which `jdist.launch` and
+      `jdist.rpc.spawn` set;
+    - by JAX itself, if `cluster` says so, or if `jax.distributed.initialize` was called
+      before (then it is not shut down here);
+    - otherwise this process is alone.
+
+    Args:
+      axis: Name of the mesh's only axis.
+      cluster: How JAX finds the processes: "slurm", "ompi", "mpi4py", "k8s" or "auto"
+        (`cluster_detection_method` of `jax.distributed.initialize`).
+      timeout: Seconds to wait for all to come at the start and to leave at the end.
+      heartbeat: Seconds after which a process that gives no sign of life is lost.
+
+    Yields:
+      A mesh over all devices of all processes, in the order of their ranks.
+
+    Raises:
+      ProcessLost: Some did not come in time, which the message names, or the block
+        failed because a process was lost.
+      ValueError: Only some of the variables are set, or they contradict each other; the
+        environment says that this is one of several processes and not how to find
+        them; a number of seconds is not positive.
+      RuntimeError: A JAX computation has been done before.
+
+    Example:
+      >>> with process_group() as mesh:
+      ...     mesh.axis_names
+      ('data',)
+
+    References:
+      `torch.distributed.init_process_group`; docs/data_parallel.md, "Many processes".
+    """
+    _check_seconds("timeout", timeout)
+    _check_seconds("heartbeat", heartbeat)
+    owned = _join(cluster, timeout, heartbeat)
+    try:
+        yield Mesh(np.array(jax.devices()), (axis,))
+    except BaseException as error:
+        failed = not isinstance(error, SystemExit) or bool(error.code)
+        lost = _verdict(error) if owned and failed else None
+        _leave(owned, failed=failed)
+        if lost is not None:
+            raise lost from error
+        raise
+    _leave(owned, failed=False)
+
+
+# --- the start ---
+
+
+def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
+    """Starts `jax.distributed` if there is anybody to join; whether it did."""
+    if jax.distributed.is_initialized():
+        return False
+    place = _place(os.environ)
+    if place is None and cluster is None:
+        _check_alone(os.environ)
+        return False
+    initialize = partial(
+        jax.distributed.initialize,
+        initialization_timeout=math.ceil(timeout),
+        shutdown_timeout_seconds=math.ceil(timeout),
+        heartbeat_timeout_seconds=math.ceil(heartbeat),
+    )
+    if place is None:
+        _detect(cluster, initialize)
+    elif place.size == 1:
+        return False
+    else:
+        roll_call(place, timeout)
+        initialize(
+            coordinator_address=place.coordinator,
+            num_processes=place.size,
+            process_id=place.rank,
+            cluster_detection_method="deactivate",
+        )
+    return True
+
+
+def _place(environment: Mapping[str, str]) -> Place | None:
+    """This process's place as the launcher says; None if nothing says so."""
+    given = [name for name in VARIABLES if name in environment]
+    if "JAX_COORDINATOR_ADDRESS" not in given:
+        return None
+    if len(given) < len(VARIABLES):
+        missing = ", ".join(name for name in VARIABLES if name not in given)
+        rule = f"must be set together with {missing}"
+        remedy = "Start the program by `python -m jdist.launch`."
+        raise ValueError(requirement(", ".join(given), rule, "a part", remedy))
+    rank, size = (_number(name, environment[name]) for name in VARIABLES[:2])
+    if not 0 <= rank < size:
+        raise ValueError(requirement("RANK", f"must be in 0..{size - 1}", rank))
+    coordinator = environment["JAX_COORDINATOR_ADDRESS"]
+    port = coordinator.rpartition(":")[2]
+    return Place(rank, size, coordinator, environment.get(_BIND, f"[::]:{port}"))
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(requirement(name, "must be a number", text))
+    return int(text)
+
+
+def _check_alone(environment: Mapping[str, str]) -> None:
+    """Refuses to train N times side by side where one run of N was meant."""
+    for name, cluster in _ONE_OF_SEVERAL.items():
+        count = environment.get(name, "1")
+        if count.isdecimal() and int(count) > 1:
+            rule = f"must say how to find the other processes: {name} is {count}"
+            remedy = (
+                f'Give `cluster="{cluster}"`, or unset {name} if this process is alone.'
+            )
+            argument = "process_group(cluster=...)"
+            raise ValueError(requirement(argument, rule, None, remedy))
+
+
+def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
+    try:
+        initialize(cluster_detection_method=None if cluster == "auto" else cluster)
+    except ValueError as error:
+        rule = "must be a kind of cluster that JAX finds here"
+        argument = "process_group(cluster=...)"
+        got = f"{cluster!r}, and JAX says: {error}"
+        raise ValueError(requirement(argument, rule, got)) from error
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        rule = "must be a positive number of seconds"
+        raise ValueError(requirement(f"process_group({name}=...)", rule, seconds))
+
+
+# --- the end ---
+
+
+def _leave(owned: bool, *, failed: bool) -> None:
+    if not owned:
+        return
+    if failed:
+        # Others are inside a collective and will never come to a shutdown.
+        abandon_distributed()
+    else:
+        jax.distributed.shutdown()
+
+
+def _verdict(error: BaseException) -> ProcessLost | None:
+    """Tells the others that this process leaves; says who is to blame for it.
+
+    Returns:
+      None if the failure is this process's own.
+    """
+    client = distributed_client()
+    rank, size = jax.process_index(), jax.process_count()
+    # Raised while a step is dispatched, the same failure is a ValueError.
+    kinds = (jax.errors.JaxRuntimeError, ValueError)
+    suffers = isinstance(error, kinds) and bool(_SYMPTOM.search(str(error)))
+    moment = time.time()
+    note = {"moment": moment, "own": not suffers, "text": _first_line(error)}
+    try:
+        client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
+        if not suffers:
+            return None
+        notes = _notes(client, size)
+    except jax.errors.JaxRuntimeError:
+        # The coordinator is gone too.
+        return _lost((0,), size, moment)
+    return _blamed(notes, size, moment)
+
+
+def _notes(client: Any, size: int) -> dict[int, dict[str, Any]]:
+    """What the processes that leave have said, once one took the blame or all spoke."""
+    deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
+    while True:
+        found = {
+            int(key.rpartition("/")[2]): json.loads(text)
+            for key, text in client.key_value_dir_get(_LEFT)
+        }
+        is_clear = len(found) == size or any(note["own"] for note in found.values())
+        if is_clear or time.monotonic() > deadline:
+            return found
+        pause.wait(_BREATH)
+
+
+def _blamed(
+    notes: Mapping[int, Mapping[str, Any]], size: int, moment: float
+) -> ProcessLost | None:
+    own = [(note["moment"], rank) for rank, note in notes.items() if note["own"]]
+    if own:
+        moment, rank = min(own)
+        return ProcessLost(
+            f"Rank {rank} of {size} left the run at {_clock(moment)}: "
+            f"{notes[rank]['text']}",
+            (rank,),
+        )
+    silent = tuple(rank for rank in range(size) if rank not in notes)
+    return _lost(silent, size, moment) if silent else None
+
+
+def _lost(ranks: tuple[int, ...], size: int, moment: float) -> ProcessLost:
+    who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
+    return ProcessLost(
+        f"{who} of {size} was lost: a collective failed at {_clock(moment)}, and no "
+        "word came from there. Start the run again from its last checkpoint.",
+        ranks,
+    )
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line}"
