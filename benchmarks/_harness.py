@@ -82,10 +82,10 @@ def table(name: str, cases: list[Case]) -> Table:
     for case in cases:
         first = next(iter(case.timings.values())).median
         title = case.name
-        for contender, timing in case.timings.items():
-            half = f"{_duration(timing.low)} .. {_duration(timing.high)}"
-            ratio = f"{timing.median / first:.2f}"
-            shown.add_row(title, contender, _duration(timing.median), half, ratio)
+        for contender, found in case.timings.items():
+            half = f"{_duration(found.low)} .. {_duration(found.high)}"
+            ratio = f"{found.median / first:.2f}"
+            shown.add_row(title, contender, _duration(found.median), half, ratio)
             title = ""
         if case.limit is not None:
             share = f"{case.limit / first:.0%} of first"

@@ -6,6 +6,7 @@ returns what it got. The bare Unix socket moves the same bytes there and back in
 memory that is there already, with nothing around them: what the machine allows.
 """
 
+import functools
 import importlib.util
 import os
 import socket
@@ -103,7 +104,7 @@ def _ours(rank: int, plan: Plan) -> dict[str, Seconds]:
         for name, kind in ((NUMPY, np.asarray), (JAX, jnp.asarray)):
             found[name] = _times(
                 plan,
-                lambda n, kind=kind: kind(_numbers(n)),
+                functools.partial(_made, kind),
                 lambda x: rpc.rpc_sync("worker1", echo, args=(x,)),
                 lambda x: rpc.rpc_async("worker1", echo, args=(x,)),
             )
@@ -211,7 +212,7 @@ def _times(
         found[ASYNC].append((time.perf_counter() - start) / plan.asynchronous)
     for job, count in LARGE.items():
         large = make(count)
-        found[job] = list(_each(plan.large, lambda large=large: call(large)))
+        found[job] = list(_each(plan.large, functools.partial(call, large)))
     return found
 
 
@@ -221,6 +222,10 @@ def _each(calls: int, call: Callable[[], Any]) -> Iterator[float]:
         call()
         if turn >= max(2, calls // 10):
             yield time.perf_counter() - start
+
+
+def _made(kind: Callable[[np.ndarray], Any], count: int) -> Any:
+    return kind(_numbers(count))
 
 
 def _numbers(count: int) -> np.ndarray:

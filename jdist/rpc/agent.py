@@ -1,5 +1,8 @@
 """A worker: calls that go out, calls that come in, and what both need."""
 
+import contextlib
+import contextvars
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jdist._errors import requirement
 from jdist.rpc import current, deadline
 from jdist.rpc.alarm import Alarm
-from jdist.rpc.callee import Callee, Handler
+from jdist.rpc.callee import TAKE_BACK, Callee, Handler
 from jdist.rpc.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.codec import Codec
 from jdist.rpc.crew import Crew
@@ -81,6 +84,7 @@ class Agent:
         self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
         self._transport = transport
+        self._tickets = itertools.count(1)
         self._lock = threading.Lock()
         self._incoming: dict[Channel, Serving] = {}
         self._watched: list[Line] = []
@@ -127,6 +131,12 @@ class Agent:
             channels = [channel for channel in self._incoming if channel.peer == name]
         for channel in channels:
             channel.close(reason)
+        # The thread that reads a channel for one call at a time is running that call,
+        # and does not see it close. A function cannot be stopped: nobody waits for it.
+        for execution in self.ledger.served():
+            if execution.peer == name:
+                execution.cancel(f"{name!r} is gone: {reason}")
+                self.ledger.end(execution)
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -194,6 +204,7 @@ class Agent:
         self.ledger.send(waiting)
         try:
             if execution is not None:
+                meta = meta | self._give_ticket(waiting, peer)
                 execution.begin(waiting)
             lane = peer.take(limit)
             answer = self._on_lane(
@@ -210,6 +221,21 @@ class Agent:
                 execution.end(waiting)
             self.ledger.end(waiting)
         return self.value_of(answer, receive)
+
+    def _give_ticket(self, waiting: Exchange, peer: Peer) -> dict[str, Any]:
+        """Lets a call be taken back, for which its own channel does not serve.
+
+        Nobody reads there while the callee runs the call.
+        """
+        ticket = next(self._tickets)
+        waiting.take_back = lambda: self._take_back(peer, ticket)
+        return {"ticket": ticket}
+
+    def _take_back(self, peer: Peer, ticket: int) -> None:
+        # Not under the deadline of whoever gave up, which has passed.
+        context, name = contextvars.Context(), peer.info.name
+        with contextlib.suppress(RpcError):  # This worker was shut down meanwhile.
+            context.run(self.call_async, name, TAKE_BACK, ticket)
 
     def _on_lane(
         self,
@@ -329,14 +355,15 @@ class Agent:
     ) -> Frame | Execution:
         info = self.directory.find(caller).info
         execution = self.callee.begin(info, frame)
-        answer: Frame | Execution = execution
         try:
             answer = self.callee.execute(execution, frame, depth)
-        finally:
-            if answer is not execution:
-                self.ledger.end(execution)
+        except BaseException:
+            self.ledger.end(execution)
+            raise
         if answer is execution:
             call_when_done(execution.answer, lambda: self.ledger.end(execution))
+        else:
+            self.ledger.end(execution)
         return answer
 
     # --- time and end ---

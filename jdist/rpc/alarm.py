@@ -1,9 +1,12 @@
 """One thread that wakes when the next deadline comes, and not before."""
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
+
+_log = logging.getLogger("jdist.rpc")
 
 
 class Alarm:
@@ -57,7 +60,12 @@ class Alarm:
                     return
                 # Before looking: a moment announced from now on is compared with this.
                 self._next = math.inf
-            upcoming = self._ring(time.monotonic())
+            try:
+                upcoming = self._ring(time.monotonic())
+            except Exception:  # noqa: BLE001 - logged; the thread must go on
+                # Such as no thread to be had. Deadlines must be kept all the same.
+                _log.exception("Deadlines could not be looked at; trying again.")
+                upcoming = time.monotonic() + 1.0
             if upcoming is not None:
                 with self._changed:
                     self._next = min(self._next, upcoming)

@@ -2,6 +2,7 @@
 
 import contextvars
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,11 @@ from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
+
+TAKE_BACK = "take back"
+"""Kind of the request that cancels another one, of the ticket in its body."""
+
+_MOST_EARLY = 1024
 
 Handler = Callable[[WorkerInfo, Any, dict[str, Any]], Any]
 """`handler(caller, body, meta)`: a value, a `Reply`, or a Future of either."""
@@ -37,7 +43,8 @@ class Callee:
 
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
+        self._taken_back: deque[tuple[str, Any]] = deque(maxlen=_MOST_EARLY)
 
     def register(self, kind: str, handler: Handler) -> None:
         """Has `handler` answer requests of this kind.
@@ -51,9 +58,20 @@ class Callee:
 
     def begin(self, caller: WorkerInfo, frame: Frame) -> Execution:
         """Enters an incoming request on the ledger."""
-        execution = Execution(caller, frame.kind, deadline.from_meta(frame.meta))
+        ticket = frame.meta.get("ticket")
+        until = deadline.from_meta(frame.meta)
+        execution = Execution(caller, frame.kind, until, ticket)
         self._agent.ledger.serve(execution)
+        if ticket is not None and (caller.name, ticket) in self._taken_back:
+            execution.cancel(_taken_back_by(caller))
         return execution
+
+    def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
+        # First noted, then looked for: on another channel it may be still to come.
+        self._taken_back.append((caller.name, ticket))
+        for execution in self._agent.ledger.served():
+            if execution.ticket == ticket and execution.caller == caller:
+                execution.cancel(_taken_back_by(caller))
 
     def execute(
         self, execution: Execution, frame: Frame, depth: int = 0
@@ -121,3 +139,7 @@ class Callee:
         execution.defer(result)
         call_when_done(result, finish)
         return execution
+
+
+def _taken_back_by(caller: WorkerInfo) -> str:
+    return f"{caller.name!r} gave up the call"

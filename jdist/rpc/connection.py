@@ -32,7 +32,7 @@ from jdist.rpc.wire import (
     parse_prefix,
 )
 
-_BUFFER = 1 << 16
+_BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
 
 
 class Terms(NamedTuple):

@@ -20,7 +20,7 @@ class Crew:
 
     Args:
       name: What its threads are called.
-      ceiling: The most threads.
+      ceiling: The most threads that limited tasks may fill.
     """
 
     def __init__(self, name: str, ceiling: int) -> None:
@@ -41,24 +41,30 @@ class Crew:
     def idle(self) -> int:
         """How many more tasks could start at once."""
         with self._lock:
-            return self._ceiling - len(self._threads) + len(self._idle)
+            return max(0, self._ceiling - len(self._threads) + len(self._idle))
 
-    def run(self, task: Callable[[], None]) -> None:
+    def run(self, task: Callable[[], None], limited: bool = False) -> None:
         """Has `task()` run on another thread; after `close`, on this one.
 
         By then all channels are closed, so that a task finds nothing to wait for.
+
+        Args:
+          task: What to run.
+          limited: Whether it waits for its turn at the ceiling. What others wait for
+            must not: answers, deadlines and callbacks end the calls that fill it.
         """
         with self._lock:
+            full = len(self._threads) - len(self._idle) >= self._ceiling
+            if limited and full and not self._closed:
+                self._waiting.append(task)
+                return
             if self._idle:
                 post = self._idle.pop()
                 post.task = task
                 post.ready.release()
                 return
             if not self._closed:
-                if len(self._threads) >= self._ceiling:
-                    self._waiting.append(task)
-                else:
-                    self._start(task)
+                self._start(task)
                 return
         task()
 

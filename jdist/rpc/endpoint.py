@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from jdist._errors import requirement
 from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.stream import leave_to_parent
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
@@ -93,6 +94,7 @@ class Listener:
             raise
         for listening in self.sockets:
             listening.setblocking(False)
+            leave_to_parent(listening)
 
     def close(self) -> None:
         """Stops listening and leaves nothing behind; any number of times."""

@@ -29,14 +29,24 @@ class Execution:
 
     __slots__ = (
         "_future", "_lock", "_nested", "answer", "caller", "cancelled", "deadline",
-        "operation", "since",
+        "operation", "since", "ticket",
     )  # fmt: skip
 
     answer: Future[Frame]
     """Once deferred: the answer to be sent."""
 
-    def __init__(self, caller: WorkerInfo, kind: str, deadline: Deadline) -> None:
+    ticket: Any
+    """By which the caller may take it back; None if it will not."""
+
+    def __init__(
+        self,
+        caller: WorkerInfo,
+        kind: str,
+        deadline: Deadline,
+        ticket: Any = None,
+    ) -> None:
         self.caller = caller
+        self.ticket = ticket
         self.operation = Operation(kind)
         self.deadline = deadline
         self.since = time.monotonic()

@@ -57,7 +57,8 @@ class Peer:
                 return lane
         channel = self._connect(deadline)
         with self._lock:
-            self._busy.add(channel)
+            if self.departed is None:
+                self._busy.add(channel)
         self._check_present(channel)
         return channel, itertools.count(1)
 

@@ -36,7 +36,7 @@ class Outgoing(NamedTuple):
 class Exchange:
     """A synchronous call: a thread waits on a channel of its own."""
 
-    __slots__ = ("channel", "given_up", "operation", "peer", "since")
+    __slots__ = ("channel", "given_up", "operation", "peer", "since", "take_back")
 
     def __init__(self, peer: str, operation: Operation) -> None:
         self.peer = peer
@@ -44,12 +44,15 @@ class Exchange:
         self.since = time.monotonic()
         self.channel: Channel | None = None
         self.given_up: str | None = None
+        self.take_back: Callable[[], None] | None = None
 
     def give_up(self, reason: str) -> None:
         """The call within which this one is made was cancelled."""
         self.given_up = reason
         if self.channel is not None:
             self.channel.close(reason)
+        if self.take_back is not None:
+            self.take_back()
 
 
 class Request:

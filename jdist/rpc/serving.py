@@ -55,7 +55,7 @@ class Serving:
             execution = self._agent.callee.begin(self._caller, frame)
             self._running[frame.id] = execution
             if frame.shared:
-                self._agent.crew.run(self.read)
+                self._agent.crew.run(self.read, limited=True)
                 self._serve(execution, frame)
                 return
             self._serve(execution, frame)

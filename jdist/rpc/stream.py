@@ -94,7 +94,7 @@ class Stream:
         self._patience: float | None = None
         self.descriptors: deque[int] = deque()
         self.passes_descriptors = False
-        _LIVE.add(self)
+        leave_to_parent(self)
 
     def receive_into(
         self, view: memoryview, deadline: float | None, whole: bool = False
@@ -281,17 +281,21 @@ def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> list[bytes | memor
     return rest
 
 
-_LIVE: weakref.WeakSet[Stream] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[Stream | socket.socket] = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
-    """In a forked child: gives up the parent's sockets.
+def leave_to_parent(owned: Stream | socket.socket) -> None:
+    """Has a child that this process forks close its copy of `owned` at once.
 
-    A child that kept them would keep the connection alive after the parent's death,
-    and its peers would wait for a worker that is gone.
+    A child that kept it would keep the connection, or the port, alive after the
+    parent's death, and others would wait for a worker that is gone.
     """
-    for stream in list(_LIVE):
-        stream.close()
+    _LIVE.add(owned)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+def _close_in_child() -> None:
+    for owned in list(_LIVE):
+        owned.close()  # Of this process's descriptor only: nothing is shut down.
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -53,16 +53,15 @@ def descriptors():
 def nothing_left():
     """Fails if descriptors or threads remain that were not there before."""
     jax.block_until_ready(jax.device_put(np.ones(3)))  # Opens what JAX needs.
-    gc.collect()
     before, threads = descriptors(), set(threading.enumerate())
     yield
     until, pause = time.monotonic() + 10.0, threading.Event()
     while time.monotonic() < until:
-        gc.collect()
         left = set(threading.enumerate()) - threads
         more = {n: to for n, to in descriptors().items() if before.get(n) != to}
         if not left and not more:
             return
+        gc.collect()
         pause.wait(0.01)
     raise AssertionError(f"left over: {left}, {more}")
 

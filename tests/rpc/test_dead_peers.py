@@ -22,24 +22,28 @@ def _leaks_nothing():
 
 
 _WORKER = """
-import sys, threading
+import os, sys, threading
+from jdist.rpc.frame import Frame
 from jdist.rpc.socket_transport import SocketTransport
-from tests.rpc.sockets import echo
 transport = SocketTransport("victim", bytes.fromhex(sys.argv[1]))
-transport.serve(echo)
-if len(sys.argv) > 2:
-    channel = transport.connect("victim", transport.address)
-    import os
-    if os.fork() == 0:
-        threading.Event().wait()
+def serve(channel):
+    while True:
+        frame = channel.receive()
+        child = 0
+        if frame.kind == "fork":
+            child = os.fork()
+            if child == 0:
+                threading.Event().wait()
+        channel.send(Frame("reply", frame.id, {}, child, frame.leaves))
+transport.serve(serve)
 print(*transport.address, flush=True)
 threading.Event().wait()
 """
 
 
 @contextlib.contextmanager
-def _worker(*more):
-    command = [sys.executable, "-c", _WORKER, KEY.hex(), *more]
+def _worker():
+    command = [sys.executable, "-W", "ignore", "-c", _WORKER, KEY.hex()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -85,21 +89,21 @@ def test_a_frozen_worker_costs_only_the_deadline():
         assert channel.exchange(call(2), soon()).id == 2
 
 
-def test_a_forked_child_keeps_no_connection_alive():
-    """Its parent's death is noticed although the child lives."""
-    with _worker("fork") as process, SocketTransport("here", KEY) as here:
+@pytest.mark.parametrize("route", ["unix", "tcp"])
+def test_a_forked_child_keeps_nothing_alive(route):
+    """Its parent's death is noticed although the child lives, and the port is free."""
+    with _worker() as process, SocketTransport("here", KEY) as here:
         address = _address(process.stdout.readline())
+        address = address if route == "unix" else address[:2]
         channel = here.connect("victim", address, soon())
-        assert channel.exchange(call(1), soon()).id == 1
-        child = _child_of(process.pid)
-        process.send_signal(signal.SIGKILL)
+        child = channel.exchange(call(1, kind="fork"), soon()).tree
         try:
+            assert channel.exchange(call(2), soon()).id == 2
+            process.send_signal(signal.SIGKILL)
             with pytest.raises(ChannelClosed, match=r"its connection (closed|broke)"):
                 channel.receive(soon())
+            process.wait(PATIENCE)
+            with pytest.raises(ChannelClosed, match="nobody listens"):
+                here.connect("victim", address, soon())
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def _child_of(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        return int(children.read().split()[0])

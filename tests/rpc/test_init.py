@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 
 import pytest
 
@@ -310,3 +311,43 @@ def leftovers(port):
 
 def test_nothing_is_left_of_a_worker(hosts, port):
     results([hosts.start(rank, leftovers, port) for rank in range(4)])
+
+
+def be_one_with_tls(rank, port):
+    be_one_of(rank, 2, port, tls=rpc.TlsConfig())
+
+
+def test_a_group_over_tls(hosts, port):
+    results([hosts.start(rank, be_one_with_tls, rank, port) for rank in range(2)])
+    assert hosts.run(0, rpc.rpc_sync, "worker1", add, (1, 2)) == 3
+    results([hosts.start(rank, rpc.shutdown) for rank in range(2)])
+
+
+def outward_address():
+    """Of this machine, as others reach it; loopback where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody; nothing is sent
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", outward_address()], ids=["by name", "outward"]
+)
+def test_a_coordinator_elsewhere(hosts, port, host):
+    """Off loopback with certificates of the moment, which the key binds."""
+    results([hosts.start(rank, be_one_at, host, rank, port) for rank in range(2)])
+    assert hosts.run(1, rpc.rpc_sync, "worker0", add, (1, 2)) == 3
+    results([hosts.start(rank, rpc.shutdown) for rank in range(2)])
+
+
+def be_one_at(host, rank, port):
+    rpc.init_rpc(
+        f"worker{rank}",
+        rank=rank,
+        world_size=2,
+        coordinator=f"{host}:{port}",
+        allow=["tests"],
+    )

@@ -86,8 +86,9 @@ def test_the_route_is_the_fastest():
 
 
 def test_another_users_unix_socket_is_not_used(monkeypatch):
-    """Neither connected to (TCP instead) nor accepted from."""
+    """Neither connected to (TCP instead) nor accepted from, not even to shake hands."""
     with Peers() as peers:
+        peers.there.handshake_seconds = 10 * PATIENCE
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 12345)
             channel = peers.here.connect("there", peers.there.address, soon())

@@ -265,6 +265,8 @@ def test_a_deadline_after_encryption_cuts_off():
     with _tls_pair() as (near, _, between):
         with pytest.raises(CutOff, match="the peer did not read in time"):
             near.send([bytes(1 << 24)], time.monotonic() + 0.05)
+        with pytest.raises(CutOff, match="the peer did not read in time"):
+            near.send([b"not a byte of it fits"], time.monotonic() + 0.05)
         assert between.recv(1 << 16)
 
 

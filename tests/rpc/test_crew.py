@@ -1,0 +1,132 @@
+"""Threads on demand, and what happens at their ceiling."""
+
+import threading
+
+import pytest
+
+from jdist import rpc
+from jdist.rpc.crew import Crew
+from tests.rpc.hosts import names
+from tests.rpc.sockets import nothing_left
+
+PATIENCE = 30
+RAN = "RPC ran for more than set timeout"
+
+
+class Tasks:
+    """Tasks that begin, and end when they are told to."""
+
+    def __init__(self):
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.threads = set()
+
+    def __call__(self):
+        self.threads.add(threading.get_ident())
+        self.begun.release()
+        assert self.go_on.wait(PATIENCE)
+
+
+@pytest.fixture
+def crew():
+    with nothing_left():
+        made = Crew("crew", 3)
+        yield made
+        assert made.close(PATIENCE) == []
+
+
+def await_begun(tasks, count):
+    for _ in range(count):
+        assert tasks.begun.acquire(timeout=PATIENCE)
+
+
+def test_limited_tasks_wait_at_the_ceiling_and_others_do_not(crew):
+    tasks, urgent = Tasks(), Tasks()
+    for _ in range(5):
+        crew.run(tasks, limited=True)
+    await_begun(tasks, 3)
+    assert crew.idle == 0
+    assert not tasks.begun.acquire(timeout=0.05)
+    crew.run(urgent)
+    await_begun(urgent, 1)
+    urgent.go_on.set()
+    tasks.go_on.set()
+    await_begun(tasks, 2)
+
+
+def test_an_idle_thread_is_used_again(crew):
+    seen = []
+    done = threading.Semaphore(0)
+
+    def note():
+        seen.append(threading.get_ident())
+        done.release()
+
+    for _ in range(20):
+        crew.run(note)
+        assert done.acquire(timeout=PATIENCE)
+        with_room(crew)
+    assert len(set(seen)) == 1
+
+
+def with_room(crew):
+    """Waits until the one thread is idle again."""
+    pause = threading.Event()
+    while crew.idle < 3:
+        pause.wait(0.001)
+
+
+def test_a_task_that_raises_is_logged_and_the_thread_goes_on(crew, caplog):
+    done = threading.Event()
+
+    def fail():
+        raise SystemExit("not out of a thread that serves others")
+
+    crew.run(fail)
+    crew.run(done.set)
+    assert done.wait(PATIENCE)
+    assert crew.close(PATIENCE) == []
+    assert "not out of a thread" in caplog.text
+
+
+def test_after_the_end_a_task_runs_at_once():
+    crew, seen = Crew("crew", 3), []
+    crew.close(PATIENCE)
+    crew.run(lambda: seen.append(threading.current_thread()))
+    assert seen == [threading.current_thread()]
+
+
+_gate = threading.Event()
+
+
+def wait_at_gate():
+    assert _gate.wait(PATIENCE)
+    return True
+
+
+def ask_another():
+    return rpc.rpc_async("worker2", max, args=(1, 2)).wait()
+
+
+def test_calls_beyond_the_ceiling_wait_their_turn():
+    _gate.clear()
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(3), options=options, allow=["tests"]):
+        slow = [rpc.rpc_async("worker1", wait_at_gate) for _ in range(10)]
+        # Deadlines are kept although nobody is free to serve.
+        late = [
+            rpc.rpc_async("worker1", max, args=(1, 2), timeout=0.1) for _ in range(5)
+        ]
+        for future in late:
+            with pytest.raises(rpc.RpcTimeout, match=RAN):
+                future.wait()
+        assert not any(future.done() for future in slow)
+        _gate.set()
+        assert rpc.wait_all(slow) == [True] * 10
+
+
+def test_calls_at_the_ceiling_get_their_answers():
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(3), options=options, allow=["tests"]):
+        futures = [rpc.rpc_async("worker1", ask_another) for _ in range(20)]
+        assert rpc.wait_all(futures) == [2] * 20
