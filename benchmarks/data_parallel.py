@@ -16,7 +16,7 @@ import torch
 from jax.sharding import Mesh
 
 from benchmarks._harness import Case, race
-from jdist import data_parallel, verify
+from jdist import data_parallel, optim, verify
 
 
 def measure() -> list[Case]:
@@ -24,6 +24,8 @@ def measure() -> list[Case]:
     return [
         _training(4, 2, 8, calls=200),
         _training(512, 4, 256, calls=2),
+        _alone(512, 4, 256, calls=2),
+        _alone(4, 2, 8, calls=200),
         _judgement(),
     ]
 
@@ -53,6 +55,47 @@ def _training(width: int, layers: int, examples: int, calls: int) -> Case:
         note=f"torch with {torch.get_num_threads()} threads; the limit is the rate of "
         f"a 2048 x 2048 product, measured in the same run",
     )
+
+
+def _alone(width: int, layers: int, examples: int, calls: int) -> Case:
+    """A whole training step on one device; the plain one twice, to show the noise."""
+    params, batch = _problem(width, layers, examples)
+    opt = optim.sgd(lr=1e-3, momentum=0.9)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: _losses(p, batch).mean())(params)
+        return opt.step(params, grads, opt_state), loss
+
+    plain = jax.jit(step, donate_argnums=0)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    contenders: dict[str, Callable[[], Any]] = {}
+    for name in ("plain jitted step", "the same again"):
+        own = jax.tree.map(jnp.copy, params)
+        contenders[name] = _repeated(plain, (own, opt.init(own)), batch)
+    places: dict[str, Mesh | int] = {"a mesh of one": mesh, "1 replica": 1}
+    for name, where in places.items():
+        trained = data_parallel.train_step(_losses, opt, where)
+        shards, _ = data_parallel.shard_batch(batch, where)
+        name = f"train_step, {name}"
+        contenders[name] = _repeated(trained, trained.init(params), shards)
+    timings = race(contenders, calls=calls, rounds=60)
+    return Case(
+        f"training step alone, {layers} layers of {width}, {examples} examples",
+        timings,
+        note="SGD with momentum; the goal is 1.01 of the plain step",
+    )
+
+
+def _repeated(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[], Any]:
+    """A training run, one step per call; its state is donated."""
+    kept = [state]
+
+    def call() -> Any:
+        kept[0], rest = step(kept[0], batch)
+        return kept[0], rest
+
+    return call
 
 
 @cache

@@ -10,7 +10,7 @@ from experiments._pair import join
 
 
 def main() -> None:
-    """Measures; rank 0 prints `{model: {cap: [seconds, compute seconds]}}`."""
+    """Measures; rank 0 prints seconds by model and cap, and by size and cap."""
     rank, job = join(sys.argv[1:])
     import jax
     import numpy as np
@@ -20,14 +20,17 @@ def main() -> None:
 
     mesh = Mesh(np.array(jax.devices()), ("data",))
     warm_up(mesh)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"models": {}, "sizes": {}}
+    for size in job["sizes"]:
+        calls = {cap: experiment.sum_of(size, mesh, cap) for cap in ("0", "1000")}
+        found["sizes"][size] = race(calls, job["rounds"])
     for name in job["models"]:
         model = experiment.MODELS[name]
         steps = {cap: experiment.step_of(model, mesh, cap) for cap in job["caps"]}
         alone = Mesh(np.array(jax.local_devices()), ("data",))
         half = experiment.Model(model.widths, model.examples // 2)
         steps["compute"] = experiment.step_of(half, alone, None)
-        found[name] = race(steps, job["rounds"])
+        found["models"][name] = race(steps, job["rounds"])
     if rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()

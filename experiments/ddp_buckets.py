@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
@@ -44,6 +44,8 @@ MODELS = {
 }
 SOURCE = next(iter(MODELS))
 TRACED = Model((768,) * 9, 96)
+# KiB of each of eight leaves, summed one by one and in one bucket.
+SIZES = (4, 64, 256, 512, 1024, 2048, 4096)
 # As JSON, so that they can be keys; null is the default.
 CAPS = ("null", "0", "0.01", "0.1", "1", "[1, 25]", "25", "1000")
 QUICK = ("null", "0", "1", "25")
@@ -63,9 +65,11 @@ def run(settings: Settings, progress: Progress) -> Result:
     total = sum(end - start for start, end in union(reductions))
     missing = "the quick form does not time" if settings.quick else can_pair()
     times: Any = {}
+    sizes: Any = {}
     if not missing:
-        job = {"models": names, "caps": caps, "rounds": 15}
-        times = run_pair("experiments._buckets_worker", job)
+        job = {"models": names, "caps": caps, "sizes": SIZES, "rounds": 15}
+        measured = run_pair("experiments._buckets_worker", job)
+        times, sizes = measured["models"], measured["sizes"]
     return Result(
         proved=(
             f"as many collectives as buckets for {len(caps)} caps on {len(names)} "
@@ -74,11 +78,13 @@ def run(settings: Settings, progress: Progress) -> Result:
         ),
         claims=claims(counts, worst, shared, total),
         pictures=pictures(times, counts, reductions, halves),
-        tables={"Collectives and step times": rows(counts, times)},
+        tables={"Collectives and step times": rows(counts, times)}
+        | ({"A call for each leaf, or a copy": size_rows(sizes)} if sizes else {}),
         data={
             "collectives": counts,
             "error_over_bound": worst,
             "seconds": times,
+            "seconds by KiB": sizes,
             "overlap": {"collectives": total, "with a backward half": shared},
         },
         notes=[f"No step times: {missing}."] if missing else [],
@@ -128,6 +134,26 @@ def step_of(model: Model, mesh: Mesh, cap: str | None) -> Callable[[], None]:
     def call() -> None:
         state[0], _ = step(state[0], *shards)
         jax.block_until_ready(state[0])
+
+    return call
+
+
+def sum_of(kibibytes: int, mesh: Mesh, cap: str) -> Callable[[], None]:
+    """A gradient of eight leaves that costs next to nothing to compute."""
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=256 * kibibytes).astype(np.float32) for _ in range(8)]
+
+    def losses(params: Sequence[jax.Array], scales: jax.Array) -> jax.Array:
+        return scales * sum(jnp.vdot(leaf, leaf) for leaf in params)
+
+    limit = json.loads(cap)
+    fn = data_parallel.value_and_grad(losses, mesh, bucket_cap_mb=limit)
+    scales = np.ones(len(mesh.local_devices), np.float32)
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    shards = data_parallel.shard_batch(scales, mesh, rows=1)
+
+    def call() -> None:
+        jax.block_until_ready(fn(placed, *shards))
 
     return call
 
@@ -274,6 +300,14 @@ def rows(
     return found
 
 
+def size_rows(sizes: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """A row for each size of leaf."""
+    found = [["8 leaves of, KiB", "8 collectives, ms", "1 bucket, ms"]]
+    for size, seconds in sizes.items():
+        found.append([size, *(f"{1e3 * seconds[cap]:.2f}" for cap in ("0", "1000"))])
+    return found
+
+
 def pictures(
     times: Mapping[str, Any],
     counts: Mapping[str, Mapping[str, list[int]]],
@@ -335,7 +369,7 @@ def plot_caps(
         shown = ["default" if cap == "null" else cap for cap in caps]
         axes.set_xticks(range(len(caps)), shown, rotation=45)
         axes.set(title=name, xlabel="cap, MiB", ylabel="ms per step")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max(values))
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     return figure

@@ -136,3 +136,66 @@ def test_cpu_devices_can_be_chosen_before_the_first_computation():
     )
     assert done.stdout == "3\n"
     assert "RuntimeError" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_after_changes_no_bit(dtype):
+    """Whatever both sides hold, in any shape; what is empty does not wait."""
+    odd = [np.nan, np.inf, -np.inf, -0.0, 0.0, 1.5]
+    for value in odd:
+        for earlier in odd:
+            array = jnp.full((2, 3), value, dtype)
+            found = jax.jit(_compat.after)(array, jnp.full((4,), earlier, jnp.float32))
+            assert found.tobytes() == array.tobytes()
+    nothing = jnp.zeros((0, 3), dtype)
+    assert _compat.after(nothing, array).shape == (0, 3)
+    assert _compat.after(array, nothing) is array
+
+
+def test_after_keeps_collectives_apart(mesh):
+    """Three sums compile to one; a barrier does not help, `after` does.
+
+    If the first two counts change, so has XLA, and `after` may no longer be needed.
+    """
+    barrier = jax.lax.optimization_barrier
+
+    def counted(chain):
+        def body(arrays):
+            sums = []
+            for array in arrays:
+                given = chain(array, sums[-1]) if sums else array
+                sums.append(jax.lax.psum(given, "data"))
+            return sums
+
+        fn = jax.shard_map(
+            body, mesh=mesh(2), in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+        arrays = [jnp.arange(n, dtype=jnp.float32) for n in (2, 4, 6)]
+        text = jax.jit(fn).lower(arrays).compile().as_text()
+        return text.count(" all-reduce(") + text.count(" all-reduce-start(")
+
+    assert counted(lambda array, earlier: array) == 1
+    assert counted(lambda array, earlier: barrier((array, earlier))[0]) == 1
+    assert counted(_compat.after) == 3
+
+
+def test_calls_are_looked_into_and_loops_are_not():
+    """A nested jit, a checkpoint, a custom derivative; a scan, a cond, a sum."""
+
+    @jax.custom_jvp
+    def own(x):
+        return jnp.sin(x)
+
+    own.defjvps(lambda tangent, result, x: tangent)
+
+    def programs(fn):
+        equations = jax.make_jaxpr(fn)(1.0).eqns
+        return [_compat.called_program(equation) is not None for equation in equations]
+
+    assert programs(jax.jit(jnp.sin)) == [True]
+    assert programs(jax.checkpoint(jnp.sin)) == [True]
+    assert programs(own) == [True]
+    loop = programs(lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, 3)[0])
+    assert not any(loop)
+    assert not any(programs(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)))

@@ -63,7 +63,8 @@ def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
       name: What the trees are, for the error.
 
     Raises:
-      ValueError: They differ; the message names the leaf and the replica.
+      ValueError: They differ, and the message names the leaf and the replica; or there
+        are none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,7 +74,11 @@ def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
       ValueError: `check_replicas(params=...)` must agree with replica 0: float32 of
       shape (3,) at w. Got float32 of shape (4,) on replica 1.
     """
-    _compare([_description(tree) for tree in replicas], "check_replicas", name)
+    if not replicas:
+        rule = "must have at least one replica"
+        raise ValueError(requirement(f"check_replicas({name}=...)", rule, "none"))
+    descriptions = [_description(tree) for tree in replicas]
+    _compare(descriptions, f"check_replicas({name}=...)", "replica")
 
 
 def _description(tree: Any) -> dict[str, str]:
@@ -85,7 +90,9 @@ def _description(tree: Any) -> dict[str, str]:
     return leaves | {"": str(jax.tree.structure(tree))}
 
 
-def _compare(descriptions: Sequence[Mapping[str, str]], call: str, name: str) -> None:
+def _compare(
+    descriptions: Sequence[Mapping[str, str]], argument: str, who: str
+) -> None:
     first, *others = descriptions
     for rank, other in enumerate(others, start=1):
         # The structure stands last: a missing leaf says more.
@@ -94,9 +101,10 @@ def _compare(descriptions: Sequence[Mapping[str, str]], call: str, name: str) ->
             expected, found = (d.get(path, "no leaf") for d in (first, other))
             if found != expected:
                 where = f" at {path}" if path else ""
-                rule = f"must agree with replica 0: {expected}{where}"
-                got = f"{found} on replica {rank}"
-                raise ValueError(requirement(f"{call}({name}=...)", rule, got))
+                rule = f"must agree with {who} 0: {expected}{where}"
+                raise ValueError(
+                    requirement(argument, rule, f"{found} on {who} {rank}")
+                )
 
 
 def _check_processes(tree: Any, name: str) -> None:
@@ -106,7 +114,7 @@ def _check_processes(tree: Any, name: str) -> None:
     padded[: text.size] = text
     rows = zip(multihost_utils.process_allgather(padded), lengths, strict=True)
     texts = [bytes(row[:length]) for row, length in rows]
-    _compare([json.loads(text) for text in texts], "replicate", name)
+    _compare([json.loads(text) for text in texts], f"replicate({name}=...)", "process")
 
 
 def _from_process_0(tree: Any) -> Any:

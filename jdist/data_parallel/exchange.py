@@ -62,6 +62,13 @@ METHODS: dict[str, Callable[[jax.Array, Hashable], jax.Array]] = {
 }
 
 
+def _as_hook(hook: Hook | Callable[..., Any]) -> Hook:
+    """A plain function is a hook that keeps nothing."""
+    if isinstance(hook, Hook):
+        return hook
+    return Hook(getattr(hook, "__name__", "hook"), hook)
+
+
 def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
@@ -113,7 +120,7 @@ class Exchange:
 
     def start(self, part: Partial, ready: Partial) -> tuple[Any, ...]:
         """The hook's state of one replica before the first step, by bucket."""
-        hook = self._as_hook()
+        hook = _as_hook(self.hook)
         leaves = self._take_apart(part.gradient, ready.gradient)
         nothing = jnp.zeros((), part.weight.dtype)
         return tuple(
@@ -199,7 +206,7 @@ class Exchange:
     def _with_hook(
         self, part: Partial, leaves: _Leaves, state: tuple[Any, ...]
     ) -> tuple[Partial, list[jax.Array], tuple[Any, ...]]:
-        hook = self._as_hook()
+        hook = _as_hook(self.hook)
         scalars = jnp.stack(self._scalars(part))
         found = METHODS[self.method](scalars, self.axis)
         whole = self._with_scalars(part, list(found))
@@ -261,13 +268,6 @@ class Exchange:
         values = (part.value,) if len(found) == 1 else (found[1],)
         return Partial(*values, None, found[0])
 
-    def _as_hook(self) -> Hook:
-        if isinstance(self.hook, Hook):
-            return self.hook
-        if self.hook is None:
-            raise AssertionError("there is no hook")
-        return Hook(getattr(self.hook, "__name__", "hook"), self.hook)
-
     def _check_hook(self) -> None:
         argument = f"{self.call}(hook=...)"
         if self.hook is None:
@@ -279,10 +279,12 @@ class Exchange:
             rule = "must be left out where a hook sums the gradients"
             got = repr(self.method)
             raise ValueError(requirement(f"{self.call}(method=...)", rule, got))
-        if self.replicated and not self._as_hook().replicated:
+        if self.replicated and not _as_hook(self.hook).replicated:
             rule = "must leave all replicas with the same gradient"
             remedy = "Replicas that part ways need `data_parallel.local_sgd`."
-            raise ValueError(requirement(argument, rule, self._as_hook().name, remedy))
+            raise ValueError(
+                requirement(argument, rule, _as_hook(self.hook).name, remedy)
+            )
 
     def _check_result(self, given: Bucket, found: Any) -> None:
         rule = "must return (state, bucket) with a buffer of the shape and dtype given"

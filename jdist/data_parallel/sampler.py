@@ -101,7 +101,13 @@ class Sampler:
           only: The replicas whose examples are wanted; None for all. If they have none
             at a step, one example with weight 0 stands for them.
           start: Steps to leave out, for a run that resumes.
+
+        Raises:
+          ValueError: `start` is negative or beyond the epoch.
         """
+        if not 0 <= start <= self.steps:
+            rule = f"must be from 0 to the epoch's {self.steps} steps"
+            raise ValueError(requirement("shards(start=...)", rule, start))
         order = self.order(epoch)
         wanted = range(replicas) if only is None else only
         for step in range(start, self.steps):
@@ -138,7 +144,8 @@ class Sampler:
           axis: The mesh axis that counts replicas.
 
         Raises:
-          ValueError: `data` has another number of examples; no such axis.
+          ValueError: `data` has another number of examples; `start` is not a step;
+            no such axis.
         """
         count = examples_in(data, "Sampler.batches(data=...)")
         if count != self.examples:

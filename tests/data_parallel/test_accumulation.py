@@ -39,7 +39,7 @@ def test_one_reduction_per_step(params, mesh, rng, accumulate):
     """Counted in the compiled program, and it stands outside of every loop."""
     step = train_step(losses_of, optim.sgd(lr=0.1), mesh(2), accumulate=accumulate)
     x = rng.normal(size=(20, 5))
-    text = step.lower(step.init(params), x, None).compile().as_text()
+    text = step.lower(step.init(params), x).compile().as_text()
     parts = computations(text)
     loops = re.findall(r"while\(.*body=%?([\w.-]+)", text)
     assert bool(loops) == (accumulate > 1)

@@ -86,6 +86,12 @@ def test_replicas_that_differ(other, message):
         check_replicas([TREE, TREE, other])
 
 
+def test_no_replicas():
+    """There is nothing to agree with."""
+    with pytest.raises(ValueError, match=r"at least one replica. Got none"):
+        check_replicas([])
+
+
 def test_the_same_leaves_in_another_structure():
     """A list is no tuple, and what is checked has a name."""
     with pytest.raises(

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdist import verify
 from jdist.data_parallel import assign_buckets, shard_batch, value_and_grad
 from jdist.data_parallel.buckets import plan_buckets
 
-KIB = 2**10
+KIB, MIB = 2**10, 2**20
 
 
 def shapes(*kibibytes, dtype="float32"):
@@ -91,6 +93,38 @@ def test_buckets_may_be_listed():
     assert plan([1, 2, 3, 4], [0, 1, 2, 3], cap) == ["cb", "ad"]
 
 
+KINDS = st.sampled_from(["float32", "float64", "complex64"])
+LEAVES = st.lists(
+    st.tuples(st.integers(0, 2000), KINDS, st.integers(-1, 5)), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LEAVES, st.sampled_from([None, 0, 0.5, (0.1, 1, 25)]))
+def test_every_plan_is_a_partition_in_the_order_of_readiness(leaves, cap):
+    """Each leaf once, one dtype in a bucket, none leaves before its last leaf is there;
+    and a given cap is `assign_buckets` in that order."""
+    found = [
+        jax.ShapeDtypeStruct((256 * size,), jnp.dtype(kind)) for size, kind, _ in leaves
+    ]
+    ready = [when for *_, when in leaves]
+    buckets = plan_buckets(found, ready, [str(i) for i in range(len(found))], cap)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(found)))
+    assert all(len({found[i].dtype for i in bucket}) == 1 for bucket in buckets)
+    last = [max(ready[i] for i in bucket) for bucket in buckets]
+    assert last == sorted(last)
+    if cap is None:
+        large = [
+            b for b in buckets if found[b[0]].size * found[b[0]].dtype.itemsize >= MIB
+        ]
+        assert all(len(bucket) == 1 for bucket in large)
+        return
+    order = sorted(range(len(found)), key=lambda i: (ready[i], i))
+    limits = [MIB * x for x in (cap if isinstance(cap, tuple) else (cap,))]
+    assigned = assign_buckets([found[i] for i in order], limits)
+    assert sorted(buckets) == sorted([order[i] for i in bucket] for bucket in assigned)
+
+
 # --- in the compiled program ---
 
 
@@ -128,7 +162,6 @@ def collectives(fn, *arguments):
     return len(re.findall(r" all-(?:reduce|gather)(?:-start)?\(", text))
 
 
-MIB = 2**20
 LISTED = [["layers/2/w", "layers/2/b", "layers/0/b"], ["unused"],
           ["layers/0/w", "layers/1/w", "layers/1/b"]]  # fmt: skip
 

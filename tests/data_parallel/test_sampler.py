@@ -70,6 +70,10 @@ def test_a_run_resumes_in_mid_epoch():
     rest = [s.rows.tolist() for s in sampler.shards(2, 1, start=4)]
     assert rest == whole[4:]
     assert len(rest) == 3
+    assert list(sampler.shards(2, 1, start=7)) == []
+    for start in (-1, 8):
+        with pytest.raises(ValueError, match=rf"0 to the epoch's 7 steps. Got {start}"):
+            next(sampler.shards(2, 1, start=start))
 
 
 def test_batches_of_one_shape(mesh):

@@ -1,6 +1,8 @@
 """The training step: equal to one device's step, replicated, compiled once, donated."""
 
-from functools import cache
+import re
+from collections import Counter
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -78,14 +80,21 @@ def test_the_gradient_is_the_whole_batchs(problem, mesh, reduction, accumulate):
     report.raise_if_failed()
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        (2, {"accumulate": 2}),
+        (8, {"method": "all_gather"}),
+        (3, {"bucket_cap_mb": 0}),
+    ],
+)
 def test_fifty_steps_are_one_devices_and_all_replicas_stay_the_same(
-    problem, mesh, rng, replicas
+    problem, mesh, rng, replicas, options
 ):
     """Other sizes at each step; in float64 to rounding, and copies bit for bit."""
     params, batch, weights = problem
     opt = optim.adam(lr=0.01)
-    step = train_step(losses_of, opt, mesh(replicas))
+    step = train_step(losses_of, opt, mesh(replicas), **options)
     state = step.init(params)
     orders = [rng.permutation(11) for _ in range(50)]
     batches = [
@@ -95,7 +104,7 @@ def test_fifty_steps_are_one_devices_and_all_replicas_stay_the_same(
         cuts = np.sort(rng.integers(0, 12, size=replicas - 1))
         sizes = np.diff([0, *cuts, 11])
         state, _ = step(
-            state, *shard_batch(own, mesh(replicas), sizes, weights=w, rows=11)
+            state, *shard_batch(own, mesh(replicas), sizes, weights=w, rows=12)
         )
     assert copies_differ((state.params, state.opt_state)) == 0
     expected = plain_steps(opt, params, batches)
@@ -257,14 +266,31 @@ def test_the_state_is_donated_and_the_callers_values_are_not(problem, mesh):
         np.testing.assert_array_equal(own["w"], params["w"])
 
 
-def test_alone_there_is_no_collective(problem, mesh):
-    """World size 1 compiles to what one device does."""
-    params, batch, weights = problem
-    step = train_step(losses_of, optim.adam(lr=0.1), mesh(1))
-    lowered = step.lower(step.init(params), batch, weights)
+def opcodes(lowered):
+    """How many of each operation the main computation of a compiled program has."""
     text = lowered.compile().as_text()
-    assert "all-reduce" not in text
-    assert "all-gather" not in text
+    main = text[text.index("\nENTRY") :]
+    return Counter(re.findall(r"^  .*? = .*? ([a-z][a-z-]*)\(", main, re.MULTILINE))
+
+
+def test_alone_it_compiles_to_the_plain_step(problem, mesh):
+    """World size 1: what one device does, and the count of steps; no copy, no call."""
+    params, batch, _ = problem
+    params.pop("steps")
+    opt = optim.adam(lr=0.1)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def plain(params, state, batch):
+        loss, grads = jax.value_and_grad(lambda p: losses_of(p, batch).mean())(params)
+        return *opt.step(params, grads, state), loss
+
+    own = jax.tree.map(jnp.asarray, params)
+    expected = opcodes(plain.lower(own, opt.init(own), batch))
+    for where in (mesh(1), 1):
+        step = train_step(losses_of, opt, where)
+        found = opcodes(step.lower(step.init(params), batch))
+        assert found - expected == Counter({"parameter": 1, "fusion": 1})
+        assert not expected - found
 
 
 # --- what is refused ---

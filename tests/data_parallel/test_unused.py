@@ -59,7 +59,7 @@ def test_unused_parameters_do_not_change(params, mesh, rng, accumulate):
 def test_they_are_not_sent(params, mesh, rng):
     """The compiled program reduces no array of an unused parameter's size."""
     step = train_step(losses_of, optim.sgd(lr=0.1), mesh(2))
-    lowered = step.lower(step.init(params), rng.normal(size=(8, 3)), None)
+    lowered = step.lower(step.init(params), rng.normal(size=(8, 3)))
     collectives = [
         line
         for line in lowered.compile().as_text().splitlines()
@@ -101,3 +101,12 @@ def test_a_parameter_of_a_loop(mesh, rng):
     _, gradient = gradient_of(losses, 2)(values, x)
     np.testing.assert_allclose(gradient["used"], (2 * 1.5 * x).mean(), rtol=1e-13)
     assert np.isnan(gradient["lost"])
+
+
+def test_a_loss_without_parameters(mesh, rng):
+    """Nothing to train: the loss is still the whole batch's."""
+    x = rng.normal(size=6)
+    step = train_step(lambda params, x: x**2, optim.adamw(lr=0.1), mesh(2))
+    state, metrics = step(step.init({"w": jnp.ones(3)}), x)
+    np.testing.assert_allclose(metrics.loss, (x**2).mean(), rtol=1e-14)
+    np.testing.assert_array_equal(state.params["w"], np.ones(3))
