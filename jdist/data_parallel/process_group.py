@@ -188,10 +188,10 @@ def _check_alone(environment: Mapping[str, str]) -> None:
 def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
     try:
         initialize(cluster_detection_method=None if cluster == "auto" else cluster)
-    except ValueError as error:
+    except (ValueError, KeyError, ImportError) as error:
         rule = "must be a kind of cluster that JAX finds here"
         argument = "process_group(cluster=...)"
-        got = f"{cluster!r}, and JAX says: {error}"
+        got = f"{cluster!r}, and JAX says: {error!r}"
         raise ValueError(requirement(argument, rule, got)) from error
 
 

@@ -1,0 +1,35 @@
+"""A program in which something happens to one process while the others wait for it."""
+
+import os
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from jdist.data_parallel import replicate, value_and_grad
+from jdist.data_parallel.process_group import process_group
+
+
+def plant(mode):
+    """What happens to the process that it is to happen to."""
+    if mode == "raise":
+        raise ValueError("planted")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[mode])
+
+
+def main(mode, rank):
+    """Steps without end, until it happens after the third."""
+    cluster = "slurm" if mode == "cluster" else None
+    with process_group(heartbeat=3, cluster=cluster) as mesh:
+        fn = value_and_grad(lambda w, x: x @ w, mesh)
+        params = replicate(jnp.ones(3), mesh)
+        x = replicate(jnp.ones((mesh.size, 3)), mesh)
+        for number in range(10**9):
+            if (number, jax.process_index()) == (3, rank):
+                plant(mode)
+            jax.block_until_ready(fn(params, x))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

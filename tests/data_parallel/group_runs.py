@@ -1,0 +1,145 @@
+"""What the processes of a group do when a test tells them: see `tests.rpc.hosts`.
+
+Every process knows the whole problem and takes the rows of its own replicas.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist import optim
+from jdist.data_parallel import Checkpoints, shard_batch, train_step, value_and_grad
+from jdist.data_parallel.process_group import process_group
+
+STACK = contextlib.ExitStack()
+FEATURES, HIDDEN, OUTPUTS = 5, 7, 3
+
+
+def join():
+    """Enters the group for good; what it consists of."""
+    whole = STACK.enter_context(process_group(axis="replicas"))
+    devices = [(d.process_index, d.id) for d in whole.devices]
+    return whole.axis_names, devices, jax.process_index(), jax.process_count()
+
+
+def leave():
+    STACK.close()
+
+
+def mesh(each):
+    """`each` devices of every process."""
+    count = jax.local_device_count()
+    rows = np.array(jax.devices()).reshape(-1, count)[:, :each]
+    return Mesh(rows.reshape(-1), ("data",))
+
+
+def losses_of(params, batch):
+    """A two-layer regression, one loss per example."""
+    x, y = batch
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"][None])
+    return (((hidden @ params["w2"]) - y) ** 2).sum(axis=1)
+
+
+def parameters():
+    rng = np.random.default_rng(7)
+    shapes = {"w1": (FEATURES, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, OUTPUTS)}
+    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+def examples(count, seed=0):
+    """A batch, and weights of which one is 0."""
+    rng = np.random.default_rng(seed)
+    batch = rng.normal(size=(count, FEATURES)), rng.normal(size=(count, OUTPUTS))
+    weights = rng.uniform(0.5, 2.0, size=count)
+    weights[1] = 0.0
+    return batch, weights
+
+
+def sharded(where, sizes, batch, weights, rows):
+    """The global batch, each process giving the examples of its own replicas."""
+    each = len(sizes) // jax.process_count()
+    first = each * jax.process_index()
+    start = sum(sizes[:first])
+    own = slice(start, start + sum(sizes[first : first + each]))
+    part = jax.tree.map(lambda x: x[own], batch)
+    mine = sizes[first : first + each]
+    return shard_batch(part, where, mine, weights=weights[own], rows=rows)
+
+
+def gradient(sizes, reduction, method):
+    """Loss and gradient of all examples, as this process has them."""
+    where = mesh(len(sizes) // jax.process_count())
+    fn = value_and_grad(losses_of, where, reduction=reduction, method=method)
+    shards = sharded(where, sizes, *examples(sum(sizes)), rows=max(sizes))
+    return jax.tree.map(np.asarray, fn(parameters(), *shards))
+
+
+def sizes_at(step, replicas):
+    """All different, none of them 0, others at every step."""
+    return tuple(int(n) for n in np.roll(np.arange(1, replicas + 1), step))
+
+
+def train(steps, each, folder=None, every=1, report=None, where=None):
+    """Trains, from the last checkpoint if there is one.
+
+    Returns:
+      Losses by step as hexadecimal, and for each copy of the parameters here a digest.
+    """
+    where = mesh(each) if where is None else where
+    step = train_step(losses_of, optim.adam(lr=0.01), where)
+    state = step.init(parameters())
+    losses = {}
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            saved = stack.enter_context(Checkpoints(folder))
+            if saved.latest() is not None:
+                state = saved.restore(state)
+        for number in range(int(state.step), steps):
+            sizes = sizes_at(number, where.size)
+            problem = examples(sum(sizes), seed=number)
+            state, metrics = step(
+                state, *sharded(where, sizes, *problem, rows=where.size)
+            )
+            losses[number] = float(metrics.loss).hex()
+            if report is not None:
+                report(number, losses[number])
+            if folder is not None and (number + 1) % every == 0:
+                saved.save(state)
+    return losses, digests(state)
+
+
+def digests(tree):
+    """One for each device's copy of everything in the tree."""
+    shards = [leaf.addressable_shards for leaf in jax.tree.leaves(tree)]
+    found = []
+    for copies in zip(*shards, strict=True):
+        digest = hashlib.sha256()
+        for copy in copies:
+            digest.update(np.asarray(copy.data).tobytes())
+        found.append(digest.hexdigest())
+    return found
+
+
+def resumable(rank, steps, folder, every, fatal):
+    """A whole program: joins, trains with checkpoints, writes each step down.
+
+    Rank 1 is killed a random moment after the step `fatal`.
+    """
+    with open(f"{folder}-{rank}.log", "a", buffering=1) as log:
+
+        def report(number, loss):
+            log.write(f"{number} {loss}\n")
+            if (number, rank) == (fatal, 1):
+                moment = random.uniform(0.0, 0.3)
+                threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+        with process_group(timeout=120):
+            return train(steps, 1, folder=folder, every=every, report=report)
