@@ -36,6 +36,8 @@ from jdist.rpc.init import init_rpc as init_rpc
 from jdist.rpc.local_cluster import local_cluster as local_cluster
 from jdist.rpc.options import RpcOptions as RpcOptions
 from jdist.rpc.process_settings import ProcessSettings as ProcessSettings
+from jdist.rpc.rref import RRef as RRef
+from jdist.rpc.rref import remote as remote
 from jdist.rpc.spawn import Processes as Processes
 from jdist.rpc.spawn import spawn as spawn
 from jdist.rpc.tls import TlsConfig as TlsConfig

@@ -7,14 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from jdist._errors import requirement
 from jdist.rpc import current, deadline
 from jdist.rpc.alarm import Alarm
 from jdist.rpc.callee import TAKE_BACK, Callee, Handler
 from jdist.rpc.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.codec import Codec
 from jdist.rpc.crew import Crew
-from jdist.rpc.deadline import DEFAULT, Deadline
+from jdist.rpc.deadline import DEFAULT, Deadline, moment
 from jdist.rpc.directory import Directory
 from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.execution import Execution
@@ -26,7 +25,8 @@ from jdist.rpc.interceptor import Interceptor
 from jdist.rpc.ledger import Ledger, Operation
 from jdist.rpc.line import Line
 from jdist.rpc.options import RpcOptions
-from jdist.rpc.peer import Lane, Peer
+from jdist.rpc.parcel import Parcel
+from jdist.rpc.peer import Peer
 from jdist.rpc.remote_exception import rebuild
 from jdist.rpc.request import Exchange, Outgoing, Receive, Request
 from jdist.rpc.serving import Serving
@@ -35,6 +35,7 @@ from jdist.rpc.worker_info import WorkerInfo
 if TYPE_CHECKING:
     from jdist.rpc.coordinator import Coordinator
     from jdist.rpc.group import Group
+    from jdist.rpc.rref.references import References
 
 
 class Agent:
@@ -58,9 +59,11 @@ class Agent:
       closed: Whether it was shut down.
       group: Its membership, once it has joined.
       coordinator: That of its group, on rank 0.
+      references: What it has of other workers, and they of it.
     """
 
     group: "Group"
+    references: "References"
 
     def __init__(
         self,
@@ -72,7 +75,6 @@ class Agent:
         self.info = info
         self.options = options
         self.codec = Codec(functions, options.allow_pickle)
-        self.codec.register(Future, "future", _refuse_future, _refuse_future)
         self.ledger = Ledger()
         self.directory = Directory(info)
         self.crew = Crew(f"{info.name} rpc", options.threads)
@@ -137,6 +139,7 @@ class Agent:
             if execution.peer == name:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.ledger.end(execution)
+        self.references.gone(self.directory.find(name).info, reason)
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -197,8 +200,10 @@ class Agent:
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
         peer, kind, body, meta, limit, operation, receive = outgoing
-        tree, leaves = self.codec.encode(body)
+        parcel = Parcel(peer.info)
+        tree, leaves = self.encode(body, parcel)
         waiting = Exchange(peer.info.name, operation)
+        answer: Frame | None = None
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
         self.ledger.send(waiting)
@@ -207,9 +212,7 @@ class Agent:
                 meta = meta | self._give_ticket(waiting, peer)
                 execution.begin(waiting)
             lane = peer.take(limit)
-            answer = self._on_lane(
-                waiting, peer, lane, limit, (kind, meta, tree, leaves)
-            )
+            answer = waiting.run(peer, lane, limit, (kind, meta, tree, leaves))
         except ChannelClosed as error:
             if waiting.given_up is not None:
                 raise RpcTimeout(waiting.given_up) from error
@@ -219,8 +222,10 @@ class Agent:
         finally:
             if execution is not None:
                 execution.end(waiting)
+            if parcel.forks and (answer is None or answer.kind != REPLY):
+                self.references.undelivered(parcel)
             self.ledger.end(waiting)
-        return self.value_of(answer, receive)
+        return self.value_of(answer, receive, peer.info)
 
     def _give_ticket(self, waiting: Exchange, peer: Peer) -> dict[str, Any]:
         """Lets a call be taken back, for which its own channel does not serve.
@@ -237,40 +242,13 @@ class Agent:
         with contextlib.suppress(RpcError):  # This worker was shut down meanwhile.
             context.run(self.call_async, name, TAKE_BACK, ticket)
 
-    def _on_lane(
-        self,
-        waiting: Exchange,
-        peer: Peer,
-        lane: Lane,
-        limit: Deadline,
-        request: tuple[str, dict[str, Any], Any, list[Any]],
-    ) -> Frame:
-        channel, numbers = lane
-        kind, meta, tree, leaves = request
-        waiting.channel = channel
-        if waiting.given_up is not None:
-            peer.drop(lane, waiting.given_up)
-            raise ChannelClosed(waiting.given_up)
-        sent = Frame(kind, next(numbers), meta | deadline.to_meta(limit), tree, leaves)
-        try:
-            answer = channel.exchange(sent, limit.at)
-        except TimeoutError:
-            peer.drop(lane, "the call was given up at its deadline")
-            raise
-        except ValueError:
-            peer.give(lane)  # refused before a byte was sent
-            raise
-        except BaseException as error:
-            peer.drop(lane, f"the call was interrupted: {error!r}")
-            raise
-        peer.give(lane)
-        return answer
-
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
-        tree, leaves = self.codec.encode(outgoing.body)
+        parcel = Parcel(outgoing.peer.info)
+        tree, leaves = self.encode(outgoing.body, parcel)
         scope = current.scope.get()
-        request = Request(self, outgoing, None if scope is None else scope.execution)
+        execution = None if scope is None else scope.execution
+        request = Request(self, outgoing, parcel, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
         frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
         peer = outgoing.peer
@@ -286,6 +264,7 @@ class Agent:
         try:
             request.submit(peer.line, frame)
         except BaseException:
+            self.references.undelivered(request.parcel)
             self.ledger.end(request)
             raise
         self.alarm.set(request.deadline.at)
@@ -307,9 +286,23 @@ class Agent:
 
     # --- answers ---
 
-    def value_of(self, frame: Frame, receive: Receive | None) -> Any:
+    def encode(self, value: Any, parcel: Parcel) -> tuple[Any, list[Any]]:
+        """The tree and leaves of a value that is about to be sent in a call."""
+        try:
+            return self.codec.encode(value, parcel)
+        except BaseException:
+            self.references.undelivered(parcel)
+            raise
+
+    def value_of(
+        self, frame: Frame, receive: Receive | None, callee: WorkerInfo
+    ) -> Any:
         """What an answer says; raises what it says was raised."""
-        value = self.codec.decode(frame.tree, frame.leaves)
+        try:
+            value = self.codec.decode(frame.tree, frame.leaves, Parcel(callee))
+        except BaseException:
+            self.references.decline(frame.tree, callee)
+            raise
         if frame.kind == REPLY:
             return value if receive is None else receive(value, frame.meta)
         if frame.kind != ERROR:
@@ -337,7 +330,7 @@ class Agent:
     # --- serving ---
 
     def _serve(self, channel: Channel) -> None:
-        caller = self.directory.caller(channel.peer, self.options.join_timeout)
+        caller = self.directory.caller(channel.peer, moment(self.options.join_timeout))
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
             return
@@ -384,15 +377,4 @@ class Agent:
         self._transport.close()
         self._loopback.close()
         self.alarm.close()
-        self.crew.close(timeout=5.0)
-
-
-def _refuse_future(value: Any) -> Any:
-    rule = (
-        "must not contain a Future: Can not pickle torch.futures.Future, nor this one"
-    )
-    remedy = "Send its value: future.wait(). A function decorated with "
-    remedy += "@rpc.async_execution may return one."
-    raise TypeError(
-        requirement("rpc(args=...) or its result", rule, "a Future", remedy)
-    )
+        self.crew.close(timeout=1.0)

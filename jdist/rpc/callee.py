@@ -1,9 +1,10 @@
 """Running what other workers ask for."""
 
 import contextvars
+import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.rpc import current, deadline
@@ -11,8 +12,10 @@ from jdist.rpc.current import Scope
 from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.execution import Execution
 from jdist.rpc.frame import ERROR, REPLY, Frame
-from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.future import Future, call_when_done, cancel
+from jdist.rpc.parcel import Parcel
 from jdist.rpc.remote_exception import describe
+from jdist.rpc.waiting import collect_all
 from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -89,7 +92,7 @@ class Callee:
             result = context.run(self._run, execution, frame, depth)
             if isinstance(result, Future):
                 return self._defer(execution, frame.id, result)
-            return self._success(frame.id, result)
+            return self._success(execution, frame.id, result)
         except KeyboardInterrupt as error:
             if depth:
                 raise  # the user's, while a call ran in the user's own thread
@@ -115,12 +118,44 @@ class Callee:
             raise ProtocolError(
                 f"Nothing here answers a request of kind {frame.kind!r}."
             )
-        body = self._agent.codec.decode(frame.tree, frame.leaves)
-        return handler(execution.caller, body, frame.meta)
+        parcel = Parcel(execution.caller)
+        body = self._agent.codec.decode(frame.tree, frame.leaves, parcel)
+        if not parcel.unsettled:
+            return handler(execution.caller, body, frame.meta)
+        run = functools.partial(handler, execution.caller, body, frame.meta)
+        return self._when_settled(execution, parcel.unsettled, run)
 
-    def _success(self, number: int, result: Any) -> Frame:
+    def _when_settled(
+        self,
+        execution: Execution,
+        unsettled: Sequence[Future[Any]],
+        run: Callable[[], Any],
+    ) -> Future[Any]:
+        """Runs a call once its references may be used; no thread waits for that."""
+        result: Future[Any] = Future()
+        context = contextvars.copy_context()
+
+        def begin() -> None:
+            current.scope.set(Scope(self._agent, execution.deadline, execution))
+            try:
+                for future in unsettled:
+                    future.value()
+                if execution.cancelled is None:
+                    _pass_on(run(), result, execution)
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                cancel(result, error)
+
+        settled = collect_all(unsettled)
+        crew = self._agent.crew
+        call_when_done(settled, lambda: crew.run(lambda: context.run(begin)))
+        return result
+
+    def _success(self, execution: Execution, number: int, result: Any) -> Frame:
         value, meta = result if type(result) is Reply else (result, {})
-        tree, leaves = self._agent.codec.encode(value)
+        parcel = Parcel(execution.caller)
+        tree, leaves = self._agent.encode(value, parcel)
+        if parcel.forks:
+            self._agent.references.answer(execution, parcel)
         return Frame(REPLY, number, meta, tree, leaves)
 
     def _defer(
@@ -131,7 +166,7 @@ class Callee:
 
         def finish() -> None:
             try:
-                frame = self._success(number, result.value())
+                frame = self._success(execution, number, result.value())
             except BaseException as error:  # noqa: BLE001 - it is the caller's
                 frame = self.failure(number, error)
             answer.set_result(frame)
@@ -139,6 +174,22 @@ class Callee:
         execution.defer(result)
         call_when_done(result, finish)
         return execution
+
+
+def _pass_on(value: Any, result: Future[Any], execution: Execution) -> None:
+    """Completes `result` with a value, or with that of a future once it is there."""
+    if not isinstance(value, Future):
+        result.set_result(value)
+        return
+    execution.defer(value)
+
+    def done() -> None:
+        try:
+            result.set_result(value.value())
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            cancel(result, error)
+
+    call_when_done(value, done)
 
 
 def _taken_back_by(caller: WorkerInfo) -> str:

@@ -16,6 +16,7 @@ from jdist.rpc.frame import CALL
 from jdist.rpc.future import Future
 from jdist.rpc.interceptor import Interceptor, Invocation
 from jdist.rpc.ledger import Operation
+from jdist.rpc.method import Method
 from jdist.rpc.request import Outgoing
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -61,8 +62,9 @@ def rpc_sync(
       3
     """
     agent = current.agent()
-    outgoing = _outgoing(agent, to, func, args, kwargs, timeout, "rpc_sync")
-    return agent.exchange(outgoing)
+    return agent.exchange(
+        outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_sync")
+    )
 
 
 def rpc_async(
@@ -92,8 +94,9 @@ def rpc_async(
       3
     """
     agent = current.agent()
-    outgoing = _outgoing(agent, to, func, args, kwargs, timeout, "rpc_async")
-    future = agent.request(outgoing)
+    future = agent.request(
+        outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_async")
+    )
     waiting.collect(future)
     return future
 
@@ -104,16 +107,28 @@ def install(agent: Agent) -> None:
     def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         if type(body) is not tuple or len(body) != 3 or not callable(body[0]):
             raise ProtocolError("A call has a function, arguments and keywords.")
-        call = Invocation(CALL, *body)
-        scope = current.scope.get()
-        assert scope is not None
-        assert scope.execution is not None
-        scope.execution.operation = Operation(CALL, call.function)
-        if agent.interceptor is None:
-            return run(call)
-        return _intercepted(agent.interceptor, caller, call, meta)
+        return execute(agent, caller, Invocation(CALL, *body), meta)
 
     agent.register(CALL, answer)
+
+
+def execute(
+    agent: Agent, caller: WorkerInfo, call: Invocation, meta: dict[str, Any]
+) -> Any:
+    """Runs a call that has arrived: a value, a Future, or a Reply with metadata.
+
+    Raises:
+      Exception: Whatever the function raised.
+    """
+    if isinstance(call.function, Method):
+        call = call._replace(function=call.function.bound())
+    scope = current.scope.get()
+    assert scope is not None
+    assert scope.execution is not None
+    scope.execution.operation = Operation(call.kind, call.function)
+    if agent.interceptor is None:
+        return run(call)
+    return _intercepted(agent.interceptor, caller, call, meta)
 
 
 def run(call: Invocation) -> Any:
@@ -145,26 +160,32 @@ def _intercepted(
     return Reply(value, answer_meta)
 
 
-def _outgoing(
+def outgoing(
     agent: Agent,
     to: Any,
+    kind: str,
     func: Any,
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float,
     verb: str,
 ) -> Outgoing:
+    """A call of a function, as a request of this kind.
+
+    Raises:
+      TypeError: `func` cannot be called.
+    """
     if not callable(func):
         rule = "function should be callable"
         raise TypeError(requirement(f"{verb}(func)", rule, func))
     body = (func, tuple(args or ()), dict(kwargs or {}))
-    found = agent.outgoing(to, CALL, body, timeout)
+    found = agent.outgoing(to, kind, body, timeout)
     operation = Operation(verb, func)
     interceptor = agent.interceptor
     if interceptor is None:
         return found._replace(operation=operation)
     info = found.peer.info
-    call, meta = interceptor.request(info, Invocation(CALL, *body))
+    call, meta = interceptor.request(info, Invocation(kind, *body))
     return found._replace(
         body=(call.function, call.args, call.kwargs),
         meta=meta,

@@ -82,8 +82,10 @@ class Crew:
         return [thread for thread in threads if thread.is_alive()]
 
     def _start(self, task: Callable[[], None]) -> None:
+        post = _Post()
+        post.task = task  # not an argument: those a thread keeps to its end
         thread = threading.Thread(
-            target=self._work, args=(task,), name=self._name, daemon=True
+            target=self._work, args=(post,), name=self._name, daemon=True
         )
         self._threads.add(thread)
         try:
@@ -92,14 +94,15 @@ class Crew:
             self._threads.discard(thread)
             raise
 
-    def _work(self, task: Callable[[], None] | None) -> None:
-        post = _Post()
+    def _work(self, post: "_Post") -> None:
+        task, post.task = post.task, None
         while task is not None:
             try:
                 task()
             except BaseException:  # noqa: BLE001 - the thread serves others after it
                 # Tasks report their own failures; this is one in reporting.
                 _log.exception("A task of %s raised an exception.", self._name)
+            task = None  # nothing of it is kept while the thread is idle
             task = self._next(post)
         with self._lock:
             self._threads.discard(threading.current_thread())

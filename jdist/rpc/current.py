@@ -132,7 +132,17 @@ def use_worker(name: str) -> Iterator[None]:
     if chosen is None:
         rule = f"must be a worker of this process, one of {sorted(_workers)}"
         raise ValueError(requirement("use_worker(name)", rule, name))
+    with acting_as(chosen):
+        yield
+
+
+@contextlib.contextmanager
+def acting_as(chosen: "Agent") -> Iterator[None]:
+    """Within it, this thread of control acts as that worker, as part of its call."""
     before = scope.get()
+    if before is not None and before.agent is chosen:
+        yield
+        return
     inherited = NEVER if before is None else before.deadline
     token = scope.set(Scope(chosen, inherited))
     try:

@@ -36,6 +36,15 @@ class Deadline(NamedTuple):
 
 NEVER = Deadline()
 
+LONGEST = 1e6
+"""Seconds. What is longer counts as no limit: poll(2) counts milliseconds in 31 bits,
+and a lock refuses to wait for more than some centuries."""
+
+
+def moment(seconds: float) -> float | None:
+    """When that many seconds are over; None for 0, and beyond LONGEST."""
+    return time.monotonic() + seconds if 0 < seconds <= LONGEST else None
+
 
 def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
     """The deadline of a call: its own timeout, but never beyond the enclosing call.
@@ -54,7 +63,7 @@ def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
     else:
         check_timeout("timeout", timeout)
         seconds, firm = timeout, timeout > 0
-    at = time.monotonic() + seconds if seconds else None
+    at = moment(seconds)
     if enclosing.at is not None and (at is None or enclosing.at < at):
         return enclosing
     return Deadline(at, seconds, firm)
@@ -85,7 +94,8 @@ def from_meta(meta: dict[str, Any]) -> Deadline:
     seconds = meta.get("deadline")
     if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return NEVER
-    return Deadline(time.monotonic() + seconds, seconds, meta.get("firm") is True)
+    at = time.monotonic() + min(seconds, LONGEST)
+    return Deadline(at, seconds, meta.get("firm") is True)
 
 
 def exceeded(deadline: Deadline) -> str:

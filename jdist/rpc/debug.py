@@ -46,6 +46,7 @@ def information(agent: Agent) -> dict[str, Any]:
         "agent.activity": activity(agent),
         "group.workers": [peer.info.name for peer in peers],
         "group.lost": agent.group.lost(),
+        **agent.references.counts(),
     }
 
 

@@ -1,6 +1,7 @@
 """Who belongs to the group, by name and by rank, and who has gone."""
 
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,14 +69,14 @@ class Directory:
             )
         return peer
 
-    def caller(self, name: str, seconds: float) -> WorkerInfo | None:
+    def caller(self, name: str, until: float | None) -> WorkerInfo | None:
         """The worker of this proved name; waits until the group is complete.
 
         A peer may be told of the complete group a little earlier than this worker.
         None when the name does not belong to the group.
         """
         if name not in self._peers:
-            self._complete.wait(seconds)
+            self._complete.wait(None if until is None else until - time.monotonic())
         peer = self._peers.get(name)
         return None if peer is None else peer.info
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdist.rpc.deadline import Deadline
@@ -28,8 +29,8 @@ class Execution:
     """
 
     __slots__ = (
-        "_future", "_lock", "_nested", "answer", "caller", "cancelled", "deadline",
-        "operation", "since", "ticket",
+        "__weakref__", "_future", "_lock", "_nested", "_undelivered", "answer",
+        "caller", "cancelled", "deadline", "operation", "since", "ticket",
     )  # fmt: skip
 
     answer: Future[Frame]
@@ -54,6 +55,7 @@ class Execution:
         self._lock = threading.Lock()
         self._future: Future[Any] | None = None
         self._nested: set[Cancellable] | None = None
+        self._undelivered: Callable[[], None] | None = None
 
     @property
     def peer(self) -> str:
@@ -72,6 +74,19 @@ class Execution:
             reason = self.cancelled
         if reason is not None:
             cancel(future, RpcTimeout(reason))
+
+    @property
+    def brings_references(self) -> bool:
+        """Whether its answer does."""
+        return self._undelivered is not None
+
+    def bring(self, undelivered: Callable[[], None]) -> None:
+        """The answer brings references; called if nobody awaits it any more."""
+        with self._lock:
+            self._undelivered = undelivered
+            cancelled = self.cancelled
+        if cancelled is not None:
+            undelivered()
 
     def begin(self, nested: Cancellable) -> None:
         """The function began to wait for `nested`."""
@@ -96,7 +111,10 @@ class Execution:
                 return
             self.cancelled = reason
             future, nested = self._future, list(self._nested or ())
+            undelivered = self._undelivered
         if future is not None:
             cancel(future, RpcTimeout(reason))
         for call in nested:
             call.give_up(reason)
+        if undelivered is not None:
+            undelivered()

@@ -7,6 +7,7 @@ flight is always on somebody's ledger, and when all ledgers are empty there is n
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from jdist.rpc.deadline import Deadline
@@ -87,8 +88,13 @@ class Ledger:
         with self._lock:
             return list(self._served)
 
-    def when_empty(self, deadline: Deadline) -> int:
+    def when_empty(self, deadline: Deadline, check: Callable[[], None]) -> int:
         """Waits until no call is under way; how many have ever begun, at that moment.
+
+        Args:
+          deadline: Of the wait.
+          check: Called at the beginning and after each `wake`; ends the wait by raising
+            an exception.
 
         Raises:
           RpcTimeout: Some still are at the deadline; the message names them.
@@ -96,17 +102,23 @@ class Ledger:
         with self._empty:
             self._watched += 1
             try:
-                while self._sent or self._served:
-                    if not self._empty.wait(deadline.remaining()) and (
-                        self._sent or self._served
-                    ):
+                while True:
+                    check()
+                    if not self._sent and not self._served:
+                        return self._begun
+                    if deadline.remaining() == 0:
                         raise RpcTimeout(
                             f"Calls were still under way after {deadline.timeout:.2f} "
                             f"seconds: {self._describe()}."
                         )
-                return self._begun
+                    self._empty.wait(deadline.remaining())
             finally:
                 self._watched -= 1
+
+    def wake(self) -> None:
+        """Has those who wait in `when_empty` check again."""
+        with self._empty:
+            self._empty.notify_all()
 
     def _describe(self) -> str:
         ways = [("waiting for", self._sent), ("serving", self._served)]

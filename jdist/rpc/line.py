@@ -134,21 +134,30 @@ class Line:
             return  # then there is nothing left to cancel
 
     def _read(self) -> None:
-        while True:
-            try:
-                frame = self._channel.receive()
-            except (ChannelClosed, ProtocolError) as error:
-                self._end(str(error))
-                return
-            pending = self._pending.pop(frame.id, None)
-            if pending is not None:
-                callbacks = pending.answered(frame)
-                if callbacks:
-                    self._crew.run(self._read)
-                    _run(callbacks)
-                    return
-            elif self._on_push is not None:
+        while self._read_one():
+            pass
+
+    def _read_one(self) -> bool:
+        """Passes one answer on; whether this thread shall wait for the next one.
+
+        A function of its own, so that nothing of an answer is kept while waiting.
+        """
+        try:
+            frame = self._channel.receive()
+        except (ChannelClosed, ProtocolError) as error:
+            self._end(str(error))
+            return False
+        pending = self._pending.pop(frame.id, None)
+        if pending is None:
+            if self._on_push is not None:
                 self._on_push(frame)
+            return True
+        callbacks = pending.answered(frame)
+        if not callbacks:
+            return True
+        self._crew.run(self._read)
+        _run(callbacks)
+        return False
 
     def _end(self, reason: str) -> None:
         self.closed = reason

@@ -4,6 +4,7 @@ import secrets
 import socket
 import threading
 import time
+import warnings
 from typing import NamedTuple
 
 from jdist._errors import requirement
@@ -11,17 +12,19 @@ from jdist.rpc import calls, current, debug
 from jdist.rpc.agent import Agent
 from jdist.rpc.channel import ChannelClosed, Transport
 from jdist.rpc.coordinator import NAME, Coordinator
-from jdist.rpc.deadline import Deadline
+from jdist.rpc.deadline import Deadline, moment
 from jdist.rpc.endpoint import is_loopback
 from jdist.rpc.errors import RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.functions import FunctionTable
 from jdist.rpc.group import Group
 from jdist.rpc.options import RpcOptions
+from jdist.rpc.rref.install import install as install_references
 from jdist.rpc.socket_transport import SocketTransport
 from jdist.rpc.termination import wait_for_all
 from jdist.rpc.worker_info import WorkerInfo
 
 _LEAVING_SECONDS = 2.0
+_RELEASE_SECONDS = 30.0
 
 
 class Place(NamedTuple):
@@ -49,7 +52,7 @@ def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
       AuthenticationError: The other side has another key.
       OSError: The coordinator cannot listen where it should.
     """
-    until = time.monotonic() + options.join_timeout if options.join_timeout else None
+    until = moment(options.join_timeout)
     coordinator = _listen(place, options) if place.info.id == 0 else None
     agent: Agent | None = None
     try:
@@ -80,6 +83,7 @@ def make_agent(
     agent = Agent(info, transport, functions, options)
     calls.install(agent)
     debug.install(agent)
+    install_references(agent)
     return agent
 
 
@@ -94,6 +98,9 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
     try:
         if graceful:
             _finish(agent, deadline)
+            # Everybody gives its references up, and only then somebody goes.
+            agent.references.release(deadline, _RELEASE_SECONDS)
+            _finish(agent, deadline)
             finished = True
     except WorkerLost:
         _raise_lost(agent)
@@ -102,6 +109,7 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
         _end(agent, _LEAVING_SECONDS if finished else 0.0)
     if graceful:
         _raise_lost(agent)
+        _report(agent.references.leaks(), agent.options)
 
 
 def _finish(agent: Agent, deadline: Deadline) -> None:
@@ -117,6 +125,15 @@ def _finish(agent: Agent, deadline: Deadline) -> None:
             # It left without waiting for anybody, so nobody waits for it.
 
 
+def _report(leaks: list[str], options: RpcOptions) -> None:
+    if not leaks:
+        return
+    text = f"Leaking RRef: values that others hold at the end: {'; '.join(leaks)}."
+    if options.leaks == "error":
+        raise RpcError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
 def _raise_lost(agent: Agent) -> None:
     for name, reason in agent.group.lost().items():
         raise WorkerLost(name, "shutdown", reason)
@@ -130,6 +147,7 @@ def _end(agent: Agent, patience: float) -> None:
             agent.coordinator.wait_until_alone(patience)
             agent.coordinator.close("it was shut down")
     finally:
+        agent.references.close()
         agent.close()
 
 

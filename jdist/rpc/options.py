@@ -29,6 +29,8 @@ class RpcOptions:
       allow_pickle: Lets values that have no other way travel as pickles. Whoever
         knows the key can then run any code here.
       limits: Limits on the size of messages.
+      leaks: What a graceful shutdown does when values of this worker are held by others
+        although all references were given up: "warn" or "error".
 
     Raises:
       TypeError: A number of seconds is not a number.
@@ -54,6 +56,7 @@ class RpcOptions:
     insecure: bool = False
     allow_pickle: bool = False
     limits: Any = None
+    leaks: str = "warn"
 
     def __post_init__(self) -> None:
         for name in ("timeout", "join_timeout"):
@@ -69,6 +72,9 @@ class RpcOptions:
         if self.threads < 2:
             rule = "must be at least 2: one reads while another runs a call"
             raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
+        if self.leaks not in ("warn", "error"):
+            rule = 'must be "warn" or "error"'
+            raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))
 
 
 def check_seconds(call: str, seconds: object) -> None:

@@ -4,14 +4,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdist.rpc.channel import Channel
-from jdist.rpc.deadline import Deadline
+from jdist.rpc.channel import Channel, ChannelClosed
+from jdist.rpc.deadline import Deadline, to_meta
 from jdist.rpc.errors import RpcTimeout
 from jdist.rpc.frame import Frame
 from jdist.rpc.future import Future, complete
 from jdist.rpc.ledger import Operation
 from jdist.rpc.line import Callbacks, Line
-from jdist.rpc.peer import Peer
+from jdist.rpc.parcel import Parcel
+from jdist.rpc.peer import Lane, Peer
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
@@ -54,6 +55,38 @@ class Exchange:
         if self.take_back is not None:
             self.take_back()
 
+    def run(
+        self,
+        peer: Peer,
+        lane: Lane,
+        limit: Deadline,
+        request: tuple[str, dict[str, Any], Any, list[Any]],
+    ) -> Frame:
+        """Sends a request of this kind, metadata, tree and leaves; the answer.
+
+        Raises: what `Channel.exchange` raises.
+        """
+        channel, numbers = lane
+        kind, meta, tree, leaves = request
+        self.channel = channel
+        if self.given_up is not None:
+            peer.drop(lane, self.given_up)
+            raise ChannelClosed(self.given_up)
+        sent = Frame(kind, next(numbers), meta | to_meta(limit), tree, leaves)
+        try:
+            answer = channel.exchange(sent, limit.at)
+        except TimeoutError:
+            peer.drop(lane, "the call was given up at its deadline")
+            raise
+        except ValueError:
+            peer.give(lane)  # refused before a byte was sent
+            raise
+        except BaseException as error:
+            peer.drop(lane, f"the call was interrupted: {error!r}")
+            raise
+        peer.give(lane)
+        return answer
+
 
 class Request:
     """An asynchronous call: a future waits, and a line has it among others."""
@@ -68,12 +101,18 @@ class Request:
         "deadline",
         "future",
         "operation",
+        "parcel",
         "since",
     )  # fmt: skip
 
     def __init__(
-        self, agent: "Agent", outgoing: Outgoing, execution: "Execution | None"
+        self,
+        agent: "Agent",
+        outgoing: Outgoing,
+        parcel: Parcel,
+        execution: "Execution | None",
     ) -> None:
+        self.parcel = parcel
         self._peer = outgoing.peer
         self.operation = outgoing.operation
         self.deadline = outgoing.deadline
@@ -108,7 +147,7 @@ class Request:
     def answered(self, frame: Frame) -> Callbacks:
         """See `Pending`."""
         try:
-            value = self._agent.value_of(frame, self._receive)
+            value = self._agent.value_of(frame, self._receive, self._peer.info)
         except BaseException as error:  # noqa: BLE001 - it becomes the future's
             return self.end(None, error)
         return self.end(value, None)
@@ -130,6 +169,8 @@ class Request:
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
         """Completes the future; the callbacks that remain to be run."""
         callbacks = complete(self.future, value, error)
+        if error is not None:
+            self._agent.references.undelivered(self.parcel)
         if self._execution is not None:
             self._execution.end(self)
         if not callbacks:

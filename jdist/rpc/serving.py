@@ -4,6 +4,7 @@ The thread that reads a request runs it. On a shared channel it first passes the
 on to another thread, so a slow call never delays the next one.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -40,25 +41,34 @@ class Serving:
         self._caller = caller
         self._on_closed = on_closed
         self._running: dict[int, Execution] = {}
+        # Answers that bring references, until these have arrived.
+        self._bringing: weakref.WeakValueDictionary[int, Execution]
+        self._bringing = weakref.WeakValueDictionary()
 
     def read(self) -> None:
         """Serves requests until the channel closes, or another thread takes over."""
-        while True:
-            try:
-                frame = self._channel.receive()
-            except (ChannelClosed, ProtocolError) as error:
-                self._end(str(error))
-                return
-            if frame.kind == CANCEL:
-                self._cancel(frame.id)
-                continue
-            execution = self._agent.callee.begin(self._caller, frame)
-            self._running[frame.id] = execution
-            if frame.shared:
-                self._agent.crew.run(self.read, limited=True)
-                self._serve(execution, frame)
-                return
-            self._serve(execution, frame)
+        while self._read_one():
+            pass
+
+    def _read_one(self) -> bool:
+        """Serves one request; whether this thread shall wait for the next one.
+
+        A function of its own, so that nothing of a request is kept while waiting.
+        """
+        try:
+            frame = self._channel.receive()
+        except (ChannelClosed, ProtocolError) as error:
+            self._end(str(error))
+            return False
+        if frame.kind == CANCEL:
+            self._cancel(frame.id)
+            return True
+        execution = self._agent.callee.begin(self._caller, frame)
+        self._running[frame.id] = execution
+        if frame.shared:
+            self._agent.crew.run(self.read, limited=True)
+        self._serve(execution, frame)
+        return not frame.shared
 
     def _serve(self, execution: Execution, frame: Frame) -> None:
         answer = self._agent.callee.execute(execution, frame)
@@ -71,28 +81,31 @@ class Serving:
             self._answer(execution, frame.id, answer)
 
     def _answer(self, execution: Execution, number: int, answer: Frame) -> None:
+        if execution.brings_references:
+            self._bringing[number] = execution
         self._running.pop(number, None)
         try:
-            self._send(answer)
+            self._send(execution, answer)
         finally:
             self._agent.ledger.end(execution)
 
-    def _send(self, answer: Frame) -> None:
+    def _send(self, execution: Execution, answer: Frame) -> None:
         try:
             try:
                 self._channel.send(answer)
             except ValueError as error:  # beyond the limits: say so instead
+                execution.cancel(f"its answer was not sent: {error}")
                 self._channel.send(self._agent.callee.failure(answer.id, error))
-        except ChannelClosed:
-            return  # the caller has gone, or given up
+        except ChannelClosed as error:
+            execution.cancel(f"{self._caller.name!r} gave up the call: {error}")
 
     def _cancel(self, number: int) -> None:
-        execution = self._running.get(number)
+        execution = self._running.get(number) or self._bringing.get(number)
         if execution is not None:
             execution.cancel(f"{self._caller.name!r} gave up the call")
 
     def _end(self, reason: str) -> None:
         self._channel.close(reason)
-        for execution in list(self._running.values()):
+        for execution in [*self._running.values(), *self._bringing.values()]:
             execution.cancel(f"{self._caller.name!r} gave up the call: {reason}")
         self._on_closed(self._channel)

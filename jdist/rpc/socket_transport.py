@@ -198,7 +198,7 @@ class SocketTransport:
     def close(self) -> None:
         """Stops accepting, closes every channel, joins its threads; see `Transport`.
 
-        A thread that is still busy with somebody's function after five seconds is left
+        A thread that is still busy with somebody's function after a second is left
         to end by itself.
         """
         with self._room:
@@ -206,7 +206,7 @@ class SocketTransport:
                 return
             self._closed.set()
             self._room.notify_all()
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + 1.0
         self._wake.close()
         if self._accepting is not None:
             self._accepting.join(until - time.monotonic())

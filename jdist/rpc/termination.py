@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from jdist.rpc.agent import Agent
 from jdist.rpc.deadline import Deadline
+from jdist.rpc.errors import WorkerLost
 from jdist.rpc.group import Group
 
 
@@ -29,9 +30,17 @@ def wait_for_all(
         come.
       WorkerLost: One of them got lost meanwhile.
     """
+
+    def check() -> None:
+        for name, reason in group.lost().items():
+            if name in names:
+                raise WorkerLost(name, "shutdown", reason)
+
+    # Whoever is lost will not come, so there is no use in waiting for one's own calls.
+    group.on_lost(lambda name, reason: agent.ledger.wake())
     before = None
     while True:
-        begun = agent.ledger.when_empty(deadline)
+        begun = agent.ledger.when_empty(deadline, check)
         timeout = 0.0 if deadline.at is None else max(1e-3, deadline.remaining() or 0.0)
         wave = group.all_gather(begun, names, timeout, "shutdown")
         if wave == before:

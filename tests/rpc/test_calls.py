@@ -1,5 +1,6 @@
 """Calls: to whom, of what, nested how deeply, side by side, and what comes back."""
 
+import re
 import threading
 
 import jax
@@ -228,9 +229,8 @@ def leave_the_interpreter():
 @pytest.mark.parametrize("text", ["Expected error", "one\ntwo\t\\three"])
 def test_an_exception_arrives_as_its_own_type(cluster, text):
     for start in (rpc.rpc_sync, wait_for):
-        with pytest.raises(ValueError, match="^") as caught:
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             cluster.run(1, start, "worker2", fail, (text,))
-        assert str(caught.value) == text
 
 
 def wait_for(to, fn, args=()):

@@ -210,16 +210,21 @@ def test_registered_types(allow_pickle):
     codec = Codec(FunctionTable(), allow_pickle=allow_pickle)
     seen = []
 
-    def encode(reference):
+    def encode(reference, parcel):
+        parcel.append(reference.key)
         seen.append(reference.key)
         return (reference.key, np.arange(3))
 
-    def decode(value):
+    def decode(value, parcel):
+        parcel.append(value[0])
         seen.append(value)
         return _Reference(value[0])
 
     codec.register(_Reference, "rref", encode, decode)
-    got = codec.decode(*by_wire(*codec.encode({"r": [_Reference(5), _Reference(6)]})))
+    sent, arrived = [], []
+    tree, leaves = codec.encode({"r": [_Reference(5), _Reference(6)]}, sent)
+    got = codec.decode(*by_wire(tree, leaves), arrived)
+    assert sent == arrived == [5, 6]
     assert [reference.key for reference in got["r"]] == [5, 6]
     assert seen[:2] == [5, 6]
     assert_same(seen[2:], [(5, np.arange(3)), (6, np.arange(3))])
@@ -230,13 +235,13 @@ def test_what_hooks_raise_comes_through(allow_pickle):
     """A deleted reference refuses to go, one to a stranger to come."""
     codec = Codec(FunctionTable(), allow_pickle=allow_pickle)
 
-    def fail(value):
+    def fail(value, parcel):
         raise RuntimeError(f"cannot fork {value!r}")
 
-    codec.register(_Reference, "out", fail, lambda value: value)
+    codec.register(_Reference, "out", fail, lambda value, parcel: value)
     with pytest.raises(RuntimeError, match="cannot fork"):
         codec.encode([_Reference(1)])
-    codec.register(nameable.Plain, "in", lambda plain: plain.x, fail)
+    codec.register(nameable.Plain, "in", lambda plain, parcel: plain.x, fail)
     tree, leaves = codec.encode((nameable.Plain(3),))
     with pytest.raises(RuntimeError, match="cannot fork 3"):
         codec.decode(tree, leaves)
@@ -244,7 +249,9 @@ def test_what_hooks_raise_comes_through(allow_pickle):
 
 def test_short_lived_arrays_are_not_mixed_up(codec):
     """Hooks make arrays that nobody else keeps: an id must not be met again."""
-    codec.register(nameable.Plain, "plain", lambda p: np.full(3, p.x), lambda a: a)
+    codec.register(
+        nameable.Plain, "plain", lambda p, _: np.full(3, p.x), lambda a, _: a
+    )
     tree, leaves = codec.encode([nameable.Plain(i) for i in range(100)])
     got = codec.decode(tree, leaves)
     assert [int(a[0]) for a in got] == list(range(100))
@@ -260,6 +267,6 @@ def test_registering_twice(codec):
 def test_a_peer_with_more_types(codec):
     """A code that only the sender registered is named."""
     other = Codec(FunctionTable())
-    other.register(_Reference, "rref", lambda r: r.key, _Reference)
+    other.register(_Reference, "rref", lambda r, _: r.key, _Reference)
     with pytest.raises(ProtocolError, match="No type is registered as 'rref'"):
         codec.decode(*other.encode(_Reference(1)))

@@ -330,17 +330,21 @@ def collected():
     assert len(futures) == 2
 
 
+def raise_in_block(seen):
+    with rpc.wait_all_calls() as futures:
+        seen.append(futures)
+        rpc.rpc_async("worker1", fail, args=("within",))
+        raise ZeroDivisionError("body")
+
+
 def collected_errors():
     with pytest.raises(KeyError, match="within"), rpc.wait_all_calls():
         rpc.rpc_async("worker1", fail, args=("within",))
-    with (
-        pytest.raises(ZeroDivisionError, match="body"),
-        rpc.wait_all_calls() as futures,
-    ):
-        rpc.rpc_async("worker1", fail, args=("within",))
-        raise ZeroDivisionError("body")
+    seen = []
+    with pytest.raises(ZeroDivisionError, match="body"):
+        raise_in_block(seen)
     with pytest.raises(KeyError, match="within"):
-        futures[0].wait()
+        seen[0][0].wait()
     with rpc.wait_all_calls() as futures:
         pass
     assert futures == []

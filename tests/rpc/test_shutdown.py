@@ -1,5 +1,6 @@
 """Ends: graceful ones wait for all that is under way, others for nobody."""
 
+import signal
 import threading
 
 import pytest
@@ -241,3 +242,31 @@ def test_workers_of_a_cluster_may_end_on_their_own():
             rpc.shutdown(graceful=False)
         with pytest.raises(rpc.WorkerLost, match="Lost worker 'b'"):
             rpc.rpc_sync("b", add, args=(1, 2))
+
+
+def forget_call(name):
+    rpc.rpc_async("worker1", begin_and_wait, args=(name,), timeout=0)
+    rpc.rpc_sync("worker1", has_begun, args=(name,))
+
+
+def begin_and_wait(name):
+    gate(f"{name} begun").set()
+    wait_at(name)
+
+
+def has_begun(name):
+    assert gate(f"{name} begun").wait(PATIENCE)
+
+
+def test_a_loss_ends_the_wait_for_ones_own_calls(fresh_hosts):
+    """The call that worker1 executes does not end, but the wait for it does."""
+    made = fresh_hosts(3)
+    made.everywhere(become_worker)
+    made.run(0, forget_call, "does not end")
+    ending = made.start(1, end_with_error, rpc.WorkerLost, 0)
+    assert not ending.done(0.2)
+    made.signal(2, signal.SIGKILL)
+    assert "Lost worker 'worker2' during shutdown" in ending.result()
+    assert "Lost worker 'worker2' during shutdown" in made.run(
+        0, end_with_error, rpc.WorkerLost, 0
+    )

@@ -58,15 +58,19 @@ class Codec:
         self._depth = depth
         self._encoders = _ENCODERS | callables.ENCODERS
         self._decoders = _decoders(allow_pickle)
-        self._registered: dict[str, Callable[[Any], Any]] = {}
+        self._registered: dict[str, Callable[[Any, Any], Any]] = {}
         self._otherwise: Encoder = self._by_kind
         if allow_pickle:
             self._otherwise = pickles.or_pickled(self._by_kind)
             for kind, encoder in callables.ENCODERS.items():
                 self._encoders[kind] = pickles.or_pickled(encoder)
 
-    def encode(self, value: Any) -> tuple[Any, list[Any]]:
+    def encode(self, value: Any, parcel: Any = None) -> tuple[Any, list[Any]]:
         """The tree of a value, and its arrays in the order in which they appear.
+
+        Args:
+          value: The value.
+          parcel: Given to the hooks of `register`, to be filled in by them.
 
         Raises:
           TypeError: Something in it is of a kind that cannot travel.
@@ -76,12 +80,12 @@ class Codec:
           Exception: Whatever an encode hook raises.
         """
         encoding = Encoding(
-            self.functions, self._encoders, self._otherwise, self._depth
+            self.functions, self._encoders, self._otherwise, self._depth, parcel
         )
         return encoding.tree(value), encoding.leaves
 
-    def decode(self, tree: Any, leaves: Sequence[Any]) -> Any:
-        """The value of a tree and its leaves.
+    def decode(self, tree: Any, leaves: Sequence[Any], parcel: Any = None) -> Any:
+        """The value of a tree and its leaves; `parcel` as for `encode`.
 
         Raises:
           ProtocolError: The tree is malformed, or does not fit the leaves.
@@ -89,24 +93,29 @@ class Codec:
           Exception: Whatever a decode hook raises.
         """
         return Decoding(
-            self.functions, self._decoders, self._registered, leaves, self._depth
+            self.functions,
+            self._decoders,
+            self._registered,
+            leaves,
+            self._depth,
+            parcel,
         ).value(tree)
 
     def register(
         self,
         kind: type,
         code: str,
-        encode: Callable[[Any], Any],
-        decode: Callable[[Any], Any],
+        encode: Callable[[Any, Any], Any],
+        decode: Callable[[Any, Any], Any],
     ) -> None:
         """Lets objects of exactly the type `kind` travel in a form of their own.
 
         Args:
           kind: The type.
           code: Stands for it on the wire; the same on all workers.
-          encode: Makes an encodable value of an object, each time one is sent. What
-            it raises goes to whoever encodes.
-          decode: Makes an object of that value again, each time one arrives.
+          encode: `encode(object, parcel)` makes an encodable value, each time one is
+            sent. What it raises goes to whoever encodes.
+          decode: `decode(value, parcel)` makes an object again, each time one arrives.
 
         Raises:
           ValueError: The code is taken.
@@ -116,7 +125,11 @@ class Codec:
             raise ValueError(requirement("Codec.register(code=...)", rule, repr(code)))
 
         def encoder(encoding: Encoding, value: Any) -> Any:
-            return [codes.REGISTERED, code, *encoding.trees((encode(value),))]
+            return [
+                codes.REGISTERED,
+                code,
+                *encoding.trees((encode(value, encoding.parcel),)),
+            ]
 
         self._encoders[kind] = encoder
         self._registered[code] = decode
@@ -151,7 +164,7 @@ def _registered(decoding: Decoding, node: list[Any]) -> Any:
     decode = decoding.registered.get(code)
     if decode is None:
         raise ProtocolError(f"No type is registered as {code[:40]!r} on this worker.")
-    return decode(decoding.value(tree))
+    return decode(decoding.value(tree), decoding.parcel)
 
 
 def _refusal(value: Any) -> str:

@@ -21,21 +21,24 @@ class Decoding:
       registered: Decode hooks of `Codec.register`, by their codes.
       leaves: The frame's arrays.
       depth: How many levels are left.
+      parcel: For the hooks of registered types.
     """
 
-    __slots__ = ("_decoders", "_depth", "functions", "leaves", "registered")
+    __slots__ = ("_decoders", "_depth", "functions", "leaves", "parcel", "registered")
 
     def __init__(
         self,
         functions: FunctionTable,
         decoders: Sequence[Decoder],
-        registered: Mapping[str, Callable[[Any], Any]],
+        registered: Mapping[str, Callable[[Any, Any], Any]],
         leaves: Sequence[Any],
         depth: int,
+        parcel: Any,
     ) -> None:
         self.functions = functions
         self.registered = registered
         self.leaves = leaves
+        self.parcel = parcel
         self._decoders = decoders
         self._depth = depth
 

@@ -19,9 +19,12 @@ class Encoding:
       encoders: By exact type, for what is frequent.
       otherwise: For a value of any other type.
       depth: How many levels are left.
+      parcel: For the hooks of registered types.
     """
 
-    __slots__ = ("_encoders", "_otherwise", "_places", "depth", "functions", "leaves")
+    __slots__ = (
+        "_encoders", "_otherwise", "_places", "depth", "functions", "leaves", "parcel",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -29,9 +32,11 @@ class Encoding:
         encoders: dict[type, Encoder],
         otherwise: Encoder,
         depth: int,
+        parcel: Any,
     ) -> None:
         self.functions = functions
         self.depth = depth
+        self.parcel = parcel
         self.leaves: list[Any] = []
         self._encoders = encoders
         self._otherwise = otherwise

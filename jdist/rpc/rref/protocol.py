@@ -120,6 +120,11 @@ class Protocol:
         floor = self._creating[held.owner].floor
         return [Post(held.owner, Abort(held.rref, held.fork, floor, reason))]
 
+    def not_asked(self, held: Held) -> None:
+        """The request was never sent: there is no such reference."""
+        self.holdings.remove(held)
+        self._creating[held.owner].end(held.rref.local_id)
+
     def on_create(
         self, creator: int, rref: GloballyUniqueId, fork: GloballyUniqueId, floor: int
     ) -> Entry | None:
@@ -142,18 +147,14 @@ class Protocol:
         entry.holders[ref.fork] = to
         return ref
 
-    def unsent(self, fork: GloballyUniqueId, to: int) -> Effects:
-        """It was not sent after all."""
-        given = self.transit.end(fork, to)
-        return [] if given is None else self._returned(given)
-
     def undelivered(self, fork: GloballyUniqueId, to: int) -> Effects:
-        """The message that it was sent with is lost, or may be."""
+        """The message that it was sent with is lost, may be, or was never sent."""
         given = self.transit.find(fork, to)
         if given is None:
             return []
         if to in self._gone:
-            return self.unsent(fork, to)
+            self.transit.end(fork, to)
+            return self._returned(given)
         owner = self._me if given.parent is None else given.parent.owner
         return [Post(to, Take(Ref(owner, given.rref, fork, self.transit.floor(to))))]
 

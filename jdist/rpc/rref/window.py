@@ -77,3 +77,6 @@ class UnderWay:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers

@@ -1,0 +1,194 @@
+"""`remote`: a value that another worker creates and keeps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jdist.rpc import calls, current
+from jdist.rpc.agent import Agent
+from jdist.rpc.callee import Reply
+from jdist.rpc.deadline import DEFAULT
+from jdist.rpc.errors import ProtocolError, RpcTimeout, WorkerLost
+from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.ids import GloballyUniqueId
+from jdist.rpc.interceptor import Invocation
+from jdist.rpc.request import Outgoing
+from jdist.rpc.rref.references import Cell, References, detached_future, fill
+from jdist.rpc.rref.wire import unpack_id
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.rpc.rref.reference import RRef
+
+CREATE = "rref.create"
+
+_Name = tuple[GloballyUniqueId, GloballyUniqueId, int]
+"""Id of the reference, of the creator's fork, and the floor of such requests."""
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT,
+) -> "RRef[Any]":
+    """Has the worker `to` compute `func(*args, **kwargs)` and keep the result.
+
+    Returns at once, with a reference to the result. It can be used right away: whoever
+    needs the value waits until it is there.
+
+    Args:
+      to: Name, rank or WorkerInfo; it may be this worker itself.
+      func: A function, a class, or a method of an importable class.
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+      timeout: Seconds for the function to end; -1 for the default, 0 for no limit.
+
+    Raises:
+      TypeError, ValueError, ForbiddenFunction: The call itself is wrong.
+      RpcError: There is no such worker, or RPC has not been initialized.
+
+    What else goes wrong is raised where the reference is used: the exception of the
+    function by `to_here` of every holder, with its own type; RpcTimeout with "RRef
+    creation" when the call took too long; WorkerLost when the owner is gone.
+
+    Source: `torch.distributed.rpc.remote`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     rref = rpc.remote("worker1", divmod, args=(7, 2))
+      ...     rref.owner_name(), rref.to_here()
+      ('worker1', (3, 1))
+    """
+    agent = current.agent()
+    outgoing = calls.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
+    if outgoing.peer.info == agent.info:
+        return _on_itself(agent, outgoing)
+    references = agent.references
+    held, floor = references.create(outgoing.peer.info.id)
+    name = (held.rref.packed(), held.fork.packed(), floor)
+    try:
+        asked = agent.request(outgoing._replace(body=(name, *outgoing.body)))
+    except BaseException:
+        references.not_asked(held)
+        raise
+    creation: Future[None] = detached_future()
+    rref = references.handle(held.rref, held=held, creation=creation)
+
+    def over() -> None:
+        error = _error(asked)
+        if error is None:
+            references.created(held)
+            creation.set_result(None)
+        else:
+            creation.set_exception(error)
+            references.not_created(held, f"{type(error).__name__}: {error}")
+
+    call_when_done(asked, over)
+    return rref
+
+
+def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":
+    references = agent.references
+    rref, cell = references.name(), detached_future()
+    references.create_here(rref, cell)
+    name = (rref.packed(), rref.packed(), 0)
+    try:
+        asked = agent.request(outgoing._replace(body=(name, *outgoing.body)))
+    except BaseException:
+        references.created_here(rref)
+        raise
+    creation: Future[None] = detached_future()
+
+    def over() -> None:
+        error = _error(asked)
+        if error is None:
+            creation.set_result(None)
+        else:
+            creation.set_exception(error)
+            fill(cell, None, _not_created(error))
+        references.created_here(rref)
+
+    call_when_done(asked, over)
+    return references.handle(rref, cell=cell, creation=creation)
+
+
+def install(agent: Agent, references: References) -> None:
+    """Lets others have `agent` create values."""
+
+    def create(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        name, call = _parts(body)
+        cell = _place(agent, caller, name)
+        try:
+            result = calls.execute(agent, caller, call, meta)
+        except BaseException as error:  # noqa: BLE001 - it is that of all holders
+            fill(cell, None, error)
+            return None
+        if isinstance(result, Future):
+            return result.then(lambda done: _fill(cell, done))
+        return _fill(cell, result)
+
+    agent.register(CREATE, create)
+
+
+def check(creation: Future[None]) -> None:
+    """Refuses the use of a reference whose creation failed."""
+    error = _error(creation)
+    if error is not None:
+        raise _not_created(error) from error
+
+
+def _not_created(error: BaseException) -> BaseException:
+    """What somebody gets who uses a reference whose creation failed like this."""
+    if isinstance(error, RpcTimeout):
+        text = (
+            "RRef creation via rpc.remote() timed out, and it is possible that the "
+            f"RRef on the owner node does not exist: {error}"
+        )
+        return RpcTimeout(text)
+    if isinstance(error, WorkerLost):
+        return WorkerLost(error.worker, "RRef creation", error.reason)
+    return error
+
+
+def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
+    if caller == agent.info:
+        return agent.references.find(name[0])
+    if name[0].created_on != caller.id:
+        raise ProtocolError("A reference's id bears the rank of its creator.")
+    return agent.references.on_create(caller, *name)
+
+
+def _fill(cell: Cell, result: Any) -> Reply:
+    """Puts what the function returned, or raises, where holders look for it."""
+    meta: dict[str, Any] = {}
+    try:
+        value = result.value() if isinstance(result, Future) else result
+        if type(value) is Reply:
+            value, meta = value
+    except BaseException as error:  # noqa: BLE001 - it is that of all holders
+        fill(cell, None, error)
+    else:
+        fill(cell, value, None)
+    return Reply(None, meta)
+
+
+def _error(asked: Future[Any]) -> BaseException | None:
+    try:
+        asked.value()
+    except BaseException as error:  # noqa: BLE001 - it is passed on
+        return error
+    return None
+
+
+def _parts(body: Any) -> tuple[_Name, Invocation]:
+    if type(body) is not tuple or len(body) != 4 or not callable(body[1]):
+        raise ProtocolError("A creation has a name, a function, arguments, keywords.")
+    name, *call = body
+    if type(name) is not tuple or len(name) != 3:
+        raise ProtocolError("A creation's name is two ids and a floor.")
+    rref, fork, floor = name
+    if type(floor) is not int:
+        raise ProtocolError("A creation's floor is a number.")
+    return (unpack_id(rref), unpack_id(fork), floor), Invocation(CREATE, *call)

@@ -1,0 +1,120 @@
+"""Bringing a value here, or its type."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jdist.rpc.callee import Reply
+from jdist.rpc.deadline import DEFAULT
+from jdist.rpc.errors import ProtocolError
+from jdist.rpc.functions import own_name
+from jdist.rpc.future import Future
+from jdist.rpc.interceptor import Invocation
+from jdist.rpc.ledger import Operation
+from jdist.rpc.rref.held import Held
+from jdist.rpc.rref.wire import unpack_id
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.rpc.agent import Agent
+    from jdist.rpc.rref.reference import RRef
+    from jdist.rpc.rref.references import Cell, References
+
+FETCH = "rref.fetch"
+TYPE = "rref.type"
+
+_ARRAYS: dict[str, type] = {"jax:Array": jax.Array, "numpy:ndarray": np.ndarray}
+_PLAIN: dict[str, type] = {
+    f"builtins:{kind.__name__}": kind
+    for kind in (type(None), bytes, bytearray, str, int, float, complex, bool)
+}
+"""Types that are known by name although `FunctionTable` lets nobody name them."""
+
+
+def install(agent: "Agent", references: "References") -> None:
+    """Lets `agent` answer who wants a value or its type."""
+
+    def value(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        rref = unpack_id(body)
+        cell = references.find(rref)
+
+        def answer() -> Any:
+            if agent.interceptor is None:
+                return cell.value()
+            handle = references.handle(rref, cell=cell)
+            call = Invocation(FETCH, type(handle).to_here, (handle,), {})
+            return Reply(
+                *agent.interceptor.execute(caller, call, meta, lambda _: cell.value())
+            )
+
+        return answer() if cell.done() else cell.then(lambda done: answer())
+
+    def kind(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        return references.find(unpack_id(body)).then(lambda done: _name(done.value()))
+
+    agent.register(FETCH, value)
+    agent.register(TYPE, kind)
+
+
+def fetch(rref: "RRef[Any]", held: Held, timeout: float) -> Any:
+    """A copy of the value of another worker."""
+    agent = rref._references.agent
+    body = held.rref.packed()
+    outgoing = agent.outgoing(held.owner, FETCH, body, timeout)
+    outgoing = outgoing._replace(operation=Operation("to_here"))
+    interceptor = agent.interceptor
+    if interceptor is None:
+        return agent.exchange(outgoing)
+    info = outgoing.peer.info
+    call = Invocation(FETCH, type(rref).to_here, (rref,), {})
+    _, meta = interceptor.request(info, call)
+    return agent.exchange(
+        outgoing._replace(
+            meta=meta,
+            receive=lambda value, meta: interceptor.reply(info, value, meta),
+        )
+    )
+
+
+def here(cell: "Cell", agent: "Agent", timeout: float) -> Any:
+    """The value of this worker itself."""
+    if cell.done():
+        return cell.value()
+    return cell.wait(agent.default_timeout if timeout == DEFAULT else timeout)
+
+
+def fetch_type(rref: "RRef[Any]", held: Held, timeout: float) -> Future[type]:
+    """A future of the type of another worker's value."""
+    agent = rref._references.agent
+    name = agent.call_async(held.owner, TYPE, held.rref.packed(), timeout)
+    return name.then(lambda done: _named(agent, done.value()))
+
+
+def type_here(cell: "Cell") -> Future[type]:
+    """A future of the type of a value of this worker."""
+    return cell.then(lambda done: type(done.value()))
+
+
+def failed(future: Future[Any]) -> bool:
+    """Whether a completed future has an exception."""
+    try:
+        future.value()
+    except Exception:  # noqa: BLE001 - any kind counts
+        return True
+    return False
+
+
+def _name(value: Any) -> str:
+    for name, kind in _ARRAYS.items():
+        if isinstance(value, kind):
+            return name
+    return own_name(type(value)) or repr(type(value))
+
+
+def _named(agent: "Agent", name: Any) -> type:
+    known = _ARRAYS.get(name) or _PLAIN.get(name)
+    found = known or agent.codec.functions.resolve(str(name))
+    if not isinstance(found, type):
+        raise ProtocolError(f"{name!r} is no type.")
+    return found
