@@ -23,6 +23,9 @@ from jdist.rpc.roster import Roster
 NAME = ":coordinator:"
 """Of the coordinator's transport; no harm if a worker has the same."""
 
+_MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
+"""What comes of a request that is not made as it should be."""
+
 
 class Coordinator:
     """Serves the control channels of a group.
@@ -96,8 +99,7 @@ class Coordinator:
                     self._answer(member, frame)
                 elif frame.kind == "group.join":
                     member = self._join(channel, frame)
-        except (ChannelClosed, ProtocolError, KeyError, TypeError, ValueError) as error:
-            # The last three: a request that is not made as it should be.
+        except (ChannelClosed, ProtocolError, *_MALFORMED) as error:
             channel.close(str(error))
             if member is not None:
                 self._gone(member, f"its connection closed ({error})")
@@ -114,7 +116,7 @@ class Coordinator:
                 # It was in this group and left it. The next one will be at this place.
                 raise ChannelClosed("this group is ending; try again")
         member.number = frame.id
-        member.until = patience(float(frame.meta["timeout"]))
+        member.until = patience(frame.meta["timeout"])
         with self._fewer:
             self._post(self._roster.add(member, frame.meta["world_size"]))
             self._fewer.notify_all()
@@ -134,9 +136,11 @@ class Coordinator:
     def _gather(self, member: Member, frame: Frame) -> None:
         names = tuple(frame.meta["names"])
         key = (names, int(frame.meta["round"]))
-        timeout = float(frame.meta["timeout"])
+        timeout = frame.meta["timeout"]
         part = Part(frame.id, frame.tree, frame.leaves, timeout, patience(timeout))
         with self._lock:
+            if not self._roster.has(member):
+                raise ProtocolError(f"{member.info.name!r} was not let in.")
             gathering = self._gatherings.get(key)
             if gathering is None:
                 gathering = Gathering(names, frame.meta["purpose"])

@@ -1,8 +1,8 @@
 """One all_gather as the coordinator sees it: who came, who is missing, how it ended."""
 
-import time
 from typing import Any, NamedTuple
 
+from jdist.rpc.deadline import moment
 from jdist.rpc.frame import ERROR, REPLY, Frame
 
 Key = tuple[tuple[str, ...], int]
@@ -96,6 +96,12 @@ class Gathering:
         return Frame(REPLY, 0, meta, trees, leaves)
 
 
-def patience(timeout: float) -> float | None:
-    """When a wait that begins now is over; `timeout` 0 for never."""
-    return time.monotonic() + timeout if timeout else None
+def patience(timeout: object) -> float | None:
+    """When a wait that begins now is over; `timeout` 0 for never.
+
+    Raises:
+      ValueError: A peer sent what is no timeout.
+    """
+    if not isinstance(timeout, int | float) or not timeout >= 0:
+        raise ValueError(f"a timeout of {timeout!r}")
+    return moment(timeout)

@@ -98,6 +98,10 @@ class Roster:
         moments = (member.until for member in self._members.values())
         return min((at for at in moments if at is not None), default=None)
 
+    def has(self, member: Member) -> bool:
+        """Whether it belongs to the complete group, now or before it left."""
+        return self.complete and self._members.get(member.info.name) is member
+
     def find(self, name: str) -> Member:
         """The member of this name."""
         return self._members[name]

@@ -1,0 +1,42 @@
+"""Ends without waiting, and what a worker tells about its parts."""
+
+import pytest
+
+from jdist import rpc
+from tests.rpc.hosts import become_worker
+
+
+def add(x, y):
+    return x + y
+
+
+def call_next():
+    rank = rpc.get_worker_info().id
+    return rpc.rpc_sync((rank + 1) % 4, add, args=(rank, 10))
+
+
+def leave_at_once():
+    rpc.shutdown(graceful=False)
+    for start in (rpc.rpc_sync, rpc.rpc_async):
+        with pytest.raises(rpc.RpcError, match=r"^RPC has not been initialized"):
+            start("worker1", add, args=(1, 2))
+
+
+def test_all_leave_at_once_after_calls(hosts):
+    for _ in range(2):
+        hosts.everywhere(become_worker)
+        assert hosts.everywhere(call_next) == [10, 11, 12, 13]
+        hosts.everywhere(leave_at_once)
+
+
+def test_all_leave_at_once_without_calls(hosts):
+    hosts.everywhere(become_worker)
+    hosts.everywhere(leave_at_once)
+
+
+def test_each_number_says_whose_it_is(cluster):
+    """Parts that are built on rpc can add theirs without taking another's key."""
+    for info in cluster.everywhere(rpc.debug_info):
+        parts = {key.partition(".")[0] for key in info}
+        assert {"agent", "group"} <= parts
+        assert all(key.partition(".")[2].isidentifier() for key in info)

@@ -1,0 +1,230 @@
+"""Calls whose frames are lost, late or sent twice on the way."""
+
+import contextlib
+import importlib
+import threading
+
+import jax
+import pytest
+
+from jdist import rpc
+from jdist.rpc import membership
+from jdist.rpc.coordinator import NAME
+from jdist.rpc.frame import CALL, REPLY
+from jdist.rpc.in_process import InProcessTransport
+from jdist.rpc.rendezvous import ReservedPort
+from jdist.rpc.socket_transport import SocketTransport
+from tests.rpc.faults import FaultyTransport, Plan, Rule
+from tests.rpc.hosts import Cluster, be_one_of, in_threads, names, results
+
+RAN = "RPC ran for more than set timeout"
+LIMIT = 0.1
+_plans: list[Plan] = []
+_late = threading.Event()
+_ran: list = []
+
+
+def faulty(inner, rules):
+    """As the transport class `inner`, with faults in what the workers send."""
+    _late.clear()
+    _ran.clear()
+    _plans[:] = [Plan(*rules)]
+
+    def make(name, *args, **kwargs):
+        made = inner(name, *args, **kwargs)
+        return made if name == NAME else FaultyTransport(made, _plans[0])
+
+    return make
+
+
+def late_requests():
+    """Calls wait for an event of the process in which this runs."""
+    return [Rule("delay", CALL, until=_late)]
+
+
+def become_faulty(rank, port, make_rules):
+    with pytest.MonkeyPatch.context() as patch:
+        make = faulty(SocketTransport, make_rules())
+        patch.setattr(membership, "SocketTransport", make)
+        be_one_of(rank, 2, port)
+
+
+@contextlib.contextmanager
+def threads(hosts, make_rules):
+    # The package's attribute of this name is the function.
+    module = importlib.import_module("jdist.rpc.local_cluster")
+    with pytest.MonkeyPatch.context() as patch:
+        make = faulty(InProcessTransport, make_rules())
+        patch.setattr(module, "InProcessTransport", make)
+        with rpc.local_cluster(names(2), allow=["tests"]):
+            yield Cluster("in-process", names(2), in_threads(names(2)))
+
+
+@contextlib.contextmanager
+def processes(hosts, make_rules):
+    with ReservedPort() as port:
+        joining = [
+            hosts.start(rank, become_faulty, rank, port.port, make_rules)
+            for rank in (0, 1)
+        ]
+        results(joining)
+        yield Cluster("process", names(2), hosts.start)
+        results([hosts.start(rank, rpc.shutdown) for rank in (0, 1)])
+
+
+@pytest.fixture(params=[threads, processes], ids=["in-process", "process"])
+def begin(request, hosts):
+    """`begin(make_rules)`: two workers whose frames meet those faults."""
+    with contextlib.ExitStack() as stack:
+        yield lambda make_rules: stack.enter_context(request.param(hosts, make_rules))
+
+
+def difference(x, y):
+    return x - y
+
+
+@jax.jit
+def compiled_difference(x, y):
+    return x - y
+
+
+def synchronous(function, args, **timeout):
+    return rpc.rpc_sync("worker1", function, args=args, **timeout)
+
+
+def asynchronous(function, args, **timeout):
+    return rpc.rpc_async("worker1", function, args=args, **timeout).wait()
+
+
+def late_calls(function, expected):
+    # A limit of its own, and the default when that is short.
+    for start in (synchronous, asynchronous):
+        with pytest.raises(rpc.RpcTimeout, match=rf"{RAN} \(100 ms\)"):
+            start(function, (20, 7), timeout=LIMIT)
+    by_default = rpc.rpc_async("worker1", function, args=(20, 7))
+    rpc.set_default_timeout(LIMIT)
+    for start in (synchronous, asynchronous):
+        with pytest.raises(rpc.RpcTimeout, match=rf"{RAN} \(100 ms\)"):
+            start(function, (20, 7))
+    unlimited = rpc.rpc_async("worker1", function, args=(20, 6), timeout=0)
+    assert not by_default.done()
+    _late.set()
+    # The calls given up have come too late: nobody gets their results.
+    assert by_default.wait() == expected[0]
+    assert unlimited.wait() == expected[1]
+    assert synchronous(function, (20, 5), timeout=0) == expected[2]
+    rpc.set_default_timeout(60)
+
+
+FUNCTIONS = {
+    "builtin": (divmod, [(2, 6), (3, 2), (4, 0)]),
+    "Python": (difference, [13, 14, 15]),
+    "compiled": (compiled_difference, [13, 14, 15]),
+}
+
+
+def late_calls_of(name):
+    late_calls(*FUNCTIONS[name])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_calls_that_come_late(begin, name):
+    begin(late_requests).run(0, late_calls_of, name)
+
+
+def note(x):
+    _ran.append(x)
+    return len(_ran), x
+
+
+def ran():
+    return list(_ran)
+
+
+def calls_in_vain():
+    for number, start in enumerate((synchronous, asynchronous)):
+        with pytest.raises(rpc.RpcTimeout, match=RAN):
+            start(note, (number,), timeout=LIMIT)
+
+
+def calls_that_succeed():
+    return synchronous(note, (7,)), asynchronous(note, (8,))
+
+
+def lost_requests():
+    return [Rule("drop", CALL, first=2)]
+
+
+def test_calls_that_are_lost(begin):
+    """They end with their limits and never run; the next ones do."""
+    cluster = begin(lost_requests)
+    cluster.run(0, calls_in_vain)
+    assert cluster.run(0, calls_that_succeed) == ((1, 7), (2, 8))
+    assert cluster.run(1, ran) == [7, 8]
+
+
+def lost_answers():
+    return [Rule("drop", REPLY)]
+
+
+def test_answers_that_are_lost(begin):
+    """Nothing is sent again, so nothing runs twice."""
+    cluster = begin(lost_answers)
+    cluster.run(0, calls_in_vain)
+    assert cluster.run(1, ran) == [0, 1]
+
+
+def late_answers():
+    return [Rule("delay", REPLY, until=_late)]
+
+
+def test_answers_that_come_too_late(begin):
+    """Nobody takes them for those of the next calls."""
+    cluster = begin(late_answers)
+    cluster.run(0, calls_in_vain)
+    cluster.run(1, _set_late)
+    assert cluster.run(0, calls_that_succeed) == ((3, 7), (4, 8))
+    assert cluster.run(1, ran) == [0, 1, 7, 8]
+
+
+def _set_late():
+    _late.set()
+
+
+def twice():
+    return [Rule("duplicate", CALL), Rule("duplicate", REPLY)]
+
+
+def many_calls():
+    futures = [rpc.rpc_async("worker1", note, args=(i,)) for i in range(20)]
+    values = [future.wait()[1] for future in futures]
+    return values + [synchronous(note, (i,))[1] for i in range(20, 40)]
+
+
+def test_calls_and_answers_that_come_twice(begin):
+    cluster = begin(twice)
+    assert cluster.run(0, many_calls) == list(range(40))
+    assert sorted(cluster.run(1, ran)) == list(range(40))
+
+
+def struck():
+    return dict(_plans[0].counts)
+
+
+def test_faults_happen_where_they_should(begin):
+    """Once for each call here, and for each answer there."""
+    cluster = begin(twice)
+    assert cluster.run(0, many_calls) == list(range(40))
+    there = cluster.run(1, struck)
+    assert there["duplicate", REPLY] == 40
+    assert cluster.run(0, struck)["duplicate", CALL] == 40
+
+
+def no_faults():
+    return [Rule("drop", "no.such.kind")]
+
+
+def test_without_faults(begin):
+    cluster = begin(no_faults)
+    assert cluster.run(0, many_calls) == list(range(40))
+    assert cluster.run(0, struck) == cluster.run(1, struck) == {}
