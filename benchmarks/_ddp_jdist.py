@@ -1,8 +1,7 @@
 """Jobs of a pair of jdist processes: steps, and their two parts alone."""
 
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,32 +11,27 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks._ddp_models import MODELS, RATE, Model
-from benchmarks._pair import Job
+from benchmarks._pair import Job, Spent, timed
 from jdist import data_parallel, optim
 from jdist.data_parallel.exchange import Exchange
-from jdist.data_parallel.process_group import process_group
 from jdist.reduction import Partial
 
-_STACK = ExitStack()
 
-
-def prepare(rank: int) -> dict[str, Job]:
+@contextmanager
+def prepare(rank: int) -> Iterator[dict[str, Job]]:
     """For each model: the training step, computation alone, communication alone."""
-    mesh = _STACK.enter_context(process_group())
-    together = _barrier(mesh)
-    jobs: dict[str, Job] = {}
-    for model in MODELS:
-        for name, call in _parts(model, mesh, rank).items():
-            jobs[f"{model.name}: {name}"] = partial(_timed, together, call)
-    return jobs
+    with data_parallel.process_group() as mesh:
+        together = _barrier(mesh)
+        yield {
+            f"{model.name}: {name}": partial(_timed, together, call)
+            for model in MODELS
+            for name, call in _parts(model, mesh, rank).items()
+        }
 
 
-def _timed(together: Callable[[], Any], call: Callable[[], Any], calls: int) -> float:
+def _timed(together: Callable[[], Any], call: Callable[[], Any], calls: int) -> Spent:
     together()
-    start = time.perf_counter()
-    for _ in range(calls):
-        jax.block_until_ready(call())
-    return (time.perf_counter() - start) / calls
+    return timed(call, jax.block_until_ready, calls)
 
 
 def _barrier(mesh: Mesh) -> Callable[[], Any]:
@@ -127,8 +121,8 @@ def _communication(model: Model, mesh: Mesh) -> Callable[[], Any]:
         # As in the backward pass the last layer is ready first.
         layers = range(len(gradient), 0, -1)
         ready = [(layer, layer) for layer in layers]
-        parts = (Partial(one, tree, one) for tree in (gradient, ready))
-        return exchange(*parts, gradient)[1]
+        part, when = (Partial(one, tree, one) for tree in (gradient, ready))
+        return exchange(part, when, gradient)[1]
 
     same = PartitionSpec()
     summed = jax.jit(

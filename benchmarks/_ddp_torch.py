@@ -1,8 +1,8 @@
 """Jobs of a pair of torch processes: DDP's step, and its two parts alone."""
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from tempfile import gettempdir
 from typing import Any
@@ -12,10 +12,12 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._ddp_models import MODELS, RATE, Model
-from benchmarks._pair import Job
+from benchmarks._pair import Job, Spent, timed
+from jdist import data_parallel
 
 
-def prepare(rank: int) -> dict[str, Job]:
+@contextmanager
+def prepare(rank: int) -> Iterator[dict[str, Job]]:
     """For each model: DDP's step, computation alone, communication alone."""
     torch.set_num_threads(1)
     # MASTER_PORT is the run's own; a file lets torch meet without a second one.
@@ -23,24 +25,23 @@ def prepare(rank: int) -> dict[str, Job]:
     distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
     )
-    jobs: dict[str, Job] = {}
-    for model in MODELS:
-        for name, call in _parts(model, rank).items():
-            jobs[f"{model.name}: {name}"] = partial(_timed, call)
-    return jobs
+    yield {
+        f"{model.name}: {name}": partial(_timed, call)
+        for model in MODELS
+        for name, call in _parts(model, rank).items()
+    }
 
 
-def _timed(call: Callable[[], Any], calls: int) -> float:
+def _timed(call: Callable[[], Any], calls: int) -> Spent:
     distributed.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
+    return timed(call, lambda result: None, calls)
 
 
 def _parts(model: Model, rank: int) -> dict[str, Callable[[], Any]]:
+    views = partial(DistributedDataParallel, gradient_as_bucket_view=True)
     return {
         "step": _step(model, rank, DistributedDataParallel),
+        "tuned step": _step(model, rank, views, fused=True),
         "computation": _step(model, rank, lambda module: module),
         "communication": _communication(model),
     }
@@ -59,10 +60,10 @@ def module(model: Model) -> nn.Module:
 
 
 def _step(
-    model: Model, rank: int, wrap: Callable[[nn.Module], nn.Module]
+    model: Model, rank: int, wrap: Callable[[nn.Module], nn.Module], **options: Any
 ) -> Callable[[], Any]:
     replica = wrap(module(model))
-    optimizer = torch.optim.SGD(replica.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=RATE, **options)
     x, y = map(torch.from_numpy, model.examples(rank))
     loss_fn = nn.MSELoss()
 
@@ -79,12 +80,11 @@ def _step(
 def _communication(model: Model) -> Callable[[], Any]:
     """DDP's buckets, filled already, summed one after another."""
     parameters = list(module(model).parameters())[::-1]
-    buckets, _ = distributed._compute_bucket_assignment_by_size(
-        parameters, [2**20, 25 * 2**20]
+    limits = [2**20, 25 * 2**20]
+    buckets = data_parallel.assign_buckets(
+        [p.numpy(force=True) for p in parameters], limits
     )
-    buffers = [
-        torch.zeros(sum(parameters[i].numel() for i in bucket)) for bucket in buckets
-    ]
+    buffers = [torch.zeros(sum(parameters[i].numel() for i in b)) for b in buckets]
 
     def call() -> None:
         pending = [distributed.all_reduce(b, async_op=True) for b in buffers]

@@ -4,74 +4,99 @@ Several pairs share the same two cores; all but one wait in a socket meanwhile.
 """
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from jdist.rpc.process_settings import ProcessSettings
-from jdist.rpc.spawn import spawn
+from jdist.rpc import ProcessFailed, ProcessSettings, spawn
 
-Job = Callable[[int], float]
-"""Does something so many times; returns seconds per time."""
+Job = Callable[[int], "Spent"]
+"""Does something so many times."""
+
+
+class Spent(NamedTuple):
+    """Seconds for each time that a job was done.
+
+    Attributes:
+      elapsed: By the clock.
+      processor: Of this process's threads, user and system: what other programs on the
+        machine change little.
+    """
+
+    elapsed: float
+    processor: float
+
+
+def timed(call: Callable[[], Any], finish: Callable[[Any], Any], calls: int) -> Spent:
+    """Calls so many times, waits for the last result, and looks at the clocks."""
+    start, processor = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        result = call()
+    finish(result)
+    return Spent(
+        (time.perf_counter() - start) / calls,
+        (time.process_time() - processor) / calls,
+    )
+
+
+Prepare = Callable[[int], AbstractContextManager[Mapping[str, Job]]]
 
 
 class Pair:
     """Two processes, each on a core of its own.
 
     Args:
-      prepare: Function of a module, `prepare(rank) -> {name: job}`; called in each.
+      prepare: Function of a module, `prepare(rank)`: a context of jobs by name.
       settings: What is set up in the processes before.
     """
 
-    def __init__(
-        self, prepare: Callable[[int], Any], settings: ProcessSettings | None
-    ) -> None:
+    def __init__(self, prepare: Prepare, settings: ProcessSettings | None) -> None:
         key = secrets.token_bytes(16)
         with ExitStack() as stack:
             listener = stack.enter_context(Listener(("127.0.0.1", 0), authkey=key))
-            stack.enter_context(
-                spawn(
-                    _serve,
-                    args=(listener.address, key, prepare),
-                    nprocs=2,
-                    pin=1,
-                    settings=settings,
-                    join=False,
-                )
+            self._processes = spawn(
+                _serve,
+                args=(listener.address, key, prepare),
+                nprocs=2,
+                pin=1,
+                settings=settings,
+                join=False,
             )
+            stack.enter_context(self._processes)
             self._connections = [
                 stack.enter_context(listener.accept()) for _ in range(2)
             ]
             self._resources = stack.pop_all()
-        self.jobs: list[str] = [each.recv() for each in self._connections][0]
+        self.jobs: list[str] = min(each.recv() for each in self._connections)
 
-    def run(self, job: str, calls: int) -> float:
-        """Seconds per call of the slower process."""
+    def run(self, job: str, calls: int) -> Spent:
+        """What the slower process spent on each call."""
         for connection in self._connections:
             connection.send((job, calls))
-        return max(connection.recv() for connection in self._connections)
+        spent = [connection.recv() for connection in self._connections]
+        return Spent(*map(max, zip(*spent, strict=True)))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._resources.close()
+        with self._resources:
+            for connection in self._connections:
+                connection.send(None)
+            # All results are in; torch's gloo now and then aborts in its teardown.
+            with suppress(ProcessFailed):
+                self._processes.join(timeout=60)
 
 
-def _serve(
-    rank: int, address: Any, key: bytes, prepare: Callable[[int], Mapping[str, Job]]
-) -> None:
-    with Client(address, authkey=key) as connection:
-        jobs = prepare(rank)
+def _serve(rank: int, address: Any, key: bytes, prepare: Prepare) -> None:
+    with Client(address, authkey=key) as connection, prepare(rank) as jobs:
         connection.send(list(jobs))
         _obey(connection, jobs)
 
 
 def _obey(connection: Connection, jobs: Mapping[str, Job]) -> None:
-    while True:
-        try:
-            name, calls = connection.recv()
-        except EOFError:
-            return
+    while told := connection.recv():
+        name, calls = told
         connection.send(jobs[name](calls))

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jdist import _compat
+from jdist.rpc.rendezvous import ReservedPort
 
 
 def test_double_precision_is_local():
@@ -199,3 +200,23 @@ def test_calls_are_looked_into_and_loops_are_not():
     loop = programs(lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, 3)[0])
     assert not any(loop)
     assert not any(programs(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)))
+
+
+def test_jaxs_coordinator_keeps_values_and_can_be_abandoned():
+    """In a group of one; without the last call its exit would be an orderly one."""
+    program = """
+import sys, jax
+from jdist import _compat
+from jdist.rpc.rendezvous import ReservedPort
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
+client = _compat.distributed_client()
+client.key_value_set("folder/key", "value")
+assert client.key_value_dir_get("folder/") == [("folder/key", "value")]
+_compat.abandon_distributed()
+assert not jax.distributed.is_initialized()
+jax.distributed.shutdown()
+"""
+    with ReservedPort() as reserved:
+        command = [sys.executable, "-c", program, str(reserved.port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

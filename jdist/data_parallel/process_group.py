@@ -143,6 +143,7 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
             coordinator_address=place.coordinator,
             num_processes=place.size,
             process_id=place.rank,
+            local_device_ids=_own_devices(os.environ),
             cluster_detection_method="deactivate",
         )
     return True
@@ -164,6 +165,17 @@ def _place(environment: Mapping[str, str]) -> Place | None:
     coordinator = environment["JAX_COORDINATOR_ADDRESS"]
     port = coordinator.rpartition(":")[2]
     return Place(rank, size, coordinator, environment.get(_BIND, f"[::]:{port}"))
+
+
+def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
+    """Of several processes on a machine with GPUs each takes one; CPUs stay as they are.
+
+    None for all, or for what `JAX_LOCAL_DEVICE_IDS` says.
+    """
+    several = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
+    if not several or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return None
+    return [_number("LOCAL_RANK", environment.get("LOCAL_RANK", ""))]
 
 
 def _number(name: str, text: str) -> int:
