@@ -82,7 +82,8 @@ def test_every_row_names_scenarios_and_tests():
     assert len(TABLE) > 40
     for row in TABLE:
         assert len(row) == 3, row
-        assert re.fullmatch(r"(`test_\w+` ?)+", row[0]), row[0]
+        # Names of torch's tests, or words where it has none.
+        assert re.fullmatch(r"(`test_\w+` ?)+|[^`]+", row[0]), row[0]
         assert row[1], row
         assert re.fullmatch(r"(`tests/[\w/]+\.py::[^`]+`(<br>)?)+", row[2]), row[2]
 

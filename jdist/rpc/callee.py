@@ -70,6 +70,8 @@ class Callee:
         return execution
 
     def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
+        if type(ticket) is not int:
+            raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # First noted, then looked for: on another channel it may be still to come.
         self._taken_back.append((caller.name, ticket))
         for execution in self._agent.ledger.served():

@@ -16,6 +16,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc import current
+from jdist.rpc.callee import TAKE_BACK
 from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.codec import Codec, codes
 from jdist.rpc.frame import ERROR, REPLY, Frame
@@ -266,7 +267,7 @@ def test_kinds_that_are_no_requests(mad, kind):
 def test_requests_of_every_kind_with_bodies_that_are_none(attacked, caller):
     """What parts built on rpc have registered as well."""
     kinds = set(attacked.callee._handlers)
-    assert {"call", "debug.activity", "take back"} <= kinds
+    assert {"call", "debug.activity", TAKE_BACK} <= kinds
     for kind in sorted(kinds):
         for tree in (*TREES.values(), [codes.DICT], [codes.TUPLE, "worker0", 1, None]):
             for meta in ({}, {"ticket": 1, "deadline": 5.0}):
