@@ -168,7 +168,7 @@ def _place(environment: Mapping[str, str]) -> Place | None:
 
 
 def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """Of several processes on a machine with GPUs each takes one; CPUs stay as is.
+    """Of several processes on a machine each takes one GPU; CPUs stay as is.
 
     None for all, or for what `JAX_LOCAL_DEVICE_IDS` says.
     """
@@ -233,6 +233,8 @@ def _verdict(error: BaseException) -> ProcessLost | None:
       None if the failure is this process's own.
     """
     client = distributed_client()
+    if client is None:  # The interpreter ends, and JAX has shut down already.
+        return None
     rank, size = jax.process_index(), jax.process_count()
     # Raised while a step is dispatched, the same failure is a ValueError.
     kinds = (jax.errors.JaxRuntimeError, ValueError)

@@ -19,6 +19,8 @@ from jdist import optim
 from jdist.data_parallel import Checkpoints, shard_batch, train_step, value_and_grad
 from jdist.data_parallel.process_group import process_group
 
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+
 STACK = contextlib.ExitStack()
 FEATURES, HIDDEN, OUTPUTS = 5, 7, 3
 
@@ -80,6 +82,17 @@ def gradient(sizes, reduction, method):
     fn = value_and_grad(losses_of, where, reduction=reduction, method=method)
     shards = sharded(where, sizes, *examples(sum(sizes)), rows=max(sizes))
     return jax.tree.map(np.asarray, fn(parameters(), *shards))
+
+
+def collectives(each):
+    """How many of each kind are in a compiled step."""
+    where = mesh(each)
+    step = train_step(losses_of, optim.sgd(lr=0.01), where)
+    state = step.init(parameters())
+    sizes = (1,) * where.size
+    shards = sharded(where, sizes, *examples(where.size), rows=1)
+    text = step.lower(state, *shards).compile().as_text()
+    return {kind: text.count(f" {kind}(") for kind in KINDS}
 
 
 def sizes_at(step, replicas):

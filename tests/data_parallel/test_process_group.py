@@ -75,6 +75,13 @@ def test_the_gradient_is_that_of_one_device(pair, sizes, reduction):
         assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
 
 
+def test_two_cpus_swap_and_four_reduce(pair):
+    """One collective for the only bucket, losses and weights included."""
+    none = dict.fromkeys(runs.KINDS, 0)
+    assert pair.everywhere(runs.collectives, 1)[1] == none | {"collective-permute": 1}
+    assert pair.everywhere(runs.collectives, 2)[0] == none | {"all-reduce": 1}
+
+
 @pytest.mark.parametrize("each", [1, 2])
 def test_all_copies_stay_the_same_bits(pair, each):
     """After 50 steps on shards of changing sizes; and the run is one process's."""
