@@ -44,10 +44,12 @@ VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
 """What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+# Variables that count processes, and what to do where nothing says how to find them.
 _ONE_OF_SEVERAL = {
-    "SLURM_NTASKS": "slurm",
-    "OMPI_COMM_WORLD_SIZE": "ompi",
-    "PMI_SIZE": "mpi4py",
+    "WORLD_SIZE": "Set JAX_COORDINATOR_ADDRESS to host:port, as `jdist.launch` does.",
+    "SLURM_NTASKS": 'Give `cluster="slurm"`.',
+    "OMPI_COMM_WORLD_SIZE": 'Give `cluster="ompi"`.',
+    "PMI_SIZE": 'Give `cluster="mpi4py"`.',
 }
 _PATIENCE = 2.0
 _BREATH = 0.05
@@ -186,13 +188,11 @@ def _number(name: str, text: str) -> int:
 
 def _check_alone(environment: Mapping[str, str]) -> None:
     """Refuses to train N times side by side where one run of N was meant."""
-    for name, cluster in _ONE_OF_SEVERAL.items():
+    for name, remedy in _ONE_OF_SEVERAL.items():
         count = environment.get(name, "1")
         if count.isdecimal() and int(count) > 1:
             rule = f"must say how to find the other processes: {name} is {count}"
-            remedy = (
-                f'Give `cluster="{cluster}"`, or unset {name} if this process is alone.'
-            )
+            remedy = f"{remedy} Or unset {name}, if this process is alone."
             argument = "process_group(cluster=...)"
             raise ValueError(requirement(argument, rule, None, remedy))
 

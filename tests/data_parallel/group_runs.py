@@ -19,6 +19,7 @@ from jdist import optim
 from jdist.data_parallel import Checkpoints, shard_batch, train_step, value_and_grad
 from jdist.data_parallel.process_group import process_group
 
+MOMENTUM = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 
 STACK = contextlib.ExitStack()
@@ -156,3 +157,17 @@ def resumable(rank, steps, folder, every, fatal):
 
         with process_group(timeout=120):
             return train(steps, 1, folder=folder, every=every, report=report)
+
+
+def with_momentum(rank, steps):
+    """A whole program on equal shards without weights; its losses and parameters."""
+    with process_group(timeout=120):
+        where = mesh(1)
+        step = train_step(losses_of, optim.sgd(**MOMENTUM), where)
+        state, losses = step.init(parameters()), []
+        for number in range(steps):
+            batch, _ = examples(8, seed=number)
+            shards = sharded(where, (4, 4), batch, np.ones(8), rows=4)
+            state, metrics = step(state, *shards)
+            losses.append(float(metrics.loss))
+        return losses, jax.tree.map(np.asarray, state.params)

@@ -207,7 +207,11 @@ def told(monkeypatch, variables):
         (launched("one", 2), "`RANK` must be a number. Got one"),
         (
             {"SLURM_NTASKS": "4"},
-            r'SLURM_NTASKS is 4. Got None. Give `cluster="slurm"`, or unset',
+            'SLURM_NTASKS is 4. Got None. Give `cluster="slurm"`. Or unset',
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            "WORLD_SIZE is 2. Got None. Set JAX_COORDINATOR_ADDRESS to host:port",
         ),
     ],
 )

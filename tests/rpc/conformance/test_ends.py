@@ -3,6 +3,7 @@
 import pytest
 
 from jdist import rpc
+from jdist.rpc import current
 from tests.rpc.hosts import become_worker
 
 
@@ -34,9 +35,18 @@ def test_all_leave_at_once_without_calls(hosts):
     hosts.everywhere(leave_at_once)
 
 
-def test_each_number_says_whose_it_is(cluster):
-    """Parts that are built on rpc can add theirs without taking another's key."""
-    for info in cluster.everywhere(rpc.debug_info):
-        parts = {key.partition(".")[0] for key in info}
-        assert {"agent", "group"} <= parts
-        assert all(key.partition(".")[2].isidentifier() for key in info)
+def numbers():
+    return rpc.debug_info(), current.agent().references.counts()
+
+
+def test_no_part_takes_anothers_number(cluster):
+    """The numbers of references stand beside the worker's and the group's own."""
+    for info, references in cluster.everywhere(numbers):
+        assert references.keys() < info.keys()
+        own = info.keys() - references.keys()
+        assert {key.partition(".")[0] for key in own} == {"agent", "group"}
+        assert len(own) == len(debug_keys(info))
+
+
+def debug_keys(info):
+    return [key for key in info if key.startswith(("agent.", "group."))]

@@ -88,6 +88,7 @@ def rpc_and_jax(rank):
     rpc.rpc_sync(other, release)
     assert slow.wait() is True
     rpc.shutdown()
+    multihost_utils.sync_global_devices("rpc has ended")
     rpc.init_rpc(f"again{rank}", allow=["tests"])
     assert rpc.rpc_sync(f"again{other}", own_name) == f"again{other}"
     multihost_utils.sync_global_devices("jax first")
