@@ -170,7 +170,7 @@ def _place(environment: Mapping[str, str]) -> Place | None:
 
 
 def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """Of several processes on a machine each takes one GPU; CPUs stay as they are.
+    """Of several processes on a machine each takes one GPU; CPUs stay as is.
 
     None for all, or for what `JAX_LOCAL_DEVICE_IDS` says.
     """

@@ -56,6 +56,7 @@ class Agent:
       directory: The group.
       default_timeout: Of calls that do not say, in seconds; 0 for no limit.
       interceptor: Looks at every user-level call, or None.
+      ending: Whether its shutdown has begun to take it out of the group.
       closed: Whether it was shut down.
       group: Its membership, once it has joined.
       coordinator: That of its group, on rank 0.
@@ -82,6 +83,7 @@ class Agent:
         self.default_timeout = options.timeout
         self.interceptor: Interceptor | None = None
         self.hint: Callable[[Peer], str] = lambda peer: ""
+        self.ending = False
         self.closed = False
         self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
@@ -311,7 +313,8 @@ class Agent:
 
     def lost(self, name: str, operation: Operation, reason: str) -> RpcError:
         """The error for a call whose channel closed."""
-        if self.closed:
+        # The others close their channels to a worker that leaves before it does itself.
+        if self.ending or self.closed:
             return RpcError(f"RPC was shut down on this worker during {operation}.")
         known = self.directory.departed(name)
         return WorkerLost(

@@ -112,7 +112,7 @@ class Coordinator:
             self._crew,
         )
         with self._lock:
-            if self._roster.is_ending(member.info.name):
+            if self._roster.is_ending(member.info):
                 # It was in this group and left it. The next one will be at this place.
                 raise ChannelClosed("this group is ending; try again")
         member.number = frame.id

@@ -214,6 +214,14 @@ def complete(
     return callbacks or []
 
 
+def error_of(future: Future[Any]) -> BaseException | None:
+    """The exception of a completed future, not raised: that would change it.
+
+    Each raise adds the frames it comes through, and keeps all that is in them.
+    """
+    return future._error
+
+
 def cancel(future: Future[Any], error: BaseException) -> None:
     """Completes `future` with `error` unless it is; a later result is dropped."""
     for callback in complete(future, None, error, cancelled=True) or ():

@@ -118,9 +118,9 @@ class InProcessTransport:
             name=f"{self.name}<-{channel.peer}",
             daemon=True,
         )
-        with self._lock:
+        with self._lock:  # so that `close` joins only what has been started
             self._threads.add(thread)
-        thread.start()
+            thread.start()
 
     def _serve(self, on_channel: Callable[[Channel], None], channel: "_End") -> None:
         try:

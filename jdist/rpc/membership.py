@@ -141,6 +141,7 @@ def _raise_lost(agent: Agent) -> None:
 
 def _end(agent: Agent, patience: float) -> None:
     current.remove([agent])
+    agent.ending = True
     try:
         agent.group.leave(_LEAVING_SECONDS)
         if agent.coordinator is not None:

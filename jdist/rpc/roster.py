@@ -117,10 +117,15 @@ class Roster:
         member = self._members.get(name)
         return "no such worker" if member is None else member.gone
 
-    def is_ending(self, name: str) -> bool:
-        """Whether that worker has left the complete group before."""
-        member = self._members.get(name)
-        return self.complete and member is not None and member.left
+    def is_ending(self, info: WorkerInfo) -> bool:
+        """Whether who had this name, or this rank, has left the complete group.
+
+        A process that ends one group and begins the next may bear another name in it.
+        """
+        return self.complete and any(
+            member.left and (member.info.name == info.name or member.info.id == info.id)
+            for member in self._members.values()
+        )
 
     def all_told(self) -> bool:
         """Whether as many were refused as were expected."""

@@ -52,7 +52,7 @@ def fresh_hosts():
 @pytest.fixture(scope="module")
 def processes(host_processes):
     """A cluster of four processes, shared by the tests of a module."""
-    host_processes.everywhere(become_worker)
+    host_processes.everywhere(become_worker, leaks="error")
     yield Cluster("process", names(), host_processes.start)
     host_processes.everywhere(rpc.shutdown)
 
@@ -60,7 +60,8 @@ def processes(host_processes):
 @pytest.fixture
 def threads():
     """A cluster of four workers in this process."""
-    with rpc.local_cluster(names(), allow=["tests"]):
+    options = rpc.RpcOptions(leaks="error")
+    with rpc.local_cluster(names(), options=options, allow=["tests"]):
         yield Cluster("in-process", names(), in_threads(names()))
 
 

@@ -5,7 +5,6 @@ Imported by the processes themselves, so it needs the standard library only.
 
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -63,9 +62,12 @@ def report_with_child(port, name):
 
 
 def pause():
-    """Goes on until a signal ends it."""
+    """Goes on until a signal ends it.
+
+    `signal.pause` would miss one that comes between Python's check and its own call.
+    """
     while True:
-        signal.pause()
+        select.select([], [], [], 0.05)
 
 
 def await_gone(pids):

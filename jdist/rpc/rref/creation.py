@@ -8,11 +8,13 @@ from jdist.rpc.agent import Agent
 from jdist.rpc.callee import Reply
 from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.errors import ProtocolError, RpcTimeout, WorkerLost
-from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.functions import FunctionTable
+from jdist.rpc.future import Future, call_when_done, error_of
 from jdist.rpc.ids import GloballyUniqueId
 from jdist.rpc.interceptor import Invocation
 from jdist.rpc.request import Outgoing
-from jdist.rpc.rref.references import Cell, References, detached_future, fill
+from jdist.rpc.rref.cell import Cell, again, fail, fill, new_cell
+from jdist.rpc.rref.references import References
 from jdist.rpc.rref.wire import unpack_id
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -73,11 +75,11 @@ def remote(
     except BaseException:
         references.not_asked(held)
         raise
-    creation: Future[None] = detached_future()
+    creation: Future[None] = new_cell()
     rref = references.handle(held.rref, held=held, creation=creation)
 
     def over() -> None:
-        error = _error(asked)
+        error = error_of(asked)
         if error is None:
             references.created(held)
             creation.set_result(None)
@@ -90,8 +92,8 @@ def remote(
 
 
 def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":
-    references = agent.references
-    rref, cell = references.name(), detached_future()
+    references, table = agent.references, agent.codec.functions
+    rref, cell = references.name(), new_cell()
     references.create_here(rref, cell)
     name = (rref.packed(), rref.packed(), 0)
     try:
@@ -99,15 +101,15 @@ def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":
     except BaseException:
         references.created_here(rref)
         raise
-    creation: Future[None] = detached_future()
+    creation: Future[None] = new_cell()
 
     def over() -> None:
-        error = _error(asked)
+        error = error_of(asked)
         if error is None:
             creation.set_result(None)
         else:
             creation.set_exception(error)
-            fill(cell, None, _not_created(error))
+            fail(cell, _not_created(error, table), "", table)
         references.created_here(rref)
 
     call_when_done(asked, over)
@@ -123,23 +125,23 @@ def install(agent: Agent, references: References) -> None:
         try:
             result = calls.execute(agent, caller, call, meta)
         except BaseException as error:  # noqa: BLE001 - it is that of all holders
-            fill(cell, None, error)
+            fail(cell, error, agent.info.name, agent.codec.functions)
             return None
         if isinstance(result, Future):
-            return result.then(lambda done: _fill(cell, done))
-        return _fill(cell, result)
+            return result.then(lambda done: _finish(agent, cell, done))
+        return _filled(cell, result)
 
     agent.register(CREATE, create)
 
 
-def check(creation: Future[None]) -> None:
+def check(creation: Future[None], table: FunctionTable) -> None:
     """Refuses the use of a reference whose creation failed."""
-    error = _error(creation)
+    error = error_of(creation)
     if error is not None:
-        raise _not_created(error) from error
+        raise _not_created(error, table)
 
 
-def _not_created(error: BaseException) -> BaseException:
+def _not_created(error: BaseException, table: FunctionTable) -> Exception:
     """What somebody gets who uses a reference whose creation failed like this."""
     if isinstance(error, RpcTimeout):
         text = (
@@ -149,7 +151,7 @@ def _not_created(error: BaseException) -> BaseException:
         return RpcTimeout(text)
     if isinstance(error, WorkerLost):
         return WorkerLost(error.worker, "RRef creation", error.reason)
-    return error
+    return again(error, table)
 
 
 def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
@@ -160,26 +162,20 @@ def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
     return agent.references.on_create(caller, *name)
 
 
-def _fill(cell: Cell, result: Any) -> Reply:
-    """Puts what the function returned, or raises, where holders look for it."""
-    meta: dict[str, Any] = {}
-    try:
-        value = result.value() if isinstance(result, Future) else result
-        if type(value) is Reply:
-            value, meta = value
-    except BaseException as error:  # noqa: BLE001 - it is that of all holders
-        fill(cell, None, error)
-    else:
-        fill(cell, value, None)
+def _finish(agent: Agent, cell: Cell, done: Future[Any]) -> Reply:
+    """Takes the result that came later, or why there is none."""
+    error = error_of(done)
+    if error is None:
+        return _filled(cell, done.value())
+    fail(cell, error, agent.info.name, agent.codec.functions)
+    return Reply(None, {})
+
+
+def _filled(cell: Cell, result: Any) -> Reply:
+    """Puts what the function returned where holders look for it."""
+    value, meta = result if type(result) is Reply else (result, {})
+    fill(cell, value)
     return Reply(None, meta)
-
-
-def _error(asked: Future[Any]) -> BaseException | None:
-    try:
-        asked.value()
-    except BaseException as error:  # noqa: BLE001 - it is passed on
-        return error
-    return None
 
 
 def _parts(body: Any) -> tuple[_Name, Invocation]:

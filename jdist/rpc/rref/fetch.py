@@ -12,14 +12,14 @@ from jdist.rpc.functions import own_name
 from jdist.rpc.future import Future
 from jdist.rpc.interceptor import Invocation
 from jdist.rpc.ledger import Operation
-from jdist.rpc.rref.held import Held
+from jdist.rpc.rref.cell import Cell, read
 from jdist.rpc.rref.wire import unpack_id
 from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
     from jdist.rpc.rref.reference import RRef
-    from jdist.rpc.rref.references import Cell, References
+    from jdist.rpc.rref.references import References
 
 FETCH = "rref.fetch"
 TYPE = "rref.type"
@@ -35,33 +35,36 @@ _PLAIN: dict[str, type] = {
 def install(agent: "Agent", references: "References") -> None:
     """Lets `agent` answer who wants a value or its type."""
 
+    table = agent.codec.functions
+
     def value(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         rref = unpack_id(body)
         cell = references.find(rref)
 
+        def look(call: Invocation) -> Any:
+            return read(cell, table)
+
         def answer() -> Any:
             if agent.interceptor is None:
-                return cell.value()
+                return Reply(read(cell, table), {})
             handle = references.handle(rref, cell=cell)
             call = Invocation(FETCH, type(handle).to_here, (handle,), {})
-            return Reply(
-                *agent.interceptor.execute(caller, call, meta, lambda _: cell.value())
-            )
+            return Reply(*agent.interceptor.execute(caller, call, meta, look))
 
         return answer() if cell.done() else cell.then(lambda done: answer())
 
     def kind(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        return references.find(unpack_id(body)).then(lambda done: _name(done.value()))
+        cell = references.find(unpack_id(body))
+        return cell.then(lambda done: _name(read(cell, table)))
 
     agent.register(FETCH, value)
     agent.register(TYPE, kind)
 
 
-def fetch(rref: "RRef[Any]", held: Held, timeout: float) -> Any:
+def fetch(rref: "RRef[Any]", timeout: float) -> Any:
     """A copy of the value of another worker."""
     agent = rref._references.agent
-    body = held.rref.packed()
-    outgoing = agent.outgoing(held.owner, FETCH, body, timeout)
+    outgoing = agent.outgoing(rref.owner(), FETCH, rref._rref.packed(), timeout)
     outgoing = outgoing._replace(operation=Operation("to_here"))
     interceptor = agent.interceptor
     if interceptor is None:
@@ -77,32 +80,21 @@ def fetch(rref: "RRef[Any]", held: Held, timeout: float) -> Any:
     )
 
 
-def here(cell: "Cell", agent: "Agent", timeout: float) -> Any:
+def here(cell: Cell, agent: "Agent", timeout: float) -> Any:
     """The value of this worker itself."""
-    if cell.done():
-        return cell.value()
-    return cell.wait(agent.default_timeout if timeout == DEFAULT else timeout)
+    if not cell.done():
+        arrival = cell.then(lambda done: None)
+        arrival.wait(agent.default_timeout if timeout == DEFAULT else timeout)
+    return read(cell, agent.codec.functions)
 
 
-def fetch_type(rref: "RRef[Any]", held: Held, timeout: float) -> Future[type]:
-    """A future of the type of another worker's value."""
-    agent = rref._references.agent
-    name = agent.call_async(held.owner, TYPE, held.rref.packed(), timeout)
+def value_type(rref: "RRef[Any]", timeout: float) -> Future[type]:
+    """A future of the type of the value, wherever that is."""
+    agent, cell = rref._references.agent, rref._cell
+    if cell is not None:
+        return cell.then(lambda done: type(read(cell, agent.codec.functions)))
+    name = agent.call_async(rref.owner(), TYPE, rref._rref.packed(), timeout)
     return name.then(lambda done: _named(agent, done.value()))
-
-
-def type_here(cell: "Cell") -> Future[type]:
-    """A future of the type of a value of this worker."""
-    return cell.then(lambda done: type(done.value()))
-
-
-def failed(future: Future[Any]) -> bool:
-    """Whether a completed future has an exception."""
-    try:
-        future.value()
-    except Exception:  # noqa: BLE001 - any kind counts
-        return True
-    return False
 
 
 def _name(value: Any) -> str:

@@ -9,14 +9,15 @@ from jdist._errors import requirement
 from jdist.rpc import calls, current
 from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.errors import RpcError
-from jdist.rpc.future import Future
+from jdist.rpc.future import Future, error_of
 from jdist.rpc.ids import GloballyUniqueId
 from jdist.rpc.parcel import Parcel
 from jdist.rpc.rref import creation, fetch
+from jdist.rpc.rref.cell import Cell, new_cell
 from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.messages import Ref
 from jdist.rpc.rref.proxy import Proxy
-from jdist.rpc.rref.references import Cell, References, detached_future
+from jdist.rpc.rref.references import References
 from jdist.rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T) -> None:
         references = current.agent().references
-        cell: Future[T] = detached_future()
+        cell: Future[T] = new_cell()
         cell.set_result(value)
         self._set(references, references.name(), cell=cell)
 
@@ -138,7 +139,7 @@ class RRef(Generic[T]):
         Source: `torch.distributed.rpc.RRef._get_future`.
         """
         if self._creation is None:
-            self._creation = detached_future()
+            self._creation = new_cell()
             self._creation.set_result(None)
         return self._creation
 
@@ -160,8 +161,8 @@ class RRef(Generic[T]):
         """
         if self._cell is not None:
             return fetch.here(self._cell, self._references.agent, timeout)
-        with self._using("to_here()") as held:
-            return fetch.fetch(self, held, timeout)
+        with self._using("to_here()"):
+            return fetch.fetch(self, timeout)
 
     def local_value(self) -> T:
         """The value itself, not a copy; on its owner only.
@@ -193,13 +194,17 @@ class RRef(Generic[T]):
 
         Source: `torch.distributed.rpc.RRef._get_type`.
         """
-        if self._type is None or (self._type.done() and fetch.failed(self._type)):
-            if self._cell is not None:
-                self._type = fetch.type_here(self._cell)
-            else:
-                with self._using("value_type()") as held:
-                    self._type = fetch.fetch_type(self, held, timeout)
-        return self._type.wait(timeout) if blocking else self._type
+        kind = self._type
+        if kind is None or (kind.done() and error_of(kind) is not None):
+            with self._using("value_type()"):
+                kind = self._type = fetch.value_type(self, timeout)
+        if not blocking:
+            return kind
+        try:
+            return kind.wait(timeout)
+        except BaseException:
+            self._type = None  # or its exception keeps this reference alive
+            raise
 
     # --- calling its methods ---
 
@@ -256,14 +261,17 @@ class RRef(Generic[T]):
             raise ValueError(requirement("rpc(rref)", rule, got, remedy))
         if self._cell is not None:
             return self._references.give_owned(self._rref, self._cell, parcel)
-        with self._using("fork an UserRRef") as held:
-            return self._references.give(held, parcel)
+        assert self._held is not None
+        with self._using("fork an UserRRef"):
+            return self._references.give(self._held, parcel)
 
     @contextlib.contextmanager
-    def _using(self, operation: str) -> Iterator[Held]:
-        """Its fork, if it can be used."""
+    def _using(self, operation: str) -> Iterator[None]:
+        """Refuses what cannot be done with this reference any more."""
         held = self._held
-        assert held is not None
+        if held is None:
+            yield
+            return
         references = self._references
         if references.released:
             what = (
@@ -273,8 +281,8 @@ class RRef(Generic[T]):
         if held.failed is not None:
             raise references.failure(held, operation)
         if self._creation is not None and self._creation.done():
-            creation.check(self._creation)
-        yield held
+            creation.check(self._creation, references.agent.codec.functions)
+        yield
 
     def __str__(self) -> str:
         if self._held is None:

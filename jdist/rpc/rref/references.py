@@ -1,6 +1,5 @@
 """The references of one worker at work: the protocol, its messages and its waits."""
 
-import contextvars
 import functools
 import threading
 import time
@@ -9,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from jdist._errors import requirement
 from jdist.rpc.errors import ProtocolError, RpcError, WorkerLost
-from jdist.rpc.future import Future, complete
+from jdist.rpc.future import Future
 from jdist.rpc.ids import GloballyUniqueId, IdCounter
 from jdist.rpc.parcel import Parcel
+from jdist.rpc.rref.cell import Cell, fail, new_cell
 from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.keeper import Keeper
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from jdist.rpc.rref.reference import RRef
 
 Backward = Callable[["RRef[Any]", int, bool], None]
-Cell = Future[Any]
-"""Where the owner has a value, or will have it, or the reason why not."""
 
 
 class References:
@@ -52,7 +50,7 @@ class References:
         self.backward: Backward | None = None
         self.released = False
         me = agent.info.id
-        self._protocol = Protocol(me, IdCounter(me), detached_future)
+        self._protocol = Protocol(me, IdCounter(me), new_cell)
         self._changed = threading.Condition(threading.Lock())
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
         self._answers: dict[GloballyUniqueId, Execution] = {}
@@ -229,11 +227,12 @@ class References:
         with self._changed:
             protocol = self._protocol
             return {
-                "rref.num_owner_rrefs": len(protocol.owned),
-                "rref.num_forks": protocol.owned.forks,
-                "rref.num_pending_users": protocol.holdings.pending,
-                "rref.num_user_rrefs": len(protocol.holdings),
-                "rref.num_forks_under_way": len(protocol.transit),
+                "num_owner_rrefs": len(protocol.owned),
+                "num_forks": protocol.owned.forks,
+                "num_forks_under_way": len(protocol.transit),
+                "num_user_rrefs": len(protocol.holdings),
+                "num_pending_users": protocol.holdings.pending,
+                "num_pending_futures": len(self._waits),
             }
 
     def close(self) -> None:
@@ -263,7 +262,7 @@ class References:
                 self._settle(effect.held)
             elif isinstance(effect, Never):
                 error = never or RpcError(f"RRef creation failed: {effect.reason}")
-                fill(effect.cell, None, error)
+                fail(effect.cell, error, "", self.agent.codec.functions)
             elif not isinstance(effect, Freed):  # that one dies with the list
                 self.post.send(effect.to, effect.message)
         if self.released:
@@ -344,20 +343,6 @@ class References:
             for fork, who in entry.holders.items()
             if holder in (None, who)
         ]
-
-
-def detached_future() -> Future[Any]:
-    """A future that remembers nothing of the call in which it was made.
-
-    It may live for long, and would keep that call's answer alive.
-    """
-    return contextvars.Context().run(Future)
-
-
-def fill(cell: Cell, value: Any, error: BaseException | None) -> None:
-    """Completes a cell, unless it is: who waited too long was told so."""
-    for callback in complete(cell, value, error) or ():
-        callback()
 
 
 def _freed(rref: GloballyUniqueId) -> str:

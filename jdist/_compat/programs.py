@@ -1,22 +1,12 @@
-"""The only file that knows JAX versions and what is not plain public API.
+"""Programs as data: what `jdist.segment` is made of.
 
-Everything else in jdist uses names that JAX documents. What differs between the
-supported releases (0.10.2 and newer), or is reachable but undocumented, is wrapped
-here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made of in
-`tests/segment/test_programs.py`, that fails when JAX changes it.
+Tested in `tests/segment/test_programs.py`.
 """
 
-import ctypes
-import functools
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax._src import distributed
-from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
@@ -28,184 +18,8 @@ from jax.extend.core import (
 )
 from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
 
 Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
-
-
-def double_precision() -> AbstractContextManager[None]:
-    """Within it JAX computes with 64-bit types, whatever the global setting."""
-    return jax.enable_x64(True)
-
-
-def set_cpu_device_count(count: int) -> None:
-    """Gives this process `count` CPU devices; before the first JAX computation only.
-
-    Raises:
-      RuntimeError: A JAX computation has already started the backend. (JAX's own.)
-    """
-    jax.config.update("jax_num_cpu_devices", count)
-
-
-def distributed_client() -> Any:
-    """The client of `jax.distributed`'s coordinator, which keeps keys and values.
-
-    Used of it: `key_value_set`, `key_value_dir_get`.
-    """
-    return distributed.global_state.client
-
-
-def abandon_distributed() -> None:
-    """Makes this process forget `jax.distributed`, so that its exit waits for nobody.
-
-    At exit JAX waits for all processes to get there, which they never will if they are
-    inside a collective with this one. The destructors of its objects would wait too,
-    hence one reference that nothing ever takes back.
-    """
-    state = distributed.global_state
-    for name in ("client", "service", "preemption_sync_manager"):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
-        setattr(state, name, None)
-
-
-def is_traced(value: object) -> bool:
-    """Whether `value` is known only by shape and dtype, inside a JAX transformation."""
-    return isinstance(value, jax.core.Tracer)
-
-
-def placed(
-    array: np.ndarray, device: jax.Device | None, weak: bool = False
-) -> jax.Array:
-    """`jax.device_put`, in a fifth of its time, and for any dtype and weak type.
-
-    At 3 x 3 on CPU `device_put` takes 28 us, most of it in Python. Without the checks
-    made there, 64-bit types stay what they are also where they are switched off, and a
-    weak type can be given, for which JAX documents no way. As there, memory at a
-    multiple of 64 bytes is taken over on CPU.
-
-    Args:
-      array: In C order and of the machine's byte order; nobody writes to it any more.
-      device: The result is committed to it; None for the default, not committed.
-      weak: Whether the type yields to others in promotion, as a Python number's does.
-
-    Raises:
-      jax.errors.JaxRuntimeError: JAX has no such dtype.
-    """
-    committed = device is not None
-    if device is None:
-        device = _default_device()
-    abstract = _abstract(array.shape, array.dtype, weak)
-    sharding = _only_on(device)
-    return xla_client.batched_device_put(
-        abstract, sharding, [array], [device], committed, enable_x64=True
-    )
-
-
-@functools.lru_cache(1024)
-def _abstract(
-    shape: tuple[int, ...], dtype: np.dtype, weak: bool
-) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(shape, dtype, weak_type=weak)
-
-
-@functools.cache
-def _only_on(device: jax.Device) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device)
-
-
-def _default_device() -> jax.Device:
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if isinstance(chosen, jax.Device):
-        return chosen
-    return jax.local_devices(backend=chosen)[0]
-
-
-def varying_axes(array: jax.Array) -> frozenset[Hashable]:
-    """The mesh axes over which shard_map *knows* that `array` differs.
-
-    Empty outside shard_map, and inside shard_map with `check_vma=False`. JAX renamed
-    the attribute: `vma` up to 0.9, `manual_axis_type.varying` from 0.10.
-    """
-    kind = getattr(jax.typeof(array), "manual_axis_type", None)
-    return frozenset() if kind is None else frozenset(kind.varying)
-
-
-def tracks_varying_axes(axis_name: Hashable) -> bool:
-    """Whether the surrounding shard_map checks what varies over `axis_name`.
-
-    Only a checking shard_map gives `axis_index` a varying type. False under pmap and
-    vmap, whose tracers carry no such type.
-    """
-    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
-
-
-def map_shards(
-    fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_specs: Any
-) -> Callable[..., Any]:
-    """`jax.shard_map` without the check of varying axes, for any type of mesh.
-
-    Without the check, gradients taken inside `fn` are each shard's own, loops need no
-    casts of their carries, and the outputs of `all_gather` count as replicated. A mesh
-    with explicit axes refuses inputs that are laid out differently; they are
-    re-sharded here, as a mesh with automatic axes does by itself.
-    """
-    mapped = jax.shard_map(
-        fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
-    )
-    if AxisType.Explicit not in mesh.axis_types:
-        return mapped
-
-    def resharded(*arguments: Any) -> Any:
-        placed = (
-            jax.tree.map(lambda x, spec=spec: _reshard(x, mesh, spec), argument)
-            for argument, spec in zip(arguments, in_specs, strict=True)
-        )
-        return mapped(*placed)
-
-    return resharded
-
-
-def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
-    """`array`, bit for bit, but never before `earlier` has been computed.
-
-    XLA merges collectives that do not depend on each other (on CPU in its pass
-    `cpu-all-reduce-combiner`) and takes `optimization_barrier` out before it looks.
-    What it respects is a dependence on data: the comparison is false for every number
-    and for NaN, and XLA does not know.
-    """
-    if not array.size or not earlier.size:
-        return array
-    own = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
-    signal = jax.lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim)
-    never = signal.real.reshape(()) < -jnp.inf
-    kept = jnp.where(never, jnp.zeros_like(own), own)
-    return jax.lax.dynamic_update_slice(array, kept, (0,) * array.ndim)
-
-
-def laid_out(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """`array` with a layout over any type of mesh, inside jit and outside.
-
-    To automatic axes a layout is a constraint on the compiler, to explicit ones a part
-    of the array's type.
-    """
-    if AxisType.Explicit in mesh.axis_types:
-        return _reshard(array, mesh, spec)
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
-
-
-def _reshard(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    return jax.sharding.reshard(array, NamedSharding(mesh, spec))
-
-
-# --- programs as data: what `jdist.segment` is made of ---
-#
-# Tested in `tests/segment/test_programs.py`.
 
 
 def trace(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:

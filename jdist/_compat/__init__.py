@@ -1,0 +1,33 @@
+"""The only part that knows JAX versions and what is not plain public API.
+
+Everything else in jdist uses names that JAX documents. What differs between the
+supported releases (0.10.2 and newer), or is reachable but undocumented, is wrapped
+here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made of in
+`tests/segment/test_programs.py`, that fails when JAX changes it.
+"""
+
+from jdist._compat.programs import Loop as Loop
+from jdist._compat.programs import byte_count as byte_count
+from jdist._compat.programs import called_program as called_program
+from jdist._compat.programs import equations_for as equations_for
+from jdist._compat.programs import evaluate as evaluate
+from jdist._compat.programs import inner_programs as inner_programs
+from jdist._compat.programs import loop_counts as loop_counts
+from jdist._compat.programs import loop_of as loop_of
+from jdist._compat.programs import no_cotangent as no_cotangent
+from jdist._compat.programs import part_of as part_of
+from jdist._compat.programs import reads as reads
+from jdist._compat.programs import rewritten as rewritten
+from jdist._compat.programs import trace as trace
+from jdist._compat.programs import without_unread as without_unread
+from jdist._compat.runtime import abandon_distributed as abandon_distributed
+from jdist._compat.runtime import distributed_client as distributed_client
+from jdist._compat.runtime import double_precision as double_precision
+from jdist._compat.runtime import is_traced as is_traced
+from jdist._compat.runtime import placed as placed
+from jdist._compat.runtime import set_cpu_device_count as set_cpu_device_count
+from jdist._compat.shards import after as after
+from jdist._compat.shards import laid_out as laid_out
+from jdist._compat.shards import map_shards as map_shards
+from jdist._compat.shards import tracks_varying_axes as tracks_varying_axes
+from jdist._compat.shards import varying_axes as varying_axes

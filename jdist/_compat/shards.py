@@ -1,0 +1,85 @@
+"""Computations over the devices of a mesh."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def varying_axes(array: jax.Array) -> frozenset[Hashable]:
+    """The mesh axes over which shard_map *knows* that `array` differs.
+
+    Empty outside shard_map, and inside shard_map with `check_vma=False`. JAX renamed
+    the attribute: `vma` up to 0.9, `manual_axis_type.varying` from 0.10.
+    """
+    kind = getattr(jax.typeof(array), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def tracks_varying_axes(axis_name: Hashable) -> bool:
+    """Whether the surrounding shard_map checks what varies over `axis_name`.
+
+    Only a checking shard_map gives `axis_index` a varying type. False under pmap and
+    vmap, whose tracers carry no such type.
+    """
+    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+
+
+def map_shards(
+    fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_specs: Any
+) -> Callable[..., Any]:
+    """`jax.shard_map` without the check of varying axes, for any type of mesh.
+
+    Without the check, gradients taken inside `fn` are each shard's own, loops need no
+    casts of their carries, and the outputs of `all_gather` count as replicated. A mesh
+    with explicit axes refuses inputs that are laid out differently; they are
+    re-sharded here, as a mesh with automatic axes does by itself.
+    """
+    mapped = jax.shard_map(
+        fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+    )
+    if AxisType.Explicit not in mesh.axis_types:
+        return mapped
+
+    def resharded(*arguments: Any) -> Any:
+        placed = (
+            jax.tree.map(lambda x, spec=spec: _reshard(x, mesh, spec), argument)
+            for argument, spec in zip(arguments, in_specs, strict=True)
+        )
+        return mapped(*placed)
+
+    return resharded
+
+
+def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
+    """`array`, bit for bit, but never before `earlier` has been computed.
+
+    XLA merges collectives that do not depend on each other (on CPU in its pass
+    `cpu-all-reduce-combiner`) and takes `optimization_barrier` out before it looks.
+    What it respects is a dependence on data: the comparison is false for every number
+    and for NaN, and XLA does not know.
+    """
+    if not array.size or not earlier.size:
+        return array
+    own = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
+    signal = jax.lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim)
+    never = signal.real.reshape(()) < -jnp.inf
+    kept = jnp.where(never, jnp.zeros_like(own), own)
+    return jax.lax.dynamic_update_slice(array, kept, (0,) * array.ndim)
+
+
+def laid_out(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """`array` with a layout over any type of mesh, inside jit and outside.
+
+    To automatic axes a layout is a constraint on the compiler, to explicit ones a part
+    of the array's type.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        return _reshard(array, mesh, spec)
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+def _reshard(array: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    return jax.sharding.reshard(array, NamedSharding(mesh, spec))

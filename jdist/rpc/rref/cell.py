@@ -1,0 +1,57 @@
+"""Where the owner has a value, or will have it, or the reason why there is none."""
+
+import contextvars
+from typing import Any
+
+from jdist.rpc.functions import FunctionTable
+from jdist.rpc.future import Future, complete, error_of
+from jdist.rpc.remote_exception import describe, rebuild
+
+Cell = Future[Any]
+"""Completed once. An exception in it has no traceback but in words, see `fill`."""
+
+
+def new_cell() -> Cell:
+    """One that remembers nothing of the call in which it was made.
+
+    It may live for long, and would keep that call's answer alive.
+    """
+    return contextvars.Context().run(Future)
+
+
+def fill(cell: Cell, value: Any) -> None:
+    """Puts the value in, unless it is too late: who waited was told so."""
+    _complete(cell, value, None)
+
+
+def fail(cell: Cell, error: BaseException, worker: str, table: FunctionTable) -> None:
+    """Puts in why there is no value.
+
+    The exception is one without frames: those of the function, and of all who called
+    it within this process, have references in them that would never be dropped.
+
+    Args:
+      cell: Not changed if it is completed.
+      error: What the function raised on `worker`, or why it was not called.
+      worker: Name of that worker.
+      table: Which types of exceptions can be made again.
+    """
+    _complete(cell, None, rebuild(describe(error, worker), table))
+
+
+def read(cell: Cell, table: FunctionTable) -> Any:
+    """The value; raises a copy of the exception, so that the cell's own stays bare."""
+    error = error_of(cell)
+    if error is not None:
+        raise again(error, table)
+    return cell.value()
+
+
+def again(error: BaseException, table: FunctionTable) -> Exception:
+    """A copy of an exception, to be raised and to keep what it then gets."""
+    return rebuild(describe(error, ""), table)
+
+
+def _complete(cell: Cell, value: Any, error: BaseException | None) -> None:
+    for callback in complete(cell, value, error) or ():
+        callback()
