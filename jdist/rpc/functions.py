@@ -141,13 +141,15 @@ class FunctionTable:
     def method(self, owner: Any, name: str) -> Callable[..., Any]:
         """The method `name` of `owner`: an object, or a class for a class method.
 
+        "__call__" is one, any other name with two underscores on both sides is not.
+
         Raises:
           ForbiddenFunction: It is no method, or is defined in a module not allowed.
         """
         of_class = isinstance(owner, type)
         kind = owner if of_class else type(owner)
         raw: Any = None
-        if not _is_reserved(name):
+        if not _is_reserved(name) or name == "__call__":
             raw = inspect.getattr_static(kind, name, None)
         function = getattr(raw, "__func__", raw)
         ref = own_name(function)

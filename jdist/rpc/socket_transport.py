@@ -276,9 +276,9 @@ class SocketTransport:
             self._dismiss(stream)
 
     def _refuse(self, sock: socket.socket) -> None:
-        sock.close()
         with self._lock:
-            self.refused += 1
+            self.refused += 1  # Counted first: whoever sees it closed may ask.
+        sock.close()
 
     def _dismiss_oldest(self) -> None:
         for stream in self._strangers:

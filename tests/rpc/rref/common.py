@@ -130,5 +130,9 @@ class Counter:
     def __call__(self, x):
         return x + self.count
 
+    @property
+    def size(self):
+        return self.count
+
     def _hidden(self):
         return "hidden"
