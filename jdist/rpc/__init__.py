@@ -35,7 +35,10 @@ from jdist.rpc.future import Future as Future
 from jdist.rpc.init import init_rpc as init_rpc
 from jdist.rpc.local_cluster import local_cluster as local_cluster
 from jdist.rpc.options import RpcOptions as RpcOptions
+from jdist.rpc.parameters import Parameter as Parameter
 from jdist.rpc.process_settings import ProcessSettings as ProcessSettings
+from jdist.rpc.remote_module import RemoteModule as RemoteModule
+from jdist.rpc.remote_module import remote_module as remote_module
 from jdist.rpc.rref import RRef as RRef
 from jdist.rpc.rref import remote as remote
 from jdist.rpc.spawn import Processes as Processes

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -109,7 +110,8 @@ def _start(
     agents, joining = [], []
     for info, device in zip(infos, devices, strict=True):
         transport = InProcessTransport(info.name, hub, device)
-        agent = make_agent(info, transport, functions, options)
+        own = dataclasses.replace(options, device=device)
+        agent = make_agent(info, transport, functions, own)
         agent.group = Group(agent, at.connect_from(info.name), beats=False)
         agents.append(agent)
         joining.append(agent.group.join(info.id, len(infos), options.join_timeout))
