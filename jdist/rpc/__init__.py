@@ -23,6 +23,8 @@ from jdist.rpc.async_execution import async_execution as async_execution
 from jdist.rpc.calls import rpc_async as rpc_async
 from jdist.rpc.calls import rpc_sync as rpc_sync
 from jdist.rpc.current import use_worker as use_worker
+from jdist.rpc.elastic_cluster import ElasticCluster as ElasticCluster
+from jdist.rpc.elastic_cluster import elastic_cluster as elastic_cluster
 from jdist.rpc.errors import AuthenticationError as AuthenticationError
 from jdist.rpc.errors import ForbiddenFunction as ForbiddenFunction
 from jdist.rpc.errors import ProcessFailed as ProcessFailed

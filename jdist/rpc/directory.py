@@ -14,6 +14,9 @@ from jdist.rpc.worker_info import WorkerInfo
 class Directory:
     """The other workers that one worker knows, itself included.
 
+    Whoever is *known* may call. Only who is *admitted* can be called: by then all
+    others know it, so that it may be spoken of with any of them.
+
     Args:
       info: The worker itself, for messages.
     """
@@ -22,39 +25,61 @@ class Directory:
         self._info = info
         self._lock = threading.Lock()
         self._complete = threading.Event()
-        self._peers: dict[str, Peer] = {}
+        self._names: dict[str, Peer] = {}
         self._ranks: dict[int, Peer] = {}
+        self._numbers: dict[int | None, Peer] = {}
+        self._identities: dict[str, Peer] = {}
 
-    def add(self, peers: Iterable[Peer]) -> None:
-        """The group is complete with these; calls from them are served from now on."""
-        with self._lock:
-            for peer in peers:
-                self._peers[peer.info.name] = peer
-                self._ranks[peer.info.id] = peer
+    def complete(self, peers: Iterable[Peer]) -> None:
+        """This worker belongs to the group now, and these do."""
+        for peer in peers:
+            self.know(peer)
+            self.admit(peer)
         self._complete.set()
 
+    def know(self, peer: Peer) -> None:
+        """A worker is about to join; calls from it are served from now on."""
+        with self._lock:
+            self._numbers[peer.info.number] = peer
+            self._identities[peer.identity] = peer
+
+    def admit(self, peer: Peer) -> None:
+        """A known worker has joined. Whoever had its name or rank before is gone."""
+        with self._lock:
+            self._names[peer.info.name] = peer
+            self._ranks[peer.info.id] = peer
+
+    def expel(self, peer: Peer) -> None:
+        """A worker is gone, and another one will get its name: serves it no more."""
+        with self._lock:
+            self._identities.pop(peer.identity, None)
+
     def peers(self) -> list[Peer]:
-        """All that ever belonged, in the order of their ranks."""
+        """All that were admitted, in the order of ranks; of each rank the last one."""
         with self._lock:
             return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def find(self, to: Any) -> Peer:
         """The worker that a user means by a name, a rank or a WorkerInfo.
 
+        A WorkerInfo that came from the group means that very worker, also when another
+        one has its name and rank by now.
+
         Raises:
           RpcError: There is none of that name or rank.
           ValueError: `to` is none of the three.
         """
         if type(to) is str:
-            peer = self._peers.get(to)
+            peer = self._names.get(to)
         elif type(to) is WorkerInfo:
-            peer = self._peers.get(to.name)
+            of_name = self._names.get(to.name)
+            peer = of_name if to.number is None else self._numbers.get(to.number)
             if peer is not None and peer.info != to:
                 peer = None
         elif isinstance(to, int) and not isinstance(to, bool):
             peer = self._ranks.get(to)
         elif isinstance(to, str):
-            peer = self._peers.get(str(to))
+            peer = self._names.get(str(to))
         else:
             rule = "must be a name, a rank or a WorkerInfo"
             rule += " (Cannot get WorkerInfo from name)"
@@ -69,21 +94,29 @@ class Directory:
             )
         return peer
 
-    def caller(self, name: str, until: float | None) -> WorkerInfo | None:
-        """The worker of this proved name; waits until the group is complete.
+    def numbered(self, number: int) -> Peer | None:
+        """The worker of this number; None if it was gone before this one came."""
+        return self._numbers.get(number)
 
-        A peer may be told of the complete group a little earlier than this worker.
-        None when the name does not belong to the group.
+    def is_admitted(self, peer: Peer) -> bool:
+        """Whether it is the last one of its name that was admitted."""
+        return self._names.get(peer.info.name) is peer
+
+    def caller(self, identity: str, until: float | None) -> WorkerInfo | None:
+        """The worker that proved this; waits until this one belongs to the group.
+
+        Others may be told a little earlier that this one does. None for who does not
+        belong to the group.
         """
-        if name not in self._peers:
+        if identity not in self._identities:
             self._complete.wait(None if until is None else until - time.monotonic())
-        peer = self._peers.get(name)
+        peer = self._identities.get(identity)
         return None if peer is None else peer.info
 
     def departed(self, name: str) -> str | None:
         """Why that worker is gone, if it is."""
-        peer = self._peers.get(name)
+        peer = self._names.get(name)
         return None if peer is None else peer.departed
 
     def __contains__(self, name: str) -> bool:
-        return name in self._peers
+        return name in self._names

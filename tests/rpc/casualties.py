@@ -195,7 +195,7 @@ def has_arrived(parts):
     until, pause = time.monotonic() + PATIENCE, threading.Event()
     while time.monotonic() < until:
         with coordinator._lock:
-            gatherings = list(coordinator._gatherings.values())
+            gatherings = [g for _, g in coordinator._all_gatherings()]
             arrived = sum(len(g._parts) for g in gatherings if g._answer is None)
         if arrived >= parts:
             return
