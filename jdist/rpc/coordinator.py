@@ -147,7 +147,8 @@ class Coordinator:
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))
         elif frame.kind == "group.alive":
-            self._hear(frame, lambda: self._roster.lives(member), member)
+            probe = int(frame.meta["probe"])
+            self._hear(frame, lambda: self._roster.lives(member, probe), member)
         elif frame.kind == "group.known":
             newcomer = int(frame.meta["number"])
             self._hear(frame, lambda: self._roster.knows(member, newcomer), member)

@@ -10,12 +10,16 @@ from jdist.rpc.errors import RpcError
 from jdist.rpc.peer import Peer
 from jdist.rpc.worker_info import WorkerInfo
 
+_COMING_SECONDS = 20.0
+"""How long a newcomer may take from the moment when this worker knows of it."""
+
 
 class Directory:
     """The other workers that one worker knows, itself included.
 
     Whoever is *known* may call. Only who is *admitted* can be called: by then all
-    others know it, so that it may be spoken of with any of them.
+    others know it, so that it may be spoken of with any of them. Who hears of it from
+    one of those before it has been admitted here waits until that is done.
 
     Args:
       info: The worker itself, for messages.
@@ -24,6 +28,8 @@ class Directory:
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._coming: list[Peer] = []
         self._complete = threading.Event()
         self._names: dict[str, Peer] = {}
         self._ranks: dict[int, Peer] = {}
@@ -42,17 +48,20 @@ class Directory:
         with self._lock:
             self._numbers[peer.info.number] = peer
             self._identities[peer.identity] = peer
+            self._coming.append(peer)
 
     def admit(self, peer: Peer) -> None:
         """A known worker has joined. Whoever had its name or rank before is gone."""
         with self._lock:
             self._names[peer.info.name] = peer
             self._ranks[peer.info.id] = peer
+            self._come(peer)
 
     def expel(self, peer: Peer) -> None:
         """A worker is gone, and another one will get its name: serves it no more."""
         with self._lock:
             self._identities.pop(peer.identity, None)
+            self._come(peer)
 
     def peers(self) -> list[Peer]:
         """All that were admitted, in the order of ranks; of each rank the last one."""
@@ -69,21 +78,10 @@ class Directory:
           RpcError: There is none of that name or rank.
           ValueError: `to` is none of the three.
         """
-        if type(to) is str:
-            peer = self._names.get(to)
-        elif type(to) is WorkerInfo:
-            of_name = self._names.get(to.name)
-            peer = of_name if to.number is None else self._numbers.get(to.number)
-            if peer is not None and peer.info != to:
-                peer = None
-        elif isinstance(to, int) and not isinstance(to, bool):
-            peer = self._ranks.get(to)
-        elif isinstance(to, str):
-            peer = self._names.get(str(to))
-        else:
-            rule = "must be a name, a rank or a WorkerInfo"
-            rule += " (Cannot get WorkerInfo from name)"
-            raise ValueError(requirement("rpc(to=...)", rule, to))
+        peer = self._look_up(to)
+        if self._coming and (peer is None or peer.departed is not None):
+            self._await(to)
+            peer = self._look_up(to)
         if peer is None:
             known = ", ".join(
                 f"{one.info.name} ({one.info.id})" for one in self.peers()
@@ -117,6 +115,36 @@ class Directory:
         """Why that worker is gone, if it is."""
         peer = self._names.get(name)
         return None if peer is None else peer.departed
+
+    def _look_up(self, to: Any) -> Peer | None:
+        if type(to) is str:
+            return self._names.get(to)
+        if type(to) is WorkerInfo:
+            of_name = self._names.get(to.name)
+            peer = of_name if to.number is None else self._numbers.get(to.number)
+            return peer if peer is not None and peer.info == to else None
+        if isinstance(to, int) and not isinstance(to, bool):
+            return self._ranks.get(to)
+        if isinstance(to, str):
+            return self._names.get(str(to))
+        rule = "must be a name, a rank or a WorkerInfo"
+        rule += " (Cannot get WorkerInfo from name)"
+        raise ValueError(requirement("rpc(to=...)", rule, to))
+
+    def _await(self, to: Any) -> None:
+        """Waits while somebody who may be meant is about to be admitted."""
+        name = to.name if type(to) is WorkerInfo else to
+
+        def came() -> bool:
+            return not any(name in (one.info.name, one.info.id) for one in self._coming)
+
+        with self._changed:
+            self._changed.wait_for(came, _COMING_SECONDS)
+
+    def _come(self, peer: Peer) -> None:
+        if peer in self._coming:
+            self._coming.remove(peer)
+            self._changed.notify_all()
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

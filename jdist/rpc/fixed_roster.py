@@ -16,9 +16,11 @@ from jdist.rpc.worker_info import WorkerInfo
 
 
 class FixedRoster(Roster):
-    """All join together: the last one to come completes the group.
+    """All join together: the last one to come completes the group, if all live.
 
     Until then whoever goes is forgotten and may try again. Afterwards nobody is let in.
+    So before it is complete everybody has to answer a probe: one who died a moment ago
+    would be missed for ever, and his successor be refused.
 
     Args:
       world_size: How many make it complete.
@@ -31,6 +33,8 @@ class FixedRoster(Roster):
         super().__init__(world_size)
         self.complete = False
         self._told = 0
+        self._unsure: set[Member] = set()
+        self._asked = 0
 
     def add(self, member: Member, world_size: int) -> Answers:
         """See `Roster.add`."""
@@ -48,6 +52,20 @@ class FixedRoster(Roster):
         self._members[member.info.name] = member
         if len(self._members) < self._world_size:
             return []
+        answers = self._probe([one for one in self._members.values() if one != member])
+        self._unsure, self._asked = {one for one, _ in answers}, self._probes
+        return answers or self._complete()
+
+    def lives(self, member: Member, probe: int) -> Answers:
+        """See `Roster.lives`."""
+        answers = super().lives(member, probe)
+        full = len(self._members) == self._world_size
+        if self.complete or not full or probe < self._asked:
+            return answers
+        self._unsure.discard(member)
+        return answers if self._unsure else answers + self._complete()
+
+    def _complete(self) -> Answers:
         self.complete = True
         doubts, self._doubts = self._doubts, []
         present = self.present()
@@ -82,6 +100,8 @@ class FixedRoster(Roster):
             f"Missing ranks: {missing}. "
             f"Here: {', '.join(f'{info.name} ({info.id})' for info in here)}."
         )
+        if not missing:
+            text += f" Silent: {', '.join(one.info.name for one in self._unsure)}."
         return self._fail(text, [], timeout=True)
 
     def is_ending(self, info: WorkerInfo) -> bool:
@@ -119,6 +139,7 @@ class FixedRoster(Roster):
             return False
         if not self.complete:
             del self._members[member.info.name]
+            self._unsure.discard(member)
         return self.complete
 
     def _joining(self) -> list[Member]:

@@ -235,7 +235,7 @@ class Group:
         if frame.kind == "group.end":
             self._ended = str(meta["reason"])
         elif frame.kind == "group.probe":
-            self._reply("group.alive", {})
+            self._reply("group.alive", {"probe": meta["probe"]})
         elif frame.kind == "group.coming":
             peer = self._agent.peer(Listing.of_row(meta["member"]))
             directory.know(peer)

@@ -23,6 +23,7 @@ class Doubt(NamedTuple):
     newcomer: Member
     rival: Member
     world_size: int
+    probe: int
 
 
 class Roster(abc.ABC):
@@ -43,6 +44,7 @@ class Roster(abc.ABC):
         self._world_size = world_size
         self._members: dict[str, Member] = {}
         self._doubts: list[Doubt] = []
+        self._probes = 0
 
     @staticmethod
     def info(meta: dict[str, Any]) -> WorkerInfo:
@@ -92,10 +94,10 @@ class Roster(abc.ABC):
         """After a failure: whether as many were refused as were expected."""
         return True
 
-    def lives(self, member: Member) -> Answers:
-        """It has answered a probe."""
-        decided = [doubt for doubt in self._doubts if doubt.rival is member]
-        self._doubts = [doubt for doubt in self._doubts if doubt.rival is not member]
+    def lives(self, member: Member, probe: int) -> Answers:
+        """It has answered the probe of this number."""
+        decided = [d for d in self._doubts if d.rival is member and d.probe <= probe]
+        self._doubts = [doubt for doubt in self._doubts if doubt not in decided]
         return [answer for doubt in decided for answer in self.not_unique(doubt)]
 
     # --- going ---
@@ -148,8 +150,15 @@ class Roster(abc.ABC):
         """Those who wait to be let in."""
 
     def _doubt(self, newcomer: Member, rival: Member, world_size: int) -> Answers:
-        self._doubts.append(Doubt(newcomer, rival, world_size))
-        return [(rival, Frame("group.probe", 0, {}, None, []))]
+        answers = self._probe([rival])
+        self._doubts.append(Doubt(newcomer, rival, world_size, self._probes))
+        return answers
+
+    def _probe(self, members: list[Member]) -> Answers:
+        """Asks them whether they live. Only the answers to this very probe say so."""
+        self._probes += 1
+        meta = {"probe": self._probes}
+        return [(one, Frame("group.probe", 0, meta, None, [])) for one in members]
 
     def _misfit(self, member: Member, world_size: int) -> str | None:
         """Why somebody with another idea of the group cannot belong to it."""

@@ -45,11 +45,15 @@ def leave(roster, one, left=True):
 def complete_group():
     roster, members = FixedRoster(2), [member("first", 0), member("second", 1)]
     answers = [roster.add(one, 2) for one in members]
-    assert [told(each) for each in answers] == [
-        [],
-        [("first", REPLY), ("second", REPLY)],
-    ]
+    assert [told(each) for each in answers] == [[], [("first", "group.probe")]]
+    answers = roster.lives(members[0], probe_in(answers[1]))
+    assert told(answers) == [("first", REPLY), ("second", REPLY)]
     return roster, members
+
+
+def probe_in(answers):
+    """The number of a probe that was sent."""
+    return answers[0][1].meta["probe"]
 
 
 def test_who_left_may_come_back_under_another_name():
@@ -80,17 +84,50 @@ def test_who_died_while_joining_is_replaced():
     assert roster.until() is None
     assert leave(roster, dead, left=False) == (False, [])
     answers = roster.add(member("b", 0), 2)
+    assert told(answers) == [("a", "group.probe")]
+    answers = roster.lives(successor, probe_in(answers))
     assert told(answers) == [("b", REPLY), ("a", REPLY)]
     assert answers[1][0] is successor
+
+
+def test_a_group_is_complete_when_all_live():
+    """One who died unnoticed is replaced, although all seemed to be there."""
+    roster, dead, first = FixedRoster(3), member("a", 1), member("b", 0)
+    last = member("c", 2)
+    assert roster.add(dead, 3) == roster.add(first, 3) == []
+    answers = roster.add(last, 3)
+    assert told(answers) == [("a", "group.probe"), ("b", "group.probe")]
+    assert roster.lives(first, probe_in(answers)) == []
+    assert leave(roster, dead, left=False) == (False, [])
+    assert not roster.complete
+    old, successor = probe_in(answers), member("a", 1)
+    answers = roster.add(successor, 3)
+    assert told(answers) == [("b", "group.probe"), ("c", "group.probe")]
+    for one in (first, last):  # That is no answer to this probe.
+        assert roster.lives(one, old) == []
+    assert roster.lives(first, probe_in(answers)) == []
+    answers = roster.lives(last, probe_in(answers))
+    assert told(answers) == [("b", REPLY), ("a", REPLY), ("c", REPLY)]
+
+
+def test_somebody_is_silent():
+    roster, frozen, last = FixedRoster(2), member("a", 0), member("b", 1)
+    last.until = 7.0
+    roster.add(frozen, 2)
+    roster.add(last, 2)
+    answers = roster.expire(7.0)
+    assert {one for one, _ in answers} == {frozen, last}
+    assert answers[0][1].meta["error"].endswith("Here: a (0), b (1). Silent: a.")
 
 
 def test_who_lives_keeps_its_name():
     roster, first, double = FixedRoster(3), member("a", 1), member("a", 2)
     other = member("b", 2)
     assert roster.add(first, 3) == []
-    assert told(roster.add(double, 3)) == [("a", "group.probe")]
+    probe = probe_in(roster.add(double, 3))
     assert roster.add(other, 3) == []  # The double's rank is not taken yet.
-    answers = roster.lives(first)
+    assert roster.lives(first, probe - 1) == []
+    answers = roster.lives(first, probe)
     assert {one for one, _ in answers} == {first, double, other}
     for _, frame in answers:
         assert "Workers 1 and 2 share the same name." in frame.meta["error"]
@@ -98,13 +135,15 @@ def test_who_lives_keeps_its_name():
 
 
 def test_a_double_is_refused_when_the_others_are_complete():
-    roster, first, double = FixedRoster(2), member("a", 0), member("a", 1)
+    roster, first, last = FixedRoster(2), member("a", 0), member("b", 1)
+    double = member("b", 1)
     roster.add(first, 2)
-    roster.add(double, 2)
-    answers = roster.add(member("b", 1), 2)
-    assert told(answers) == [("a", REPLY), ("b", REPLY), ("a", ERROR)]
+    probe = probe_in(roster.add(last, 2))
+    again = probe_in(roster.add(double, 2))
+    answers = roster.lives(first, probe)
+    assert told(answers) == [("a", REPLY), ("b", REPLY), ("b", ERROR)]
     assert answers[2][0] is double
-    assert roster.lives(first) == []
+    assert roster.lives(last, again) == []
     assert roster.failure is None
 
 
@@ -227,8 +266,7 @@ def test_names_and_ranks_come_again_and_numbers_never():
 def test_who_lives_keeps_its_rank_and_the_group_goes_on():
     roster, (_, b) = elastic("a", "b")
     double = member("c", 1)
-    assert told(roster.add(double, 0)) == [("b", "group.probe")]
-    ((one, refusal),) = roster.lives(b)
+    ((one, refusal),) = roster.lives(b, probe_in(roster.add(double, 0)))
     assert one is double
     assert "Rank 1 is not unique: b and c have it." in refusal.meta["error"]
     assert told(let_in(roster, member("c", 2)))[0] == ("c", REPLY)

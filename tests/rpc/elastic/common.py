@@ -109,10 +109,10 @@ class Elastic:
         tasks = [self.start(name, body, *args, **kwargs) for name in self.names]
         return dict(zip(self.names, results(tasks), strict=True))
 
-    def begin_to_leave(self, name, **options):
+    def begin_to_leave(self, name, body=rpc.shutdown, **options):
         """Begins to shut a worker down, as a Task."""
         self._group.names.remove(name)
-        task = self.start(name, rpc.shutdown, **options)
+        task = self.start(name, body, **options)
         return Task(
             f"shutdown of {name}", lambda timeout: self._left(name, task, timeout)
         )
