@@ -197,7 +197,7 @@ def _listen(place: Place, options: RpcOptions) -> Coordinator:
 def _transport(
     place: Place, options: RpcOptions, name: str, host: str, port: int = 0
 ) -> SocketTransport:
-    return SocketTransport(
+    transport = SocketTransport(
         name,
         place.key,
         host,
@@ -207,6 +207,13 @@ def _transport(
         tls=options.tls,
         insecure=options.insecure,
     )
+    if options.transfer is not None and name != NAME:
+        try:
+            transport.transfer(options.transfer)
+        except ValueError:
+            transport.close()
+            raise
+    return transport
 
 
 def _host(place: Place, options: RpcOptions) -> str:
