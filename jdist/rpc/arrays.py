@@ -48,4 +48,6 @@ def _adopted(leaf: Any, device: jax.Device | None) -> Any:
         return leaf.copy()
     if device is None or leaf.devices() == {device}:
         return leaf
+    if not leaf.is_fully_addressable:  # but each process has the whole of it
+        leaf = leaf.addressable_data(0)
     return jax.device_put(leaf, device)

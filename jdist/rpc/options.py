@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from jdist._errors import requirement
+from jdist.rpc.transfer import Transfer
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -29,6 +30,8 @@ class RpcOptions:
       allow_pickle: Lets values that have no other way travel as pickles. Whoever
         knows the key can then run any code here.
       limits: Limits on the size of messages.
+      transfer: Has large arrays go from device to device where both workers say so; by
+        default everything goes by the wire. Its port asks nobody for the key.
       leaks: What a graceful shutdown does when values of this worker are held by others
         although all references were given up: "warn" or "error".
 
@@ -56,6 +59,7 @@ class RpcOptions:
     insecure: bool = False
     allow_pickle: bool = False
     limits: Any = None
+    transfer: Transfer | None = None
     leaks: str = "warn"
 
     def __post_init__(self) -> None:
@@ -72,9 +76,17 @@ class RpcOptions:
         if self.threads < 2:
             rule = "must be at least 2: one reads while another runs a call"
             raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
+        check_transfer(self.transfer)
         if self.leaks not in ("warn", "error"):
             rule = 'must be "warn" or "error"'
             raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))
+
+
+def check_transfer(transfer: object) -> None:
+    """Refuses what is neither None nor a `Transfer`."""
+    if not isinstance(transfer, Transfer | None):
+        rule = "must be an rpc.Transfer or None"
+        raise TypeError(requirement("RpcOptions(transfer=...)", rule, transfer))
 
 
 def check_seconds(call: str, seconds: object) -> None:

@@ -25,15 +25,22 @@ class Peer:
 
     Args:
       info: The other worker.
+      identity: The name that it proves; in an elastic group no other ever has it.
       address: Where it listens, for `transport`.
       transport: Connects to it.
       crew: Lends the thread that reads the shared channel.
     """
 
     def __init__(
-        self, info: WorkerInfo, address: Any, transport: Transport, crew: Crew
+        self,
+        info: WorkerInfo,
+        identity: str,
+        address: Any,
+        transport: Transport,
+        crew: Crew,
     ) -> None:
         self.info = info
+        self.identity = identity
         self.asking = threading.Lock()
         self.line: Line | None = None
         self.departed: str | None = None
@@ -107,7 +114,7 @@ class Peer:
     def _connect(self, deadline: Deadline) -> Channel:
         if self.departed is not None:
             raise ChannelClosed(self.departed)
-        return self._transport.connect(self.info.name, self._address, deadline.at)
+        return self._transport.connect(self.identity, self._address, deadline.at)
 
     def _check_present(self, channel: Channel) -> None:
         """Closes a channel that was being opened while the worker departed."""
