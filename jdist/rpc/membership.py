@@ -168,7 +168,7 @@ def _listen(place: Place, options: RpcOptions) -> Coordinator:
 def _transport(
     place: Place, options: RpcOptions, name: str, host: str, port: int = 0
 ) -> SocketTransport:
-    return SocketTransport(
+    transport = SocketTransport(
         name,
         place.key,
         host,
@@ -178,6 +178,8 @@ def _transport(
         tls=options.tls,
         insecure=options.insecure,
     )
+    transport.polling = options.polling
+    return transport
 
 
 def _host(place: Place, options: RpcOptions) -> str:

@@ -31,6 +31,7 @@ from jdist.rpc.endpoint import (
 )
 from jdist.rpc.errors import AuthenticationError, RpcError
 from jdist.rpc.handshake import NO_BINDING, Ability, Identity
+from jdist.rpc.polling import Polling
 from jdist.rpc.stream import ByteStream, Stream
 from jdist.rpc.tls import (
     FIRST_BYTE,
@@ -66,6 +67,8 @@ class SocketTransport:
         queue. Settable.
       crowded_seconds: While others wait, the time after which the one who has taken
         the longest has to go. Settable.
+      polling: Seconds to look for a message before sleeping, see `Polling`; 0 for
+        never. Settable.
       refused: Connections that ended without a proof.
 
     Raises:
@@ -78,6 +81,7 @@ class SocketTransport:
     handshake_seconds = 10.0
     most_strangers = 64
     crowded_seconds = 1.0
+    polling = 0.0
 
     def __init__(
         self,
@@ -176,6 +180,8 @@ class SocketTransport:
     ) -> Connection:
         memory_too = Ability.MEMORY in proved.abilities
         stream.passes_descriptors = memory_too
+        if self.polling:
+            stream.polling = Polling(self.polling)
         pool = self._pool if memory_too else None
         connection = Connection(secured, proved.peer, self._terms, pool, self._forget)
         with self._lock:
