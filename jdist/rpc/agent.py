@@ -118,14 +118,17 @@ class Agent:
         """Has `interceptor` look at every user-level call, or nobody."""
         self.interceptor = interceptor
 
+    def way_to(self, info: WorkerInfo) -> Transport:
+        """What connects this worker to that one: for itself, a loop."""
+        return self._loopback if info == self.info else self._transport
+
     # --- the group ---
 
     def meet(self, members: Iterable[tuple[WorkerInfo, Any]]) -> None:
         """The group is complete: these are its workers and their addresses."""
         peers = []
         for info, address in members:
-            transport = self._loopback if info == self.info else self._transport
-            peers.append(Peer(info, address, transport, self.crew))
+            peers.append(Peer(info, address, self.way_to(info), self.crew))
         self.directory.add(peers)
 
     def part(self, name: str, reason: str) -> None:

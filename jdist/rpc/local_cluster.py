@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist.rpc import current
+from jdist.rpc import current, device_maps
 from jdist.rpc.agent import Agent
 from jdist.rpc.coordinator import NAME, Coordinator
 from jdist.rpc.current import Scope
@@ -114,8 +114,16 @@ def _start(
         agents.append(agent)
         joining.append(agent.group.join(info.id, len(infos), options.join_timeout))
     agents[0].coordinator = coordinator
-    for joined in joining:
-        joined.wait()
+    try:
+        for joined in joining:
+            joined.wait()
+        for agent in agents:
+            device_maps.exchange(agent)
+    except BaseException:
+        for agent in agents:
+            agent.close()
+        coordinator.close("the cluster did not start")
+        raise
     return agents
 
 

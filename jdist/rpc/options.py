@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jdist._errors import requirement
+from jdist.rpc import device_maps
 
 DEFAULT_TIMEOUT = 60.0
 LONGEST_POLLING = 0.01
@@ -26,6 +28,10 @@ class RpcOptions:
       host: Where this worker listens; by default the address of this machine on the
         way to the coordinator.
       device: The JAX device on which arrays arrive; by default JAX's own default.
+      device_maps: By the name of a callee, on which of its devices arrays of certain
+        devices of this worker arrive: `{"worker1": {0: 1}}`. A device is its place in
+        `jax.local_devices()`, or, of this worker, the device itself. Results come back
+        by the inverse. Arrays on other devices arrive on the callee's `device`.
       tls: Certificates for connections between machines.
       insecure: Allows plain connections between machines.
       allow_pickle: Lets values that have no other way travel as pickles. Whoever
@@ -38,9 +44,9 @@ class RpcOptions:
         although all references were given up: "warn" or "error".
 
     Raises:
-      TypeError: A number of seconds is not a number.
+      TypeError: A number of seconds is not a number; `device_maps` are no maps.
       ValueError: A number is negative or too large, or the heartbeat's timeout is not
-        longer than its interval.
+        longer than its interval; a device map has a device twice.
 
     Source: `torch.distributed.rpc.TensorPipeRpcBackendOptions`.
 
@@ -57,6 +63,9 @@ class RpcOptions:
     key: str | bytes | None = dataclasses.field(default=None, repr=False)
     host: str | None = None
     device: Any = None
+    device_maps: Mapping[str, Mapping[Any, int]] = dataclasses.field(
+        default_factory=dict
+    )
     tls: Any = None
     insecure: bool = False
     allow_pickle: bool = False
@@ -81,6 +90,7 @@ class RpcOptions:
         if self.threads < 2:
             rule = "must be at least 2: one reads while another runs a call"
             raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
+        device_maps.check(self.device_maps)
         if self.leaks not in ("warn", "error"):
             rule = 'must be "warn" or "error"'
             raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))

@@ -20,6 +20,7 @@ from jdist._errors import requirement
 from jdist.rpc import handshake, memory
 from jdist.rpc.channel import Channel, ChannelClosed
 from jdist.rpc.connection import Connection, Terms
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.endpoint import (
     LOOPBACK,
     Listener,
@@ -62,6 +63,7 @@ class SocketTransport:
 
     Attributes:
       address: Where others reach this worker; a list of plain values.
+      device_maps: On which of their devices its arrays arrive.
       handshake_seconds: How long a stranger may take to prove himself. Settable.
       most_strangers: How many may be doing so at once. Others wait in the system's
         queue. Settable.
@@ -99,7 +101,8 @@ class SocketTransport:
             rule = "must not be True when certificates are given"
             raise ValueError(requirement("SocketTransport(insecure=...)", rule, "both"))
         self._me = Identity(name, handshake.check_key(key))
-        self._terms = Terms(limits or Limits(), device)
+        self.device_maps = DeviceMaps()
+        self._terms = Terms(limits or Limits(), device, self.device_maps)
         self._insecure = insecure
         self._forced = tls is not None
         self._credentials = None
