@@ -23,6 +23,8 @@ from jdist.rpc.async_execution import async_execution as async_execution
 from jdist.rpc.calls import rpc_async as rpc_async
 from jdist.rpc.calls import rpc_sync as rpc_sync
 from jdist.rpc.current import use_worker as use_worker
+from jdist.rpc.elastic_cluster import ElasticCluster as ElasticCluster
+from jdist.rpc.elastic_cluster import elastic_cluster as elastic_cluster
 from jdist.rpc.errors import AuthenticationError as AuthenticationError
 from jdist.rpc.errors import ForbiddenFunction as ForbiddenFunction
 from jdist.rpc.errors import ProcessFailed as ProcessFailed
@@ -35,7 +37,10 @@ from jdist.rpc.future import Future as Future
 from jdist.rpc.init import init_rpc as init_rpc
 from jdist.rpc.local_cluster import local_cluster as local_cluster
 from jdist.rpc.options import RpcOptions as RpcOptions
+from jdist.rpc.parameters import Parameter as Parameter
 from jdist.rpc.process_settings import ProcessSettings as ProcessSettings
+from jdist.rpc.remote_module import RemoteModule as RemoteModule
+from jdist.rpc.remote_module import remote_module as remote_module
 from jdist.rpc.rref import RRef as RRef
 from jdist.rpc.rref import remote as remote
 from jdist.rpc.spawn import Processes as Processes

@@ -24,6 +24,7 @@ from jdist.rpc.in_process import Hub, InProcessTransport
 from jdist.rpc.interceptor import Interceptor
 from jdist.rpc.ledger import Ledger, Operation
 from jdist.rpc.line import Line
+from jdist.rpc.listing import Listing
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.parcel import Parcel
 from jdist.rpc.peer import Peer
@@ -118,24 +119,32 @@ class Agent:
         """Has `interceptor` look at every user-level call, or nobody."""
         self.interceptor = interceptor
 
-    def way_to(self, info: WorkerInfo) -> Transport:
-        """What connects this worker to that one: for itself, a loop."""
-        return self._loopback if info == self.info else self._transport
-
     # --- the group ---
 
-    def meet(self, members: Iterable[tuple[WorkerInfo, Any]]) -> None:
-        """The group is complete: these are its workers and their addresses."""
+    def meet(self, members: Iterable[Listing]) -> None:
+        """This worker belongs to a group now, with these, itself among them."""
         peers = []
-        for info, address in members:
-            peers.append(Peer(info, address, self.way_to(info), self.crew))
-        self.directory.add(peers)
+        for listing in members:
+            if listing.info == self.info:
+                self.info = listing.info
+                assert self.info.number is not None
+                self.references.begin(self.info.number)
+            peers.append(self.peer(listing))
+        self.directory.complete(peers)
 
-    def part(self, name: str, reason: str) -> None:
+    def peer(self, listing: Listing) -> Peer:
+        """The ways to a worker."""
+        info, identity, address = listing
+        if info == self.info:
+            return Peer(info, info.name, None, self._loopback, self.crew)
+        return Peer(info, identity, address, self._transport, self.crew)
+
+    def part(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
-        self.directory.find(name).close(reason)
+        name = peer.info.name
+        peer.close(reason)
         with self._lock:
-            channels = [channel for channel in self._incoming if channel.peer == name]
+            channels = [one for one in self._incoming if one.peer == peer.identity]
         for channel in channels:
             channel.close(reason)
         # The thread that reads a channel for one call at a time is running that call,
@@ -144,7 +153,7 @@ class Agent:
             if execution.peer == name:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.ledger.end(execution)
-        self.references.gone(self.directory.find(name).info, reason)
+        self.references.gone(peer.info, reason)
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -355,7 +364,9 @@ class Agent:
     def _answer_in_thread_of_caller(
         self, caller: str, frame: Frame, depth: int
     ) -> Frame | Execution:
-        info = self.directory.find(caller).info
+        info = self.directory.caller(caller, moment(self.options.join_timeout))
+        if info is None or self.closed:
+            raise ChannelClosed(f"{self.info.name!r} does not know {caller!r}")
         execution = self.callee.begin(info, frame)
         try:
             answer = self.callee.execute(execution, frame, depth)

@@ -56,4 +56,6 @@ def _adopted(leaf: Any, device: jax.Device | None, devices: Table | None) -> Any
         device = device if number is None else device_of(number)
     if device is None or leaf.devices() == {device}:
         return leaf
+    if not leaf.is_fully_addressable:  # but each process has the whole of it
+        leaf = leaf.addressable_data(0)
     return jax.device_put(leaf, device)

@@ -10,7 +10,8 @@ several, arrive on the receiver's one device, as without a map.
 
 Only the sender of a message has to know: it writes the number of the receiver's device
 beside the array. A worker with a map tells it to its callee when it joins, for the
-answers; the callee refuses a device that it does not have.
+answers; the callee refuses a device that it does not have. So in an elastic group a map
+holds for workers that have joined before, and no longer when they have left.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,10 @@ _KIND = "device map"
 
 
 class DeviceMaps:
-    """What one worker has to know to send its arrays to the others."""
+    """What one worker has to know to send its arrays to the others.
+
+    They go by the names that they prove to its transport.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[str, Table] = {}
@@ -116,7 +120,8 @@ def install(agent: "Agent") -> None:
             rule += f"{len(devices)} devices, from 0 on"
             raise ValueError(requirement(CALL, rule, strange))
         inverse = {devices[target]: source for target, source in body.items()}
-        agent.way_to(caller).device_maps.answer(caller.name, inverse)
+        peer = agent.directory.find(caller)
+        peer.device_maps.answer(peer.identity, inverse)
 
     agent.register(_KIND, answer)
 
@@ -136,11 +141,11 @@ def exchange(agent: "Agent") -> None:
     for name, chosen in maps.items():
         sources = _sources(name, chosen)
         inverse = {target: number for number, target in sources.items()}
-        agent.call(name, _KIND, inverse)
+        peer = agent.directory.find(name)
+        agent.call(peer.info, _KIND, inverse)
         devices = jax.local_devices()
         table = {devices[number]: target for number, target in sources.items()}
-        peer = agent.directory.find(name).info
-        agent.way_to(peer).device_maps.lead(name, table)
+        peer.device_maps.lead(peer.identity, table)
 
 
 def _sources(name: str, chosen: Mapping[Any, int]) -> dict[int, int]:

@@ -49,8 +49,11 @@ _BUILTINS = (
 _CLOSED = ("jdist._compat", "jdist.launch", "jdist.rpc", "jdist.verify")
 """Parts of jdist that steer processes, or import modules by name."""
 
-_OPEN_PARTS = ("jdist.rpc.errors", "jdist.rpc.worker_info")
-"""Parts of those that are only values: errors and the identity of workers."""
+_OPEN_PARTS = (
+    "jdist.rpc.errors", "jdist.rpc.parameters", "jdist.rpc.remote_module",
+    "jdist.rpc.worker_info",
+)  # fmt: skip
+"""Parts of those that are values, or do no more than a caller could do by itself."""
 
 _NOT_PURE = frozenset({"load", "set_printoptions", "printoptions"})
 """What `jax.numpy` has beside computing: reading files, settings of the process."""

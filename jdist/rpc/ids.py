@@ -13,7 +13,8 @@ class GloballyUniqueId(NamedTuple):
     """The worker that made it and that worker's own number: 16 + 48 bits.
 
     Attributes:
-      created_on: Rank of the worker, 0 to 65535.
+      created_on: Number of the worker, 0 to 65535: its rank, unless that was another
+        one's before.
       local_id: The number.
 
     Source: `torch/csrc/distributed/rpc/types.h`.
@@ -52,9 +53,7 @@ class IdCounter:
     """Gives out the ids of one worker, in rising order; from any thread.
 
     Args:
-      worker: Rank of the worker.
-      first: The first number. A worker that takes a rank over from one that has gone
-        begins where none of the earlier one's ids can be.
+      worker: Number of the worker.
 
     Example:
       >>> ids = IdCounter(worker=2)
@@ -62,9 +61,9 @@ class IdCounter:
       (0, 1)
     """
 
-    def __init__(self, worker: int, first: int = 0) -> None:
+    def __init__(self, worker: int) -> None:
         self._worker = worker
-        self._numbers = itertools.count(first)
+        self._numbers = itertools.count()
 
     def next(self) -> GloballyUniqueId:
         """A new id.
