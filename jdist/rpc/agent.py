@@ -203,13 +203,16 @@ class Agent:
         body: Any,
         timeout: float,
         meta: dict[str, Any] | None = None,
+        operation: Operation | None = None,
     ) -> Outgoing:
         """A request, with its destination looked up and its deadline computed."""
         if self.closed:
             raise RpcError(current.NOT_INITIALIZED)
         peer = self.directory.find(to)
         limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
-        return Outgoing(peer, kind, body, meta or {}, limit, Operation(kind))
+        return Outgoing(
+            peer, kind, body, meta or {}, limit, operation or Operation(kind)
+        )
 
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist.rpc import current
+from jdist.rpc import current, device_maps
 from jdist.rpc.agent import Agent
 from jdist.rpc.coordinator import NAME
 from jdist.rpc.current import Scope
@@ -106,9 +106,17 @@ def _start(
 ) -> list[Agent]:
     meeting = Meeting(len(infos), functions, options)
     started = [meeting.begin(*place) for place in zip(infos, devices, strict=True)]
-    for _, joined in started:
-        joined.wait()
     agents = [agent for agent, _ in started]
+    try:
+        for _, joined in started:
+            joined.wait()
+        for agent in agents:
+            device_maps.exchange(agent)
+    except BaseException:
+        for agent in agents:
+            agent.close()
+        meeting.coordinator.close("the cluster did not start")
+        raise
     agents[0].coordinator = meeting.coordinator
     return agents
 

@@ -8,7 +8,7 @@ import warnings
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc import calls, current, debug
+from jdist.rpc import calls, current, debug, device_maps
 from jdist.rpc.agent import Agent
 from jdist.rpc.channel import ChannelClosed, Transport
 from jdist.rpc.coordinator import NAME, Coordinator
@@ -64,6 +64,7 @@ def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
         agent = make_agent(place.info, transport, functions, options)
         agent.coordinator = coordinator
         agent.group = _meet(agent, transport, place, at, until)
+        device_maps.exchange(agent)
         return agent
     except BaseException as error:
         if coordinator is not None:
@@ -99,6 +100,7 @@ def make_agent(
     agent = Agent(info, transport, functions, options)
     calls.install(agent)
     debug.install(agent)
+    device_maps.install(agent)
     install_references(agent)
     return agent
 
@@ -207,12 +209,16 @@ def _transport(
         tls=options.tls,
         insecure=options.insecure,
     )
+<<<<<<< HEAD
     if options.transfer is not None and name != NAME:
         try:
             transport.transfer(options.transfer)
         except ValueError:
             transport.close()
             raise
+=======
+    transport.polling = options.polling
+>>>>>>> rpc
     return transport
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from jdist.rpc.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import Deadline
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.line import Line
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -51,6 +52,11 @@ class Peer:
         self._busy: set[Channel] = set()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
+
+    @property
+    def device_maps(self) -> DeviceMaps:
+        """On which devices this worker's arrays arrive, there among others."""
+        return self._transport.device_maps
 
     def take(self, deadline: Deadline) -> Lane:
         """A channel for one synchronous call, to be given back or dropped.

@@ -20,6 +20,7 @@ from jdist._errors import requirement
 from jdist.rpc import handshake, memory
 from jdist.rpc.channel import Channel, ChannelClosed
 from jdist.rpc.connection import Connection, Terms
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.endpoint import (
     LOOPBACK,
     Listener,
@@ -31,6 +32,7 @@ from jdist.rpc.endpoint import (
 )
 from jdist.rpc.errors import AuthenticationError, RpcError
 from jdist.rpc.handshake import NO_BINDING, Ability, Identity
+from jdist.rpc.polling import Polling
 from jdist.rpc.stream import ByteStream, Stream
 from jdist.rpc.tls import (
     FIRST_BYTE,
@@ -64,11 +66,14 @@ class SocketTransport:
 
     Attributes:
       address: Where others reach this worker; a list of plain values.
+      device_maps: On which of their devices its arrays arrive.
       handshake_seconds: How long a stranger may take to prove himself. Settable.
       most_strangers: How many may be doing so at once. Others wait in the system's
         queue. Settable.
       crowded_seconds: While others wait, the time after which the one who has taken
         the longest has to go. Settable.
+      polling: Seconds to look for a message before sleeping, see `Polling`; 0 for
+        never. Settable.
       refused: Connections that ended without a proof.
       port: Where arrays go from device to device, or None.
 
@@ -82,6 +87,7 @@ class SocketTransport:
     handshake_seconds = 10.0
     most_strangers = 64
     crowded_seconds = 1.0
+    polling = 0.0
 
     def __init__(
         self,
@@ -99,7 +105,8 @@ class SocketTransport:
             rule = "must not be True when certificates are given"
             raise ValueError(requirement("SocketTransport(insecure=...)", rule, "both"))
         self._me = Identity(name, handshake.check_key(key))
-        self._terms = Terms(limits or Limits(), device)
+        self.device_maps = DeviceMaps()
+        self._terms = Terms(limits or Limits(), device, self.device_maps)
         self._insecure = insecure
         self._forced = tls is not None
         self._credentials = None
@@ -197,6 +204,8 @@ class SocketTransport:
     ) -> Connection:
         memory_too = Ability.MEMORY in proved.abilities
         stream.passes_descriptors = memory_too
+        if self.polling:
+            stream.polling = Polling(self.polling)
         pool = self._pool if memory_too else None
         made = (secured, proved.peer, self._terms, pool, self._forget)
         if self.port is not None and Ability.TRANSFER in proved.abilities:
