@@ -1,11 +1,13 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
+from jdist.pipeline.costs import Costs as Costs
 from jdist.pipeline.schedule import Schedule as Schedule
 from jdist.pipeline.schedule import Updates as Updates
 from jdist.pipeline.schedule_actions import Action as Action
 from jdist.pipeline.schedule_actions import ScheduleError as ScheduleError
 from jdist.pipeline.schedule_csv import from_csv as from_csv
 from jdist.pipeline.schedule_csv import to_csv as to_csv
+from jdist.pipeline.schedule_versions import versions_used as versions_used
 from jdist.pipeline.schedules import dualpipe_v as dualpipe_v
 from jdist.pipeline.schedules import forward_only as forward_only
 from jdist.pipeline.schedules import gpipe as gpipe
@@ -16,3 +18,6 @@ from jdist.pipeline.schedules import pipedream as pipedream
 from jdist.pipeline.schedules import pipedream_2bw as pipedream_2bw
 from jdist.pipeline.schedules import zbv as zbv
 from jdist.pipeline.schedules import zero_bubble as zero_bubble
+from jdist.pipeline.simulate import simulate as simulate
+from jdist.pipeline.timeline import Record as Record
+from jdist.pipeline.timeline import Timeline as Timeline

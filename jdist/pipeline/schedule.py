@@ -226,7 +226,7 @@ class Schedule:
 
     def peak_activations(self) -> tuple[int, ...]:
         """Per worker, how many activations (stage, micro-batch) are alive at most."""
-        alive = schedule_rules.live_activations(self)
+        alive = schedule_rules.live_activations(self.columns)
         first = self.columns.first
         return tuple(
             int(alive[begin:end].max(initial=0)) for begin, end in pairwise(first)
