@@ -1,6 +1,13 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
 from jdist.pipeline.costs import Costs as Costs
+from jdist.pipeline.layer_profile import Layer as Layer
+from jdist.pipeline.layer_profile import Profile as Profile
+from jdist.pipeline.layer_profile import load_profile as load_profile
+from jdist.pipeline.partition import partition as partition
+from jdist.pipeline.plan import Plan as Plan
+from jdist.pipeline.plan import PlannedStage as PlannedStage
+from jdist.pipeline.plan import load_plan as load_plan
 from jdist.pipeline.schedule import Schedule as Schedule
 from jdist.pipeline.schedule import Updates as Updates
 from jdist.pipeline.schedule_actions import Action as Action
