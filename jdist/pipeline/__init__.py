@@ -1,0 +1,4 @@
+"""Model and pipeline parallelism."""
+
+from jdist.pipeline.pipeline import Pipeline as Pipeline
+from jdist.pipeline.stage import Stage as Stage
