@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import reduction
 from jdist._errors import requirement
+from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch, split_batch
 from jdist.pipeline.passage import Passage
-from jdist.pipeline.places import Places
-from jdist.pipeline.post import InProcessPost, moved
+from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.shapes import Shapes, find_shapes
+from jdist.pipeline.shapes import check_shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
 from jdist.pipeline.wiring import wire
+from jdist.reduction import check_reduction
 
 
 class Pipeline:
@@ -36,15 +36,16 @@ class Pipeline:
         last stage's output, or a dict by name if there are several. It runs where the
         last stage runs, and of the batch only what it reads is sent there.
       schedule: Who does what in which order; see `gpipe`, `one_f_one_b` and the others.
-      devices: One for each worker of the schedule; by default all on JAX's default
-        device.
+      workers_or_devices: One for each worker of the schedule: devices of this process,
+        or names of rpc's workers, each of which makes the same pipeline and calls it.
+        By default all stages are on JAX's default device.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
       loss_inputs: Names of the values that the loss is given, if these are not the last
         stage's outputs.
 
     Raises:
-      ValueError: Stages and schedule do not fit, names do not match up, or `reduction` is
-        unknown.
+      ValueError: Stages and schedule do not fit, names do not match up, `reduction` is
+        unknown, or there is not one place for each worker.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,23 +69,25 @@ class Pipeline:
         stages: Sequence[Stage],
         loss_fn: Callable[..., Any],
         schedule: Schedule,
-        devices: Sequence[jax.Device] | None = None,
+        workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
         *,
         reduction: str = "mean",
         loss_inputs: Sequence[str] | None = None,
+        timeout: float = 60.0,
     ) -> None:
-        _check_reduction(reduction)
+        check_reduction("Pipeline", reduction)
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
         _check_schedule(schedule, len(self.wiring.stages))
-        self._places = _places(schedule, devices)
+        self._executor = executor_for(schedule, workers_or_devices, timeout)
+        self._places = self._executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
         self._compiled = [
             stage.compiled(self.wiring.from_batch(number), number)
             for number, stage in enumerate(self.wiring.stages)
         ]
-        self._shapes: dict[Any, Shapes] = {}
+        self._checked: dict[Any, tuple[str, ...]] = {}
         self._steps = 0
 
     @property
@@ -92,13 +95,25 @@ class Pipeline:
         """The stages, by number."""
         return self.wiring.stages
 
+    @property
+    def own(self) -> list[int]:
+        """Numbers of the stages that run in this process."""
+        here = set(self._places.own)
+        placement = self.schedule.placement
+        return [j for j, workers in enumerate(placement) if here.intersection(workers)]
+
     def place(self, params: Sequence[Any]) -> list[Any]:
         """The parameters (or states) of each stage, on its device.
 
-        Those of a stage with several workers are on the first one's.
+        Those of a stage with several workers are on the first one's; None takes the
+        place of stages that run in other processes.
         """
-        devices = [self._places.devices[w[0]] for w in self.schedule.placement]
-        return [moved(tree, d) for tree, d in zip(params, devices, strict=True)]
+        _check_count("Pipeline.place(params)", params, len(self.stages))
+        placed: list[Any] = [None] * len(self.stages)
+        for number in self.own:
+            device = self._places.devices[self._first(number)]
+            placed[number] = moved(params[number], device)
+        return placed
 
     def value_and_grad(
         self,
@@ -111,8 +126,12 @@ class Pipeline:
     ) -> Any:
         """The loss of the batch, and the gradient of every stage's parameters.
 
+        With workers in several processes each of them calls it, with the same batch,
+        weights and key, and gets the gradients of its own stages.
+
         Args:
-          params: One pytree per stage, each on its stage's device (`place`).
+          params: One pytree per stage, each on its stage's device (`place`). Those of
+            stages that run in other processes are not looked at.
           batch: Named arrays, each `(examples, ...)`.
           weights: `(examples,)`, non-negative; by default 1 each.
           states: One per stage, None where there is none, if a stage is stateful.
@@ -122,64 +141,100 @@ class Pipeline:
         Returns:
           `(loss, grads)`; with `states`, `(loss, grads, states)` as the last
           micro-batch left them. `grads` is a list of trees like the parameters, on
-          their devices, None at leaves that are not floating.
+          their devices, None at leaves that are not floating and in the place of
+          stages that run in other processes.
 
         Raises:
           ValueError, TypeError: The arguments do not fit the stages; the message names
             the stage and the value. An entry of the batch lies on another device than
             the stage that takes it.
+          WorkerLost: A worker of the pipeline is gone.
+          RpcTimeout: Another worker sent nothing for longer than the timeout.
+          Exception: Whatever went wrong on another worker, with its name in a note.
         """
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
-        states = [None] * stages if states is None else list(states)
+        given = [None] * stages if states is None else list(states)
         _check_count(f"{call}(params)", params, stages)
-        _check_count(f"{call}(states=...)", states, stages)
+        _check_count(f"{call}(states=...)", given, stages)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        shapes = self._shapes_of(params, states, parts)
-        runs = self._runs(params, states, key)
-        post = InProcessPost(self._places.devices)
+        runs = self._runs(params, given, key)
+        number, self._steps = self._steps, self._steps + 1
+        post = self._executor.open(number)
+        try:
+            found = self._step(number, post, runs, parts)
+        except BaseException as error:
+            post.end(error)
+            raise
+        post.end(None)
+        loss, grads = found
+        if states is None:
+            return loss, grads
+        after: list[Any] = [None] * stages
+        for j in self.own:
+            after[j] = runs[self._first(j), j].state
+        return loss, grads, after
+
+    def _step(
+        self,
+        number: int,
+        post: Post,
+        runs: Mapping[tuple[int, int], StageRun],
+        parts: Sequence[MicroBatch],
+    ) -> tuple[Any, list[Any]]:
+        read = self._read(post, runs, parts[0].batch)
         step = Step(
-            self._steps,
+            number,
             self.wiring,
             self._places,
             runs,
             post,
             self._loss,
-            shapes.read,
+            read,
             parts,
         )
         step.run()
-        self._steps += 1
         self.record = step.passages
-        firsts = [workers[0] for workers in self.schedule.placement]
-        grads = [step.gradient(worker, j) for j, worker in enumerate(firsts)]
-        loss = step.loss(firsts[-1])
-        if all(state is None for state in states):
-            return loss, grads
-        return loss, grads, [runs[worker, j].state for j, worker in enumerate(firsts)]
+        grads: list[Any] = [None] * len(self.stages)
+        for j in self.own:
+            grads[j] = step.gradient(self._first(j), j)
+        return step.loss(self._places.own[0]), grads
 
-    def _shapes_of(
-        self, params: Sequence[Any], states: Sequence[Any], parts: list[MicroBatch]
-    ) -> Shapes:
-        """Checks what does not need numbers, once for all steps of equal shapes."""
-        first = parts[0].batch
-        leaves, structure = jax.tree.flatten((list(params), states, dict(first)))
+    def _first(self, stage: int) -> int:
+        """The first worker of this process that runs a stage."""
+        return min(set(self.schedule.placement[stage]).intersection(self._places.own))
+
+    def _read(
+        self,
+        post: Post,
+        runs: Mapping[tuple[int, int], StageRun],
+        batch: Mapping[str, Any],
+    ) -> tuple[str, ...]:
+        """Checks what does not need numbers, once for all steps of equal shapes.
+
+        Between processes only in the first step: nobody sees others' shapes change.
+        """
+        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
+        leaves, structure = jax.tree.flatten((trees, dict(batch)))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        found = self._shapes.get((kinds, structure))
-        if found is None:
-            found = find_shapes(self.wiring, self._loss, params, states, first)
-            self._shapes[kinds, structure] = found
-        return found
+        signature = (kinds, structure) if self._executor.sees_all else None
+        if signature not in self._checked:
+            self._checked[signature] = check_shapes(
+                self.wiring, self._places, post, self._loss, trees, batch
+            )
+        return self._checked[signature]
 
     def _runs(
         self, params: Sequence[Any], states: Sequence[Any], key: Any
     ) -> dict[tuple[int, int], StageRun]:
         runs = {}
-        for number, stage in enumerate(self.stages):
-            own = None
+        for number in self.own:
+            stage, own = self.stages[number], None
             if stage.keyed:
                 own = jax.random.fold_in(_given(key, number), number)
             for worker in self.schedule.placement[number]:
+                if worker not in self._places.own:
+                    continue
                 device = self._places.devices[worker]
                 runs[worker, number] = StageRun(
                     stage,
@@ -199,10 +254,6 @@ def _given(key: Any, number: int) -> Any:
     return key
 
 
-def _check_reduction(kind: str) -> None:
-    reduction.check_reduction("Pipeline", kind)
-
-
 def _check_schedule(schedule: Schedule, stages: int) -> None:
     if schedule.stages != stages:
         rule = f"must be one for the {stages} stages"
@@ -220,13 +271,3 @@ def _check_count(argument: str, trees: Sequence[Any], stages: int) -> None:
         size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
         got = f"a {type(trees).__name__}{size}"
         raise ValueError(requirement(argument, rule, got))
-
-
-def _places(schedule: Schedule, devices: Sequence[jax.Device] | None) -> Places:
-    own = range(schedule.workers)
-    if devices is None:
-        return Places(schedule, [None] * schedule.workers, own)
-    if len(devices) != schedule.workers:
-        rule = f"must be one device for each of the {schedule.workers} workers"
-        raise ValueError(requirement("Pipeline(devices=...)", rule, list(devices)))
-    return Places(schedule, list(devices), own)

@@ -50,6 +50,9 @@ class Post(Protocol):
           Exception: Nothing will arrive any more, or not in time.
         """
 
+    def end(self, error: BaseException | None) -> None:
+        """The step is over here, with an error or without."""
+
 
 def receive(post: Post, parcel: Parcel, worker: int, purpose: str) -> Any:
     """Waits for a value and takes it.
@@ -93,6 +96,10 @@ class InProcessPost:
         rule = "must let every action have its inputs"
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
+
+    def end(self, error: BaseException | None) -> None:
+        """See `Post`."""
+        self._arrived.clear()
 
 
 def moved(value: Any, device: jax.Device | None) -> Any:

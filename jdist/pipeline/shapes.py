@@ -61,7 +61,7 @@ def _read(
     loss: PipelineLoss,
     batch: Mapping[str, Any],
 ) -> tuple[str, ...]:
-    """What the loss reads: found by one worker of the last stage, told to the others."""
+    """What the loss reads: one worker of the last stage tells the others."""
     first = places.worker(places.loss, 0)
     workers = [w for w in places.schedule.placement[-1] if w in places.own]
     parcel = Parcel("S", 0, "", places.loss, first)

@@ -118,7 +118,7 @@ class WorkerPost:
         self._mailbox = mailbox_of(agent)
 
     def put(self, parcel: Parcel, worker: int, value: Any) -> None:
-        """See `Post`. Sent by another thread, which waits for the value's computation."""
+        """See `Post`. Another thread waits for the value, and sends it."""
         body = (*self._address, tuple(parcel), value)
         if worker == self._own:
             with self._mailbox.changed:
@@ -186,8 +186,8 @@ class WorkerPost:
         )
         me = self._names[self._own]
         return (
-            f"{me!r} waited more than {self._timeout} s in step {self._address[1]} of a "
-            f"pipeline: {shown}."
+            f"{me!r} waited more than {self._timeout} s in step {self._address[1]} of "
+            f"a pipeline: {shown}."
         )
 
     def end(self, error: BaseException | None) -> None:
@@ -202,4 +202,3 @@ class WorkerPost:
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "L": "the loss"}
-
