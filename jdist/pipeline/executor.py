@@ -68,7 +68,7 @@ class Workers:
         self._agent = agent
         self._names = names
         self._timeout = timeout
-        self._pipeline = mailbox_of(agent).new_pipeline()
+        self._pipeline = mailbox_of(agent).new_pipeline(names)
 
     def open(self, step: int) -> Post:
         """See `Executor`. Before the first step the workers wait for each other.
@@ -84,7 +84,7 @@ class Workers:
 
     def _meet(self) -> None:
         schedule = self.places.schedule
-        mine = f"{schedule!r} as pipeline {self._pipeline}"
+        mine = f"{schedule!r} as {self._pipeline}"
         found = self._agent.group.all_gather(
             mine, self._names, self._timeout, "Pipeline"
         )

@@ -90,9 +90,10 @@ class Stage:
           constant: Names of inputs that no cotangent is wanted of.
           label: Tells stages of one factory apart.
         """
-        return segment(
-            _body(self, constant), recompute=self.recompute, label=("stage", label)
-        )
+        # All stages share the code of `body`; what varies by intent is in the label.
+        code = getattr(self.fn, "__code__", type(self.fn))
+        meant = ("stage", label, code, self.stateful, self.keyed, constant)
+        return segment(_body(self, constant), recompute=self.recompute, label=meant)
 
 
 def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., Any]:

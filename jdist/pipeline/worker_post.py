@@ -3,6 +3,7 @@
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ from jdist.rpc.future import call_when_done
 from jdist.rpc.remote_exception import describe, rebuild
 
 _PARCEL, _FAILED = "pipeline.parcel", "pipeline.failed"
-Address = tuple[int, int]
-"""Number of a pipeline on its workers, and of its step."""
+Address = tuple[str, int]
+"""A pipeline, by its workers and its number among theirs; and the number of a step."""
 
 
 class Mailbox:
@@ -29,18 +30,19 @@ class Mailbox:
         self.arrived: dict[Address, dict[Parcel, Any]] = {}
         self.failures: dict[Address, BaseException] = {}
         self.lost: dict[str, str] = {}
-        self.done: dict[int, int] = {}
-        self._pipelines = 0
+        self.done: dict[str, int] = {}
+        self._pipelines: Counter[str] = Counter()
         self._functions = agent.codec.functions
         agent.register(_PARCEL, self._receive)
         agent.register(_FAILED, self._fail)
         agent.group.on_lost(self._lose)
 
-    def new_pipeline(self) -> int:
-        """A number that is the same on all workers that make pipelines in one order."""
+    def new_pipeline(self, names: Sequence[str]) -> str:
+        """Stands for a pipeline on all its workers, if they make them in one order."""
+        among = ", ".join(names)
         with self.changed:
-            self._pipelines += 1
-            return self._pipelines
+            self._pipelines[among] += 1
+            return f"pipeline {self._pipelines[among]} of {among}"
 
     def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
         pipeline, step, parcel, value = body
@@ -180,10 +182,11 @@ class WorkerPost:
                 )
 
     def _late(self, waiting: Mapping[Parcel, str]) -> str:
-        shown = "; ".join(
+        missing = [
             f"{action} for {_KINDS[parcel.kind]} of {self._names[parcel.sender]!r}"
             for parcel, action in waiting.items()
-        )
+        ]
+        shown = "; ".join(dict.fromkeys(missing))
         me = self._names[self._own]
         return (
             f"{me!r} waited more than {self._timeout} s in step {self._address[1]} of "
