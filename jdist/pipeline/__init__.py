@@ -1,5 +1,6 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
+from jdist.pipeline.nnx_stages import stages_from_nnx as stages_from_nnx
 from jdist.pipeline.pipeline import Pipeline as Pipeline
 from jdist.pipeline.schedule import Schedule as Schedule
 from jdist.pipeline.schedule import Updates as Updates

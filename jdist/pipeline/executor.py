@@ -53,21 +53,17 @@ class Workers:
       agent: This one.
       schedule: The schedule.
       names: Of all, by rank in the schedule.
-      timeout: Seconds to wait for the others.
     """
 
     sees_all = False
 
-    def __init__(
-        self, agent: Agent, schedule: Schedule, names: Sequence[str], timeout: float
-    ) -> None:
+    def __init__(self, agent: Agent, schedule: Schedule, names: Sequence[str]) -> None:
         own = names.index(agent.info.name)
         devices: list[jax.Device | None] = [None] * len(names)
         devices[own] = agent.options.device
         self.places = Places(schedule, devices, (own,))
         self._agent = agent
         self._names = names
-        self._timeout = timeout
         self._pipeline = mailbox_of(agent).new_pipeline(names)
 
     def open(self, step: int) -> Post:
@@ -80,14 +76,12 @@ class Workers:
             self._meet()
         address = (self._pipeline, step)
         own = self.places.own[0]
-        return WorkerPost(self._agent, self._names, own, address, self._timeout)
+        return WorkerPost(self._agent, self._names, own, address)
 
     def _meet(self) -> None:
         schedule = self.places.schedule
         mine = f"{schedule!r} as {self._pipeline}"
-        found = self._agent.group.all_gather(
-            mine, self._names, self._timeout, "Pipeline"
-        )
+        found = self._agent.group.all_gather(mine, self._names, -1, "Pipeline")
         if len(set(found.values())) > 1:
             rule = "must be the same on all workers, made in the same order"
             shown = "; ".join(f"{name}: {text}" for name, text in found.items())
@@ -97,7 +91,6 @@ class Workers:
 def executor_for(
     schedule: Schedule,
     workers_or_devices: Sequence[str] | Sequence[jax.Device] | None,
-    timeout: float,
 ) -> Executor:
     """The executor that the places ask for.
 
@@ -120,4 +113,4 @@ def executor_for(
     if agent.info.name not in given or not {*given} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"
         raise ValueError(requirement(call, rule, given, f"The group has {known}."))
-    return Workers(agent, schedule, given, timeout)
+    return Workers(agent, schedule, given)

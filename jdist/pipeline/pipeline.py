@@ -1,13 +1,14 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
+from jdist.optim import Optimizer
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch, split_batch
@@ -18,6 +19,13 @@ from jdist.pipeline.shapes import check_shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.training import (
+    Metrics,
+    PipelineState,
+    optimizers_for,
+    square,
+    update,
+)
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -39,6 +47,8 @@ class Pipeline:
       workers_or_devices: One for each worker of the schedule: devices of this process,
         or names of rpc's workers, each of which makes the same pipeline and calls it.
         By default all stages are on JAX's default device.
+      optimizer: For `train_step`: one of `jdist.optim` for all stages, or one each.
+      max_norm: The gradient is scaled down to this norm, over all stages together.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
       loss_inputs: Names of the values that the loss is given, if these are not the last
         stage's outputs.
@@ -61,7 +71,7 @@ class Pipeline:
       >>> batch = {"x": jnp.arange(5.0)[:, None], "target": jnp.ones((5, 1))}
       >>> loss, grads = pipe.value_and_grad(params, batch)
       >>> print(f"{loss:.4f}", [g.shape for g in grads])
-      1.9557 [(1, 2), (2, 1)]
+      1.8425 [(1, 2), (2, 1)]
     """
 
     def __init__(
@@ -71,22 +81,25 @@ class Pipeline:
         schedule: Schedule,
         workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
         *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        max_norm: float | None = None,
         reduction: str = "mean",
         loss_inputs: Sequence[str] | None = None,
-        timeout: float = 60.0,
     ) -> None:
         check_reduction("Pipeline", reduction)
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
         _check_schedule(schedule, len(self.wiring.stages))
-        self._executor = executor_for(schedule, workers_or_devices, timeout)
+        self._executor = executor_for(schedule, workers_or_devices)
         self._places = self._executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
         self._compiled = [
             stage.compiled(self.wiring.from_batch(number), number)
             for number, stage in enumerate(self.wiring.stages)
         ]
+        self._optimizer = optimizer
+        self._max_norm = max_norm
         self._checked: dict[Any, tuple[str, ...]] = {}
         self._steps = 0
 
@@ -149,9 +162,82 @@ class Pipeline:
             the stage and the value. An entry of the batch lies on another device than
             the stage that takes it.
           WorkerLost: A worker of the pipeline is gone.
-          RpcTimeout: Another worker sent nothing for longer than the timeout.
+          RpcTimeout: Nothing came from the others for longer than rpc's default timeout
+            (`rpc.set_default_timeout`); their compilation counts.
           Exception: Whatever went wrong on another worker, with its name in a note.
         """
+        found, runs = self._run(params, batch, weights, states, key)
+        if states is None:
+            return found.loss, found.grads
+        return found.loss, found.grads, self._after(runs)
+
+    def init(
+        self,
+        params: Sequence[Any],
+        states: Sequence[Any] | None = None,
+        key: Any = None,
+    ) -> PipelineState:
+        """The state before the first training step.
+
+        Args:
+          params: One pytree per stage; copied, because training steps donate theirs.
+            Those of stages that run in other processes are not looked at.
+          states: One per stage, None where there is none.
+          key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
+
+        Raises:
+          ValueError, TypeError: No optimizer fits; or not one tree per stage.
+        """
+        stages = len(self.stages)
+        given = [None] * stages if states is None else list(states)
+        _check_count("Pipeline.init(states=...)", given, stages)
+        optimizers = optimizers_for(self._optimizer, stages)
+        placed = jax.tree.map(jnp.copy, self.place(params))
+        kept: list[Any] = [None] * stages
+        for j in self.own:
+            kept[j] = optimizers[j].init(placed[j])
+        return PipelineState(0, placed, kept, self.place(given), key)
+
+    def train_step(
+        self, state: PipelineState, batch: Mapping[str, Any], weights: Any = None
+    ) -> tuple[PipelineState, Metrics]:
+        """One step: the gradient of the batch, and an update of every stage.
+
+        Args:
+          state: From `init` or the step before; its arrays are donated.
+          batch: As for `value_and_grad`.
+          weights: As for `value_and_grad`.
+
+        Returns:
+          The next state, and what the step found out.
+
+        Raises: what `value_and_grad` raises.
+        """
+        optimizers = optimizers_for(self._optimizer, len(self.stages))
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        found, runs = self._run(state.params, batch, weights, state.states, key)
+        params, kept = list(state.params), list(state.opt_states)
+        for j in self.own:
+            clipping = None
+            if self._max_norm is not None:
+                norm = moved(found.norm, self._places.devices[self._first(j)])
+                clipping = norm, self._max_norm
+            params[j], kept[j] = update(
+                optimizers[j], params[j], found.grads[j], kept[j], clipping
+            )
+        after = self._after(runs)
+        step = state.step + 1
+        metrics = Metrics(found.loss, found.norm)
+        return PipelineState(step, params, kept, after, state.key), metrics
+
+    def _run(
+        self,
+        params: Sequence[Any],
+        batch: Mapping[str, Any],
+        weights: Any,
+        states: Sequence[Any] | None,
+        key: Any,
+    ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = [None] * stages if states is None else list(states)
@@ -167,13 +253,14 @@ class Pipeline:
             post.end(error)
             raise
         post.end(None)
-        loss, grads = found
-        if states is None:
-            return loss, grads
-        after: list[Any] = [None] * stages
+        return found, runs
+
+    def _after(self, runs: Mapping[tuple[int, int], StageRun]) -> list[Any]:
+        """What stateful stages were left with."""
+        after: list[Any] = [None] * len(self.stages)
         for j in self.own:
             after[j] = runs[self._first(j), j].state
-        return loss, grads, after
+        return after
 
     def _step(
         self,
@@ -181,7 +268,7 @@ class Pipeline:
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
-    ) -> tuple[Any, list[Any]]:
+    ) -> "_Found":
         read = self._read(post, runs, parts[0].batch)
         step = Step(
             number,
@@ -198,7 +285,10 @@ class Pipeline:
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             grads[j] = step.gradient(self._first(j), j)
-        return step.loss(self._places.own[0]), grads
+        norm = None
+        if self._max_norm is not None:
+            norm = step.norm({j: square(grads[j]) for j in self.own})
+        return _Found(step.loss(self._places.own[0]), grads, norm)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
@@ -245,6 +335,20 @@ class Pipeline:
                     self._loss.kind,
                 )
         return runs
+
+
+class _Found(NamedTuple):
+    """What a step has found.
+
+    Attributes:
+      loss: Of the batch.
+      grads: Of each stage of this process.
+      norm: Of all stages' gradients together, if it is asked for.
+    """
+
+    loss: jax.Array
+    grads: list[Any]
+    norm: jax.Array | None
 
 
 def _given(key: Any, number: int) -> Any:

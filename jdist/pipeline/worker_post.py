@@ -101,7 +101,6 @@ class WorkerPost:
       names: Of all workers of the pipeline, by rank in it.
       own: This worker's rank in it.
       address: The pipeline and its step.
-      timeout: Seconds that nothing may arrive for.
     """
 
     def __init__(
@@ -110,14 +109,17 @@ class WorkerPost:
         names: Sequence[str],
         own: int,
         address: Address,
-        timeout: float,
     ) -> None:
         self._agent = agent
         self._names = names
         self._own = own
         self._address = address
-        self._timeout = timeout
+        self._timeout = agent.default_timeout
         self._mailbox = mailbox_of(agent)
+
+    @property
+    def _operation(self) -> str:
+        return f"step {self._address[1]} of a pipeline"
 
     def put(self, parcel: Parcel, worker: int, value: Any) -> None:
         """See `Post`. Another thread waits for the value, and sends it."""
@@ -133,16 +135,22 @@ class WorkerPost:
         try:
             sent = self._agent.call_async(self._names[worker], _PARCEL, body)
         except BaseException as error:  # noqa: BLE001 - the step's
-            self._mailbox.fail(self._address, error)
+            self._failed(error)
             return
 
         def check() -> None:
             try:
                 sent.value()
             except BaseException as error:  # noqa: BLE001 - the step's
-                self._mailbox.fail(self._address, error)
+                self._failed(error)
 
         call_when_done(sent, check)
+
+    def _failed(self, error: BaseException) -> None:
+        """A value could not be sent."""
+        if isinstance(error, WorkerLost):
+            error = WorkerLost(error.worker, self._operation, error.reason)
+        self._mailbox.fail(self._address, error)
 
     def has(self, parcel: Parcel, worker: int) -> bool:
         """See `Post`."""
@@ -176,10 +184,7 @@ class WorkerPost:
             raise failure
         for name in self._names:
             if name in self._mailbox.lost:
-                step = self._address[1]
-                raise WorkerLost(
-                    name, f"step {step} of a pipeline", self._mailbox.lost[name]
-                )
+                raise WorkerLost(name, self._operation, self._mailbox.lost[name])
 
     def _late(self, waiting: Mapping[Parcel, str]) -> str:
         missing = [
@@ -189,8 +194,7 @@ class WorkerPost:
         shown = "; ".join(dict.fromkeys(missing))
         me = self._names[self._own]
         return (
-            f"{me!r} waited more than {self._timeout} s in step {self._address[1]} of "
-            f"a pipeline: {shown}."
+            f"{me!r} waited more than {self._timeout} s in {self._operation}: {shown}."
         )
 
     def end(self, error: BaseException | None) -> None:
@@ -205,3 +209,4 @@ class WorkerPost:
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "L": "the loss"}
+_KINDS |= {"S": "the shapes", "N": "the norm"}

@@ -1,4 +1,4 @@
-"""The gradient of a pipeline: to the bit that of its segments, and the whole batch's."""
+"""The gradient of a pipeline: its segments' to the bit, and the whole batch's."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist import pipeline, verify
+from jdist import optim, pipeline, verify
 from tests.pipeline.models import losses, problem, stages, step_by_step, whole_losses
 
 FAMILIES = {
@@ -243,3 +243,58 @@ def test_state_goes_from_micro_batch_to_micro_batch():
     assert [int(s["seen"]) for s in after] == [5, 5]
     for a, b in zip(after, left, strict=True):
         np.testing.assert_allclose(a["mean"], b["mean"], rtol=1e-13)
+
+
+def test_training_is_that_of_one_device():
+    """Each stage has its own optimizer; the norm is over all of them."""
+    params, batch, weights = problem(7, dtype=np.float64)
+    optimizers = [
+        optim.adam(lr=1e-2),
+        optim.sgd(lr=0.1, momentum=0.9),
+        optim.sgd(lr=0.2),
+    ]
+    pipe = pipeline.Pipeline(
+        stages(),
+        losses,
+        pipeline.one_f_one_b(3, 3),
+        jax.devices()[:3],
+        optimizer=optimizers,
+        max_norm=0.5,
+    )
+    state = pipe.init(params)
+    oracle = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 1))
+    expected = jax.tree.map(jnp.copy, params)
+    kept = [o.init(p) for o, p in zip(optimizers, expected, strict=True)]
+    for _ in range(4):
+        loss, grads = oracle.value_and_grad(expected, batch, weights)
+        clipped, norm = optim.clip_by_global_norm(grads, 0.5)
+        stepped = [
+            o.step(p, g, k)
+            for o, p, g, k in zip(optimizers, expected, clipped, kept, strict=True)
+        ]
+        expected, kept = [p for p, _ in stepped], [k for _, k in stepped]
+        state, metrics = pipe.train_step(state, batch, weights)
+        np.testing.assert_allclose(metrics.loss, loss, rtol=1e-12)
+        np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-12)
+        assert norm > 0.5
+    assert state.step == 4
+    leaves = zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True)
+    for a, b in leaves:
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+    assert jnp.isfinite(params[0]["w"]).all()  # not donated
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "message"),
+    [
+        (None, ValueError, "must be given for training"),
+        ([optim.sgd(lr=0.1)] * 2, ValueError, "one for each of the 3 stages. Got 2"),
+        ([0.1] * 3, TypeError, "must be made by jdist.optim. Got a float"),
+    ],
+)
+def test_optimizers_that_do_not_fit(optimizer, kind, message):
+    params, _, _ = problem(5)
+    schedule = pipeline.gpipe(3, 1)
+    pipe = pipeline.Pipeline(stages(), losses, schedule, optimizer=optimizer)
+    with pytest.raises(kind, match=message):
+        pipe.init(params)

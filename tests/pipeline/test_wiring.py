@@ -212,7 +212,7 @@ def test_labels_must_lie_where_the_loss_is():
     with pytest.raises(ValueError, match=message):
         pipe.value_and_grad(placed, wrong, weights)
     wrong = {**batch, "bias": jax.device_put(batch["bias"], second)}
-    with pytest.raises(ValueError, match="'bias' on .*, where stage 2 takes it"):
+    with pytest.raises(ValueError, match=r"'bias' on .*, where stage 2 takes it"):
         pipe.value_and_grad(placed, wrong, weights)
     unread = {**batch, "name": jax.device_put(batch["name"], second)}
     pipe.value_and_grad(placed, unread, weights)
