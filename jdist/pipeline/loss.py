@@ -26,6 +26,13 @@ class LossPasses(NamedTuple):
     losses: Callable[..., Partial]
 
 
+class _Blank(NamedTuple):
+    """What is known of an array that is not read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 _CACHE: Cache[LossPasses] = Cache("Pipeline(loss_fn)", size=64)
 
 
@@ -77,12 +84,12 @@ class PipelineLoss:
           read: What `entries_read` found.
         """
         unread = {
-            name: jax.tree.map(lambda x: (x.shape, str(x.dtype)), entry)
+            name: jax.tree.map(lambda x: _Blank(x.shape, str(x.dtype)), entry)
             for name, entry in batch.items()
             if name not in read
         }
         leaves, structure = jax.tree.flatten(
-            unread, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2
+            unread, is_leaf=lambda x: isinstance(x, _Blank)
         )
         options = (self._names, self.kind, tuple(leaves), structure)
         return _CACHE.get(
@@ -102,7 +109,7 @@ def _compiled(
     fn: Callable[..., Any],
     names: tuple[str, ...],
     kind: str,
-    unread: list[Any],
+    unread: list[_Blank],
     structure: Any,
 ) -> LossPasses:
     def losses_of(values: Any, entries: Any, weights: Any) -> jax.Array:
