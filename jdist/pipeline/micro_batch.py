@@ -64,7 +64,8 @@ def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
     for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         rows = jax.tree.map(lambda x, a=start, b=end: x[a:b], batch)
         own = checked[start:end]
-        parts.append(MicroBatch(number, rows, own, float(own.sum())))
+        # In float64: single weights are judged against double gradients, too.
+        parts.append(MicroBatch(number, rows, own, float(own.sum(dtype=np.float64))))
     return parts
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jdist import rpc
+from jdist._compat import double_precision
 from jdist._errors import Unavailable
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.schedule import Schedule
@@ -28,7 +29,6 @@ from jdist.pipeline.schedules import (
     zero_bubble,
 )
 from jdist.pipeline.stage import Stage
-from jdist.rpc.errors import RpcError
 
 Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
 MICRO_BATCHES = 3
@@ -66,9 +66,7 @@ def _within(
 
         def candidate(params: Any, batch: Any, weights: Any) -> Any:
             cut = _Cut(loss_fn, params, stages, recompute)
-            pipe = Pipeline(
-                cut.stages, _losses, schedule, where, reduction=reduction
-            )
+            pipe = Pipeline(cut.stages, _losses, schedule, where, reduction=reduction)
             placed = pipe.place(cut.params)
             loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
             return loss, cut.whole(grads)
@@ -88,7 +86,8 @@ def _over_workers(schedule: Schedule) -> Build:
             found: dict[int, Any] = {}
 
             def work(number: int) -> None:
-                with rpc.use_worker(names[number]):
+                # As the judge's own thread; a new one would compute in single.
+                with rpc.use_worker(names[number]), double_precision():
                     pipe = Pipeline(
                         cut.stages, _losses, schedule, names, reduction=reduction
                     )
@@ -96,11 +95,8 @@ def _over_workers(schedule: Schedule) -> Build:
                         pipe.place(cut.params), {"batch": batch}, weights
                     )
 
-            try:
-                with rpc.local_cluster(names):
-                    _in_threads(work, len(names))
-            except RpcError as error:
-                raise Unavailable(f"a local cluster: {error}") from error
+            with rpc.local_cluster(names):
+                _in_threads(work, len(names))
             grads = [found[number][1][number] for number in range(3)]
             return found[0][0], cut.whole(grads)
 
@@ -110,14 +106,21 @@ def _over_workers(schedule: Schedule) -> Build:
 
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
-    threads = [
-        threading.Thread(target=contextvars.Context().run, args=(work, number))
-        for number in range(count)
-    ]
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            contextvars.Context().run(work, number)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _losses(losses: jax.Array, batch: Any) -> jax.Array:

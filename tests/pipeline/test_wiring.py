@@ -1,5 +1,7 @@
 """Names of values, micro-batches, and what is refused before the first step."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,6 +198,13 @@ def test_no_example_is_added_or_left_out():
     assert np.array_equal(whole["deep"]["y"], batch["deep"]["y"])
     assert np.array_equal(np.concatenate([p.weights for p in parts]), weights)
     assert [p.total for p in parts] == [float(p.weights.sum()) for p in parts]
+
+
+def test_single_weights_are_added_up_in_double():
+    rng = np.random.default_rng(1)
+    weights = rng.uniform(size=1001).astype(np.float32)
+    (part,) = split_batch({"x": np.zeros(1001)}, weights, 1)
+    assert part.total == math.fsum(weights.tolist())
 
 
 def test_labels_must_lie_where_the_loss_is():
