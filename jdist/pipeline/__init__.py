@@ -4,7 +4,9 @@ from jdist.pipeline.costs import Costs as Costs
 from jdist.pipeline.layer_profile import Layer as Layer
 from jdist.pipeline.layer_profile import Profile as Profile
 from jdist.pipeline.layer_profile import load_profile as load_profile
+from jdist.pipeline.nnx_stages import stages_from_nnx as stages_from_nnx
 from jdist.pipeline.partition import partition as partition
+from jdist.pipeline.pipeline import Pipeline as Pipeline
 from jdist.pipeline.plan import Plan as Plan
 from jdist.pipeline.plan import PlannedStage as PlannedStage
 from jdist.pipeline.plan import load_plan as load_plan
@@ -26,5 +28,6 @@ from jdist.pipeline.schedules import pipedream_2bw as pipedream_2bw
 from jdist.pipeline.schedules import zbv as zbv
 from jdist.pipeline.schedules import zero_bubble as zero_bubble
 from jdist.pipeline.simulate import simulate as simulate
+from jdist.pipeline.stage import Stage as Stage
 from jdist.pipeline.timeline import Record as Record
 from jdist.pipeline.timeline import Timeline as Timeline
