@@ -20,7 +20,7 @@ PART = "jdist.autograd"
 """Under which an agent has its container."""
 
 _ENDED = 4096
-"""So many ended contexts are remembered, for messages that were overtaken by the end."""
+"""So many ended contexts are remembered, for messages that the end has overtaken."""
 
 
 class Container:

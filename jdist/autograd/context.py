@@ -1,4 +1,4 @@
-"""A context: one distributed forward and backward computation, as one worker sees it."""
+"""A context: one distributed computation and its gradients, as one worker sees it."""
 
 import threading
 from collections.abc import Callable

@@ -15,7 +15,8 @@ class Ids:
 
     Args:
       worker: Its rank, 0 to 65535.
-      first: The first number below the rank.
+      first: The first number below the rank, for contexts. Messages begin at 1: 0 is
+        the id of none.
 
     Raises:
       ValueError: The worker id has more than 16 bits.
@@ -25,7 +26,7 @@ class Ids:
     Example:
       >>> ids = Ids(worker=3)
       >>> ids.context() >> 48, ids.message() - (3 << 48)
-      (3, 0)
+      (3, 1)
     """
 
     def __init__(self, worker: int, first: int = 0) -> None:
@@ -34,7 +35,7 @@ class Ids:
             raise ValueError(requirement("Ids(worker)", rule, worker))
         self.worker = worker
         self._contexts = IdCounter(worker, first)
-        self._messages = IdCounter(worker, first)
+        self._messages = IdCounter(worker, max(first, 1))
 
     @property
     def highest(self) -> int:

@@ -33,7 +33,7 @@ class Edge(NamedTuple):
     """Output `index` of `node`: where a value came from, where its cotangent goes."""
 
     node: "Node"
-    index: int
+    index: int  # type: ignore[assignment]  # nobody searches in an edge
 
 
 class Node:
@@ -110,6 +110,7 @@ class SegmentNode(Node):
         self._structure = structure
 
     def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:
+        """See `Node`."""
         residuals = self._residuals
         if residuals is None:
             raise GraphFreed(
@@ -122,6 +123,7 @@ class SegmentNode(Node):
         return d_inputs[1:]
 
     def release(self) -> None:
+        """See `Node`."""
         self._residuals = None
 
 
@@ -138,6 +140,7 @@ class LeafNode(Node):
         self.variable = variable
 
     def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:
+        """See `Node`."""
         return ()
 
 
@@ -176,6 +179,7 @@ class SendNode(Node):
         return known
 
     def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:
+        """See `Node`."""
         return cotangents
 
 
@@ -210,6 +214,7 @@ class RecvNode(Node):
         self.reach = reach
 
     def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:
+        """See `Node`."""
         return ()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -51,6 +52,7 @@ class Agent:
       options: See there.
 
     Attributes:
+      device: The JAX device on which arrays arrive; None for JAX's default.
       codec: Values to frames and back.
       ledger: The calls under way.
       directory: The group.
@@ -61,6 +63,7 @@ class Agent:
       group: Its membership, once it has joined.
       coordinator: That of its group, on rank 0.
       references: What it has of other workers, and they of it.
+      parts: What parts built upon rpc keep for it, by the names of their packages.
     """
 
     group: "Group"
@@ -75,6 +78,7 @@ class Agent:
     ) -> None:
         self.info = info
         self.options = options
+        self.device = getattr(transport, "device", options.device)
         self.codec = Codec(functions, options.allow_pickle)
         self.ledger = Ledger()
         self.directory = Directory(info)
@@ -87,11 +91,14 @@ class Agent:
         self.closed = False
         self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
+        self.parts: dict[str, Any] = {}
         self._transport = transport
         self._tickets = itertools.count(1)
         self._lock = threading.Lock()
         self._incoming: dict[Channel, Serving] = {}
         self._watched: list[Line] = []
+        self._on_gone: list[Callable[[WorkerInfo, str], None]] = []
+        self._on_close: list[Callable[[], None]] = []
         # Calls to oneself need no socket, but refuse what a socket refuses.
         self._loopback = InProcessTransport(info.name, Hub(), options.device)
         for way in (self._loopback, transport):
@@ -118,6 +125,17 @@ class Agent:
         """Has `interceptor` look at every user-level call, or nobody."""
         self.interceptor = interceptor
 
+    def on_gone(self, listener: Callable[[WorkerInfo, str], None]) -> None:
+        """Has `listener(worker, reason)` called for each that is lost or leaves.
+
+        On a thread of its own, after calls to that worker have ended.
+        """
+        self._on_gone.append(listener)
+
+    def on_close(self, listener: Callable[[], None]) -> None:
+        """Has `listener()` called when this worker ends."""
+        self._on_close.append(listener)
+
     # --- the group ---
 
     def meet(self, members: Iterable[tuple[WorkerInfo, Any]]) -> None:
@@ -141,7 +159,10 @@ class Agent:
             if execution.peer == name:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.ledger.end(execution)
-        self.references.gone(self.directory.find(name).info, reason)
+        info = self.directory.find(name).info
+        self.references.gone(info, reason)
+        for listener in tuple(self._on_gone):
+            self.crew.run(functools.partial(listener, info, reason))
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -202,7 +223,7 @@ class Agent:
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
         peer, kind, body, meta, limit, operation, receive = outgoing
-        parcel = Parcel(peer.info)
+        parcel = Parcel(peer.info, meta, operation)
         tree, leaves = self.encode(body, parcel)
         waiting = Exchange(peer.info.name, operation)
         answer: Frame | None = None
@@ -224,8 +245,8 @@ class Agent:
         finally:
             if execution is not None:
                 execution.end(waiting)
-            if parcel.forks and (answer is None or answer.kind != REPLY):
-                self.references.undelivered(parcel)
+            if answer is None or answer.kind != REPLY:
+                self.undelivered(parcel)
             self.ledger.end(waiting)
         return self.value_of(answer, receive, peer.info)
 
@@ -246,7 +267,7 @@ class Agent:
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
-        parcel = Parcel(outgoing.peer.info)
+        parcel = Parcel(outgoing.peer.info, outgoing.meta, outgoing.operation)
         tree, leaves = self.encode(outgoing.body, parcel)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
@@ -266,7 +287,7 @@ class Agent:
         try:
             request.submit(peer.line, frame)
         except BaseException:
-            self.references.undelivered(request.parcel)
+            self.undelivered(request.parcel)
             self.ledger.end(request)
             raise
         self.alarm.set(request.deadline.at)
@@ -293,15 +314,22 @@ class Agent:
         try:
             return self.codec.encode(value, parcel)
         except BaseException:
-            self.references.undelivered(parcel)
+            self.undelivered(parcel)
             raise
+
+    def undelivered(self, parcel: Parcel) -> None:
+        """The call that this was part of has failed."""
+        self.references.undelivered(parcel)
+        for callback in parcel.if_lost:
+            callback()
 
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
         """What an answer says; raises what it says was raised."""
+        parcel = Parcel(callee, frame.meta)
         try:
-            value = self.codec.decode(frame.tree, frame.leaves, Parcel(callee))
+            value = self.codec.decode(frame.tree, frame.leaves, parcel)
         except BaseException:
             self.references.decline(frame.tree, callee)
             raise
@@ -375,6 +403,8 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
+        for listener in self._on_close:
+            listener()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
         self._transport.close()

@@ -8,7 +8,7 @@ import warnings
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc import calls, current, debug
+from jdist.rpc import calls, current, debug, extensions
 from jdist.rpc.agent import Agent
 from jdist.rpc.channel import ChannelClosed, Transport
 from jdist.rpc.coordinator import NAME, Coordinator
@@ -84,6 +84,7 @@ def make_agent(
     calls.install(agent)
     debug.install(agent)
     install_references(agent)
+    extensions.equip(agent)
     return agent
 
 
