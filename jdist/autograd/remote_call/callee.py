@@ -1,0 +1,179 @@
+"""Where functions are compiled and run: what the caller's side calls by rpc.
+
+A function is made known once (`describe`): it is traced there, which tells the caller
+the shapes of its results, and gets a number. Calls (`perform`) then carry the number,
+the operations and arrays. What is compiled is found by the function's code and
+contents, so it is compiled once whoever calls, and again when something changes that
+the function refers to. Nothing of a call is kept: a backward pass brings the arguments
+again.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from secrets import randbits
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist._compat import placed
+from jdist.autograd.remote_call.arguments import (
+    Kind,
+    Structure,
+    arrays_of,
+    kind_of,
+)
+from jdist.autograd.remote_call.operations import Flat, Operation, transformed
+from jdist.rpc import current
+from jdist.rpc.agent import Agent
+from jdist.rpc.ledger import Operation as Described
+from jdist.segment._cache import Cache
+
+CACHE: Cache[Flat] = Cache("remote_call", size=256)
+_PART = "jdist.autograd.remote_call.callee"
+_MOST = 4096
+
+
+class UnknownProgram(LookupError):
+    """The callee does not know a number (any more): it is to be described again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A function that others call.
+
+    Attributes:
+      function: The function.
+      structure: Of its arguments, `(args, kwargs)`.
+      weak: Numbers of the arrays among them whose types are weak.
+    """
+
+    function: Callable[..., Any]
+    structure: Structure
+    weak: frozenset[int]
+
+
+class Programs:
+    """The functions that one worker runs for others, by number."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[int, Program] = OrderedDict()
+        # A caller may remember the numbers of a worker that was there before.
+        self._numbers = count(randbits(62))
+
+    def add(self, program: Program) -> int:
+        """Its number from now on; the one not used for longest is forgotten."""
+        with self._lock:
+            number = next(self._numbers)
+            self._known[number] = program
+            if len(self._known) > _MOST:
+                self._known.popitem(last=False)
+        return number
+
+    def find(self, number: int) -> Program:
+        """The program of a number.
+
+        Raises:
+          UnknownProgram: There is none, or not any more.
+        """
+        with self._lock:
+            if number not in self._known:
+                raise UnknownProgram(number)
+            self._known.move_to_end(number)
+            return self._known[number]
+
+
+def describe(
+    function: Callable[..., Any], skeleton: Any, kinds: Sequence[Kind]
+) -> tuple[int, Any, list[Kind]]:
+    """Traces a function without running it.
+
+    Args:
+      function: The function.
+      skeleton: Its arguments `(args, kwargs)`, with slots in place of arrays.
+      kinds: Of these arrays.
+
+    Returns:
+      Its number, the result with slots in place of arrays, and the kinds of these.
+
+    Raises:
+      TypeError: Its result is not made of arrays.
+      Exception: Whatever it raises when it is traced.
+    """
+    agent = current.agent()
+    _say(agent, function)
+    weak = frozenset(i for i, kind in enumerate(kinds) if kind.weak)
+    program = Program(function, Structure.of(skeleton), weak)
+    found: list[Structure] = []
+
+    def traced(*arrays: Any) -> list[Any]:
+        results, structure = _called(program, arrays)
+        found.append(structure)
+        return results
+
+    results = jax.eval_shape(traced, *[Kind(*kind).abstract for kind in kinds])
+    number = _programs(agent).add(program)
+    return number, found[0].skeleton, [kind_of(x) for x in results]
+
+
+def perform(
+    number: int, operations: Sequence[Operation], leaves: Sequence[Any], host: bool
+) -> list[Any]:
+    """Runs a function, or what operations make of it.
+
+    Args:
+      number: From `describe`.
+      operations: In order.
+      leaves: The arrays.
+      host: Whether the results are to be NumPy arrays.
+
+    Raises:
+      UnknownProgram: The number is to be asked for again.
+      Exception: Whatever the function raises.
+    """
+    agent = current.agent()
+    program = _programs(agent).find(number)
+    _say(agent, program.function)
+    operations = tuple(operations)
+    # Functions that it calls remotely are called as this worker: hence the name.
+    key = (agent.info.name, program.structure, operations)
+    compiled = CACHE.get(program.function, key, lambda: _compiled(program, operations))
+    results = compiled(*[
+        _on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)
+    ])  # fmt: skip
+    return [np.asarray(x) for x in results] if host else list(results)
+
+
+def _compiled(program: Program, operations: Sequence[Operation]) -> Flat:
+    def run(*arrays: Any) -> list[Any]:
+        return _called(program, arrays)[0]
+
+    return jax.jit(transformed(run, operations))
+
+
+def _called(program: Program, arrays: Sequence[Any]) -> tuple[list[Any], Structure]:
+    args, kwargs = program.structure.tree(arrays)
+    result = program.function(*args, **kwargs)
+    name = getattr(program.function, "__qualname__", "fn")
+    return arrays_of(result, f"remote_call(fn={name})")
+
+
+def _on_device(leaf: Any, agent: Agent, weak: bool) -> jax.Array:
+    """A leaf as it is received by JAX: NumPy arrays come from inside a jitted call."""
+    return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
+
+
+def _programs(agent: Agent) -> Programs:
+    found = agent.parts.get(_PART)
+    return agent.parts.setdefault(_PART, Programs()) if found is None else found
+
+
+def _say(agent: Agent, function: Callable[..., Any]) -> None:
+    """What runs is the user's function, for whoever asks who waits for whom."""
+    scope = current.scope.get()
+    if scope is not None and scope.execution is not None:
+        scope.execution.operation = Described("remote_call", function)
