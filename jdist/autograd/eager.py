@@ -16,9 +16,9 @@ def eager(fn: F) -> F:
     """Marks a function that runs as Python when it is called with recorded values.
 
     Without the mark a function so called by another worker is taken as pure: it
-    receives arrays and is compiled. One that makes calls itself, holds references, or uses variables of its
-    own worker is not: marked, it receives recorded values, and records what it does
-    with them by operators and `autograd.apply`.
+    receives arrays and is compiled. One that makes calls itself, holds references, or
+    uses variables of its own worker is not: marked, it receives recorded values, and
+    records what it does with them by operators and `autograd.apply`.
 
     Methods, classes and functions marked by `rpc.async_execution` run as Python anyway.
 

@@ -173,8 +173,9 @@ class Releases:
         """Whether it makes no sense to ask again."""
         if self._agent.closed or not isinstance(error, WorkerLost | RpcTimeout):
             return True
-        is_lost = isinstance(error, WorkerLost)
-        return is_lost and self._agent.directory.departed(error.worker) is not None
+        if not isinstance(error, WorkerLost):
+            return False
+        return self._agent.directory.departed(error.worker) is not None
 
     def _settle(self, result: Future[Any], value: Any) -> None:
         with self._lock:

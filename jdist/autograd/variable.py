@@ -97,8 +97,7 @@ class Variable(Operators):
         Source: `torch.Tensor.register_hook`.
         """
         if not callable(hook):
-            rule = "must be callable"
-            raise TypeError(requirement("register_hook(hook)", rule, hook))
+            raise TypeError(requirement("register_hook(hook)", "must be callable", hook))
         key = object()
         with self._lock:
             self._hooks[key] = hook
