@@ -97,7 +97,9 @@ class Variable(Operators):
         Source: `torch.Tensor.register_hook`.
         """
         if not callable(hook):
-            raise TypeError(requirement("register_hook(hook)", "must be callable", hook))
+            raise TypeError(
+                requirement("register_hook(hook)", "must be callable", hook)
+            )
         key = object()
         with self._lock:
             self._hooks[key] = hook
