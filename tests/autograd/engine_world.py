@@ -1,0 +1,221 @@
+"""Functions that workers of engine tests call on each other, and helpers for bodies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import autograd, rpc
+
+MODES = ("local", "sync", "async", "remote")
+
+
+def numbers(*seed, shape=(3, 3), dtype=np.float64):
+    """Random values, the same for the same seed."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+
+
+def leaves(count, *seed, **kind):
+    """So many variables of distinct values."""
+    return [autograd.variable(numbers(*seed, k, **kind)) for k in range(count)]
+
+
+def call(mode, to, fn, *args):
+    """`fn(*args)` here or on another worker, in one of four ways."""
+    if mode == "local":
+        return run_here(fn, *args)
+    if mode == "sync":
+        return rpc.rpc_sync(to, fn, args=args)
+    if mode == "async":
+        return rpc.rpc_async(to, fn, args=args).wait()
+    return rpc.remote(to, fn, args=args).to_here()
+
+
+def run_here(fn, *args):
+    if getattr(fn, "__jdist_autograd_eager__", False):
+        return fn(*args)
+    return autograd.apply(fn, *args)
+
+
+def me():
+    return rpc.get_worker_info()
+
+
+def after(steps=1):
+    """The name of the worker that comes so many ranks later, among four."""
+    return f"worker{(me().id + steps) % 4}"
+
+
+def plain(gradients, variables):
+    """Gradients of these variables as NumPy arrays, None for those that have none."""
+    found = [gradients.get(variable) for variable in variables]
+    return [None if x is None else jax.tree.map(np.asarray, x) for x in found]
+
+
+def both(compute, variables, mode, how="smart", **options):
+    """Gradients of `compute(mode, *variables)`: local ones, and those over workers."""
+    results = []
+    for chosen in ("local", mode):
+        with autograd.context() as context_id:
+            loss = compute(chosen, *variables)
+            roots = loss if isinstance(loss, list) else [loss]
+            autograd.backward(context_id, roots, mode=how, **options)
+            gradients = autograd.get_gradients(context_id)
+            assert set(gradients) <= set(variables)
+            results.append(plain(gradients, variables))
+    return results
+
+
+def same(one, other):
+    """Whether two lists of gradients are equal, bit for bit."""
+    if [x is None for x in one] != [x is None for x in other]:
+        return False
+    pairs = [(x, y) for x, y in zip(one, other, strict=True) if x is not None]
+    return all(
+        x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        for x, y in pairs
+    )
+
+
+# --- pure functions ---
+
+
+def add(x, y):
+    return x + y
+
+
+def mul(x, y):
+    return x * y
+
+
+def matmul(x, y):
+    return x @ y
+
+
+def total(x):
+    return jnp.sum(x)
+
+
+def sine(x):
+    return jnp.sin(x)
+
+
+def cosine(x):
+    return jnp.cos(x)
+
+
+def stack(*parts):
+    return jnp.stack(parts)
+
+
+def chain(first, *rest):
+    return jnp.linalg.multi_dot([first, *rest])
+
+
+def batched(x, y):
+    return jnp.einsum("bij,bjk->bik", x, y)
+
+
+def split(x, parts):
+    return tuple(jnp.split(x, parts))
+
+
+def scaled(x, n, y):
+    """An integer, a tuple of outputs and one that has no derivative."""
+    return x * y**n, jnp.argmax(x), {"rest": y - x}
+
+
+def select(weights, indices):
+    return jnp.take(weights, indices, axis=0).sum(axis=1)
+
+
+def ignore(x, y):
+    return x * 2.0
+
+
+@jax.custom_vjp
+def failing(x):
+    """Its backward raises, when it is traced."""
+    return x
+
+
+def _failing_forward(x):
+    return x, None
+
+
+def _failing_backward(_, cotangent):
+    raise ValueError("Simulate error on backward pass")
+
+
+failing.defvjp(_failing_forward, _failing_backward)
+
+
+def fails(x, y):
+    return failing(x) + y
+
+
+# --- functions that run as Python ---
+
+
+@autograd.eager
+def nested(x, y, hops):
+    """x + y computed so many hops further."""
+    if hops == 0:
+        return autograd.apply(add, x, y)
+    return rpc.rpc_sync(after(), nested, args=(x, y, hops - 1))
+
+
+@autograd.eager
+def back_and_forth(x, y, to):
+    """Calls the caller back, in the same context."""
+    return rpc.rpc_sync(to, mul, args=(x, y)) + x
+
+
+@autograd.eager
+def product_of_nested(x, y):
+    """Uses the arguments itself and passes them on."""
+    there = rpc.rpc_sync(after(), mul, args=(x, y))
+    return (x + y) * there
+
+
+@autograd.eager
+def nested_with_failure(x, y):
+    return rpc.rpc_sync(after(), fails, args=(x, y)) * y
+
+
+@autograd.eager
+def drops(x, y):
+    """Makes a call whose result it does not use."""
+    rpc.rpc_sync(after(), mul, args=(x, y))
+    return x + y
+
+
+_own = {}
+
+
+def own(name, *seed):
+    """A variable of this worker, by name; made the first time."""
+    if name not in _own:
+        _own[name] = autograd.variable(numbers(*seed))
+    return _own[name]
+
+
+@autograd.eager
+def return_own(name, seed):
+    return own(name, seed)
+
+
+@autograd.eager
+def times_own(name, seed, x):
+    return own(name, seed) * x
+
+
+def gradient_of_own(context_id, name):
+    """What this worker's context has for its variable."""
+    found = autograd.get_gradients(context_id)
+    assert len(found) <= 1 or name in _own
+    gradient = found.get(_own[name])
+    return None if gradient is None else np.asarray(gradient)
+
+
+def forget_own():
+    _own.clear()
