@@ -24,9 +24,11 @@ from jdist.rpc.worker_info import WorkerInfo
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
 
+_Ask = Callable[[int], Future[Any]]
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
-_PATIENCE = 30.0
+_FIRST_PATIENCE = 1.0
+_LONGEST_PATIENCE = 30.0
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 10.0
 
@@ -36,9 +38,13 @@ class Releases:
 
     Args:
       container: That of the worker.
+
+    Attributes:
+      patience: Seconds to wait for the first answer; then twice as long each time.
     """
 
     def __init__(self, container: Container) -> None:
+        self.patience = _FIRST_PATIENCE
         self._container = container
         self._agent: Agent = container.agent
         self._lock = threading.Lock()
@@ -137,16 +143,15 @@ class Releases:
         self._try(result, functools.partial(self._ask, to, kind, body), 0)
         return result
 
-    def _ask(self, to: str | int, kind: str, body: Any) -> Future[Any]:
-        return self._agent.call_async(to, kind, body, _PATIENCE)
+    def _ask(self, to: str | int, kind: str, body: Any, attempt: int) -> Future[Any]:
+        patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
+        return self._agent.call_async(to, kind, body, patience)
 
-    def _try(
-        self, result: Future[Any], ask: Callable[[], Future[Any]], attempt: int
-    ) -> None:
+    def _try(self, result: Future[Any], ask: _Ask, attempt: int) -> None:
         if result.done():
             return
         try:
-            asked = _quietly(ask)
+            asked = _quietly(functools.partial(ask, attempt))
         except RpcError:  # this worker was shut down
             self._settle(result, None)
             return
@@ -155,7 +160,7 @@ class Releases:
     def _asked(
         self,
         result: Future[Any],
-        ask: Callable[[], Future[Any]],
+        ask: _Ask,
         attempt: int,
         asked: Future[Any],
     ) -> None:
