@@ -18,6 +18,7 @@ from jdist.autograd.api import release as release
 from jdist.autograd.api import retrieve_context as retrieve_context
 from jdist.autograd.apply import apply as apply
 from jdist.autograd.backward import backward as backward
+from jdist.autograd.backward import debug_info as debug_info
 from jdist.autograd.context import Context as Context
 from jdist.autograd.eager import eager as eager
 from jdist.autograd.engine.failure import BackwardError as BackwardError
@@ -28,6 +29,7 @@ from jdist.autograd.errors import GraphFreed as GraphFreed
 from jdist.autograd.events import Event as Event
 from jdist.autograd.events import record_events as record_events
 from jdist.autograd.gradients import get_gradients as get_gradients
+from jdist.autograd.optimizer import DistributedOptimizer as DistributedOptimizer
 from jdist.autograd.recorded import Recorded as Recorded
 from jdist.autograd.variable import Variable as Variable
 from jdist.autograd.variable import variable as variable

@@ -97,6 +97,18 @@ def backward(
     part.done.value()
 
 
+def debug_info() -> dict[str, int]:
+    """How many passes and contexts this worker has now.
+
+    Returns:
+      `num_current_backward_passes`, those that it takes part in, and
+      `num_autograd_contexts`. `rpc.debug_info` has both too.
+
+    Source: `torch.distributed.autograd._get_debug_info`.
+    """
+    return engines.of(containers.here()).counts()
+
+
 def backward_of(
     context: Context, root: Recorded, retain_graph: bool, deadline: Deadline
 ) -> Part:

@@ -58,7 +58,8 @@ def _check(gradient: Any, changed: Any) -> None:
         for tree in (gradient, changed)
     ]
     if kinds[0] != kinds[1]:
-        rule = f"must return a gradient of the same structure, shapes and dtypes: {kinds[0]}"
+        rule = "must return a gradient of the same structure, shapes and dtypes, "
+        rule += f"{kinds[0]}"
         raise ValueError(requirement("register_hook(hook)", rule, f"{kinds[1]}"))
 
 

@@ -1,10 +1,16 @@
 """Functions that workers of engine tests call on each other, and helpers for bodies."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist import autograd, rpc
+from jdist.autograd.engine.messages import KIND
+from jdist.rpc import current
+from jdist.rpc.callee import Reply
+from tests.rpc.rref.common import wait_for
 
 MODES = ("local", "sync", "async", "remote")
 
@@ -132,27 +138,6 @@ def ignore(x, y):
     return x * 2.0
 
 
-@jax.custom_vjp
-def failing(x):
-    """Its backward raises, when it is traced."""
-    return x
-
-
-def _failing_forward(x):
-    return x, None
-
-
-def _failing_backward(_, cotangent):
-    raise ValueError("Simulate error on backward pass")
-
-
-failing.defvjp(_failing_forward, _failing_backward)
-
-
-def fails(x, y):
-    return failing(x) + y
-
-
 # --- functions that run as Python ---
 
 
@@ -175,11 +160,6 @@ def product_of_nested(x, y):
     """Uses the arguments itself and passes them on."""
     there = rpc.rpc_sync(after(), mul, args=(x, y))
     return (x + y) * there
-
-
-@autograd.eager
-def nested_with_failure(x, y):
-    return rpc.rpc_sync(after(), fails, args=(x, y)) * y
 
 
 @autograd.eager
@@ -219,3 +199,56 @@ def gradient_of_own(context_id, name):
 
 def forget_own():
     _own.clear()
+
+
+# --- looking at the engine ---
+
+
+def at_rest(timeout=30.0):
+    """Waits until this worker takes part in no pass; whether it does not."""
+
+    def quiet():
+        return autograd.debug_info()["num_current_backward_passes"] == 0
+
+    return wait_for(quiet, timeout)
+
+
+class Traffic:
+    """Counts what comes to a worker of this process for its engine, and what it says.
+
+    Attributes:
+      requests: For each, who asked and how many arrays and bytes came.
+      answers: How many arrays and bytes went back, for each that was answered at once.
+    """
+
+    def __init__(self, name):
+        self.requests = []
+        self.answers = []
+        with rpc.use_worker(name):
+            self._handlers = current.agent().callee._handlers
+        self._handler = self._handlers[KIND]
+
+    def __enter__(self):
+        self._handlers[KIND] = self._count
+        return self
+
+    def __exit__(self, *exception):
+        self._handlers[KIND] = self._handler
+
+    def _count(self, caller, body, meta):
+        self.requests.append((caller.name, *_size(body)))
+        answer = self._handler(caller, body, meta)
+        if isinstance(answer, Reply):
+            self.answers.append(_size(answer.value))
+        return answer
+
+
+def _size(arrays):
+    return len(arrays), sum(array.nbytes for array in arrays)
+
+
+@contextlib.contextmanager
+def counting(names):
+    """Counts what comes to the engines of these workers of this process."""
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(Traffic(name)) for name in names}

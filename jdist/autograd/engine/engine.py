@@ -81,6 +81,13 @@ class Engine:
         terms = Terms(context.id, pass_id, marks is not None, retain_graph)
         return self._enter(context, Part(self, context, terms, marks, deadline, roots))
 
+    def counts(self) -> dict[str, int]:
+        """What `rpc.debug_info` and `autograd.debug_info` say of it."""
+        return {
+            "num_current_backward_passes": len(self.live()),
+            "num_autograd_contexts": len(self._container.contexts()),
+        }
+
     def live(self) -> list[Part]:
         """The parts of passes under way."""
         parts: list[Part] = []

@@ -249,7 +249,8 @@ class Part:
         if found is None:
             raise AutogradError(
                 "Could not find send function for autograd message id: "
-                f"{message_id} in context {self._context.id} on {self._me!r}."
+                f"{message_id} in context {self._context.id} on {self._me!r}. Its "
+                "value was recorded in another context, or its call has failed."
             )
         return found
 
