@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
 
 from jdist import autograd
 from tests.rpc.rref.common import PATIENCE
@@ -18,6 +19,7 @@ A queue counts as the same whatever is in it; a changed list would compile anew.
 """
 
 SIZE = 3
+BAD_MOOD = False
 gate = threading.Event()
 arrived = threading.Semaphore(0)
 
@@ -88,27 +90,38 @@ def unshaped(x):
     return x.reshape(2, 2)
 
 
+def moody(x):
+    """Raises once its worker is in a bad mood."""
+    if BAD_MOOD:
+        raise ValueError("in a bad mood on purpose")
+    return x + 1
+
+
+def set_mood(bad):
+    globals()["BAD_MOOD"] = bad
+
+
 def failing(x):
     """Raises when it runs, not when it is traced."""
 
-    def fail(value):
-        if value.sum() > 0:
-            raise ValueError("positive on purpose")
-        return value
+    def fail(context, buffer, value):
+        raise ZeroDivisionError("at run time on purpose")
 
-    return jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return buffer_callback(fail, shape, has_side_effect=True)(x)
 
 
 def waiting(x):
-    """Waits, when it runs, until the gate of its process is open."""
+    """Twice its argument; waits, when it runs, until the gate of its process is open."""
 
-    def wait(value):
+    def wait(context, buffer, value):
         arrived.release()
         if not gate.wait(PATIENCE):
             raise TimeoutError("nobody opened the gate")
-        return value
+        np.asarray(buffer)[...] = 2 * np.asarray(value)
 
-    return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return buffer_callback(wait, shape, has_side_effect=True)(x)
 
 
 def close_gate():
@@ -146,3 +159,11 @@ class Result(NamedTuple):
 def mirrored(nested, pair):
     (b, empty), (a, nothing) = nested["b"], nested["a"]
     return Result({"z": b, "y": empty}, [nothing, (a, pair["b"][0])])
+
+
+def failing_at(x, to):
+    return autograd.remote_call(to, failing, x)
+
+
+def relayed_twice(x, by, to):
+    return jnp.sin(autograd.remote_call(to, shift, x, by))

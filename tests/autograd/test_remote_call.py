@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import autograd, rpc, verify
+from jdist import autograd, verify
 from tests.autograd import remote_functions as functions
 
 
@@ -132,5 +132,3 @@ def relayed_derivatives(order, jit):
 @pytest.mark.parametrize("order", [0, 1, 3])
 def test_nested_calls_across_four_workers_and_back(cluster, order, jit):
     cluster.run(0, relayed_derivatives, order, jit)
-
-

@@ -11,6 +11,10 @@ from jdist import autograd, rpc, verify
 from tests.autograd import remote_functions as functions
 
 on_worker1 = functools.partial(functools.partial, autograd.remote_call, "worker1")
+DTYPES = (
+    "bool int8 uint64 int4 uint2 float4_e2m1fn float8_e4m3fn bfloat16 float16 float32 "
+    "float64 complex64 complex128"
+).split()
 both_ways = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 
 
@@ -57,11 +61,7 @@ def with_dtype(name, jit):
 
 
 @both_ways
-@pytest.mark.parametrize(
-    "name",
-    ["bool", "int8", "uint64", "int4", "float8_e4m3fn", "bfloat16", "float16"]
-    + ["float32", "float64", "complex64", "complex128"],
-)
+@pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype(cluster, name, jit):
     cluster.run(0, with_dtype, name, jit)
 
@@ -87,10 +87,10 @@ def test_gradients_have_the_dtypes_of_their_arguments(cluster, jit):
 
 
 def complex_gradient(jit):
-    z = functions.rows(8) + 1j * functions.rows(9)
+    z = jax.lax.complex(functions.rows(8), functions.rows(9))
 
-    def gradient(square):
-        return wrapped(jax.grad(lambda z: jnp.abs(square(z, 2.0 - 1j)).sum()), jit)(z)
+    def gradient(shift):
+        return wrapped(jax.grad(lambda z: jnp.abs(shift(z, 2.0 - 1j)).sum()), jit)(z)
 
     found = gradient(on_worker1(functions.shift))
     verify.compare(gradient(functions.shift), found, terms=4).raise_if_failed()

@@ -91,13 +91,13 @@ class Structure:
     def skeleton(self) -> Any:
         """The tree with slots in place of arrays, as a value that can be sent."""
         return self.treedef.unflatten(
-            [x if type(x) is Slot else x.value for x in self.leaves]
+            [x if isinstance(x, Slot) else x.value for x in self.leaves]
         )
 
     def tree(self, arrays: Sequence[Any]) -> Any:
         """The tree with these arrays in its slots."""
         return self.treedef.unflatten([
-            _filled(x, arrays) if type(x) is Slot else x.value for x in self.leaves
+            _filled(x, arrays) if isinstance(x, Slot) else x.value for x in self.leaves
         ])  # fmt: skip
 
 
@@ -141,7 +141,9 @@ def arrays_of(tree: Any, call: str) -> tuple[list[jax.Array], Structure]:
 
 def _is_array(leaf: Any) -> bool:
     # Exactly: an enumeration may be derived from int, and is none.
-    return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return type(leaf) in _NUMBERS or isinstance(
+        leaf, jax.Array | np.ndarray | np.generic
+    )
 
 
 def _words(leaf: Any) -> tuple[jax.Array, str]:

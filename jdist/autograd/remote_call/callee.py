@@ -145,7 +145,10 @@ def perform(
     results = compiled(*[
         _on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)
     ])  # fmt: skip
-    return [np.asarray(x) for x in results] if host else list(results)
+    if host:
+        return [np.asarray(x) for x in results]
+    # Errors of the computation are this call's, also where arrays are only shared.
+    return list(jax.block_until_ready(results))
 
 
 def _compiled(program: Program, operations: Sequence[Operation]) -> Flat:

@@ -82,7 +82,7 @@ class Caller:
             if found is not None:
                 self._known.move_to_end(target)
                 return found
-        body = (target.function, target.structure.skeleton, list(target.kinds))
+        body: Any = (target.function, target.structure.skeleton, list(target.kinds))
         number, skeleton, kinds = self._exchange(target, callee.describe, body)
         structure = Structure.of(skeleton)
         found = Known(number, structure, tuple(Kind(*kind) for kind in kinds))
@@ -115,7 +115,7 @@ class Caller:
         """
 
         def once() -> Any:
-            body = (self.known(target).number, operations, list(arrays), host)
+            body: Any = (self.known(target).number, operations, list(arrays), host)
             return self._exchange(target, callee.perform, body)
 
         try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -55,8 +55,10 @@ def bind(
 def _run(
     *arrays: Any, target: Target, operations: Operations, results: Kinds
 ) -> list[Any]:
+    # JAX has classes of its own for constants; they do not travel.
+    given = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
     with calling(target) as caller:
-        return caller.call(target, operations, arrays, results, host=False)
+        return caller.call(target, operations, given, results, host=False)
 
 
 def _kinds_and_effect(
