@@ -31,5 +31,6 @@ from jdist.autograd.events import record_events as record_events
 from jdist.autograd.gradients import get_gradients as get_gradients
 from jdist.autograd.optimizer import DistributedOptimizer as DistributedOptimizer
 from jdist.autograd.recorded import Recorded as Recorded
+from jdist.autograd.remote_call import remote_call as remote_call
 from jdist.autograd.variable import Variable as Variable
 from jdist.autograd.variable import variable as variable

@@ -5,7 +5,7 @@ this process, in their order; a worker in another process is recorded there.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 COUNTED = "counted"
@@ -27,7 +27,8 @@ class Event(NamedTuple):
       name: Of the function.
       message_id: Of the send or recv function; 0 for another.
       peer: Name of the worker on the other side of that function, or empty.
-      counts: Of a "counted" event, how many gradients each function waits for.
+      counts: Of a "counted" event, the name of each function and how many gradients it
+        waits for.
     """
 
     worker: str
@@ -35,7 +36,7 @@ class Event(NamedTuple):
     name: str = ""
     message_id: int = 0
     peer: str = ""
-    counts: Mapping[str, int] = {}
+    counts: tuple[tuple[str, int], ...] = ()
 
 
 _recordings: tuple[list[Event], ...] = ()

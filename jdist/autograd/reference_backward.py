@@ -29,9 +29,18 @@ def install(container: Container) -> None:
         ]:  # fmt: skip
             raise ProtocolError("A reference, a context and a mode are needed.")
         rref, context_id, retain_graph = body
-        context, limit = container.retrieve(context_id), current.deadline()
-        part = backward_of(context, rref.local_value(), retain_graph, limit)
-        return _outcome(part, agent.info.name)
+        limit = current.deadline()
+
+        def begin(computed: Future[type]) -> "Part":
+            computed.value()
+            context = container.retrieve(context_id)
+            return backward_of(context, rref.local_value(), retain_graph, limit)
+
+        # Without a thread that waits for the value.
+        begun = rref.value_type(blocking=False).then(begin)
+        outcome: Future[None] = Future()
+        call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
+        return outcome
 
     agent.register(KIND, answer)
     agent.references.backward = run
@@ -61,9 +70,13 @@ def run(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
         container.agent.call(rref.owner(), KIND, body)
 
 
-def _outcome(part: "Part", worker: str) -> Future[None]:
-    """A future of the end, by which the caller can also give the pass up."""
-    outcome: Future[None] = Future()
+def _follow(begun: "Future[Part]", outcome: Future[None], worker: str) -> None:
+    """Has the end of the pass as the outcome; whoever gives that up ends the pass."""
+    failed = error_of(begun)
+    if failed is not None:
+        cancel(outcome, failed)
+        return
+    part = begun.value()
 
     def over() -> None:
         error = error_of(part.done)
@@ -79,4 +92,3 @@ def _outcome(part: "Part", worker: str) -> Future[None]:
 
     call_when_done(part.done, over)
     call_when_done(outcome, given_up)
-    return outcome

@@ -19,8 +19,7 @@ class Parcel:
 
     Args:
       worker: Whom the message goes to, or whom it comes from.
-      meta: The message's metadata. What encode hooks change within a value that is
-        there already travels with the message.
+      meta: The message's metadata. What encode hooks put there travels with it.
       operation: Of a message that is sent: what it is a part of.
 
     Attributes:

@@ -220,8 +220,8 @@ class Part:
         self._awaited = sends
         self._sweep = sweep = Sweep([*starts, *sends.values()])
         if recording():
-            counts = {node.name: count for node, count in sweep.counts.items()}
-            note(Event(self._me, COUNTED, counts=counts))
+            counts = [(node.name, count) for node, count in sweep.counts.items()]
+            note(Event(self._me, COUNTED, counts=tuple(counts)))
         for position, root in enumerate(roots):
             summand = Contribution((), position, root.cotangent)
             sweep.add(root.edge.node, root.edge.index, summand)

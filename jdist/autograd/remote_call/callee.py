@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import placed
 from jdist.autograd.remote_call.arguments import (
@@ -35,6 +36,8 @@ from jdist.segment._cache import Cache
 CACHE: Cache[Flat] = Cache("remote_call", size=256)
 _PART = "jdist.autograd.remote_call.callee"
 _MOST = 4096
+# A call within one process may run in the caller's thread, whose mesh is not ours.
+_NO_MESH = AbstractMesh((), ())
 
 
 class UnknownProgram(LookupError):
@@ -115,7 +118,8 @@ def describe(
         found.append(structure)
         return results
 
-    results = jax.eval_shape(traced, *[Kind(*kind).abstract for kind in kinds])
+    with use_abstract_mesh(_NO_MESH):
+        results = jax.eval_shape(traced, *[Kind(*kind).abstract for kind in kinds])
     number = _programs(agent).add(program)
     return number, found[0].skeleton, [kind_of(x) for x in results]
 
@@ -142,9 +146,9 @@ def perform(
     # Functions that it calls remotely are called as this worker: hence the name.
     key = (agent.info.name, program.structure, operations)
     compiled = CACHE.get(program.function, key, lambda: _compiled(program, operations))
-    results = compiled(*[
-        _on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)
-    ])  # fmt: skip
+    arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
+    with use_abstract_mesh(_NO_MESH):
+        results = compiled(*arrays)
     if host:
         return [np.asarray(x) for x in results]
     # Errors of the computation are this call's, also where arrays are only shared.
