@@ -112,7 +112,7 @@ def failing(x):
 
 
 def waiting(x):
-    """Twice its argument; waits, when it runs, until the gate of its process is open."""
+    """Twice its argument, once somebody opens the gate of the process it runs in."""
 
     def wait(context, buffer, value):
         arrived.release()

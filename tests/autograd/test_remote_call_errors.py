@@ -23,24 +23,23 @@ def total(function):
 # --- transformations that are refused ---
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f: lambda x: jax.jvp(f, (x,), (x,)),
-        lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,))),
-        lambda f: lambda x: jax.jvp(jax.jit(f), (x,), (x,)),
-        lambda f: lambda x: jax.linearize(f, x)[1](x),
-        jax.jacfwd,
-        jax.hessian,
-        lambda f: jax.jacfwd(jax.grad(jax.jit(f))),
-        lambda f: lambda x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
-    ],
-    ids="jvp jit-jvp jvp-jit linearize jacfwd hessian jacfwd-grad jvp-vmap".split(),
-)
-def test_forward_mode_says_to_use_jacrev(threads, transform):
+FORWARD = {
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "jit of jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,))),
+    "jvp of jit": lambda f: lambda x: jax.jvp(jax.jit(f), (x,), (x,)),
+    "jvp of vmap": lambda f: lambda x: jax.jvp(jax.vmap(f), (x[None],), (x[None],)),
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
+    "jacfwd": jax.jacfwd,
+    "jacfwd of grad": lambda f: jax.jacfwd(jax.grad(jax.jit(f))),
+    "hessian": jax.hessian,
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_says_to_use_jacrev(threads, name):
     rule = r"remote_call\('worker1', loss\)` must be differentiated in reverse mode.*"
     with pytest.raises(TypeError, match=f"{rule}jax.jacrev"):
-        transform(total(functions.loss))(X)
+        FORWARD[name](total(functions.loss))(X)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -76,7 +75,7 @@ def test_a_program_for_several_devices_says_to_call_outside(threads):
 def test_what_cannot_be_called_is_refused(threads):
     with pytest.raises(TypeError, match=r"remote_call\(fn\)` must be callable. Got 3"):
         autograd.remote_call("worker1", 3, X)
-    with pytest.raises(ValueError, match="lambda.*has none: define a function at the"):
+    with pytest.raises(ValueError, match=r"lambda.*has none: define a function at the"):
         autograd.remote_call("worker1", lambda x: x, X)
     with pytest.raises(rpc.ForbiddenFunction, match="must be in a module that other"):
         autograd.remote_call("worker1", pytest.approx, X)

@@ -157,7 +157,9 @@ def one_of_two(rank):
     def gradient(x):
         def loss(x):
             def step(carry, by):
-                y = autograd.remote_call(there, functions.relayed_twice, carry, by, here)
+                y = autograd.remote_call(
+                    there, functions.relayed_twice, carry, by, here
+                )
                 return y * 0.5, y[0]
 
             y, _ = jax.lax.scan(step, x, jnp.array([1.0, 2.0]))

@@ -11,10 +11,10 @@ from jdist import autograd, rpc, verify
 from tests.autograd import remote_functions as functions
 
 on_worker1 = functools.partial(functools.partial, autograd.remote_call, "worker1")
-DTYPES = (
-    "bool int8 uint64 int4 uint2 float4_e2m1fn float8_e4m3fn bfloat16 float16 float32 "
-    "float64 complex64 complex128"
-).split()
+DTYPES = [
+    *("bool", "int8", "uint64", "int4", "uint2", "float4_e2m1fn", "float8_e4m3fn"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+]
 both_ways = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 
 

@@ -136,7 +136,7 @@ class Caller:
     def _exchange(
         self, target: Target, what: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
-        body = (what, args, {})
+        body: Any = (what, args, {})
         outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
         described = Described("remote_call", target.function)
         return self._agent.exchange(outgoing._replace(operation=described))
