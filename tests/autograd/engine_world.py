@@ -1,6 +1,7 @@
 """Functions that workers of engine tests call on each other, and helpers for bodies."""
 
 import contextlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -170,13 +171,15 @@ def drops(x, y):
 
 
 _own = {}
+_lock = threading.Lock()
 
 
 def own(name, *seed):
     """A variable of this worker, by name; made the first time."""
-    if name not in _own:
-        _own[name] = autograd.variable(numbers(*seed))
-    return _own[name]
+    with _lock:
+        if name not in _own:
+            _own[name] = autograd.variable(numbers(*seed))
+        return _own[name]
 
 
 @autograd.eager
