@@ -116,7 +116,7 @@ class Program:
 
         def run(_: Any, spec: "Spec", *arrays: Any) -> Any:
             args, kwargs = spec.arguments(arrays)
-            with tracing(name):
+            with tracing(f"apply({name})"):
                 return fn(*args, **kwargs)
 
         run.__name__ = name

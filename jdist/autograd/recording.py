@@ -78,9 +78,9 @@ def active(recording: Recording) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing(name: str) -> Iterator[None]:
-    """Within it, the pure function of this name is being traced."""
-    token = _pure.set(name)
+def tracing(call: str) -> Iterator[None]:
+    """Within it, a pure function is being traced; `call` is what does it."""
+    token = _pure.set(call)
     try:
         yield
     finally:
@@ -93,13 +93,12 @@ def refuse_in_pure(what: str) -> None:
     Raises:
       TypeError: A pure function is being traced.
     """
-    name = _pure.get()
-    if name is not None:
+    call = _pure.get()
+    if call is not None:
         raise TypeError(
             requirement(
-                f"apply({name})",
-                "must be a pure function of its arguments: it was called with recorded "
-                "values, and is compiled",
+                call,
+                "must be a pure function of its arguments: it is compiled",
                 what,
                 "Pass recorded values and variables as arguments, or mark the function "
                 "with @autograd.eager: then it runs as Python, with recorded values.",

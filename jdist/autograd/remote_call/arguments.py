@@ -15,6 +15,8 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import named_leaves
+from jdist.autograd.pure import has_history
+from jdist.rpc.rref import RRef
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -61,6 +63,17 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The place of a variable that the callee holds, in a tree of arguments.
+
+    Attributes:
+      index: Its number.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Static:
     """A leaf that is no array; equal to another only if their types are equal too."""
 
@@ -74,55 +87,79 @@ class Structure:
 
     Attributes:
       treedef: The containers.
-      leaves: For each leaf where its array is, or what it is.
+      leaves: For each leaf where its array or variable is, or what it is.
     """
 
     treedef: jax.tree_util.PyTreeDef
-    leaves: tuple[Slot | Static, ...]
+    leaves: tuple[Slot | Held | Static, ...]
 
     @classmethod
     def of(cls, skeleton: Any) -> "Structure":
         """The inverse of `skeleton`."""
         leaves, treedef = jax.tree.flatten(skeleton)
-        found = (x if type(x) is Slot else Static(type(x), x) for x in leaves)
-        return cls(treedef, tuple(found))
+        places = (
+            x if isinstance(x, Slot | Held) else Static(type(x), x) for x in leaves
+        )
+        return cls(treedef, tuple(places))
 
     @property
     def skeleton(self) -> Any:
-        """The tree with slots in place of arrays, as a value that can be sent."""
+        """The tree with places in place of arrays, as a value that can be sent."""
         return self.treedef.unflatten(
-            [x if isinstance(x, Slot) else x.value for x in self.leaves]
+            [x.value if isinstance(x, Static) else x for x in self.leaves]
         )
 
-    def tree(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays in its slots."""
-        return self.treedef.unflatten([
-            _filled(x, arrays) if isinstance(x, Slot) else x.value for x in self.leaves
-        ])  # fmt: skip
+    def tree(self, arrays: Sequence[Any], held: Sequence[Any] = ()) -> Any:
+        """The tree with these arrays, and trees of variables, in their places."""
+        return self.treedef.unflatten([_filled(x, arrays, held) for x in self.leaves])
 
 
-def _filled(slot: Slot, arrays: Sequence[Any]) -> Any:
-    array = arrays[slot.index]
-    return jax.random.wrap_key_data(array, impl=slot.key) if slot.key else array
+def _filled(
+    place: Slot | Held | Static, arrays: Sequence[Any], held: Sequence[Any]
+) -> Any:
+    if isinstance(place, Static):
+        return place.value
+    if isinstance(place, Held):
+        return held[place.index]
+    array = arrays[place.index]
+    return jax.random.wrap_key_data(array, impl=place.key) if place.key else array
 
 
-def taken_apart(tree: Any, call: str) -> tuple[list[jax.Array], Structure]:
-    """The arrays of a tree of arguments, and the tree without them.
+class Parts(NamedTuple):
+    """A tree of arguments, taken apart.
+
+    Attributes:
+      arrays: Its arrays; of a PRNG key the words.
+      references: Its references to variables.
+      structure: The rest.
+    """
+
+    arrays: list[jax.Array]
+    references: tuple[RRef, ...]
+    structure: Structure
+
+
+def taken_apart(tree: Any, call: str) -> Parts:
+    """The arrays of a tree, the references in it, and the tree without them.
 
     Raises:
-      TypeError: A leaf is neither an array nor hashable.
+      TypeError: A leaf is neither an array nor hashable, or it is recorded.
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[jax.Array] = []
-    places: list[Slot | Static] = []
+    references: list[RRef] = []
+    places: list[Slot | Held | Static] = []
     for leaf in leaves:
         if _is_array(leaf):
             array, key = _words(leaf)
             places.append(Slot(len(arrays), key))
             arrays.append(array)
+        elif isinstance(leaf, RRef):
+            places.append(Held(len(references)))
+            references.append(leaf)
         else:
             places.append(Static(type(leaf), _hashable(leaf, call)))
-    return arrays, Structure(treedef, tuple(places))
+    return Parts(arrays, tuple(references), Structure(treedef, tuple(places)))
 
 
 def arrays_of(tree: Any, call: str) -> tuple[list[jax.Array], Structure]:
@@ -136,7 +173,8 @@ def arrays_of(tree: Any, call: str) -> tuple[list[jax.Array], Structure]:
             rule = "must return arrays, in any pytree"
             got = f"a {type(leaf).__qualname__} at {path}"
             raise TypeError(requirement(call, rule, got))
-    return taken_apart(tree, call)
+    arrays, _, structure = taken_apart(tree, call)
+    return arrays, structure
 
 
 def _is_array(leaf: Any) -> bool:
@@ -155,6 +193,13 @@ def _words(leaf: Any) -> tuple[jax.Array, str]:
 
 
 def _hashable(leaf: Any, call: str) -> Hashable:
+    if has_history(leaf):
+        rule = "must not be recorded: its derivatives are those of JAX"
+        remedy = (
+            "Pass the value of a variable, or a reference to a variable of the callee; "
+            "for a recorded value call the function by rpc.rpc_sync."
+        )
+        raise TypeError(requirement(call, rule, leaf, remedy))
     try:
         hash(leaf)
     except TypeError as error:

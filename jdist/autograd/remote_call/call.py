@@ -1,5 +1,6 @@
 """`remote_call`: a function on another worker, inside JAX's transformations."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +36,9 @@ def remote_call(
       fn: A function that the callee can find by its name, and allows (see `init_rpc`).
       *args: Pytrees. Arrays, numbers and PRNG keys are differentiated or batched as
         `fn` itself would; other leaves, such as texts or functions, must be hashable.
+        For an RRef to a variable of the callee `fn` gets the variable's tree. Its
+        gradient stays there: the backward call adds it to the current context, if there
+        is one.
       kwargs: Keyword arguments, likewise. A mapping, as in `rpc_sync`, so that no name
         of an argument is taken.
       timeout: Seconds for each call over rpc; -1 for the default, 0 for no limit.
@@ -45,8 +49,8 @@ def remote_call(
 
     Raises:
       TypeError: `fn` cannot be called or does not return arrays; an argument cannot be
-        hashed. In forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`): use
-        `jax.jacrev`.
+        hashed, is recorded, or refers to something that is no variable. In forward
+        mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`): use `jax.jacrev`.
       ValueError: `fn` has no name that others could look up, or returns other shapes
         than when it was traced.
       NotImplementedError: It is inside `jax.checkpoint`, or in a jitted program for
@@ -75,10 +79,15 @@ def remote_call(
     agent = current.agent()
     peer = agent.directory.find(to)
     call = "remote_call(*args)"
-    arrays, structure = taken_apart((args, dict(kwargs or {})), call)
-    kinds = tuple(map(kind_of, arrays))
+    arrays, references, structure = taken_apart((args, dict(kwargs or {})), call)
     target = Target(
-        agent.info.name, peer.info.name, fn, structure, kinds, float(timeout)
+        caller=agent.info.name,
+        to=peer.info.name,
+        function=fn,
+        structure=structure,
+        kinds=tuple(map(kind_of, arrays)),
+        timeout=float(timeout),
+        references=tuple(map(weakref.ref, references)),
     )
     known = caller_of(agent).known(target)
     return known.structure.tree(bind(target, (), known.kinds, arrays))

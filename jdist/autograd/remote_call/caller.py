@@ -1,6 +1,7 @@
 """The caller's side: what is known of functions on other workers, and calling them."""
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ from jdist._errors import requirement
 from jdist.autograd.remote_call import callee
 from jdist.autograd.remote_call.arguments import Kind, Structure, kind_of
 from jdist.autograd.remote_call.callee import UnknownProgram
-from jdist.autograd.remote_call.operations import Operation
+from jdist.autograd.remote_call.operations import Operation, pullbacks
+from jdist.autograd.remote_call.variables import context_for
 from jdist.rpc import current
 from jdist.rpc.agent import Agent
 from jdist.rpc.frame import CALL
 from jdist.rpc.ledger import Operation as Described
+from jdist.rpc.rref import RRef
 
 _PART = "jdist.autograd.remote_call.caller"
 _MOST = 1024
@@ -32,6 +35,8 @@ class Target:
       structure: Of its arguments, `(args, kwargs)`.
       kinds: Of the arrays among them.
       timeout: Seconds, as for `rpc_sync`.
+      references: To variables of the callee. Weak ones: what JAX remembers of a program
+        must not keep variables alive.
     """
 
     caller: str
@@ -40,6 +45,7 @@ class Target:
     structure: Structure
     kinds: tuple[Kind, ...]
     timeout: float
+    references: tuple[weakref.ref[RRef], ...]
 
     def __str__(self) -> str:
         name = getattr(self.function, "__qualname__", None) or repr(self.function)
@@ -82,7 +88,8 @@ class Caller:
             if found is not None:
                 self._known.move_to_end(target)
                 return found
-        body: Any = (target.function, target.structure.skeleton, list(target.kinds))
+        skeleton, kinds = target.structure.skeleton, list(target.kinds)
+        body: Any = (target.function, skeleton, kinds, _alive(target))
         number, skeleton, kinds = self._exchange(target, callee.describe, body)
         structure = Structure.of(skeleton)
         found = Known(number, structure, tuple(Kind(*kind) for kind in kinds))
@@ -111,11 +118,15 @@ class Caller:
 
         Raises:
           ValueError: The results are of other kinds.
+          TypeError: Gradients of variables are asked for, of higher than first order.
           Exception: What `perform` and `rpc_sync` raise.
         """
 
+        context = self._context(target, operations, jitted=host)
+
         def once() -> Any:
-            body: Any = (self.known(target).number, operations, list(arrays), host)
+            number, references = self.known(target).number, _alive(target)
+            body: Any = (number, operations, list(arrays), host, references, context)
             return self._exchange(target, callee.perform, body)
 
         try:
@@ -128,6 +139,19 @@ class Caller:
             self._forget(target)
             raise ValueError(_changed(target, operations, expected, results))
         return results
+
+    def _context(
+        self, target: Target, operations: Sequence[Operation], jitted: bool
+    ) -> int | None:
+        order = pullbacks(operations)
+        if not target.references or not order:
+            return None
+        context = context_for(self._agent, target.to, jitted)
+        if context is not None and order > 1:
+            rule = "has gradients of first order only for variables of the callee"
+            remedy = "Leave the context, or pass the variable's value as an argument."
+            raise TypeError(requirement(str(target), rule, f"order {order}", remedy))
+        return context
 
     def _forget(self, target: Target) -> None:
         with self._lock:
@@ -159,6 +183,17 @@ def calling(target: Target) -> Iterator[Caller]:
     """
     with current.use_worker(target.caller):
         yield caller_of(current.agent())
+
+
+def _alive(target: Target) -> list[RRef]:
+    found = [reference() for reference in target.references]
+    alive = [reference for reference in found if reference is not None]
+    if len(alive) < len(found):
+        rule = "needs the references with which it was traced"
+        got = "one that was dropped meanwhile"
+        remedy = "Keep the RRef as long as the jitted function or the pullback."
+        raise ValueError(requirement(str(target), rule, got, remedy))
+    return alive
 
 
 def _changed(

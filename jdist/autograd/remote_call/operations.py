@@ -57,6 +57,38 @@ def transformed(function: Flat, operations: Sequence[Operation]) -> Flat:
     return function
 
 
+def shifted(
+    operations: Sequence[Operation], count: int, also: Sequence[int]
+) -> tuple[Operation, ...]:
+    """The operations of a function that has `count` more arguments in front.
+
+    They are in no batch. A pullback also computes the cotangents of those of `also`,
+    as its first results.
+
+    Example:
+      >>> shifted([Pullback((0,), (1,)), Batch((None, 2))], 2, (1,))
+      (Pullback(wanted=(1, 2), present=(1,)), Batch(axes=(None, None, None, 2)))
+    """
+
+    def moved(operation: Operation) -> Operation:
+        if isinstance(operation, Batch):
+            return Batch((*(None,) * count, *operation.axes))
+        wanted, present = operation
+        return Pullback((*also, *(i + count for i in wanted)), present)
+
+    return tuple(map(moved, operations))
+
+
+def pullbacks(operations: Sequence[Operation]) -> int:
+    """The order of the derivative that the operations are."""
+    return sum(isinstance(operation, Pullback) for operation in operations)
+
+
+def first_pullback(operations: Sequence[Operation]) -> int:
+    """The number of the first one."""
+    return next(i for i, each in enumerate(operations) if isinstance(each, Pullback))
+
+
 def _pulled_back(
     function: Flat, wanted: tuple[int, ...], present: tuple[int, ...]
 ) -> Flat:
