@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jdist import autograd, optim, rpc
+from jdist.autograd.optimizer.program import program
 from tests.autograd import optimizer_world as world
 from tests.rpc.rref.common import settle
 
@@ -292,3 +293,14 @@ def traced():
 def test_each_pattern_of_gradients_compiles_once():
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         assert traced() == [1, 2, 2, 2, 2, 2]
+
+
+def test_trainers_with_the_same_optimizer_share_its_program():
+    """Another one, or the same with another number, is not the same."""
+    rates = (0.5, 0.5, 0.25, 1, 1.0, 0.5)
+    made = [program(optim.sgd, (), {"lr": rate}) for rate in rates]
+    assert made[0] is made[1] is made[5]
+    assert len({id(one) for one in made}) == 4
+    assert program(optim.adam, (), {"lr": 0.5}) not in made
+    chains = [program(world.clipped, (rate,), {}) for rate in (0.5, 0.5, 0.25)]
+    assert chains[0] is chains[1] is not chains[2]

@@ -159,7 +159,7 @@ def wrong_arguments():
         make(optim.sgd, [rref, autograd.variable(jnp.ones(2))], lr=0.5)
     with pytest.raises(ExceptionGroup, match=r"refer to a variable. Got a list"):
         make(optim.sgd, [rref, rpc.remote("worker1", list)], lr=0.5)
-    with pytest.raises(ExceptionGroup, match="Got a dict from"):
+    with pytest.raises(ExceptionGroup, match="Got a dict from it"):
         make(world.no_optimizer, [rref], lr=0.5)
     with pytest.raises(ExceptionGroup, match="without a loss scale"):
         make(world.scaled_loss, [rref])

@@ -6,7 +6,6 @@ its state. Every leaf of state and parameters has a path, `params/0/w` or
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,9 +15,9 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import path_of
 from jdist.autograd.optimizer.parameter_locks import holding, locks_of
+from jdist.autograd.optimizer.program import Program
 from jdist.autograd.variable import Variable
-from jdist.optim import Optimizer
-from jdist.optim.clipping import scaled, square
+from jdist.optim.clipping import square
 from jdist.rpc import RpcTimeout, current
 
 Gradients = Mapping[Variable, Any]
@@ -28,19 +27,17 @@ class OwnedOptimizer:
     """One functional optimizer for the variables of one owner.
 
     Args:
-      opt: Makes the steps.
+      program: Makes the steps.
       variables: By their positions among all references of the distributed optimizer.
     """
 
-    def __init__(self, opt: Optimizer, variables: Mapping[int, Variable]) -> None:
-        self._opt = opt
+    def __init__(self, program: Program, variables: Mapping[int, Variable]) -> None:
+        self._program = program
         self._positions = tuple(variables)
         self._variables = tuple(variables.values())
         self._locks = locks_of(self._variables)
-        self._run_leaf_by_leaf = partial(_stepped, opt)
-        self._run = jax.jit(self._run_leaf_by_leaf)
         with holding(self._locks, current.deadline()):
-            self._state = opt.init(self._values())
+            self._state = program.opt.init(self._values())
 
     def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
         """For each variable the sums of squares of its gradient's leaves, in order."""
@@ -77,7 +74,8 @@ class OwnedOptimizer:
                 _nothing(value) if grad is None else grad
                 for value, grad in zip(values, reached, strict=True)
             ]
-            run = self._run if _on_one_place(values) else self._run_leaf_by_leaf
+            together = _on_one_place(values)
+            run = self._program.compiled if together else self._program.leaf_by_leaf
             new, state = run(values, grads, self._state, factor, dict(overrides))
             # What a device finds wrong shows here, before anything has changed.
             jax.block_until_ready((new, state))
@@ -128,9 +126,10 @@ class OwnedOptimizer:
 
     def _check(self, overrides: Mapping[str, Any]) -> None:
         """Here, because within the compiled step no value can be seen."""
+        opt = self._program.opt
         for name, value in overrides.items():
-            if name in self._opt.hyperparameters:
-                self._opt.hyperparameters[name].check(f"{self._opt.name}.step", value)
+            if name in opt.hyperparameters:
+                opt.hyperparameters[name].check(f"{opt.name}.step", value)
 
 
 def described(array: Any) -> str:
@@ -146,19 +145,6 @@ def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") 
             rule = f"must be like the optimizer's own, {there} at {at}{path}"
             argument = "DistributedOptimizer.load_state(state)"
             raise ValueError(requirement(argument, rule, found))
-
-
-def _stepped(
-    opt: Optimizer,
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    state: Any,
-    factor: Any,
-    overrides: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    if factor is not None:
-        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
-    return opt.step(params, grads, state, **overrides)
 
 
 _square = jax.jit(square)

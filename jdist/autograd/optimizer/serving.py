@@ -1,13 +1,13 @@
 """What an owner does when distributed optimizers of others ask."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._errors import requirement
 from jdist.autograd import container
 from jdist.autograd.optimizer.owned import Gradients, OwnedOptimizer
+from jdist.autograd.optimizer.program import program
 from jdist.autograd.variable import Variable
-from jdist.optim import Optimizer, from_optax
 from jdist.rpc import ProtocolError, RRef, WorkerInfo
 from jdist.rpc.agent import Agent
 
@@ -71,30 +71,8 @@ def _gradients(context_id: int) -> Gradients:
 
 def _create(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> RRef[Any]:
     factory, args, kwargs, references = body
-    return RRef(OwnedOptimizer(_made(factory, args, kwargs), _variables(references)))
-
-
-def _made(
-    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Optimizer:
-    made = factory(*args, **kwargs)
-    if isinstance(made, Optimizer):
-        opt = made
-    elif hasattr(made, "init") and hasattr(made, "update"):
-        opt = from_optax(made)
-    else:
-        rule = "must make an optimizer of jdist.optim or an optax transformation"
-        got = f"a {type(made).__qualname__} from {factory}"
-        raise TypeError(requirement("DistributedOptimizer(optimizer)", rule, got))
-    if opt.loss_factor is not None:
-        rule = "must make an optimizer without a loss scale"
-        remedy = (
-            "Its scale would be in its state, on the owners, and the loss is "
-            "elsewhere. bfloat16 needs none."
-        )
-        argument = "DistributedOptimizer(optimizer)"
-        raise ValueError(requirement(argument, rule, opt.name, remedy))
-    return opt
+    steps = program(factory, args, kwargs)
+    return RRef(OwnedOptimizer(steps, _variables(references)))
 
 
 def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:
