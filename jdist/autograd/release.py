@@ -52,8 +52,8 @@ class Releases:
         self._unanswered: set[Future[Any]] = set()
         self._agent.register(_RELEASE, self._on_release)
         self._agent.register(_HOLD, self._on_hold)
-        self._agent.on_gone(self._on_gone)
-        self._agent.on_close(self._on_close)
+        self._agent.parts.on_gone(self._on_gone)
+        self._agent.parts.on_close(self._on_close)
 
     def release(self, context_id: int) -> Future[None]:
         """Ends a context; done when all workers that took part have ended it."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -27,6 +26,7 @@ from jdist.rpc.ledger import Ledger, Operation
 from jdist.rpc.line import Line
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.parcel import Parcel
+from jdist.rpc.parts import Parts
 from jdist.rpc.peer import Peer
 from jdist.rpc.remote_exception import rebuild
 from jdist.rpc.request import Exchange, Outgoing, Receive, Request
@@ -63,7 +63,7 @@ class Agent:
       group: Its membership, once it has joined.
       coordinator: That of its group, on rank 0.
       references: What it has of other workers, and they of it.
-      parts: What parts built upon rpc keep for it, by the names of their packages.
+      parts: What parts built upon rpc keep for it.
     """
 
     group: "Group"
@@ -91,14 +91,12 @@ class Agent:
         self.closed = False
         self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
-        self.parts: dict[str, Any] = {}
+        self.parts = Parts(self.crew)
         self._transport = transport
         self._tickets = itertools.count(1)
         self._lock = threading.Lock()
         self._incoming: dict[Channel, Serving] = {}
         self._watched: list[Line] = []
-        self._on_gone: list[Callable[[WorkerInfo, str], None]] = []
-        self._on_close: list[Callable[[], None]] = []
         # Calls to oneself need no socket, but refuse what a socket refuses.
         self._loopback = InProcessTransport(info.name, Hub(), options.device)
         for way in (self._loopback, transport):
@@ -125,17 +123,6 @@ class Agent:
         """Has `interceptor` look at every user-level call, or nobody."""
         self.interceptor = interceptor
 
-    def on_gone(self, listener: Callable[[WorkerInfo, str], None]) -> None:
-        """Has `listener(worker, reason)` called for each that is lost or leaves.
-
-        On a thread of its own, after calls to that worker have ended.
-        """
-        self._on_gone.append(listener)
-
-    def on_close(self, listener: Callable[[], None]) -> None:
-        """Has `listener()` called when this worker ends."""
-        self._on_close.append(listener)
-
     # --- the group ---
 
     def meet(self, members: Iterable[tuple[WorkerInfo, Any]]) -> None:
@@ -161,8 +148,7 @@ class Agent:
                 self.ledger.end(execution)
         info = self.directory.find(name).info
         self.references.gone(info, reason)
-        for listener in tuple(self._on_gone):
-            self.crew.run(functools.partial(listener, info, reason))
+        self.parts.gone(info, reason)
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -403,8 +389,7 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
-        for listener in self._on_close:
-            listener()
+        self.parts.close()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
         self._transport.close()

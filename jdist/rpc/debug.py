@@ -47,14 +47,8 @@ def information(agent: Agent) -> dict[str, Any]:
         "group.workers": [peer.info.name for peer in peers],
         "group.lost": agent.group.lost(),
         **agent.references.counts(),
-        **_counts_of_parts(agent),
+        **agent.parts.counts(),
     }
-
-
-def _counts_of_parts(agent: Agent) -> dict[str, Any]:
-    """What parts built upon rpc count: those that have a method `counts`."""
-    counting = (getattr(part, "counts", None) for part in agent.parts.values())
-    return {key: n for counts in counting if counts for key, n in counts().items()}
 
 
 def _hint(agent: Agent, peer: Peer) -> str:

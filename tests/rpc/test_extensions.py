@@ -34,8 +34,8 @@ def test_it_is_told_of_workers_that_go_and_of_the_end():
     gone, closed, told = [], [], threading.Event()
     with rpc.local_cluster(names(2)):
         agent = current.agent()
-        agent.on_gone(lambda who, why: (gone.append((who.name, why)), told.set()))
-        agent.on_close(lambda: closed.append(agent.closed))
+        agent.parts.on_gone(lambda who, why: (gone.append((who.name, why)), told.set()))
+        agent.parts.on_close(lambda: closed.append(agent.closed))
         with rpc.use_worker("worker1"):
             rpc.shutdown(graceful=False)
         assert told.wait(30.0)

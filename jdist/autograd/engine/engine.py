@@ -61,7 +61,7 @@ class Engine:
         self._ids = Ids(self.agent.info.id)
         self._lock = threading.Lock()
         self._ended: OrderedDict[int, Failure] = OrderedDict()
-        self.agent.on_gone(self._on_gone)
+        self.agent.parts.on_gone(self._on_gone)
         self.agent.register(KIND, self._on_gradients)
         self.agent.register(END, self._on_end)
         self.agent.register(REACH, self._on_reach)
