@@ -1,5 +1,8 @@
 """The end of a context on all workers that took part, whatever happens on the way."""
 
+import gc
+import sys
+
 import pytest
 
 from jdist import autograd, rpc
@@ -135,3 +138,23 @@ def many():
 def test_many_from_everywhere_at_once(cluster):
     assert all(cluster.everywhere(many))
     assert all(cluster.everywhere(has_none))
+
+
+def contexts_in_turn(count, calls):
+    x = leaf(1)
+    for turn in range(count):
+        with autograd.context() as context_id:
+            if turn % (count // calls) == 0:
+                rpc.rpc_sync("worker1", add, args=(x, x))
+                autograd.release(context_id).wait(PATIENCE)
+
+
+def test_ten_thousand_contexts_leave_nothing(threads):
+    contexts_in_turn(5000, calls=50)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    contexts_in_turn(10_000, calls=500)
+    gc.collect()
+    assert contexts() == 0
+    # Less than one block for ten contexts, whatever else the process does meanwhile.
+    assert sys.getallocatedblocks() - before < 1000
