@@ -36,7 +36,6 @@ from tests.autograd.recording_world import (
 
 
 def settled():
-    gc.collect()
     assert has_none()
 
 
