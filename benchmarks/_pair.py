@@ -1,6 +1,6 @@
-"""Two pinned processes that do jobs on command, so that contenders can take turns.
+"""Pinned processes, mostly two, that do jobs on command: contenders can take turns.
 
-Several pairs share the same two cores; all but one wait in a socket meanwhile.
+Several pairs share the same cores; all but one wait in a socket meanwhile.
 """
 
 import secrets
@@ -29,6 +29,11 @@ class Spent(NamedTuple):
     processor: float
 
 
+def idle(calls: int) -> Spent:
+    """The job of a process that only answers the other's calls."""
+    return Spent(0.0, 0.0)
+
+
 def timed(call: Callable[[], Any], finish: Callable[[Any], Any], calls: int) -> Spent:
     """Calls so many times, waits for the last result, and looks at the clocks."""
     start, processor = time.perf_counter(), time.process_time()
@@ -45,28 +50,36 @@ Prepare = Callable[[int], AbstractContextManager[Mapping[str, Job]]]
 
 
 class Pair:
-    """Two processes, each on a core of its own.
+    """Processes that do the same jobs together, each on a core of its own.
 
     Args:
       prepare: Function of a module, `prepare(rank)`: a context of jobs by name.
       settings: What is set up in the processes before.
+      processes: How many.
+      pin: How many cores each has for itself; 0 for all of them together.
     """
 
-    def __init__(self, prepare: Prepare, settings: ProcessSettings | None) -> None:
+    def __init__(
+        self,
+        prepare: Prepare,
+        settings: ProcessSettings | None,
+        processes: int = 2,
+        pin: int = 1,
+    ) -> None:
         key = secrets.token_bytes(16)
         with ExitStack() as stack:
             listener = stack.enter_context(Listener(("127.0.0.1", 0), authkey=key))
             self._processes = spawn(
                 _serve,
                 args=(listener.address, key, prepare),
-                nprocs=2,
-                pin=1,
+                nprocs=processes,
+                pin=pin,
                 settings=settings,
                 join=False,
             )
             stack.enter_context(self._processes)
             self._connections = [
-                stack.enter_context(listener.accept()) for _ in range(2)
+                stack.enter_context(listener.accept()) for _ in range(processes)
             ]
             self._resources = stack.pop_all()
         self.jobs: list[str] = min(each.recv() for each in self._connections)

@@ -34,11 +34,21 @@ class Task(NamedTuple):
     batches: Sequence[Any]
 
 
-def digits(seed: int, steps: int, batch: int) -> Task:
+class Data(NamedTuple):
+    """Images `(examples, 8, 8, 1)` in [0, 1] with their labels."""
+
+    batches: Sequence[Any]
+    """To train with, in their order."""
+
+    test: Any
+    """That nobody trains with."""
+
+
+def data(seed: int, steps: int, batch: int) -> Data:
     """scikit-learn's digits, four fifths of them to train with.
 
     Args:
-      seed: Of the split, the order and the initial weights.
+      seed: Of the split and the order.
       steps: Number of batches.
       batch: Examples in each.
     """
@@ -48,6 +58,22 @@ def digits(seed: int, steps: int, batch: int) -> Task:
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(x))
     test, train = np.split(shuffled, [len(x) // 5])
+    chosen: list[int] = []
+    while len(chosen) < steps * batch:
+        chosen.extend(rng.permutation(train))
+    rows = np.array(chosen[: steps * batch]).reshape(steps, batch)
+    return Data([(x[row], y[row]) for row in rows], (x[test], y[test]))
+
+
+def digits(seed: int, steps: int, batch: int) -> Task:
+    """The digits, and a convolutional net for them.
+
+    Args:
+      seed: Of the data's split and order, and of the initial weights.
+      steps: Number of batches.
+      batch: Examples in each.
+    """
+    batches, (test_images, test_labels) = data(seed, steps, batch)
     structure = nnx.graphdef(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
     # rbg compiles several times faster than the default generator.
     key = jax.random.key(seed, impl="rbg")
@@ -64,12 +90,7 @@ def digits(seed: int, steps: int, batch: int) -> Task:
     compiled = jax.jit(scores)
 
     def accuracy(params: Any) -> float:
-        found = np.argmax(compiled(params, x[test]), axis=1)
-        return float(np.mean(found == y[test]))
+        found = np.argmax(compiled(params, test_images), axis=1)
+        return float(np.mean(found == test_labels))
 
-    chosen: list[int] = []
-    while len(chosen) < steps * batch:
-        chosen.extend(rng.permutation(train))
-    rows = np.array(chosen[: steps * batch]).reshape(steps, batch)
-    batches = [(x[row], y[row]) for row in rows]
     return Task(params, losses, accuracy, batches)

@@ -7,7 +7,7 @@ The 1e-6 is torch's: a gradient of norm exactly max_norm shrinks by one milliont
 over max_norm.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -63,14 +63,38 @@ def clip_by_global_norm(
         raise ValueError(requirement(f"{call}(grads=...)", rule, grads))
     for path, leaf in leaves.items():
         _check_leaf(f"{call}(grads=...)", path, leaf, axis_name)
-    squares = [_square(jnp.asarray(leaf)) for leaf in leaves.values()]
-    widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
-    total = sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
+    total = sum_of([square(jnp.asarray(leaf)) for leaf in leaves.values()])
     if axis_name is not None:
         total = jax.lax.psum(total, axis_name)
     norm = jnp.sqrt(total)
-    factor = jnp.minimum(jnp.asarray(max_norm, widest) / (norm + TORCH_EPS), 1)
-    return jax.tree.map(lambda g: _scaled(jnp.asarray(g), factor), grads), norm
+    factor = shrinking(norm, max_norm)
+    return jax.tree.map(lambda g: scaled(jnp.asarray(g), factor), grads), norm
+
+
+# --- the steps of it, for whoever has the leaves in several places ---
+
+
+def square(leaf: jax.Array) -> jax.Array:
+    """The sum of |g|^2 over one leaf, in 32 bits at least."""
+    wide = leaf.astype(wide_dtype(leaf.dtype))
+    return jnp.sum(jnp.real(wide * jnp.conj(wide)))
+
+
+def sum_of(squares: Sequence[jax.Array]) -> jax.Array:
+    """Their sum from the first to the last, in the widest precision among them."""
+    widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
+    return sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
+
+
+def shrinking(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
+    """By what gradients of this norm are multiplied: 1 at most."""
+    return jnp.minimum(jnp.asarray(max_norm, norm.dtype) / (norm + TORCH_EPS), 1)
+
+
+def scaled(leaf: jax.Array, factor: jax.Array) -> jax.Array:
+    """A leaf times the factor, computed in 32 bits at least, rounded once."""
+    wide = leaf.astype(wide_dtype(leaf.dtype))
+    return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
 
 
 def _check_leaf(argument: str, path: str, leaf: Any, axis_name: Hashable) -> None:
@@ -86,13 +110,3 @@ def _check_leaf(argument: str, path: str, leaf: Any, axis_name: Hashable) -> Non
             got = f"a leaf at {path} that is the same on all its members"
             remedy = "Clip without axis_name where gradients are replicated."
             raise ValueError(requirement(argument, rule, got, remedy))
-
-
-def _square(leaf: jax.Array) -> jax.Array:
-    wide = leaf.astype(wide_dtype(leaf.dtype))
-    return jnp.sum(jnp.real(wide * jnp.conj(wide)))
-
-
-def _scaled(leaf: jax.Array, factor: jax.Array) -> jax.Array:
-    wide = leaf.astype(wide_dtype(leaf.dtype))
-    return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)

@@ -1,15 +1,12 @@
 """A worker: calls that go out, calls that come in, and what both need."""
 
-import contextlib
-import contextvars
-import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jdist.rpc import current, deadline
 from jdist.rpc.alarm import Alarm
-from jdist.rpc.callee import TAKE_BACK, Callee, Handler
+from jdist.rpc.callee import Callee, Handler
 from jdist.rpc.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.codec import Codec
 from jdist.rpc.crew import Crew
@@ -27,10 +24,12 @@ from jdist.rpc.line import Line
 from jdist.rpc.listing import Listing
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.parcel import Parcel
+from jdist.rpc.parts import Parts
 from jdist.rpc.peer import Peer
 from jdist.rpc.remote_exception import rebuild
 from jdist.rpc.request import Exchange, Outgoing, Receive, Request
 from jdist.rpc.serving import Serving
+from jdist.rpc.tickets import Tickets
 from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ class Agent:
       options: See there.
 
     Attributes:
+      device: The JAX device on which arrays arrive; None for JAX's default.
       codec: Values to frames and back.
       ledger: The calls under way.
       directory: The group.
@@ -62,6 +62,7 @@ class Agent:
       group: Its membership, once it has joined.
       coordinator: That of its group, on rank 0.
       references: What it has of other workers, and they of it.
+      parts: What parts built upon rpc keep for it.
     """
 
     group: "Group"
@@ -76,6 +77,7 @@ class Agent:
     ) -> None:
         self.info = info
         self.options = options
+        self.device = getattr(transport, "device", options.device)
         self.codec = Codec(functions, options.allow_pickle)
         self.ledger = Ledger()
         self.directory = Directory(info)
@@ -88,8 +90,9 @@ class Agent:
         self.closed = False
         self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
+        self.parts = Parts(self.crew)
         self._transport = transport
-        self._tickets = itertools.count(1)
+        self._tickets = Tickets(self)
         self._lock = threading.Lock()
         self._incoming: dict[Channel, Serving] = {}
         self._watched: list[Line] = []
@@ -154,6 +157,7 @@ class Agent:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.ledger.end(execution)
         self.references.gone(peer.info, reason)
+        self.parts.gone(peer.info, reason)
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -217,7 +221,7 @@ class Agent:
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
         peer, kind, body, meta, limit, operation, receive = outgoing
-        parcel = Parcel(peer.info)
+        parcel = Parcel(peer.info, meta, operation)
         tree, leaves = self.encode(body, parcel)
         waiting = Exchange(peer.info.name, operation)
         answer: Frame | None = None
@@ -226,7 +230,7 @@ class Agent:
         self.ledger.send(waiting)
         try:
             if execution is not None:
-                meta = meta | self._give_ticket(waiting, peer)
+                meta = meta | self._tickets.give(waiting, peer)
                 execution.begin(waiting)
             lane = peer.take(limit)
             answer = waiting.run(peer, lane, limit, (kind, meta, tree, leaves))
@@ -239,29 +243,14 @@ class Agent:
         finally:
             if execution is not None:
                 execution.end(waiting)
-            if parcel.forks and (answer is None or answer.kind != REPLY):
-                self.references.undelivered(parcel)
+            if answer is None or answer.kind != REPLY:
+                self.undelivered(parcel)
             self.ledger.end(waiting)
         return self.value_of(answer, receive, peer.info)
 
-    def _give_ticket(self, waiting: Exchange, peer: Peer) -> dict[str, Any]:
-        """Lets a call be taken back, for which its own channel does not serve.
-
-        Nobody reads there while the callee runs the call.
-        """
-        ticket = next(self._tickets)
-        waiting.take_back = lambda: self._take_back(peer, ticket)
-        return {"ticket": ticket}
-
-    def _take_back(self, peer: Peer, ticket: int) -> None:
-        # Not under the deadline of whoever gave up, which has passed.
-        context, name = contextvars.Context(), peer.info.name
-        with contextlib.suppress(RpcError):  # This worker was shut down meanwhile.
-            context.run(self.call_async, name, TAKE_BACK, ticket)
-
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
-        parcel = Parcel(outgoing.peer.info)
+        parcel = Parcel(outgoing.peer.info, outgoing.meta, outgoing.operation)
         tree, leaves = self.encode(outgoing.body, parcel)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
@@ -281,7 +270,7 @@ class Agent:
         try:
             request.submit(peer.line, frame)
         except BaseException:
-            self.references.undelivered(request.parcel)
+            self.undelivered(request.parcel)
             self.ledger.end(request)
             raise
         self.alarm.set(request.deadline.at)
@@ -308,15 +297,22 @@ class Agent:
         try:
             return self.codec.encode(value, parcel)
         except BaseException:
-            self.references.undelivered(parcel)
+            self.undelivered(parcel)
             raise
+
+    def undelivered(self, parcel: Parcel) -> None:
+        """The call that this was part of has failed."""
+        self.references.undelivered(parcel)
+        for callback in parcel.if_lost:
+            callback()
 
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
         """What an answer says; raises what it says was raised."""
+        parcel = Parcel(callee, frame.meta)
         try:
-            value = self.codec.decode(frame.tree, frame.leaves, Parcel(callee))
+            value = self.codec.decode(frame.tree, frame.leaves, parcel)
         except BaseException:
             self.references.decline(frame.tree, callee)
             raise
@@ -392,6 +388,7 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
+        self.parts.close()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
         self._transport.close()

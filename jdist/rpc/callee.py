@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdist.rpc import current, deadline
+from jdist.rpc import current, deadline, extensions
 from jdist.rpc.current import Scope
 from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.execution import Execution
+from jdist.rpc.extensions import NEEDS
 from jdist.rpc.frame import ERROR, REPLY, Frame
 from jdist.rpc.future import Future, call_when_done, cancel
 from jdist.rpc.parcel import Parcel
@@ -115,12 +116,14 @@ class Callee:
             raise RpcTimeout(f"{deadline.exceeded(until)} before the call was begun.")
         if execution.cancelled is not None:
             raise RpcTimeout(f"The call was not begun: {execution.cancelled}.")
+        if NEEDS in frame.meta:
+            extensions.need(frame.meta[NEEDS], self._agent.codec.functions)
         handler = self._handlers.get(frame.kind)
         if handler is None:
             raise ProtocolError(
                 f"Nothing here answers a request of kind {frame.kind!r}."
             )
-        parcel = Parcel(execution.caller)
+        parcel = Parcel(execution.caller, frame.meta)
         body = self._agent.codec.decode(frame.tree, frame.leaves, parcel)
         if not parcel.unsettled:
             return handler(execution.caller, body, frame.meta)
@@ -154,7 +157,7 @@ class Callee:
 
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:
         value, meta = result if type(result) is Reply else (result, {})
-        parcel = Parcel(execution.caller)
+        parcel = Parcel(execution.caller, meta, execution.operation)
         tree, leaves = self._agent.encode(value, parcel)
         if parcel.forks:
             self._agent.references.answer(execution, parcel)

@@ -54,6 +54,7 @@ class IdCounter:
 
     Args:
       worker: Number of the worker.
+      first: The first id below it.
 
     Example:
       >>> ids = IdCounter(worker=2)
@@ -61,9 +62,9 @@ class IdCounter:
       (0, 1)
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, first: int = 0) -> None:
         self._worker = worker
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first)
 
     def next(self) -> GloballyUniqueId:
         """A new id.

@@ -8,7 +8,7 @@ import warnings
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc import calls, current, debug, device_maps
+from jdist.rpc import calls, current, debug, device_maps, extensions
 from jdist.rpc.agent import Agent
 from jdist.rpc.channel import ChannelClosed, Transport
 from jdist.rpc.coordinator import NAME, Coordinator
@@ -102,6 +102,7 @@ def make_agent(
     debug.install(agent)
     device_maps.install(agent)
     install_references(agent)
+    extensions.equip(agent)
     return agent
 
 
@@ -209,16 +210,13 @@ def _transport(
         tls=options.tls,
         insecure=options.insecure,
     )
-<<<<<<< HEAD
+    transport.polling = options.polling
     if options.transfer is not None and name != NAME:
         try:
             transport.transfer(options.transfer)
         except ValueError:
             transport.close()
             raise
-=======
-    transport.polling = options.polling
->>>>>>> rpc
     return transport
 
 

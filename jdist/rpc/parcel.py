@@ -1,30 +1,47 @@
-"""The references that one message brings, apart from its bytes."""
+"""What has to be known of one message apart from its bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist.rpc.future import Future
 from jdist.rpc.ids import GloballyUniqueId
+from jdist.rpc.ledger import Operation
 from jdist.rpc.worker_info import WorkerInfo
+
+_NONE = Operation("")
 
 
 class Parcel:
-    """What has to be known of the references in one call or answer.
+    """What the hooks of registered types say to each other about one call or answer.
 
-    Whoever encodes or decodes a message passes one along, and the hooks of references
-    fill it in. Most messages bring none, so an empty one costs next to nothing.
+    Whoever encodes or decodes a message passes one along, and the hooks fill it in.
+    Most messages need nothing of it, so an empty one costs next to nothing.
 
     Args:
       worker: Whom the message goes to, or whom it comes from.
+      meta: The message's metadata. What encode hooks put there travels with it.
+      operation: Of a message that is sent: what it is a part of.
 
     Attributes:
-      forks: Those that are sent in it.
+      forks: The references that are sent in it.
       unsettled: What must be complete before what has arrived may be used.
+      if_lost: Called when the call that it is of has failed: encoding it, on its way,
+        or on the callee. Of answers, when encoding one failed.
     """
 
-    __slots__ = ("__weakref__", "forks", "unsettled", "worker")
+    __slots__ = (
+        "__weakref__", "forks", "if_lost", "meta", "operation", "unsettled", "worker",
+    )  # fmt: skip
 
-    def __init__(self, worker: WorkerInfo) -> None:
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        meta: dict[str, Any] | None = None,
+        operation: Operation = _NONE,
+    ) -> None:
         self.worker = worker
+        self.operation = operation
+        self.meta: dict[str, Any] = {} if meta is None else meta
         self.forks: Sequence[GloballyUniqueId] = ()
         self.unsettled: Sequence[Future[Any]] = ()
+        self.if_lost: Sequence[Callable[[], None]] = ()

@@ -170,7 +170,7 @@ class Request:
         """Completes the future; the callbacks that remain to be run."""
         callbacks = complete(self.future, value, error)
         if error is not None:
-            self._agent.references.undelivered(self.parcel)
+            self._agent.undelivered(self.parcel)
         if self._execution is not None:
             self._execution.end(self)
         if not callbacks:

@@ -194,6 +194,10 @@ class References:
         if refs:
             self._do(lambda p: [e for r in refs for e in p.on_take(of, Take(r))])
 
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Has `action()` called in so many seconds; never, once closed."""
+        self._keeper.later(seconds, action)
+
     # --- workers come, go and end ---
 
     def gone(self, worker: WorkerInfo, reason: str) -> None:

@@ -1,0 +1,71 @@
+"""How long are distributed backward passes, beside torch's?
+
+Two processes, each pinned to a core, for the small jobs; three processes that share the
+cores for the chain of layers. torch's and jdist's processes live at once and take
+turns. Everything is compiled before. Memory is kept as `jdist.launch` keeps it, for
+both.
+"""
+
+from collections.abc import Mapping
+
+from benchmarks import _autograd_jdist, _autograd_torch
+from benchmarks import _autograd_models as models
+from benchmarks._harness import Case, timing
+from benchmarks._pair import Pair
+from jdist.rpc import ProcessSettings
+
+SETTINGS = ProcessSettings()
+ROUNDS, WARMUP = 25, 3
+OURS, TORCH = "jdist", "torch"
+CALLS = {models.CHAIN: 2, models.END_TO_END: 20}
+GOALS = {models.FAST: 0.4, models.END_TO_END: 0.3, models.CHAIN: 1.0}
+SMART_GOAL = 1.3
+
+
+def measure() -> list[Case]:
+    """Each job of both, and SMART beside FAST."""
+    with (
+        Pair(_autograd_jdist.prepare, SETTINGS) as ours,
+        Pair(_autograd_torch.prepare, SETTINGS) as theirs,
+    ):
+        cases = _race({OURS: ours, TORCH: theirs})
+    with (
+        Pair(_autograd_jdist.prepare_chain, SETTINGS, processes=3, pin=0) as ours,
+        Pair(_autograd_torch.prepare_chain, SETTINGS, processes=3, pin=0) as theirs,
+    ):
+        cases |= _race({OURS: ours, TORCH: theirs})
+    found = [_beside_torch(job, cases[job]) for job in GOALS]
+    return [*found, _modes(cases)]
+
+
+def _race(pairs: Mapping[str, Pair]) -> dict[str, dict[str, list[float]]]:
+    """Seconds by job and contender; every job of every contender once a round."""
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for turn in range(WARMUP + ROUNDS):
+        for name, pair in pairs.items():
+            for job in pair.jobs:
+                spent = pair.run(job, CALLS.get(job, 100))
+                if turn >= WARMUP:
+                    one = seconds.setdefault(job, {}).setdefault(name, [])
+                    one.append(spent.elapsed)
+    return seconds
+
+
+def _beside_torch(job: str, seconds: Mapping[str, list[float]]) -> Case:
+    timings = {name: timing(values) for name, values in seconds.items()}
+    ratio = timings[OURS].median / timings[TORCH].median
+    return Case(job, timings, note=f"{ratio:.2f} of torch's (goal {GOALS[job]:.1f})")
+
+
+def _modes(cases: Mapping[str, Mapping[str, list[float]]]) -> Case:
+    timings = {
+        name: timing(cases[job][OURS])
+        for name, job in (
+            ("FAST", models.FAST),
+            ("SMART", models.SMART),
+            ("SMART, mul and sum as one segment", models.COMPILED),
+        )
+    }
+    ratio = timings["SMART"].median / timings["FAST"].median
+    note = f"SMART takes {ratio:.2f} of FAST (goal {SMART_GOAL:.1f})"
+    return Case(f"{models.EXAMPLE}, modes of jdist", timings, note=note)

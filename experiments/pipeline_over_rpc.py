@@ -1,0 +1,266 @@
+"""A net in three stages on three workers, made of remote references alone, trains as on
+one device.
+
+Each stage is an object on its worker. A micro-batch goes through as a chain of remote
+calls: each returns a reference to what the stage has computed, and the next stage
+fetches it from its owner, so activations go from worker to worker and never by way of
+the one that drives. The backward pass follows the same ways back, and one
+DistributedOptimizer steps every stage where it is. The data are scikit-learn's digits.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from experiments._digits import data
+from experiments._result import Claim, Picture, Result, Settings
+from jdist import autograd, optim, rpc, verify
+
+WIDTHS = (64, 56, 40, 10)
+STAGES = len(WIDTHS) - 1
+BATCH, PARTS = 96, 4
+STEPS, QUICK_STEPS = 200, 25
+RATE = 3e-3
+WORKERS = tuple(f"worker{i}" for i in range(STAGES))
+
+
+class Trained(NamedTuple):
+    """What came out of a run; stages in their order.
+
+    Attributes:
+      losses: Of each step.
+      first: Gradients of the first step.
+      params: After the last one.
+    """
+
+    losses: list[float]
+    first: list[Any]
+    params: list[Any]
+
+
+def run(settings: Settings, progress: Progress) -> Result:
+    """Three processes, one worker alone, and `jax.grad`."""
+    steps = QUICK_STEPS if settings.quick else STEPS
+    found = rpc.spawn(work, (steps, settings.seed), nprocs=STAGES, timeout=900)[0]
+    with rpc.local_cluster(WORKERS[:1], allow=("experiments",)):
+        alone = train(WORKERS[:1] * STAGES, steps, settings.seed)
+    digits = data(settings.seed, steps, BATCH)
+    report = judged(found, digits.batches[0], settings.seed)
+    accuracy = accuracy_of(found.params, digits.test)
+    before = accuracy_of(initial(settings.seed), digits.test)
+    return Result(
+        proved=(
+            f"{steps} steps of {PARTS} micro-batches through {STAGES} workers end with "
+            f"one worker's parameters, bit for bit; accuracy {accuracy:.1%}."
+        ),
+        claims=list(claims(found, alone, report, (before, accuracy))),
+        pictures=[
+            Picture(
+                "loss",
+                "Loss of each step: three workers (line) and one (dots).",
+                plot(found, alone),
+            )
+        ],
+        tables={"The first step's gradients": rows(report)},
+        data={
+            "losses": found.losses,
+            "accuracy": accuracy,
+            "error_over_bound": report.worst,
+        },
+    )
+
+
+# --- the net ---
+
+
+def initial(seed: int) -> list[Any]:
+    """Random parameters of each stage."""
+    rng = np.random.default_rng((seed, 2))
+    return [
+        {
+            "w": (rng.normal(size=(n, m)) / np.sqrt(n)).astype(np.float32),
+            "b": np.zeros(m, np.float32),
+        }
+        for n, m in pairwise(WIDTHS)
+    ]
+
+
+def hidden(params: Any, x: jax.Array) -> jax.Array:
+    """A stage that is not the last."""
+    return jnp.tanh(x @ params["w"] + params["b"])
+
+
+def scores(params: Any, x: jax.Array) -> jax.Array:
+    """The last stage."""
+    return x @ params["w"] + params["b"]
+
+
+def losses_of(params: Sequence[Any], batch: Any) -> jax.Array:
+    """Of the whole net on one device, one for each example."""
+    x, labels = batch
+    for each in params[:-1]:
+        x = hidden(each, x)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        scores(params[-1], x), labels
+    )
+
+
+def share_of_loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+    """What a micro-batch adds to the mean over its batch."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores(params, x), labels)
+    return losses.sum() / BATCH
+
+
+class Stage:
+    """One stage; lives on its worker."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        """Makes its parameters there."""
+        self._variable = autograd.variable(initial(seed)[number])
+
+    def parameters(self) -> rpc.RRef[autograd.Variable]:
+        """A reference to its variable."""
+        return rpc.RRef(self._variable)
+
+    def forward(self, x: rpc.RRef[Any]) -> Any:
+        """Its output; `x` is fetched from the worker that has it."""
+        return autograd.apply(hidden, self._variable, x.to_here())
+
+    def loss(self, x: rpc.RRef[Any], labels: np.ndarray) -> Any:
+        """As the last stage: the micro-batch's share of the loss."""
+        return autograd.apply(share_of_loss, self._variable, x.to_here(), labels)
+
+    def gradient(self, context_id: int) -> Any:
+        """What a context has for it."""
+        found = autograd.get_gradients(context_id)[self._variable]
+        return jax.tree.map(np.asarray, found)
+
+    def value(self) -> Any:
+        """Its parameters."""
+        return jax.tree.map(np.asarray, self._variable.value)
+
+
+# --- training ---
+
+
+def train(owners: Sequence[str], steps: int, seed: int) -> Trained:
+    """What the first worker does; stage i is on `owners[i]`."""
+    stages = [
+        rpc.remote(owner, Stage, args=(i, seed)) for i, owner in enumerate(owners)
+    ]
+    params = [stage.rpc_sync().parameters() for stage in stages]
+    dist_opt = autograd.DistributedOptimizer(optim.adam, params, lr=RATE)
+    losses: list[float] = []
+    first: list[Any] = []
+    for batch in data(seed, steps, BATCH).batches:
+        with autograd.context() as context_id:
+            # All are under way before the first is waited for.
+            under_way = [through(stages, *part) for part in parts(batch)]
+            shares = [rref.to_here() for rref in under_way]
+            autograd.backward(context_id, shares)
+            first = first or [s.rpc_sync().gradient(context_id) for s in stages]
+            dist_opt.step(context_id)
+        losses.append(sum(float(share.value) for share in shares))
+    return Trained(losses, first, [stage.rpc_sync().value() for stage in stages])
+
+
+def through(
+    stages: Sequence[rpc.RRef[Stage]], images: np.ndarray, labels: np.ndarray
+) -> rpc.RRef[Any]:
+    """Sends a micro-batch on its way; a reference to its share of the loss."""
+    x = rpc.RRef(images)
+    for stage in stages[:-1]:
+        x = stage.remote().forward(x)
+    return stages[-1].remote().loss(x, labels)
+
+
+def parts(batch: Any) -> Iterator[Any]:
+    """Its micro-batches, images flat."""
+    images, labels = batch
+    flat = images.reshape(len(images), -1)
+    return zip(np.split(flat, PARTS), np.split(labels, PARTS), strict=True)
+
+
+def work(rank: int, steps: int, seed: int) -> Trained | None:
+    """A process; that of rank 0 drives."""
+    rpc.init_rpc(f"worker{rank}", allow=("experiments",))
+    found = train(WORKERS, steps, seed) if rank == 0 else None
+    rpc.shutdown()
+    return found
+
+
+# --- what came out ---
+
+
+def judged(found: Trained, batch: Any, seed: int) -> verify.Report:
+    """The first step's gradients against those of the whole net on one device."""
+    images, labels = batch
+    flat = images.reshape(len(images), -1), labels
+    params = jax.tree.map(jnp.asarray, initial(seed))
+    ours = jnp.float32(found.losses[0]), jax.tree.map(jnp.asarray, found.first)
+    return verify.gradients(losses_of, params, flat, {"pipeline": lambda *_: ours})
+
+
+def accuracy_of(params: Sequence[Any], examples: Any) -> float:
+    """Share of the examples that are recognised."""
+    images, labels = examples
+    x = images.reshape(len(images), -1)
+    for each in params[:-1]:
+        x = hidden(each, x)
+    return float(np.mean(np.argmax(scores(params[-1], x), axis=1) == labels))
+
+
+def claims(
+    found: Trained,
+    alone: Trained,
+    report: verify.Report,
+    accuracy: tuple[float, float],
+) -> Iterator[Claim]:
+    """Equal to one worker's run, and a gradient of the loss."""
+    for what, mine, other in (
+        ("gradients of the first step", found.first, alone.first),
+        ("parameters after the last step", found.params, alone.params),
+    ):
+        equal, count = same_bits(mine, other)
+        text = f"{what} are those of all stages on one worker, bit for bit"
+        yield Claim(text, equal == count == 2 * STAGES, f"{equal} of {count} arrays")
+    text = "gradients are those of jax.grad over the whole batch, within the bound"
+    yield Claim(text, report.ok, f"error/bound {report.worst:.2f}")
+    start, end = (float(np.mean(x)) for x in (found.losses[:3], found.losses[-3:]))
+    yield Claim("the loss falls", end < 0.7 * start, f"{start:.2f} to {end:.2f}")
+    before, after = accuracy
+    yield Claim("accuracy rises", after > before + 0.3, f"{before:.0%} to {after:.0%}")
+
+
+def same_bits(one: Any, other: Any) -> tuple[int, int]:
+    """How many arrays are the same, and of how many."""
+    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    return sum(x.tobytes() == y.tobytes() for x, y in pairs), len(pairs)
+
+
+def rows(report: verify.Report) -> list[list[str]]:
+    """One line per leaf."""
+    found = [
+        [leaf.path, f"{leaf.max_abs:.1e}", f"{leaf.ratio:.2f}"]
+        for leaf in report.leaves
+    ]
+    return [["leaf", "largest difference", "error/bound"], *found]
+
+
+def plot(found: Trained, alone: Trained) -> Figure:
+    """The loss on a logarithmic axis."""
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.semilogy(found.losses, label="three workers")
+    axes.semilogy(alone.losses, ".", label="one worker")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend()
+    return figure

@@ -1,0 +1,52 @@
+"""Primitives of jdist's own: what `jax.interpreters` does not offer for them."""
+
+import os
+from typing import Any
+
+import jax
+from jax._src import effects
+from jax.extend.core import Effect
+
+
+def unrepeatable_effect(text: str) -> Effect:
+    """An effect that may stand in loops, branches and custom derivatives.
+
+    It keeps a call from being dropped or made twice. `jax.checkpoint` would make it
+    twice and refuses it; `text` is what its error says.
+    """
+
+    def told(self: Effect) -> str:
+        return text
+
+    kind = type("UnrepeatableEffect", (Effect,), {"__repr__": told, "__str__": told})
+    effects.lowerable_effects.add_type(kind)
+    effects.control_flow_allowed_effects.add_type(kind)
+    effects.custom_derivatives_allowed_effects.add_type(kind)
+    return kind()
+
+
+def device_count_of(context: Any) -> int:
+    """For how many devices the program that is being lowered will be compiled.
+
+    Args:
+      context: What a lowering rule is given first.
+    """
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    return int(axes.num_devices if mesh is None else mesh.size)
+
+
+def thread_pool_size() -> int:
+    """How many threads XLA's CPU client of this process has for its programs.
+
+    XLA reads `PJRT_NPROC`, or `NPROC`, when the client is made, and takes the cores
+    that this process may use if there is neither; never less than its devices.
+    """
+    told = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    if told and told.isdecimal() and int(told):
+        threads = int(told)
+    elif hasattr(os, "sched_getaffinity"):
+        threads = len(os.sched_getaffinity(0))
+    else:
+        threads = os.cpu_count() or 1
+    return max(threads, len(jax.devices("cpu")))

@@ -1,0 +1,139 @@
+"""The contexts of one worker, and the ids that it gives out."""
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from jdist._errors import requirement
+from jdist.autograd.context import Context
+from jdist.autograd.errors import no_context
+from jdist.autograd.ids import Ids
+from jdist.rpc import current
+from jdist.rpc.errors import RpcError
+from jdist.rpc.future import Future
+
+if TYPE_CHECKING:
+    from jdist.autograd.release import Releases
+    from jdist.rpc.agent import Agent
+
+PART = "jdist.autograd"
+"""Under which an agent has its container."""
+
+_ENDED = 4096
+"""So many ended contexts are remembered, for messages that the end has overtaken."""
+
+
+class Container:
+    """All contexts of one worker.
+
+    Args:
+      agent: The worker; its rank is the worker id in all ids.
+
+    Attributes:
+      agent: The worker.
+      ids: Gives out ids of contexts and messages.
+      releases: Ends contexts on other workers.
+
+    Source: `torch/csrc/distributed/autograd/context/container.h`.
+    """
+
+    releases: "Releases"
+
+    def __init__(self, agent: "Agent") -> None:
+        self.agent = agent
+        self.ids = Ids(agent.info.id)
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._ended: set[int] = set()
+        self._ended_in_order: deque[int] = deque()
+
+    def new(self) -> Context:
+        """A new context, made by this worker.
+
+        Raises:
+          OverflowError: There are no ids left.
+        """
+        context = Context(self.ids.context(), self)
+        with self._lock:
+            self._contexts[context.id] = context
+        return context
+
+    def find(self, context_id: int) -> Context | None:
+        """The context of this id, if this worker has it."""
+        with self._lock:
+            return self._contexts.get(context_id)
+
+    def retrieve(self, context_id: int) -> Context:
+        """The context of this id.
+
+        Raises:
+          TypeError: That is no id.
+          ContextNotFound: This worker does not have it, or not any more.
+        """
+        if type(context_id) is not int:
+            rule = "must be the id that autograd.context gives"
+            raise TypeError(requirement("autograd(context_id)", rule, context_id))
+        found = self.find(context_id)
+        if found is None:
+            raise no_context(context_id)
+        return found
+
+    def get_or_create(self, context_id: int) -> Context:
+        """The context of this id, of which a message came.
+
+        Raises:
+          ContextNotFound: It has ended: the message was overtaken by the end.
+        """
+        with self._lock:
+            found = self._contexts.get(context_id)
+            if found is None:
+                if context_id in self._ended:
+                    raise no_context(context_id, "It was released.")
+                found = self._contexts[context_id] = Context(context_id, self)
+        return found
+
+    def contexts(self) -> list[Context]:
+        """All contexts, in the order in which this worker got to know them."""
+        with self._lock:
+            return list(self._contexts.values())
+
+    def end(self, context_id: int, reason: str) -> set[str]:
+        """Forgets a context; the workers that have to be told."""
+        with self._lock:
+            found = self._contexts.pop(context_id, None)
+            if context_id not in self._ended:
+                self._ended.add(context_id)
+                self._ended_in_order.append(context_id)
+                if len(self._ended_in_order) > _ENDED:
+                    self._ended.discard(self._ended_in_order.popleft())
+        return set() if found is None else found.end(reason)
+
+    def release(self, context_id: int) -> Future[None]:
+        """Ends a context here and on all workers that took part; done when all have.
+
+        Raises:
+          TypeError, ContextNotFound: As `retrieve`.
+        """
+        self.retrieve(context_id)
+        return self.releases.release(context_id)
+
+
+def of(agent: "Agent") -> Container:
+    """The container of a worker.
+
+    Raises:
+      RpcError: `jdist.autograd` was not installed on it.
+    """
+    found = agent.parts.get(PART)
+    if not isinstance(found, Container):
+        raise RpcError(f"{agent.info.name!r} has no autograd: import jdist.autograd.")
+    return found
+
+
+def here() -> Container:
+    """The container of the current worker.
+
+    Raises:
+      RpcError: RPC has not been initialized.
+    """
+    return of(current.agent())

@@ -1,0 +1,126 @@
+"""A context: one distributed computation and its gradients, as one worker sees it."""
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jdist.autograd.errors import no_context
+from jdist.autograd.ids import maker
+from jdist.autograd.node import RecvNode, SendNode
+from jdist.rpc.future import Future
+
+if TYPE_CHECKING:
+    from jdist.autograd.container import Container
+    from jdist.autograd.variable import Variable
+
+Released = Callable[[str], object]
+"""Told why a context ended."""
+
+
+class Context:
+    """What one worker keeps for one context. All workers know it by the same id.
+
+    Made by `autograd.context` on the first worker, and by the first message of the
+    context on every other one. Whatever reads or changes it holds `lock`.
+
+    Args:
+      context_id: Its id.
+      container: That of the worker.
+
+    Attributes:
+      id: Its id; the worker that made it is in the top 16 bits.
+      sends: Send functions by message id.
+      recvs: Receive functions by message id.
+      known: Names of the workers with which this one exchanged messages in it.
+      gradients: What backward passes have added up for this worker's variables.
+      passes: Backward passes under way, by their ids; the engine's.
+      ended: Why it is not there any more, or None.
+      lock: Guards all of it.
+
+    Source: `torch/csrc/distributed/autograd/context/context.h`.
+    """
+
+    def __init__(self, context_id: int, container: "Container") -> None:
+        self.id = context_id
+        self.container = container
+        self.lock = threading.RLock()
+        self.sends: dict[int, SendNode] = {}
+        self.recvs: dict[int, RecvNode] = {}
+        self.known: set[str] = set()
+        self.gradients: dict[Variable, Any] = {}
+        self.passes: dict[Any, Any] = {}
+        self.ended: str | None = None
+        self._listeners: list[Released] = []
+
+    @property
+    def origin(self) -> int:
+        """Rank of the worker that made it."""
+        return maker(self.id)
+
+    def send_functions(self) -> dict[int, SendNode]:
+        """The send functions by message id, as they are now."""
+        with self.lock:
+            return dict(self.sends)
+
+    def recv_functions(self) -> dict[int, RecvNode]:
+        """The receive functions by message id, as they are now."""
+        with self.lock:
+            return dict(self.recvs)
+
+    def known_workers(self) -> set[str]:
+        """Names of the workers with which this one exchanged messages in it."""
+        with self.lock:
+            return set(self.known)
+
+    def release(self) -> Future[None]:
+        """Ends it here and on all workers that took part; done when all have."""
+        return self.container.release(self.id)
+
+    def check(self) -> None:
+        """Refuses to go on once it has ended.
+
+        Raises:
+          ContextNotFound: It was released.
+        """
+        if self.ended is not None:
+            raise no_context(self.id, self.ended)
+
+    def meet(self, worker: str) -> None:
+        """A message goes to that worker: it has to be told of the end.
+
+        Raises:
+          ContextNotFound: It was released.
+        """
+        with self.lock:
+            self.check()
+            self.known.add(worker)
+
+    def when_released(self, listener: Released) -> None:
+        """Has `listener(reason)` called when it ends; at once if it has."""
+        with self.lock:
+            if self.ended is None:
+                self._listeners.append(listener)
+                return
+            reason = self.ended
+        listener(reason)
+
+    def forget(self, listener: Released) -> None:
+        """Does not call that listener any more."""
+        with self.lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def end(self, reason: str) -> set[str]:
+        """Forgets everything; the workers that have to be told."""
+        with self.lock:
+            if self.ended is not None:
+                return set()
+            self.ended = reason
+            listeners, self._listeners = self._listeners, []
+            known = set(self.known)
+        for listener in listeners:
+            listener(reason)
+        with self.lock:
+            for kept in (self.sends, self.recvs, self.gradients, self.passes):
+                kept.clear()
+        return known

@@ -1,0 +1,1 @@
+"""The engine: backward passes over the graphs of all workers of a context."""

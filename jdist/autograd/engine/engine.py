@@ -1,0 +1,221 @@
+"""The backward passes of one worker: where their messages come in and go out."""
+
+import contextlib
+import contextvars
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jdist.autograd.engine.engagement import Held
+from jdist.autograd.engine.failure import Failure
+from jdist.autograd.engine.marking import lead_to
+from jdist.autograd.engine.messages import (
+    END,
+    KIND,
+    REACH,
+    Answer,
+    Request,
+    Terms,
+    unpack_end,
+    unpack_reach,
+)
+from jdist.autograd.engine.part import Part, Root
+from jdist.autograd.ids import Ids
+from jdist.rpc import current
+from jdist.rpc.deadline import DEFAULT, Deadline
+from jdist.rpc.errors import ProtocolError, RpcError
+from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.ledger import Operation
+from jdist.rpc.request import Outgoing
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.autograd.container import Container
+    from jdist.autograd.context import Context
+
+PART = "jdist.autograd.engine"
+"""Under which an agent has its engine."""
+
+_ENDED = 1024
+"""So many ended passes are remembered, for messages that were overtaken by the end."""
+
+
+class Engine:
+    """All backward passes of one worker.
+
+    Args:
+      container: The worker's contexts.
+
+    Attributes:
+      agent: The worker.
+      name: Its name.
+
+    Source: `torch/csrc/distributed/autograd/engine/dist_engine.h`.
+    """
+
+    def __init__(self, container: "Container") -> None:
+        self.agent = container.agent
+        self.name = self.agent.info.name
+        self._container = container
+        self._ids = Ids(self.agent.info.id)
+        self._lock = threading.Lock()
+        self._ended: OrderedDict[int, Failure] = OrderedDict()
+        self.agent.parts.on_gone(self._on_gone)
+        self.agent.register(KIND, self._on_gradients)
+        self.agent.register(END, self._on_end)
+        self.agent.register(REACH, self._on_reach)
+
+    # --- passes ---
+
+    def begin(
+        self,
+        context: "Context",
+        roots: Sequence[Root],
+        marks: Sequence[int] | None,
+        retain_graph: bool,
+        deadline: Deadline,
+    ) -> Part:
+        """A new pass, which begins here; `marks` as for `Part`, None for FAST mode."""
+        pass_id = self._ids.message()
+        terms = Terms(context.id, pass_id, marks is not None, retain_graph)
+        return self._enter(context, Part(self, context, terms, marks, deadline, roots))
+
+    def counts(self) -> dict[str, int]:
+        """What `rpc.debug_info` and `autograd.debug_info` say of it."""
+        return {
+            "num_current_backward_passes": len(self.live()),
+            "num_autograd_contexts": len(self._container.contexts()),
+        }
+
+    def live(self) -> list[Part]:
+        """The parts of passes under way."""
+        parts: list[Part] = []
+        for context in self._container.contexts():
+            with context.lock:
+                parts += context.passes.values()
+        return parts
+
+    def forget(self, context: "Context", part: Part) -> bool:
+        """The part is over; False if that was known."""
+        context.forget(part.released)
+        with context.lock:
+            return context.passes.pop(part.terms.pass_id, None) is not None
+
+    def _enter(self, context: "Context", part: Part) -> Part:
+        with context.lock:
+            context.check()
+            known = context.passes.setdefault(part.terms.pass_id, part)
+        if known is part:
+            context.when_released(part.released)
+        return known
+
+    def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
+        for part in self.live():
+            part.lost(worker.name, reason)
+
+    # --- messages out ---
+
+    def ask(self, part: Part, peer: str, request: Request) -> Callable[[], None]:
+        """Sends a request and waits for the answer; the step that takes it."""
+        try:
+            answer = self.agent.exchange(self._outgoing(part, peer, request))
+        except Exception as error:  # noqa: BLE001 - the step passes it on
+            failed = error  # the name in `except` ends with the block
+            return lambda: part.unanswered(peer, failed)
+        return lambda: part.answered(answer)
+
+    def post(self, part: Part, peer: str, request: Request) -> None:
+        """Sends a request; its answer will be a step."""
+        future = self.agent.request(self._outgoing(part, peer, request))
+
+        def step() -> None:
+            try:
+                answer = future.value()
+            except Exception as error:  # noqa: BLE001 - it ends the pass
+                part.unanswered(peer, error)
+            else:
+                part.answered(answer)
+
+        call_when_done(future, lambda: part.step(step))
+
+    def tell_failed(self, context: "Context", terms: Terms, failure: Failure) -> None:
+        """Has all workers that may take part end the pass, if they do not know."""
+        with self._lock:
+            if terms.pass_id in self._ended:
+                return
+            self._ended[terms.pass_id] = failure
+            if len(self._ended) > _ENDED:
+                self._ended.popitem(last=False)
+        body = (terms.context_id, terms.pass_id, *failure)
+        fresh = contextvars.Context()  # not under a deadline that may have passed
+        for worker in sorted(context.known_workers() - {self.name}):
+            with contextlib.suppress(RpcError):  # shut down, here or there
+                fresh.run(self.agent.call_async, worker, END, body)
+
+    def _outgoing(self, part: Part, peer: str, request: Request) -> Outgoing:
+        body, meta = request.pack()
+        seconds = 0.0 if part.deadline.firm or part.deadline.at is None else DEFAULT
+        outgoing = self.agent.outgoing(peer, KIND, body, seconds, meta)
+        if part.deadline.firm:
+            outgoing = outgoing._replace(deadline=part.deadline)
+        return outgoing._replace(
+            receive=Answer.unpack, operation=Operation("autograd.backward")
+        )
+
+    # --- messages in ---
+
+    def _on_gradients(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        request = Request.unpack(body, meta)
+        terms = request.terms
+        context = self._container.retrieve(terms.context_id)
+        with context.lock:
+            part = context.passes.get(terms.pass_id)
+        if part is None:
+            limit = current.deadline()
+            part = Part(self, context, terms, request.marks, limit)
+            part = self._enter(context, part)
+        with self._lock:  # only now: once entered, it is ended by whoever ends the pass
+            failure = self._ended.get(terms.pass_id)
+        if failure is not None:
+            part.fail(failure)
+        held = Held(caller.name, Future())
+        part.receive(request, held)
+        return held.answer.value() if held.answer.done() else held.answer
+
+    def _on_end(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+        context_id, pass_id, failure = unpack_end(body)
+        context = self._container.find(context_id)
+        with self._lock:
+            known = pass_id in self._ended
+        if context is None or known:
+            return
+        with context.lock:
+            part = context.passes.get(pass_id)
+        if part is not None:
+            part.fail(failure)
+        else:
+            terms = Terms(context_id, pass_id, False, False)
+            self.tell_failed(context, terms, failure)
+
+    def _on_reach(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        context_id, ids = unpack_reach(body)
+        sends = self._container.retrieve(context_id).send_functions()
+        unknown = [number for number in ids if number not in sends]
+        if unknown:
+            raise ProtocolError(
+                f"Could not find send function for autograd message id: {unknown[0]}."
+            )
+        return tuple(map(list, lead_to([sends[number] for number in ids])))
+
+
+def install(container: "Container") -> None:
+    """Lets the worker with these contexts take part in backward passes."""
+    container.agent.parts[PART] = Engine(container)
+
+
+def of(container: "Container") -> Engine:
+    """The engine of the worker with these contexts."""
+    found = container.agent.parts[PART]
+    assert isinstance(found, Engine)
+    return found

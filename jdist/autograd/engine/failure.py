@@ -1,0 +1,75 @@
+"""Why a backward pass ended early: what every worker that took part is told."""
+
+from typing import Any, NamedTuple
+
+from jdist.autograd.errors import AutogradError
+from jdist.rpc.errors import ProtocolError, RpcError
+
+
+class BackwardError(AutogradError):
+    """A backward pass failed; `__cause__` is what was raised, of its own type.
+
+    It is raised on the worker that called `backward`, whichever worker failed. The
+    text begins as torch's does, with the name in place of the node's number.
+
+    Attributes:
+      worker: Name of the worker on which it failed.
+      reason: What was raised there, in words.
+
+    Example:
+      >>> print(BackwardError("worker1", "matrix is singular"))
+      Error on worker worker1: matrix is singular
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"Error on worker {self.worker}: {self.reason}"
+
+
+class UnusedSend(BackwardError):
+    """FAST mode waited for a gradient that nobody will send; `mode="smart"` does not.
+
+    torch waits for ever here.
+    """
+
+
+class Failure(NamedTuple):
+    """What went wrong, and where; it travels as a value.
+
+    Attributes:
+      worker: Name of the worker on which it did.
+      error: What was raised there.
+    """
+
+    worker: str
+    error: Exception
+
+    def exception(self) -> Exception:
+        """What `backward` raises: an error of rpc as it is, any other with its place.
+
+        Example:
+          >>> Failure("worker1", KeyError("w")).exception()
+          BackwardError('worker1', "'w'")
+        """
+        if isinstance(self.error, BackwardError | RpcError):
+            return self.error
+        reason = str(self.error) or repr(self.error)
+        told = BackwardError(self.worker, reason)
+        told.__cause__ = self.error
+        return told
+
+    @classmethod
+    def unpack(cls, value: Any) -> "Failure":
+        """The failure that arrived as this value.
+
+        Raises:
+          ProtocolError: It is none.
+        """
+        worker, error = value if type(value) is tuple and len(value) == 2 else (0, 0)
+        if type(worker) is not str or not isinstance(error, Exception):
+            raise ProtocolError("A failure has the name of a worker and an exception.")
+        return cls(worker, error)

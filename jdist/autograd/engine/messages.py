@@ -1,0 +1,241 @@
+"""What workers tell each other in a backward pass.
+
+A *gradient* is the cotangents of one message of the forward pass, by its id. A request
+carries gradients for the callee's send functions, the answer to it gradients for the
+caller's. Arrays go in the body; everything else, and which cotangents are absent, goes
+in the metadata. An absent cotangent is a missing position and takes no bytes at all.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jdist.autograd.engine.failure import Failure
+from jdist.autograd.engine.sweep import Cotangent
+from jdist.rpc.callee import Reply
+from jdist.rpc.errors import ProtocolError
+
+KIND = "autograd.backward"
+"""Kind of the requests with gradients."""
+
+END = "autograd.end"
+"""Kind of the requests that end a pass that has failed."""
+
+REACH = "autograd.reach"
+"""Kind of the requests that ask what some send functions lead to."""
+
+_FIELD = "gradients"
+
+
+class Gradient(NamedTuple):
+    """The cotangents of the recorded arrays of one message.
+
+    Attributes:
+      message_id: Of the message.
+      cotangents: One for each array, None where none flows.
+    """
+
+    message_id: int
+    cotangents: Sequence[Cotangent]
+
+
+class Starving(NamedTuple):
+    """A send function whose gradient has not come.
+
+    Attributes:
+      message_id: Of its message.
+      peer: Name of the worker that it was sent to.
+      name: Of the send function.
+    """
+
+    message_id: int
+    peer: str
+    name: str
+
+
+class Report(NamedTuple):
+    """What one worker still waits for when nothing is left for it to do.
+
+    Attributes:
+      number: Counts this worker's reports; a later one replaces an earlier one.
+      starving: The send functions.
+    """
+
+    number: int
+    starving: tuple[Starving, ...]
+
+
+Reports = Mapping[str, Report]
+"""By the name of the worker."""
+
+
+class Terms(NamedTuple):
+    """What a pass is, for a worker that has not heard of it.
+
+    Attributes:
+      context_id: Of the context.
+      pass_id: Of the pass; unique in the group.
+      smart: Whether it is SMART mode.
+      retain_graph: Whether the functions can be run again.
+    """
+
+    context_id: int
+    pass_id: int
+    smart: bool
+    retain_graph: bool
+
+
+class Request(NamedTuple):
+    """A message with gradients.
+
+    Attributes:
+      terms: Of the pass.
+      marks: In SMART mode, the ids of all marked messages; None if told before.
+      gradients: For send functions of the callee.
+    """
+
+    terms: Terms
+    marks: Sequence[int] | None
+    gradients: Sequence[Gradient]
+
+    def pack(self) -> tuple[list[Any], dict[str, Any]]:
+        """Body and metadata."""
+        rows, arrays = _flat(self.gradients)
+        marks = None if self.marks is None else list(self.marks)
+        return arrays, {_FIELD: [*self.terms, marks, rows]}
+
+    @classmethod
+    def unpack(cls, body: Any, meta: dict[str, Any]) -> "Request":
+        """The request that arrived.
+
+        Raises:
+          ProtocolError: It is none.
+        """
+        found = meta.get(_FIELD)
+        if type(found) is not list or len(found) != 6:
+            raise ProtocolError("Gradients came without saying for which pass.")
+        *terms, marks, rows = found
+        if [type(part) for part in terms] != [int, int, bool, bool]:
+            raise ProtocolError("The terms of a backward pass are two ids and modes.")
+        if marks is not None and not _are_ids(marks):
+            raise ProtocolError("Marked messages are named by their ids.")
+        return cls(Terms(*terms), marks, _restored(rows, body))
+
+
+class Answer(NamedTuple):
+    """What comes back.
+
+    Attributes:
+      gradients: For send functions of the caller.
+      reports: Of the callee and those that it asked, where they have changed.
+      failure: How the pass ended on the callee, if it failed.
+    """
+
+    gradients: Sequence[Gradient]
+    reports: Reports
+    failure: Failure | None = None
+
+    def pack(self) -> Reply:
+        """The answer as a handler returns it."""
+        if self.failure is not None:
+            return Reply(tuple(self.failure), {_FIELD: None})
+        rows, arrays = _flat(self.gradients)
+        told = [
+            [worker, report.number, [list(one) for one in report.starving]]
+            for worker, report in self.reports.items()
+        ]
+        return Reply(arrays, {_FIELD: [rows, told]})
+
+    @classmethod
+    def unpack(cls, body: Any, meta: dict[str, Any]) -> "Answer":
+        """The answer that arrived.
+
+        Raises:
+          ProtocolError: It is none.
+        """
+        found = meta.get(_FIELD, ())
+        if found is None:
+            return cls((), {}, Failure.unpack(body))
+        if type(found) is not list or len(found) != 2:
+            raise ProtocolError("An answer to gradients has gradients and reports.")
+        rows, told = found
+        return cls(_restored(rows, body), _reports(told))
+
+
+def unpack_end(body: Any) -> tuple[int, int, Failure]:
+    """Context, pass and failure of a pass that has ended.
+
+    Raises:
+      ProtocolError: It is no such message.
+    """
+    if type(body) is not tuple or [type(part) for part in body[:2]] != [int, int]:
+        raise ProtocolError("The end of a pass names a context and a pass.")
+    return body[0], body[1], Failure.unpack(body[2:])
+
+
+def unpack_reach(body: Any) -> tuple[int, list[int]]:
+    """Context and message ids of the question what these lead to.
+
+    Raises:
+      ProtocolError: It is no such question.
+    """
+    if type(body) is tuple and len(body) == 2:
+        context_id, ids = body
+        if type(context_id) is int and _are_ids(ids):
+            return context_id, ids
+    raise ProtocolError("What is asked for is a context and ids of messages.")
+
+
+def unpack_reached(body: Any) -> tuple[set[int], set[int]]:
+    """The answer to it: see `jdist.autograd.engine.marking.lead_to`.
+
+    Raises:
+      ProtocolError: It is no such answer.
+    """
+    if type(body) is tuple and len(body) == 2 and all(map(_are_ids, body)):
+        return set(body[0]), set(body[1])
+    raise ProtocolError("The answer has ids of messages.")
+
+
+def _flat(gradients: Sequence[Gradient]) -> tuple[list[Any], list[Any]]:
+    rows, arrays = [], []
+    for message_id, cotangents in gradients:
+        there = [i for i, value in enumerate(cotangents) if value is not None]
+        rows.append([message_id, len(cotangents), there])
+        arrays += [cotangents[i] for i in there]
+    return rows, arrays
+
+
+def _restored(rows: Any, arrays: Any) -> list[Gradient]:
+    if type(rows) is not list or type(arrays) is not list:
+        raise ProtocolError("Gradients are rows and arrays.")
+    rest, gradients = iter(arrays), []
+    for row in rows:
+        if type(row) is not list or len(row) != 3:
+            raise ProtocolError("A gradient has an id, a size and positions.")
+        message_id, size, there = row
+        if not _are_ids([message_id, size]) or not _are_ids(there):
+            raise ProtocolError("A gradient has an id, a size and positions.")
+        if len(there) > size or any(not 0 <= i < size for i in there):
+            raise ProtocolError("A gradient has more positions than its size.")
+        found: dict[int, Cotangent] = dict(zip(there, rest, strict=False))
+        if len(found) != len(there):
+            raise ProtocolError("A gradient has fewer arrays than positions.")
+        gradients.append(Gradient(message_id, [found.get(i) for i in range(size)]))
+    if next(rest, None) is not None:
+        raise ProtocolError("There are more arrays than gradients have positions.")
+    return gradients
+
+
+def _reports(told: Any) -> Reports:
+    reports = {}
+    try:
+        for worker, number, starving in told:
+            listed = tuple(Starving(*one) for one in starving)
+            reports[worker] = Report(number, listed)
+    except TypeError as error:
+        raise ProtocolError("A report is a number and send functions.") from error
+    return reports
+
+
+def _are_ids(values: Any) -> bool:
+    return type(values) is list and all(type(value) is int for value in values)

@@ -1,0 +1,122 @@
+"""The reverse sweep over one worker's part of the graph, without any messages.
+
+A function runs once, when every cotangent that can come to it has come: from the
+functions that used its outputs, from the roots of the pass, and, for a send function,
+from another worker. How many that are is counted beforehand. A cotangent may be absent,
+None; a function that gets none at all is not run, and passes on that nothing comes.
+"""
+
+import functools
+import operator
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jdist.autograd.node import Node
+
+Cotangent = Any
+"""An array, or None where none flows."""
+
+
+class Contribution(NamedTuple):
+    """One summand of a cotangent; the first two fields fix its place in the sum.
+
+    Attributes:
+      order: That of the function it comes from; empty for a root's.
+      position: Of the argument there that this is the cotangent of; of the root.
+      value: The array.
+    """
+
+    order: tuple[int, ...]
+    position: int
+    value: Cotangent
+
+
+def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
+    """How often each function that is reached from `starts` will be arrived at.
+
+    Args:
+      starts: Where cotangents come from outside; once for each that will come.
+    """
+    counts: dict[Node, int] = {}
+    found: list[Node] = []
+
+    def arrive(node: Node) -> None:
+        if node not in counts:
+            counts[node] = 0
+            found.append(node)
+        counts[node] += 1
+
+    for start in starts:
+        arrive(start)
+    while found:
+        for edge in found.pop().inputs:
+            if edge is not None:
+                arrive(edge.node)
+    return counts
+
+
+class Sweep:
+    """The functions of one pass on one worker, and how far they are.
+
+    Args:
+      starts: As for `dependencies`.
+
+    Attributes:
+      counts: How often each function was expected at the beginning.
+      left: How many of them have not run.
+    """
+
+    def __init__(self, starts: Iterable[Node]) -> None:
+        self.counts = dependencies(starts)
+        self.left = len(self.counts)
+        self._expected = dict(self.counts)
+        self._summands: dict[Node, dict[int, list[Contribution]]] = {}
+        self._ready: deque[Node] = deque()
+
+    def add(self, node: Node, index: int, contribution: Contribution) -> None:
+        """A summand of the cotangent of output `index`; absent ones count as none."""
+        if contribution.value is not None:
+            slots = self._summands.setdefault(node, {})
+            slots.setdefault(index, []).append(contribution)
+
+    def arrive(self, node: Node) -> None:
+        """One of the arrivals that the function waits for is there, or stays away."""
+        self._expected[node] -= 1
+        if self._expected[node] == 0:
+            self._ready.append(node)
+
+    def next(self) -> tuple[Node, list[Cotangent]] | None:
+        """A function that is ready, and the cotangents of its outputs; or None."""
+        if not self._ready:
+            return None
+        node = self._ready.popleft()
+        self.left -= 1
+        slots = self._summands.pop(node, {})
+        return node, [total(slots.get(index, ())) for index in range(node.outputs)]
+
+    def pass_on(self, node: Node, cotangents: Sequence[Cotangent]) -> None:
+        """The function ran: these are the cotangents of its inputs."""
+        for position, (edge, value) in enumerate(
+            zip(node.inputs, cotangents, strict=True)
+        ):
+            if edge is not None:
+                contribution = Contribution(node.order, position, value)
+                self.add(edge.node, edge.index, contribution)
+                self.arrive(edge.node)
+
+
+def total(contributions: Sequence[Contribution]) -> Cotangent:
+    """The sum, in an order that does not depend on which came first; None of nothing.
+
+    Example:
+      >>> later, earlier = Contribution((7, 1), 0, 2.0), Contribution((0, 3), 1, 0.5)
+      >>> total([later, earlier])
+      2.5
+    """
+    if not contributions:
+        return None
+    if len(contributions) == 1:
+        return contributions[0].value
+    ordered = sorted(contributions, key=lambda summand: summand[:2])
+    return functools.reduce(operator.add, (summand.value for summand in ordered))

@@ -1,0 +1,80 @@
+"""What an engine does, step by step, for whoever wants to look.
+
+Nothing is kept unless somebody records. A recording holds the events of all workers of
+this process, in their order; a worker in another process is recorded there.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+COUNTED = "counted"
+RECEIVED = "received"
+RAN = "ran"
+ACCUMULATED = "accumulated"
+POSTED = "posted"
+ENDED = "ended"
+
+
+class Event(NamedTuple):
+    """One step of one worker in a backward pass.
+
+    Attributes:
+      worker: Whose step.
+      kind: "counted", the dependencies, once in a pass; "received", the gradient for a
+        send function; "ran", a function's backward; "accumulated", a variable's
+        gradient; "posted", that of a recv function; "ended", this worker's part.
+      name: Of the function.
+      message_id: Of the send or recv function; 0 for another.
+      peer: Name of the worker on the other side of that function, or empty.
+      counts: Of a "counted" event, the name of each function and how many gradients it
+        waits for.
+    """
+
+    worker: str
+    kind: str
+    name: str = ""
+    message_id: int = 0
+    peer: str = ""
+    counts: tuple[tuple[str, int], ...] = ()
+
+
+_recordings: tuple[list[Event], ...] = ()
+
+
+@contextlib.contextmanager
+def record_events() -> Iterator[list[Event]]:
+    """Records what the engines of this process do meanwhile.
+
+    Yields:
+      The events; the list grows while passes run.
+
+    Example:
+      >>> from jdist import autograd, rpc
+      >>> import jax.numpy as jnp
+      >>> with rpc.local_cluster(["worker0"]), autograd.context() as context_id:
+      ...     x = autograd.variable(jnp.float32(3.0))
+      ...     loss = autograd.apply(lambda x: x * x, x)
+      ...     with autograd.record_events() as events:
+      ...         autograd.backward(context_id, [loss])
+      ...     [event.kind for event in events]
+      ['counted', 'ran', 'accumulated', 'ended']
+    """
+    global _recordings
+    events: list[Event] = []
+    _recordings += (events,)
+    try:
+        yield events
+    finally:
+        _recordings = tuple(other for other in _recordings if other is not events)
+
+
+def recording() -> bool:
+    """Whether somebody records, so that an event is worth making."""
+    return bool(_recordings)
+
+
+def note(event: Event) -> None:
+    """Adds an event to all recordings."""
+    for events in _recordings:
+        events.append(event)

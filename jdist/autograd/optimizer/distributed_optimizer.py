@@ -1,0 +1,264 @@
+"""`DistributedOptimizer`: parameters on many workers, each stepped where it is."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.autograd import container
+from jdist.autograd.optimizer import checkpoint, serving
+from jdist.autograd.optimizer.checkpoint import State
+from jdist.autograd.optimizer.owned import check_same, described
+from jdist.autograd.optimizer.owners import ask_all
+from jdist.optim import Optimizer
+from jdist.optim.clipping import shrinking, sum_of
+from jdist.rpc import RRef, WorkerInfo, current
+from jdist.rpc.deadline import DEFAULT
+
+_CALL = "DistributedOptimizer"
+
+
+class DistributedOptimizer:
+    """Steps parameters that live on several workers with the gradients of a context.
+
+    On each owner of parameters it builds one functional optimizer for all of those that
+    are there. Gradients, state and parameters never leave their owner for a step.
+
+    Steps on common parameters, of this optimizer or of others, come one after another:
+    each variable has a lock. But between the forward pass of one trainer and its step
+    others may step the same parameters: its gradients are then *stale*, those of older
+    values. Whoever wants the sequence as a whole for himself must arrange it.
+
+    Args:
+      optimizer: A constructor of `jdist.optim`; or a function that returns such an
+        optimizer or an optax transformation, such as `optax.adam`. It travels by name:
+        owners must be able to import it and allow it (see `rpc.init_rpc`).
+      params_rrefs: References to variables, wherever they are; a local one in
+        `rpc.RRef(variable)`. None twice.
+      *args: Of the constructor.
+      **kwargs: Likewise. A schedule is a function that travels by name, too.
+
+    Raises:
+      TypeError: `optimizer` is no function, or something that cannot travel; or what is
+        given is no reference.
+      ValueError: There are no references, or `optimizer` has no name.
+      ForbiddenFunction: `optimizer` is not allowed.
+      ExceptionGroup: "Error creating optimizer.", with the errors of all owners that
+        could not: a hyperparameter out of range, something that is no variable, a
+        variable given twice.
+
+    Source: `torch.distributed.optim.DistributedOptimizer`. Unlike there, concurrent
+    steps never race, all errors are reported, a parameter without a gradient never
+    moves by an older one, and state can be saved.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd, optim, rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     there = rpc.remote("worker1", autograd.variable, args=(jnp.ones(2),))
+      ...     here = autograd.variable(jnp.zeros(2))
+      ...     dist_opt = DistributedOptimizer(
+      ...         optim.sgd, [there, rpc.RRef(here)], lr=0.5)
+      ...     with autograd.context() as context_id:
+      ...         loss = autograd.apply(
+      ...             lambda a, b: (3 * a + b).sum(), there.to_here(), here)
+      ...         autograd.backward(context_id, [loss])
+      ...         dist_opt.step(context_id)
+      ...     there.to_here().tolist(), here.value.tolist()
+      ([-0.5, -0.5], [-0.5, -0.5])
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[..., Any],
+        params_rrefs: Iterable[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        _check_factory(optimizer)
+        current.agent().codec.functions.reference(optimizer)
+        owners: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
+        for position, rref in enumerate(params_rrefs):
+            if not isinstance(rref, RRef):
+                rule = "must be a reference to a variable"
+                remedy = "One that is here goes into `rpc.RRef(variable)`."
+                argument = f"{_CALL}(params_rrefs[{position}])"
+                raise TypeError(requirement(argument, rule, rref, remedy))
+            owners.setdefault(rref.owner(), {})[position] = rref
+        if not owners:
+            rule = "must not be empty: optimizer got an empty parameter list"
+            raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
+        bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
+        self._parts: dict[WorkerInfo, RRef[Any]] = ask_all(
+            serving.CREATE, bodies, DEFAULT, "Error creating optimizer."
+        )
+
+    def step(
+        self,
+        context_id: int,
+        *,
+        max_norm: float | None = None,
+        timeout: float = DEFAULT,
+        **overrides: Any,
+    ) -> jax.Array | None:
+        """Steps all parameters with the gradients that a context has for them.
+
+        Owners work in parallel; it returns when all are done. A parameter without a
+        gradient keeps its value, its state and its count.
+
+        Args:
+          context_id: Of the context, after its backward pass.
+          max_norm: If given, gradients are scaled down together so that their norm over
+            all owners is at most this, as `optim.clip_by_global_norm` does. Their
+            squares are added in the order of `params_rrefs`, so the norm does not
+            depend on who owns what. It takes a second round of messages.
+          timeout: Seconds for each owner to answer; -1 for the default, 0 for no limit.
+          **overrides: Numeric hyperparameters for this step, such as `lr`.
+
+        Returns:
+          With `max_norm` the norm before, over all owners; else None.
+
+        Raises:
+          ContextNotFound: There is no such context here, or it ended meanwhile: "Could
+            not find autograd context with id".
+          TypeError: An override is no number.
+          ValueError: `max_norm` is negative.
+          ExceptionGroup: "Error running optimizer.", with the errors of all owners that
+            failed. Their parameters are as before; those of the others have been
+            stepped, unless it was the norm that failed.
+        """
+        container.here().retrieve(context_id)
+        values = {name: _number(name, value) for name, value in overrides.items()}
+        factor = norm = None
+        if max_norm is not None:
+            norm = self._norm(context_id, max_norm, timeout)
+            factor = np.asarray(shrinking(norm, max_norm))
+        arguments = (context_id, factor, values)
+        self._ask(serving.STEP, "Error running optimizer.", timeout, arguments)
+        container.here().retrieve(context_id)
+        return norm
+
+    def state(self, timeout: float = DEFAULT) -> State:
+        """All parameters and all state, gathered here.
+
+        Args:
+          timeout: Seconds for each owner to answer; -1 for the default, 0 for no limit.
+
+        Returns:
+          For each owner's name the numbers by path: `params/0/w` is a leaf of the first
+          variable that it owns, `state/0/w/exp_avg` one of that variable's state.
+
+        Raises:
+          ExceptionGroup: Some owners failed.
+        """
+        complaint = "Error reading the optimizer's state."
+        answers = self._ask(serving.READ, complaint, timeout)
+        return {worker.name: numbers for worker, numbers in answers.items()}
+
+    def load_state(self, state: State, timeout: float = DEFAULT) -> None:
+        """Puts parameters and state back where they were; what follows is the same.
+
+        Args:
+          state: What `state` returned, of an optimizer like this one: made by the same
+            constructor for variables of the same shapes on workers of the same names.
+          timeout: Seconds for each owner to answer; -1 for the default, 0 for no limit.
+
+        Raises:
+          ValueError: It is of another optimizer; the message names the first
+            difference. Nothing has changed.
+          ExceptionGroup: Some owners failed.
+        """
+        complaint = "Error loading the optimizer's state."
+        here = self._ask(serving.DESCRIBE, complaint, timeout)
+        found = {worker.name: description for worker, description in here.items()}
+        given = {
+            name: {path: described(x) for path, x in numbers.items()}
+            for name, numbers in state.items()
+        }
+        for name in sorted(found.keys() | given.keys()):
+            check_same(given.get(name, {}), found.get(name, {}), f"{name}/")
+        bodies = {w: (part, state[w.name]) for w, part in self._parts.items()}
+        ask_all(serving.WRITE, bodies, timeout, complaint)
+
+    def save(self, folder: str | Path, step: int, *, keep: int | None = 3) -> None:
+        """Writes what `state` gathers to disk, by orbax, and returns when it is there.
+
+        Trainers may go on meanwhile. A process that dies while it saves leaves the last
+        complete checkpoint to resume from.
+
+        Args:
+          folder: On this worker's machine; made if it is not there.
+          step: The number to save under, not used before.
+          keep: How many of the last checkpoints stay; None for all.
+
+        Raises:
+          Unavailable: orbax-checkpoint is not installed.
+          ValueError: That step was saved before.
+          ExceptionGroup: Some owners failed.
+        """
+        checkpoint.save(folder, step, self.state(), keep)
+
+    def restore(self, folder: str | Path, step: int | None = None) -> int:
+        """Reads what `save` wrote, bit for bit; returns the number of its step.
+
+        Args:
+          folder: As for `save`.
+          step: Which; None for the latest.
+
+        Raises:
+          Unavailable: orbax-checkpoint is not installed.
+          ValueError: There is none, or it is of another optimizer (see `load_state`).
+          ExceptionGroup: Some owners failed.
+        """
+        found, state = checkpoint.restore(folder, step)
+        self.load_state(state)
+        return found
+
+    def _norm(self, context_id: int, max_norm: float, timeout: float) -> jax.Array:
+        if not (isinstance(max_norm, int | float) and max_norm >= 0):
+            argument = f"{_CALL}.step(max_norm=...)"
+            raise ValueError(requirement(argument, "must be at least 0", max_norm))
+        complaint = "Error running optimizer, in the norm of the gradients."
+        answers = self._ask(serving.SQUARES, complaint, timeout, (context_id,))
+        found: dict[int, Any] = {}
+        for squares in answers.values():
+            found |= squares
+        ordered = [
+            jnp.asarray(s) for position in sorted(found) for s in found[position]
+        ]
+        return jnp.sqrt(sum_of(ordered)) if ordered else jnp.zeros(())
+
+    def _ask(
+        self, kind: str, complaint: str, timeout: float, arguments: tuple[Any, ...] = ()
+    ) -> dict[WorkerInfo, Any]:
+        bodies = {worker: (part, *arguments) for worker, part in self._parts.items()}
+        return ask_all(kind, bodies, timeout, complaint)
+
+
+def _check_factory(optimizer: Any) -> None:
+    argument = f"{_CALL}(optimizer)"
+    rule = "must be a function that makes an optimizer, by which it can travel"
+    if isinstance(optimizer, Optimizer):
+        remedy = (
+            f"Pass the constructor and its arguments: `{_CALL}(optim.{optimizer.name}, "
+            "params_rrefs, lr=...)`; or a function of your own that makes it."
+        )
+        raise TypeError(requirement(argument, rule, f"an {optimizer.name}", remedy))
+    if not callable(optimizer):
+        remedy = "For optax: its constructor and arguments, or a function of your own."
+        raise TypeError(requirement(argument, rule, optimizer, remedy))
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if not isinstance(value, np.ndarray | np.generic | jax.Array):
+            rule = "must be a number or a scalar array"
+            remedy = "Give the constructor a schedule, or here its value."
+            argument = f"{_CALL}.step({name}=...)"
+            raise TypeError(requirement(argument, rule, value, remedy))
+        return np.asarray(value)
+    return value

@@ -1,0 +1,76 @@
+"""Asking all owners of parameters at once, and telling of every one that failed."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jdist.rpc import WorkerInfo, current
+from jdist.rpc.agent import Agent
+from jdist.rpc.extensions import NEEDS
+from jdist.rpc.future import Future
+
+# An owner may be asked before it has imported autograd for its first variable.
+_META = {NEEDS: "jdist.autograd.optimizer.serving:install"}
+
+
+def ask_all(
+    kind: str, bodies: Mapping[WorkerInfo, Any], timeout: float, complaint: str
+) -> dict[WorkerInfo, Any]:
+    """Sends each worker a request of this kind; the answers, once all have come.
+
+    Args:
+      kind: Of the requests.
+      bodies: What each worker is sent.
+      timeout: Seconds for each; -1 for the default, 0 for no limit.
+      complaint: What the error begins with if any of them fails.
+
+    Raises:
+      ExceptionGroup: Some failed. It holds the errors of all of these, and its message
+        names them.
+    """
+    agent = current.agent()
+    *others, (last, last_body) = bodies.items()
+    asked = {
+        worker: _begun(agent, worker, kind, body, timeout) for worker, body in others
+    }
+    # One owner is asked on this thread itself, which needs no hand-over to another.
+    waits: dict[WorkerInfo, Callable[[], Any]] = {
+        last: lambda: agent.call(last, kind, last_body, timeout, _META),
+        **{worker: future.wait for worker, future in asked.items()},
+    }
+    answers: dict[WorkerInfo, Any] = {}
+    errors: dict[WorkerInfo, Exception] = {}
+    for worker, wait in waits.items():
+        try:
+            answers[worker] = wait()
+        except Exception as error:  # noqa: BLE001 - raised below, all together
+            errors[worker] = error
+    if errors:
+        raise _all_of(errors, answers, complaint)
+    return answers
+
+
+def _begun(
+    agent: Agent, worker: WorkerInfo, kind: str, body: Any, timeout: float
+) -> Future[Any]:
+    try:
+        return agent.call_async(worker, kind, body, timeout, _META)
+    except Exception as error:  # noqa: BLE001 - it is that owner's, as if it came later
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _all_of(
+    errors: Mapping[WorkerInfo, Exception],
+    answers: Iterable[WorkerInfo],
+    complaint: str,
+) -> ExceptionGroup[Exception]:
+    by_rank = sorted(errors, key=lambda worker: worker.id)
+    told = "; ".join(
+        f"{worker.name!r}: {type(errors[worker]).__name__}: {errors[worker]}"
+        for worker in by_rank
+    )
+    done = ", ".join(repr(w.name) for w in sorted(answers, key=lambda w: w.id))
+    rest = f" Done on {done}." if done else ""
+    text = f"{complaint} It failed on {told}.{rest}"
+    return ExceptionGroup(text, [errors[worker] for worker in by_rank])

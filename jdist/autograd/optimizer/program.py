@@ -1,0 +1,97 @@
+"""Optimizers by what made them, so that trainers who want the same share its program.
+
+A script makes a new distributed optimizer for each model, and many trainers may make
+the same one for the same parameters. Compiling a step costs a thousand steps, so what
+was compiled is found again by the function, its arguments, and all that its code refers
+to, as compiled segments are. Its state is never shared.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+
+from jdist._errors import requirement
+from jdist.optim import Optimizer, from_optax
+from jdist.optim.clipping import scaled
+from jdist.segment._contents import Contents, contents_of
+
+_ARGUMENT = "DistributedOptimizer(optimizer)"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An optimizer, and its step in two forms.
+
+    Attributes:
+      opt: The optimizer.
+      compiled: `compiled(params, grads, state, factor, overrides)`: the new parameters
+        and state; gradients are first multiplied by the factor unless it is None.
+      leaf_by_leaf: The same, each operation by itself: for parameters on several
+        devices, which no single program can have.
+    """
+
+    opt: Optimizer
+    compiled: Callable[..., Any]
+    leaf_by_leaf: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    contents: Contents
+    make: Callable[[], Any] = field(compare=False)
+
+
+def program(
+    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Program:
+    """The program of the optimizer that `factory(*args, **kwargs)` makes.
+
+    Raises:
+      TypeError: It makes neither an optimizer nor an optax transformation.
+      ValueError: It makes one with a loss scale.
+      Exception: What it raises.
+    """
+    make = partial(factory, *args, **kwargs)
+    return _program(_Recipe(contents_of(make, "DistributedOptimizer"), make))
+
+
+@lru_cache(maxsize=64)
+def _program(recipe: _Recipe) -> Program:
+    opt = _optimizer(recipe.make())
+    step = partial(_stepped, opt)
+    return Program(opt, jax.jit(step), step)
+
+
+def _optimizer(made: Any) -> Optimizer:
+    if isinstance(made, Optimizer):
+        opt = made
+    elif hasattr(made, "init") and hasattr(made, "update"):
+        opt = from_optax(made)
+    else:
+        rule = "must make an optimizer of jdist.optim or an optax transformation"
+        got = f"a {type(made).__qualname__} from it"
+        raise TypeError(requirement(_ARGUMENT, rule, got))
+    if opt.loss_factor is not None:
+        rule = "must make an optimizer without a loss scale"
+        remedy = (
+            "Its scale would be in its state, on the owners, and the loss is "
+            "elsewhere. bfloat16 needs none."
+        )
+        raise ValueError(requirement(_ARGUMENT, rule, opt.name, remedy))
+    return opt
+
+
+def _stepped(
+    opt: Optimizer,
+    params: Sequence[Any],
+    grads: Sequence[Any],
+    state: Any,
+    factor: Any,
+    overrides: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    if factor is not None:
+        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
+    return opt.step(params, grads, state, **overrides)

@@ -1,0 +1,282 @@
+"""Pure functions of recorded values: compiled once, run forward, and remembered.
+
+A function is known by its code and the contents of its closure, so that a lambda in a
+loop is compiled once. Each call makes one node. What is given to the function counts in
+one of three ways:
+
+- arrays of recorded values and variables: differentiated;
+- other arrays, and Python's floating numbers: inputs without a derivative, so that
+  another value needs no other compilation;
+- all else (integers, booleans, strings, shapes, ...): part of the compiled function.
+"""
+
+import enum
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Var
+
+from jdist._compat import is_traced
+from jdist._errors import requirement
+from jdist._tree import is_inexact
+from jdist.autograd.node import Edge, SegmentNode
+from jdist.autograd.recording import next_order, refuse_in_pure, tracing
+from jdist.segment import Segment
+from jdist.segment._cache import Cache
+from jdist.segment._contents import contents_of
+from jdist.segment._flow import depending_on
+from jdist.segment._halves import halves
+from jdist.segment._plan import Plan
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+NUMBERS: tuple[type, ...] = (float, complex)
+"""Python's numbers that are inputs, unless said otherwise."""
+
+_STATIC = (bool, int, str, bytes, range, type, np.dtype, enum.Enum, type(...))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs)))
+
+
+class Recordable:
+    """A value with a history: `Recorded` and `Variable`."""
+
+    __slots__ = ()
+
+    def flat(self) -> tuple[Sequence[Any], Any, Sequence[Edge | None]]:
+        """Its arrays, their tree, and for each array where its cotangent goes."""
+        raise NotImplementedError
+
+
+class Call(NamedTuple):
+    """A call that was made and recorded.
+
+    Attributes:
+      outputs: The arrays that the function returned.
+      structure: Of what it returned.
+      node: Its node; None if nothing can flow back through it.
+      live: For each output, whether it has a history.
+    """
+
+    outputs: list[Any]
+    structure: Any
+    node: SegmentNode | None
+    live: tuple[bool, ...]
+
+
+def has_history(leaf: Any) -> bool:
+    """Whether a leaf of arguments is recorded."""
+    return isinstance(leaf, Recordable)
+
+
+def call(
+    fn: Callable[..., Any],
+    leaves: Sequence[Any],
+    structure: Any,
+    numbers: tuple[type, ...] = NUMBERS,
+) -> Call:
+    """Runs `fn(*args, **kwargs)`, compiled, and records it.
+
+    Args:
+      fn: A pure function.
+      leaves: Of `(args, kwargs)`, recorded values and variables among them.
+      structure: Of `(args, kwargs)`.
+      numbers: Types of Python's numbers that are inputs.
+
+    Raises:
+      TypeError: The function or an argument cannot be compiled.
+      Exception: Whatever the function raises.
+    """
+    arrays: list[Any] = []
+    edges: list[Edge | None] = []
+    kinds = tuple([_take(leaf, arrays, edges, numbers) for leaf in leaves])
+    name = _name(fn)
+    refuse_in_pure(f"a call of {name} with recorded values")
+    _refuse_closure(fn)
+    program = _PROGRAMS.get(fn, (), lambda: Program(fn))
+    outputs, residuals = program.segment.forward((), Spec(structure, kinds), *arrays)
+    found, made = jax.tree.flatten(outputs)
+    recorded = tuple([edge is not None for edge in edges])
+    live = program.live(residuals.plan, recorded)
+    node = None
+    if any(live):
+        inputs = tuple(edges)
+        node = SegmentNode(name, inputs, next_order(), program.segment, residuals, made)
+    return Call(found, made, node, live)
+
+
+class Program:
+    """The compiled halves of one function."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        name = _name(fn)
+
+        def run(_: Any, spec: "Spec", *arrays: Any) -> Any:
+            args, kwargs = spec.arguments(arrays)
+            with tracing(f"apply({name})"):
+                return fn(*args, **kwargs)
+
+        run.__name__ = name
+        self.segment = Segment(run, halves(run, False), (1,))
+        self._live: weakref.WeakKeyDictionary[Plan, dict[Any, tuple[bool, ...]]]
+        self._live = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def live(self, plan: Plan, recorded: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which outputs depend on the inputs that are recorded, and are floating."""
+        with self._lock:
+            known = self._live.setdefault(plan, {})
+            found = known.get(recorded)
+            if found is None:
+                found = known[recorded] = _live(plan, recorded)
+            return found
+
+
+class Spec(NamedTuple):
+    """How a function's arguments are made of arrays; a part of its compilation."""
+
+    structure: Any
+    kinds: tuple[Any, ...]
+
+    def arguments(self, arrays: Sequence[Any]) -> Any:
+        """`(args, kwargs)`, made of these arrays."""
+        given = iter(arrays)
+        return jax.tree.unflatten(
+            self.structure, [kind.value(given) for kind in self.kinds]
+        )
+
+
+class _Recorded(NamedTuple):
+    """A tree of arrays of which those with a derivative are `wanted`."""
+
+    structure: Any
+    wanted: tuple[bool, ...]
+
+    def value(self, given: Any) -> Any:
+        arrays = [_given(given, wanted) for wanted in self.wanted]
+        return jax.tree.unflatten(self.structure, arrays)
+
+
+class _Plain(NamedTuple):
+    """An array without a derivative."""
+
+    def value(self, given: Any) -> Any:
+        return _given(given, wanted=False)
+
+
+class _Static:
+    """A value that is part of the compiled function; equal by its key."""
+
+    __slots__ = ("_key", "_value")
+
+    def __init__(self, value: Any, key: Any) -> None:
+        self._value = value
+        self._key = key
+
+    def value(self, given: Any) -> Any:
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+_PLAIN = _Plain()
+_ONE = _Recorded(jax.tree.structure(0), (True,))
+_PROGRAMS: Cache[Program] = Cache("apply", size=256)
+
+
+def _given(given: Any, wanted: bool) -> Any:
+    array = next(given)
+    if wanted or not is_inexact(array):
+        return array
+    # So that neither its cotangent nor what that would need is computed.
+    return jax.lax.stop_gradient(array)
+
+
+def _take(
+    leaf: Any,
+    arrays: list[Any],
+    edges: list[Edge | None],
+    numbers: tuple[type, ...],
+) -> Any:
+    """Puts the arrays of one leaf where they belong; what the leaf is."""
+    if isinstance(leaf, Recordable):
+        found, structure, to = leaf.flat()
+        arrays += found
+        edges += to
+        if structure is _ONE.structure:
+            return _ONE
+        return _Recorded(structure, tuple([edge is not None for edge in to]))
+    if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
+        if is_traced(leaf):
+            rule = "must not be given traced arrays beside recorded values"
+            remedy = "Inside jax.grad and jax.jit use autograd.remote_call."
+            raise TypeError(requirement("apply(*args)", rule, str(leaf), remedy))
+        arrays.append(leaf)
+        edges.append(None)
+        return _PLAIN
+    return _Static(leaf, _key(leaf))
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, _STATIC):
+        return type(leaf), leaf
+    if isinstance(leaf, slice):
+        return slice, _key_of_end(leaf.start), _key_of_end(leaf.stop), leaf.step
+    if isinstance(leaf, _FUNCTIONS):
+        _refuse_closure(leaf)
+        return contents_of(leaf, "apply")
+    rule = "must be made of arrays, numbers, strings, functions and pytrees of them"
+    kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    remedy = (
+        "Register its class with jax.tree_util, or mark the function with "
+        "@autograd.eager: then it runs as Python, with recorded values."
+    )
+    raise TypeError(requirement("apply(*args)", rule, kind, remedy))
+
+
+def _key_of_end(end: Any) -> Any:
+    return None if end is None else int(end)
+
+
+def _refuse_closure(fn: Callable[..., Any]) -> None:
+    """Refuses a function that would keep a history alive, and drop it silently."""
+    cells = getattr(fn, "__closure__", None) or ()
+    for cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # A variable that is not assigned yet.
+            continue
+        if isinstance(value, Recordable):
+            rule = "must not refer to recorded values or variables"
+            remedy = "Pass them as arguments: only these are differentiated."
+            raise TypeError(requirement("apply(fn)", rule, _name(fn), remedy))
+
+
+def _live(plan: Plan, recorded: tuple[bool, ...]) -> tuple[bool, ...]:
+    jaxpr = plan.program.jaxpr
+    sources = [
+        var for var, wanted in zip(jaxpr.invars, recorded, strict=True) if wanted
+    ]
+    dependent = depending_on(plan.program, sources)
+    shapes = jax.tree.leaves(plan.outputs)
+    return tuple(
+        [
+            is_inexact(shape) and isinstance(atom, Var) and atom in dependent
+            for shape, atom in zip(shapes, jaxpr.outvars, strict=False)
+        ]
+    )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    inner = getattr(fn, "func", fn)
+    return getattr(inner, "__name__", None) or type(inner).__name__

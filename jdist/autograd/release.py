@@ -1,0 +1,202 @@
+"""The end of contexts, on all workers that took part.
+
+Each worker forgets the context and tells those it exchanged messages with, who do the
+same, and answers when they have. A message that does not get through is sent again, as
+long as its receiver belongs to the group. Nobody has to be alive for a context to end:
+the workers hold it on behalf of the one that made it, and when that one is gone, they
+let it go. Whoever learned of a context from a worker that is gone now asks the one that
+made it to be told of the end instead.
+"""
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jdist.autograd.container import Container
+from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.future import Future, call_when_done, error_of
+from jdist.rpc.waiting import collect_all
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.rpc.agent import Agent
+
+_Ask = Callable[[int], Future[Any]]
+_RELEASE = "autograd.release"
+_HOLD = "autograd.hold"
+_FIRST_PATIENCE = 1.0
+_LONGEST_PATIENCE = 30.0
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 10.0
+
+
+class Releases:
+    """Ends contexts, here and elsewhere, for one worker.
+
+    Args:
+      container: That of the worker.
+
+    Attributes:
+      patience: Seconds to wait for the first answer; then twice as long each time.
+    """
+
+    def __init__(self, container: Container) -> None:
+        self.patience = _FIRST_PATIENCE
+        self._container = container
+        self._agent: Agent = container.agent
+        self._lock = threading.Lock()
+        self._forwarded: dict[tuple[str, int], Future[None]] = {}
+        self._unanswered: set[Future[Any]] = set()
+        self._agent.register(_RELEASE, self._on_release)
+        self._agent.register(_HOLD, self._on_hold)
+        self._agent.parts.on_gone(self._on_gone)
+        self._agent.parts.on_close(self._on_close)
+
+    def release(self, context_id: int) -> Future[None]:
+        """Ends a context; done when all workers that took part have ended it."""
+        return self._end(context_id, "It was released.", self._agent.info.name)
+
+    def _end(self, context_id: int, reason: str, told_by: str) -> Future[None]:
+        known = self._container.end(context_id, reason)
+        tell = sorted(known - {told_by, self._agent.info.name})
+        told = [self._persist(name, _RELEASE, context_id) for name in tell]
+        return _quietly(lambda: collect_all(told).then(lambda done: None))
+
+    # --- what others say ---
+
+    def _on_release(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        context_id = _id(body)
+        key = (caller.name, context_id)
+        with self._lock:
+            # It is told again when the answer was lost: then it waits for the same.
+            again = self._forwarded.get(key)
+            if again is not None:
+                return again.then(lambda done: None)
+            forwarded: Future[None] = _quietly(Future)
+            self._forwarded[key] = forwarded
+        ended = self._end(context_id, f"{caller.name!r} released it.", caller.name)
+
+        def over() -> None:
+            with self._lock:
+                del self._forwarded[key]
+            forwarded.set_result(None)
+
+        call_when_done(ended, over)
+        return forwarded
+
+    def _on_hold(
+        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
+    ) -> list[int]:
+        """Which of these contexts of ours are over; the others' end will be told."""
+        if type(body) is not list:
+            raise ProtocolError("Contexts are named by their ids.")
+        over = []
+        for context_id in map(_id, body):
+            context = self._container.find(context_id)
+            if context is None:
+                over.append(context_id)
+                continue
+            try:
+                context.meet(caller.name)
+            except RuntimeError:  # it ended this very moment
+                over.append(context_id)
+        return over
+
+    # --- workers that are gone ---
+
+    def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
+        why = f"{worker.name!r}, which made it, is gone: {reason}"
+        held: dict[int, list[int]] = {}
+        for context in self._container.contexts():
+            if context.origin == worker.id:
+                self._container.end(context.id, why)
+            elif worker.name in context.known_workers():
+                held.setdefault(context.origin, []).append(context.id)
+        held.pop(self._agent.info.id, None)
+        for origin, contexts in held.items():
+            asked = self._persist(origin, _HOLD, contexts)
+            call_when_done(asked, functools.partial(self._let_go, asked))
+
+    def _let_go(self, asked: Future[Any]) -> None:
+        if error_of(asked) is None:
+            for context_id in asked.value() or ():
+                self._end(_id(context_id), "It was released.", "")
+
+    def _on_close(self) -> None:
+        for context in self._container.contexts():
+            self._container.end(context.id, "RPC was shut down on this worker.")
+        with self._lock:
+            unanswered = list(self._unanswered)
+        for future in unanswered:
+            self._settle(future, None)
+
+    # --- messages that get through ---
+
+    def _persist(self, to: str | int, kind: str, body: Any) -> Future[Any]:
+        """Asks until it is answered; None when `to` is gone, or this worker ends."""
+        result: Future[Any] = _quietly(Future)
+        with self._lock:
+            self._unanswered.add(result)
+        self._try(result, functools.partial(self._ask, to, kind, body), 0)
+        return result
+
+    def _ask(self, to: str | int, kind: str, body: Any, attempt: int) -> Future[Any]:
+        patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
+        return self._agent.call_async(to, kind, body, patience)
+
+    def _try(self, result: Future[Any], ask: _Ask, attempt: int) -> None:
+        if result.done():
+            return
+        try:
+            asked = _quietly(functools.partial(ask, attempt))
+        except RpcError:  # this worker was shut down
+            self._settle(result, None)
+            return
+        call_when_done(asked, lambda: self._asked(result, ask, attempt, asked))
+
+    def _asked(
+        self,
+        result: Future[Any],
+        ask: _Ask,
+        attempt: int,
+        asked: Future[Any],
+    ) -> None:
+        error = error_of(asked)
+        if error is None:
+            self._settle(result, asked.value())
+        elif self._is_final(error):
+            self._settle(result, None)
+        else:
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt)
+            again = functools.partial(self._try, result, ask, attempt + 1)
+            self._agent.references.later(pause, again)
+
+    def _is_final(self, error: BaseException) -> bool:
+        """Whether it makes no sense to ask again."""
+        if self._agent.closed or not isinstance(error, WorkerLost | RpcTimeout):
+            return True
+        if not isinstance(error, WorkerLost):
+            return False
+        return self._agent.directory.departed(error.worker) is not None
+
+    def _settle(self, result: Future[Any], value: Any) -> None:
+        with self._lock:
+            if result not in self._unanswered:
+                return
+            self._unanswered.discard(result)
+        with contextlib.suppress(RpcError):
+            result.set_result(value)
+
+
+def _id(body: Any) -> int:
+    if type(body) is not int or not 0 <= body < 1 << 64:
+        raise ProtocolError("A context is named by its id.")
+    return body
+
+
+def _quietly(make: Callable[[], Any]) -> Any:
+    """Calls `make()` outside of any call and its deadline: the end is told anyway."""
+    return contextvars.Context().run(make)

@@ -1,0 +1,252 @@
+"""Where functions are compiled and run: what the caller's side calls by rpc.
+
+A function is made known once (`describe`): it is traced there, which tells the caller
+the shapes of its results, and gets a number. Calls (`perform`) then carry the number,
+the operations and arrays. What is compiled is found by the function's code and
+contents, so it is compiled once whoever calls, and again when something changes that
+the function refers to. Nothing of a call is kept: a backward pass brings the arguments
+again.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from secrets import randbits
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, use_abstract_mesh
+
+from jdist._compat import placed
+from jdist.autograd.recording import tracing
+from jdist.autograd.remote_call.arguments import (
+    Kind,
+    Structure,
+    arrays_of,
+    kind_of,
+)
+from jdist.autograd.remote_call.operations import (
+    Flat,
+    Operation,
+    first_pullback,
+    pullbacks,
+    shifted,
+    transformed,
+)
+from jdist.autograd.remote_call.variables import context_of, trees, variables_of
+from jdist.rpc import current
+from jdist.rpc.agent import Agent
+from jdist.rpc.ledger import Operation as Described
+from jdist.rpc.rref import RRef
+from jdist.segment._cache import Cache
+
+CACHE: Cache[Flat] = Cache("remote_call", size=256)
+_PART = "jdist.autograd.remote_call.callee"
+_MOST = 4096
+# A call within one process may run in the caller's thread, whose mesh is not ours.
+_NO_MESH = AbstractMesh((), ())
+
+
+class UnknownProgram(LookupError):
+    """The callee does not know a number (any more): it is to be described again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A function that others call.
+
+    Attributes:
+      function: The function.
+      structure: Of its arguments, `(args, kwargs)`.
+      weak: Numbers of the arrays among them whose types are weak.
+    """
+
+    function: Callable[..., Any]
+    structure: Structure
+    weak: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"remote_call(fn={getattr(self.function, '__qualname__', 'fn')})"
+
+    def run(
+        self, arrays: Sequence[Any], held: Sequence[Any]
+    ) -> tuple[list[Any], Structure]:
+        """Runs the function on arrays and the trees of variables: arrays and the rest.
+
+        Raises:
+          TypeError: The result is not made of arrays, or the function is not pure.
+        """
+        args, kwargs = self.structure.tree(arrays, held)
+        with tracing(self.name):
+            result = self.function(*args, **kwargs)
+        return arrays_of(result, self.name)
+
+
+class Programs:
+    """The functions that one worker runs for others, by number."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[int, Program] = OrderedDict()
+        # A caller may remember the numbers of a worker that was there before.
+        self._numbers = count(randbits(62))
+
+    def add(self, program: Program) -> int:
+        """Its number from now on; the one not used for longest is forgotten."""
+        with self._lock:
+            number = next(self._numbers)
+            self._known[number] = program
+            if len(self._known) > _MOST:
+                self._known.popitem(last=False)
+        return number
+
+    def find(self, number: int) -> Program:
+        """The program of a number.
+
+        Raises:
+          UnknownProgram: There is none, or not any more.
+        """
+        with self._lock:
+            if number not in self._known:
+                raise UnknownProgram(number)
+            self._known.move_to_end(number)
+            return self._known[number]
+
+
+def describe(
+    function: Callable[..., Any],
+    skeleton: Any,
+    kinds: Sequence[Kind],
+    references: Sequence[RRef],
+) -> tuple[int, Any, list[Kind]]:
+    """Traces a function without running it.
+
+    Args:
+      function: The function.
+      skeleton: Its arguments `(args, kwargs)`, with places in place of arrays.
+      kinds: Of these arrays.
+      references: To variables among the arguments.
+
+    Returns:
+      Its number, the result with places in place of arrays, and the kinds of these.
+
+    Raises:
+      TypeError: Its result is not made of arrays.
+      Exception: Whatever it raises when it is traced.
+    """
+    agent = current.agent()
+    _say(agent, function)
+    weak = frozenset(i for i, kind in enumerate(kinds) if kind.weak)
+    program = Program(function, Structure.of(skeleton), weak)
+    held = variables_of(references, program.name)
+    found: list[Structure] = []
+
+    def traced(leaves: Sequence[Any], *arrays: Any) -> list[Any]:
+        results, structure = program.run(arrays, trees(held.structures, leaves))
+        found.append(structure)
+        return results
+
+    abstract = [Kind(*kind).abstract for kind in kinds]
+    with use_abstract_mesh(_NO_MESH):
+        results = jax.eval_shape(traced, held.leaves, *abstract)
+    number = _programs(agent).add(program)
+    return number, found[0].skeleton, [kind_of(x) for x in results]
+
+
+def perform(
+    number: int,
+    operations: tuple[Operation, ...],
+    leaves: Sequence[Any],
+    host: bool,
+    references: Sequence[RRef],
+    context_id: int | None,
+) -> list[Any]:
+    """Runs a function, or what operations make of it.
+
+    Args:
+      number: From `describe`.
+      operations: In order.
+      leaves: The arrays.
+      host: Whether the results are to be NumPy arrays.
+      references: To variables among the arguments.
+      context_id: Of the context to which their gradients go; None without one.
+
+    Raises:
+      UnknownProgram: The number is to be asked for again.
+      Exception: Whatever the function raises.
+    """
+    agent = current.agent()
+    program = _programs(agent).find(number)
+    _say(agent, program.function)
+    held = variables_of(references, program.name)
+    wanted = context_id is not None and pullbacks(operations)
+    also = held.floating if wanted else ()
+    made = Made(held.structures, shifted(operations, len(held.leaves), also), len(also))
+    # Functions that it calls remotely are called as this worker: hence the name.
+    key = (agent.info.name, program.structure, made)
+    compiled = CACHE.get(program.function, key, lambda: _compiled(program, made))
+    arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
+    with use_abstract_mesh(_NO_MESH):
+        results = compiled(*held.leaves, *arrays)
+    # Errors of the computation are this call's, also where arrays are only shared.
+    jax.block_until_ready(results)
+    if also and context_id is not None:
+        held.accumulate(context_of(agent, context_id), results[: len(also)])
+    results = results[len(also) :]
+    return [np.asarray(x) for x in results] if host else list(results)
+
+
+class Made(NamedTuple):
+    """What is made of a program before it is compiled.
+
+    Attributes:
+      structures: Of the variables, whose leaves are the first arguments.
+      operations: In order, with these arguments counted.
+      gradients: How many of the results are gradients of variables; they come first.
+    """
+
+    structures: tuple[jax.tree_util.PyTreeDef, ...]
+    operations: tuple[Operation, ...]
+    gradients: int
+
+
+def _compiled(program: Program, made: Made) -> Flat:
+    count = sum(structure.num_leaves for structure in made.structures)
+
+    def run(*arrays: Any) -> list[Any]:
+        return program.run(arrays[count:], trees(made.structures, arrays[:count]))[0]
+
+    function = transformed(run, made.operations)
+    if not made.gradients:
+        return jax.jit(function)
+    batches = tuple(range(len(made.operations) - 1 - first_pullback(made.operations)))
+
+    def with_sums(*arrays: Any) -> list[Any]:
+        # A variable is in no batch: its gradient is the sum over that of the pullback.
+        results = function(*arrays)
+        sums = [x.sum(axis=batches) for x in results[: made.gradients]]
+        return sums + results[made.gradients :]
+
+    return jax.jit(with_sums)
+
+
+def _on_device(leaf: Any, agent: Agent, weak: bool) -> jax.Array:
+    """A leaf as it is received by JAX: NumPy arrays come from inside a jitted call."""
+    return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
+
+
+def _programs(agent: Agent) -> Programs:
+    found = agent.parts.get(_PART)
+    return agent.parts.setdefault(_PART, Programs()) if found is None else found
+
+
+def _say(agent: Agent, function: Callable[..., Any]) -> None:
+    """What runs is the user's function, for whoever asks who waits for whom."""
+    scope = current.scope.get()
+    if scope is not None and scope.execution is not None:
+        scope.execution.operation = Described("remote_call", function)

@@ -1,0 +1,216 @@
+"""The caller's side: what is known of functions on other workers, and calling them."""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jdist._errors import requirement
+from jdist.autograd.remote_call import callee
+from jdist.autograd.remote_call.arguments import Kind, Structure, kind_of
+from jdist.autograd.remote_call.callee import UnknownProgram
+from jdist.autograd.remote_call.operations import Operation, pullbacks
+from jdist.autograd.remote_call.variables import context_for
+from jdist.rpc import current
+from jdist.rpc.agent import Agent
+from jdist.rpc.frame import CALL
+from jdist.rpc.ledger import Operation as Described
+from jdist.rpc.rref import RRef
+
+_PART = "jdist.autograd.remote_call.caller"
+_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is called, where, and by whom: all of a call but its arrays.
+
+    Attributes:
+      caller: Name of the worker that calls.
+      to: Name of the worker that is called.
+      function: The function.
+      structure: Of its arguments, `(args, kwargs)`.
+      kinds: Of the arrays among them.
+      timeout: Seconds, as for `rpc_sync`.
+      references: To variables of the callee. Weak ones: what JAX remembers of a program
+        must not keep variables alive.
+    """
+
+    caller: str
+    to: str
+    function: Callable[..., Any]
+    structure: Structure
+    kinds: tuple[Kind, ...]
+    timeout: float
+    references: tuple[weakref.ref[RRef], ...]
+
+    def __str__(self) -> str:
+        name = getattr(self.function, "__qualname__", None) or repr(self.function)
+        return f"remote_call({self.to!r}, {name})"
+
+
+class Known(NamedTuple):
+    """What the callee said of a target.
+
+    Attributes:
+      number: By which it is called.
+      structure: Of the result.
+      kinds: Of the arrays in it.
+    """
+
+    number: int
+    structure: Structure
+    kinds: tuple[Kind, ...]
+
+
+class Caller:
+    """What one worker knows of functions on others.
+
+    Args:
+      agent: The worker.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Target, Known] = OrderedDict()
+
+    def known(self, target: Target) -> Known:
+        """What the callee says of a target; it is asked once.
+
+        Raises: what `describe` and `rpc_sync` raise.
+        """
+        with self._lock:
+            found = self._known.get(target)
+            if found is not None:
+                self._known.move_to_end(target)
+                return found
+        skeleton, kinds = target.structure.skeleton, list(target.kinds)
+        body: Any = (target.function, skeleton, kinds, _alive(target))
+        number, skeleton, kinds = self._exchange(target, callee.describe, body)
+        structure = Structure.of(skeleton)
+        found = Known(number, structure, tuple(Kind(*kind) for kind in kinds))
+        with self._lock:
+            self._known[target] = found
+            if len(self._known) > _MOST:
+                self._known.popitem(last=False)
+        return found
+
+    def call(
+        self,
+        target: Target,
+        operations: tuple[Operation, ...],
+        arrays: Sequence[Any],
+        expected: Sequence[Kind],
+        host: bool,
+    ) -> list[Any]:
+        """Runs a target after operations on these arrays, in one exchange.
+
+        Args:
+          target: The target.
+          operations: In order.
+          arrays: Those of the arguments, and those that operations add.
+          expected: Kinds of the results.
+          host: Whether these are to be NumPy arrays.
+
+        Raises:
+          ValueError: The results are of other kinds.
+          TypeError: Gradients of variables are asked for, of higher than first order.
+          Exception: What `perform` and `rpc_sync` raise.
+        """
+
+        context = self._context(target, operations, jitted=host)
+
+        def once() -> Any:
+            number, references = self.known(target).number, _alive(target)
+            body: Any = (number, operations, list(arrays), host, references, context)
+            return self._exchange(target, callee.perform, body)
+
+        try:
+            results = once()
+        except UnknownProgram:
+            self._forget(target)
+            results = once()
+        found = [(x.shape, x.dtype) for x in results]
+        if found != [(kind.shape, kind.dtype) for kind in expected]:
+            self._forget(target)
+            raise ValueError(_changed(target, operations, expected, results))
+        return results
+
+    def _context(
+        self, target: Target, operations: Sequence[Operation], jitted: bool
+    ) -> int | None:
+        order = pullbacks(operations)
+        if not target.references or not order:
+            return None
+        context = context_for(self._agent, target.to, jitted)
+        if context is not None and order > 1:
+            rule = "has gradients of first order only for variables of the callee"
+            remedy = "Leave the context, or pass the variable's value as an argument."
+            raise TypeError(requirement(str(target), rule, f"order {order}", remedy))
+        return context
+
+    def _forget(self, target: Target) -> None:
+        with self._lock:
+            self._known.pop(target, None)
+
+    def _exchange(
+        self, target: Target, what: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
+        body: Any = (what, args, {})
+        outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
+        described = Described("remote_call", target.function)
+        return self._agent.exchange(outgoing._replace(operation=described))
+
+
+def caller_of(agent: Agent) -> Caller:
+    """What this worker knows."""
+    found = agent.parts.get(_PART)
+    return agent.parts.setdefault(_PART, Caller(agent)) if found is None else found
+
+
+@contextmanager
+def calling(target: Target) -> Iterator[Caller]:
+    """Within it, this thread acts as the worker that makes the call.
+
+    A jitted function may run on a thread of XLA, which is no worker's.
+
+    Raises:
+      ValueError: That worker is not in this process, or was shut down.
+    """
+    with current.use_worker(target.caller):
+        yield caller_of(current.agent())
+
+
+def _alive(target: Target) -> list[RRef]:
+    found = [reference() for reference in target.references]
+    alive = [reference for reference in found if reference is not None]
+    if len(alive) < len(found):
+        rule = "needs the references with which it was traced"
+        got = "one that was dropped meanwhile"
+        remedy = "Keep the RRef as long as the jitted function or the pullback."
+        raise ValueError(requirement(str(target), rule, got, remedy))
+    return alive
+
+
+def _changed(
+    target: Target,
+    operations: Sequence[Operation],
+    expected: Sequence[Kind],
+    results: Sequence[Any],
+) -> str:
+    what = "a transformation of the function" if operations else "the function"
+    rule = f"must return what it returned when it was traced: {_listed(expected)}"
+    got = f"{_listed([kind_of(x) for x in results])} from {what}"
+    remedy = (
+        "Something that it refers to has changed on the callee, or the workers differ "
+        "in jax_enable_x64. Call again, a jitted caller after `jax.clear_caches()`."
+    )
+    return requirement(str(target), rule, got, remedy)
+
+
+def _listed(kinds: Sequence[Kind]) -> str:
+    return ", ".join(map(str, kinds)) or "nothing"

@@ -1,0 +1,81 @@
+"""The roots of a backward pass: which values can be one, and what they begin with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+from jdist.autograd.engine.part import Root
+from jdist.autograd.errors import AutogradError
+from jdist.autograd.node import LeafNode
+from jdist.autograd.recorded import Recorded
+from jdist.autograd.variable import Variable
+
+
+def roots_of(roots: Sequence[Recorded], cotangents: Sequence[Any] | None) -> list[Root]:
+    """The roots and what each begins with.
+
+    Raises:
+      TypeError: The arguments are no sequences.
+      AutogradError: There is no root, or one that nothing can be differentiated from.
+      ValueError: A cotangent does not fit its root.
+    """
+    call = "backward(roots)"
+    if not isinstance(roots, list | tuple):
+        rule = "must be a list of recorded values (incompatible function arguments)"
+        raise TypeError(requirement(call, rule, roots))
+    if not roots:
+        rule = "must have a value: No tensors provided for gradient computation"
+        raise AutogradError(requirement(call, rule, "none"))
+    if cotangents is None:
+        return [_one(position, root) for position, root in enumerate(roots)]
+    if not isinstance(cotangents, list | tuple):
+        rule = "must be a list of arrays, one for each root"
+        raise TypeError(requirement("backward(cotangents=...)", rule, cotangents))
+    if len(cotangents) != len(roots):
+        rule = f"must be {len(roots)} arrays, one for each root"
+        raise ValueError(requirement("backward(cotangents=...)", rule, cotangents))
+    pairs = enumerate(zip(roots, cotangents, strict=True))
+    return [_given(position, root, value) for position, (root, value) in pairs]
+
+
+def _one(position: int, root: Recorded) -> Root:
+    value = _checked(position, root)
+    if value.size != 1:
+        rule = (
+            f"has roots[{position}] that is not a scalar, all roots need to be scalar"
+        )
+        remedy = "Give cotangents=, one for each root, or take a sum."
+        raise AutogradError(
+            requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
+        )
+    return Root(root.edge, jnp.ones_like(value))
+
+
+def _given(position: int, root: Recorded, cotangent: Any) -> Root:
+    value = _checked(position, root)
+    shape, dtype = jnp.shape(cotangent), jnp.result_type(cotangent)
+    if (shape, dtype) != (value.shape, value.dtype):
+        call = f"backward(cotangents[{position}])"
+        rule = f"must be of its root's shape {value.shape} and dtype {value.dtype}"
+        raise ValueError(requirement(call, rule, f"{shape} and {dtype}"))
+    return Root(root.edge, jax.device_put(cotangent, value.sharding))
+
+
+def _checked(position: int, root: Any) -> Any:
+    """The root's value."""
+    call = f"backward(roots[{position}])"
+    leaf = isinstance(root, Variable) or (
+        isinstance(root, Recorded) and isinstance(root.edge.node, LeafNode)
+    )
+    if leaf:
+        rule = "must have been computed: a variable does not have a valid gradient "
+        rule += "function"
+        raise AutogradError(requirement(call, rule, root))
+    if not isinstance(root, Recorded):
+        rule = "must be a recorded value: requires_grad not set on it"
+        remedy = "It does not depend on a variable, or its history was dropped."
+        raise AutogradError(requirement(call, rule, root, remedy))
+    return root.value

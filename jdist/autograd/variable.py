@@ -1,0 +1,175 @@
+"""Leaves that want a gradient."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._compat import is_traced
+from jdist._errors import requirement
+from jdist._tree import is_inexact, named_leaves, path_of
+from jdist.autograd.eager import eager
+from jdist.autograd.node import Edge, LeafNode
+from jdist.autograd.recorded import Operators, Recorded, described
+from jdist.autograd.recording import refuse_in_pure
+
+Hook = Callable[[Any], Any]
+"""`hook(gradient)`: another gradient in its place, or None to leave it."""
+
+
+class Variable(Operators):
+    """A leaf that wants a gradient: a mutable cell around an immutable tree of arrays.
+
+    A function that `apply` runs receives the tree; so does a pure function on another
+    worker. Operators and methods work on it as on a recorded value. Gradients are never
+    kept here, but in contexts: `autograd.get_gradients(context_id)[variable]`.
+
+    Attributes:
+      value: The tree. Another one of the same structure, shapes and dtypes may be put
+        in its place. A backward pass uses the one that its forward pass has used.
+    """
+
+    __slots__ = ("__weakref__", "_hooks", "_lock", "_node", "_value")
+
+    def __init__(self, tree: Any) -> None:
+        self._value = jax.tree.map_with_path(_array, tree)
+        if not any(map(is_inexact, jax.tree.leaves(self._value))):
+            rule = "must have at least one floating array"
+            raise ValueError(requirement("variable(tree)", rule, tree))
+        self._lock = threading.Lock()
+        self._node: weakref.ref[LeafNode] | None = None
+        self._hooks: dict[object, Hook] = {}
+
+    @property
+    def value(self) -> Any:
+        """The tree of arrays."""
+        refuse_in_pure("the value of a variable that is no argument")
+        return self._value
+
+    @value.setter
+    def value(self, tree: Any) -> None:
+        new = jax.tree.map_with_path(_array, tree)
+        before, after = named_leaves(self._value), named_leaves(new)
+        if before.keys() != after.keys():
+            rule = f"must have the leaves {', '.join(before)}, as before"
+            raise ValueError(requirement("Variable.value", rule, ", ".join(after)))
+        for path, old in before.items():
+            if described(old) != described(after[path]):
+                rule = f"must be {described(old)} at {path}, as before"
+                got = described(after[path])
+                raise ValueError(requirement("Variable.value", rule, got))
+        self._value = new
+
+    @property
+    def node(self) -> LeafNode:
+        """Its node in the graph; the same as long as any history leads to it."""
+        with self._lock:
+            found = None if self._node is None else self._node()
+            if found is None:
+                found = LeafNode(self, len(jax.tree.leaves(self._value)))
+                self._node = weakref.ref(found)
+            return found
+
+    def recorded(self) -> Any:
+        """Its tree, with recorded values in place of the floating arrays."""
+        leaves, structure, edges = self.flat()
+        pairs = zip(leaves, edges, strict=True)
+        values = [leaf if to is None else Recorded(leaf, to) for leaf, to in pairs]
+        return jax.tree.unflatten(structure, values)
+
+    def register_hook(self, hook: Hook) -> Callable[[], None]:
+        """Has `hook(gradient)` called in every backward pass that reaches the variable.
+
+        Once for each pass, with the sum of all that the pass has found; hooks are
+        called in the order in which they were registered.
+
+        Args:
+          hook: Gets a tree like the value, with None for leaves that nothing reached.
+            Returns another one to take its place, or None.
+
+        Returns:
+          A function that removes the hook.
+
+        Source: `torch.Tensor.register_hook`.
+        """
+        if not callable(hook):
+            raise TypeError(
+                requirement("register_hook(hook)", "must be callable", hook)
+            )
+        key = object()
+        with self._lock:
+            self._hooks[key] = hook
+        return lambda: _discard(self._hooks, key)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks, in the order in which they were registered."""
+        with self._lock:
+            return tuple(self._hooks.values())
+
+    def flat(self) -> Any:
+        """See `Recordable`."""
+        leaves, structure = jax.tree.flatten(self._value)
+        node = self.node
+        edges = [
+            Edge(node, index) if is_inexact(leaf) else None
+            for index, leaf in enumerate(leaves)
+        ]
+        return leaves, structure, edges
+
+    def __repr__(self) -> str:
+        shown = jax.tree.map(_Described, self._value)
+        return f"Variable({shown})"
+
+
+@eager
+def variable(tree: Any) -> Variable:
+    """A leaf that wants a gradient.
+
+    Args:
+      tree: Pytree of arrays, at least one of them floating; NumPy arrays and Python's
+        numbers become JAX's. Leaves that are not floating are passed on, and have no
+        gradient.
+
+    Raises:
+      TypeError: A leaf is no array, or is recorded or traced.
+      ValueError: No leaf is floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd
+      >>> w = autograd.variable({"scale": 2.0, "shift": jnp.zeros(3)})
+      >>> w
+      Variable({'scale': float32[], 'shift': float32[3]})
+      >>> autograd.apply(lambda w, x: w["scale"] * x + w["shift"], w, jnp.arange(3.0))
+      Recorded(float32[3] of <lambda>)
+    """
+    return Variable(tree)
+
+
+def _array(keys: Any, leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array) and not is_traced(leaf):
+        return leaf
+    if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        return jnp.array(np.asarray(leaf))  # a Python number alone is weakly typed
+    rule = "must be made of arrays"
+    shown = f"{leaf!r} at {path_of(keys)}"
+    raise TypeError(requirement("variable(tree)", rule, shown))
+
+
+def _discard(hooks: dict[object, Hook], key: object) -> None:
+    hooks.pop(key, None)
+
+
+class _Described:
+    """Shown as dtype and shape."""
+
+    def __init__(self, array: Any) -> None:
+        self._text = described(array)
+
+    def __repr__(self) -> str:
+        return self._text

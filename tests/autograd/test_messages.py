@@ -1,0 +1,130 @@
+"""Gradients as they travel: what is absent takes no bytes; nonsense is refused."""
+
+import re
+
+import pytest
+
+from jdist.autograd import AutogradError
+from jdist.autograd.engine.failure import BackwardError, Failure
+from jdist.autograd.engine.messages import (
+    Answer,
+    Gradient,
+    Report,
+    Request,
+    Starving,
+    Terms,
+    unpack_end,
+    unpack_reach,
+    unpack_reached,
+)
+from jdist.rpc import ProtocolError, WorkerLost
+
+TERMS = Terms(5, 6, True, False)
+
+
+def test_requests_arrive_as_they_were_and_absent_cotangents_do_not_travel(rng):
+    some = [rng.normal(size=size) for size in (2, 3, 5)]
+    gradients = [
+        Gradient(7, [None, some[0], None]),
+        Gradient(8, [None]),
+        Gradient(9, [some[1], some[2]]),
+    ]
+    body, meta = Request(TERMS, [7, 8, 9], gradients).pack()
+    assert [id(array) for array in body] == [id(array) for array in some]
+    assert Request.unpack(body, meta) == Request(TERMS, [7, 8, 9], gradients)
+    body, meta = Request(TERMS, None, []).pack()
+    assert Request.unpack(body, meta) == Request(TERMS, None, [])
+
+
+def test_answers_arrive_as_they_were(rng):
+    gradients = [Gradient(7, [rng.normal(size=4), None])]
+    reports = {"c": Report(3, (Starving(11, "d", "send f to d"),)), "d": Report(1, ())}
+    value, meta = Answer(gradients, reports).pack()
+    assert Answer.unpack(value, meta) == Answer(gradients, reports)
+
+
+def test_failures_arrive_in_place_of_gradients():
+    error = ValueError("singular")
+    answer = Answer([Gradient(7, [None])], {}, Failure("c", error))
+    value, meta = answer.pack()
+    assert Answer.unpack(value, meta) == Answer((), {}, Failure("c", error))
+
+
+def field(position, value):
+    _, meta = Request(TERMS, [7], []).pack()
+    meta["gradients"][position] = value
+    return meta
+
+
+NO_REQUESTS = {
+    "without metadata": ([], {}, "without saying for which pass"),
+    "too short": ([], {"gradients": [1]}, "without saying for which pass"),
+    "id": ([], field(0, "5"), "The terms"),
+    "mode": ([], field(2, 1), "The terms"),
+    "marks": ([], field(4, ["7"]), "Marked messages"),
+    "rows": ([], field(5, 1), "rows and arrays"),
+    "body": ({}, field(5, []), "rows and arrays"),
+    "row": ([], field(5, [[7]]), "an id, a size and positions"),
+    "row of texts": ([], field(5, [["7", 1, []]]), "an id, a size and positions"),
+    "positions": ([1], field(5, [[7, 1, [1]]]), "more positions than its size"),
+    "negative": ([1], field(5, [[7, 1, [-1]]]), "more positions than its size"),
+    "too many": ([1, 1], field(5, [[7, 1, [0, 0]]]), "more positions than its size"),
+    "arrays": ([], field(5, [[7, 1, [0]]]), "fewer arrays than positions"),
+    "more arrays": ([1, 2], field(5, [[7, 1, [0]]]), "more arrays than"),
+}
+
+
+@pytest.mark.parametrize("name", NO_REQUESTS)
+def test_what_is_no_request_is_refused(name):
+    body, meta, words = NO_REQUESTS[name]
+    with pytest.raises(ProtocolError, match=words):
+        Request.unpack(body, meta)
+
+
+NO_ANSWERS = {
+    "without metadata": ([], {}, "gradients and reports"),
+    "too short": ([], {"gradients": [[]]}, "gradients and reports"),
+    "reports": ([], {"gradients": [[], 5]}, "A report"),
+    "report": ([], {"gradients": [[], [["b", 1, [[1]]]]]}, "A report"),
+    "failure": (("b", "no exception"), {"gradients": None}, "A failure"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+def test_what_is_no_answer_is_refused(name):
+    body, meta, words = NO_ANSWERS[name]
+    with pytest.raises(ProtocolError, match=words):
+        Answer.unpack(body, meta)
+
+
+def test_the_end_of_a_pass_and_questions_are_checked():
+    error = KeyError("w")
+    assert unpack_end((5, 6, "b", error)) == (5, 6, Failure("b", error))
+    for body in ([], (5, "6", "b", error), (5,)):
+        with pytest.raises(ProtocolError, match="names a context and a pass"):
+            unpack_end(body)
+    with pytest.raises(ProtocolError, match="A failure"):
+        unpack_end((5, 6, "b", "words"))
+    assert unpack_reach((5, [7, 8])) == (5, [7, 8])
+    with pytest.raises(ProtocolError, match="a context and ids"):
+        unpack_reach((5, ["7"]))
+    assert unpack_reached(([7, 8], [8])) == ({7, 8}, {8})
+    with pytest.raises(ProtocolError, match="ids of messages"):
+        unpack_reached(([7],))
+
+
+def test_an_error_is_raised_with_its_place_and_cause():
+    cause = KeyError("w")
+    error = Failure("worker1", cause).exception()
+    assert type(error) is BackwardError
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error, AutogradError)
+    assert str(error) == "Error on worker worker1: 'w'"
+    assert (error.worker, error.__cause__) == ("worker1", cause)
+    silent = Failure("worker1", KeyError()).exception()
+    assert re.fullmatch(r"Error on worker worker1: KeyError\(\)", str(silent))
+
+
+def test_errors_of_rpc_and_of_passes_are_raised_as_they_are():
+    for error in (WorkerLost("b", "f", "it died"), BackwardError("b", "why")):
+        assert Failure("worker1", error).exception() is error
