@@ -1,5 +1,7 @@
 """Steps on common parameters come one after another; others run side by side."""
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -163,17 +165,15 @@ def test_one_optimizer_in_many_threads(cluster):
 
 def test_a_lock_ends_with_its_variable():
     """The table of locks keeps nothing alive."""
-
-    def count():
-        return len(parameter_locks._locks)
-
-    before = count()
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(world.make(world.numbers(1)))
+        variable = world.make(world.numbers(1))
+        rref = rpc.RRef(variable)
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=1.0)
-        assert count() == before + 1
-        del rref, dist_opt
-        assert wait_for(lambda: count() == before)
+        assert variable in parameter_locks._locks
+        alive = weakref.ref(variable)
+        del variable, rref, dist_opt
+        assert wait_for(lambda: alive() is None)
+        assert alive not in list(parameter_locks._locks.keyrefs())
 
 
 def test_a_step_whose_caller_is_gone():
