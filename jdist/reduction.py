@@ -101,19 +101,22 @@ def partial_with_aux(
 
     def losses_of(trainable: Any) -> tuple[jax.Array, Any]:
         losses, aux = loss_fn(merge(trainable, fixed), batch)
-        _check_losses(losses, weights.shape)
+        check_losses(losses, weights.shape)
         return losses, aux
 
     losses, pull_back, aux = jax.vjp(losses_of, trainable, has_aux=True)
-    value, seeds, weight = _seeds(losses, weights, reduction)
+    value, seeds, weight = seeds(losses, weights, reduction)
     (gradient,) = pull_back(seeds.astype(losses.dtype))
     return Partial(value, jax.tree.map(_widen, gradient), weight), aux
 
 
-def _seeds(
+def seeds(
     losses: jax.Array, weights: jax.Array, reduction: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The value, the cotangent of each loss, and the total of one shard."""
+    """The value, the cotangent of each loss, and the total of one shard.
+
+    All three are float32 or wider; the cotangents are not divided by any total yet.
+    """
     losses = _widen(losses)
     weights = weights.astype(losses.dtype)
     weights = jnp.where(weights >= 0, weights, jnp.nan)
@@ -132,7 +135,8 @@ def _seeds(
     return value, ties, jnp.where(broken, jnp.nan, jnp.sum(ties))
 
 
-def _check_losses(losses: Any, expected: tuple[int, ...]) -> None:
+def check_losses(losses: Any, expected: tuple[int, ...]) -> None:
+    """Refuses what a loss function returned if it is not one loss per example."""
     shape = getattr(losses, "shape", None)
     if shape == expected and jnp.issubdtype(losses.dtype, jnp.floating):
         return

@@ -74,7 +74,7 @@ def _one_import(name: str, module: str, imported: str) -> Iterator[str]:
     part = _part(name)
     if top == "jax" and names_private and not name.startswith("jdist/_compat/"):
         yield "private JAX name outside _compat"
-    is_schedule = part == "pipeline" and Path(name).name.startswith("schedule")
+    is_schedule = name.startswith("jdist/pipeline/schedule")
     if is_schedule and (top == "jax" or module.startswith("jdist.rpc")):
         yield f"a schedule file imports {module}"
     if top != "jdist":

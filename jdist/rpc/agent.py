@@ -1,15 +1,12 @@
 """A worker: calls that go out, calls that come in, and what both need."""
 
-import contextlib
-import contextvars
-import itertools
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jdist.rpc import current, deadline
 from jdist.rpc.alarm import Alarm
-from jdist.rpc.callee import TAKE_BACK, Callee, Handler
+from jdist.rpc.callee import Callee, Handler
 from jdist.rpc.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.codec import Codec
 from jdist.rpc.crew import Crew
@@ -24,6 +21,7 @@ from jdist.rpc.in_process import Hub, InProcessTransport
 from jdist.rpc.interceptor import Interceptor
 from jdist.rpc.ledger import Ledger, Operation
 from jdist.rpc.line import Line
+from jdist.rpc.listing import Listing
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.parcel import Parcel
 from jdist.rpc.parts import Parts
@@ -31,6 +29,7 @@ from jdist.rpc.peer import Peer
 from jdist.rpc.remote_exception import rebuild
 from jdist.rpc.request import Exchange, Outgoing, Receive, Request
 from jdist.rpc.serving import Serving
+from jdist.rpc.tickets import Tickets
 from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Agent:
         self.callee = Callee(self)
         self.parts = Parts(self.crew)
         self._transport = transport
-        self._tickets = itertools.count(1)
+        self._tickets = Tickets(self)
         self._lock = threading.Lock()
         self._incoming: dict[Channel, Serving] = {}
         self._watched: list[Line] = []
@@ -125,19 +124,30 @@ class Agent:
 
     # --- the group ---
 
-    def meet(self, members: Iterable[tuple[WorkerInfo, Any]]) -> None:
-        """The group is complete: these are its workers and their addresses."""
+    def meet(self, members: Iterable[Listing]) -> None:
+        """This worker belongs to a group now, with these, itself among them."""
         peers = []
-        for info, address in members:
-            transport = self._loopback if info == self.info else self._transport
-            peers.append(Peer(info, address, transport, self.crew))
-        self.directory.add(peers)
+        for listing in members:
+            if listing.info == self.info:
+                self.info = listing.info
+                assert self.info.number is not None
+                self.references.begin(self.info.number)
+            peers.append(self.peer(listing))
+        self.directory.complete(peers)
 
-    def part(self, name: str, reason: str) -> None:
+    def peer(self, listing: Listing) -> Peer:
+        """The ways to a worker."""
+        info, identity, address = listing
+        if info == self.info:
+            return Peer(info, info.name, None, self._loopback, self.crew)
+        return Peer(info, identity, address, self._transport, self.crew)
+
+    def part(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
-        self.directory.find(name).close(reason)
+        name = peer.info.name
+        peer.close(reason)
         with self._lock:
-            channels = [channel for channel in self._incoming if channel.peer == name]
+            channels = [one for one in self._incoming if one.peer == peer.identity]
         for channel in channels:
             channel.close(reason)
         # The thread that reads a channel for one call at a time is running that call,
@@ -146,9 +156,8 @@ class Agent:
             if execution.peer == name:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.ledger.end(execution)
-        info = self.directory.find(name).info
-        self.references.gone(info, reason)
-        self.parts.gone(info, reason)
+        self.references.gone(peer.info, reason)
+        self.parts.gone(peer.info, reason)
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -198,13 +207,16 @@ class Agent:
         body: Any,
         timeout: float,
         meta: dict[str, Any] | None = None,
+        operation: Operation | None = None,
     ) -> Outgoing:
         """A request, with its destination looked up and its deadline computed."""
         if self.closed:
             raise RpcError(current.NOT_INITIALIZED)
         peer = self.directory.find(to)
         limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
-        return Outgoing(peer, kind, body, meta or {}, limit, Operation(kind))
+        return Outgoing(
+            peer, kind, body, meta or {}, limit, operation or Operation(kind)
+        )
 
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
@@ -218,7 +230,7 @@ class Agent:
         self.ledger.send(waiting)
         try:
             if execution is not None:
-                meta = meta | self._give_ticket(waiting, peer)
+                meta = meta | self._tickets.give(waiting, peer)
                 execution.begin(waiting)
             lane = peer.take(limit)
             answer = waiting.run(peer, lane, limit, (kind, meta, tree, leaves))
@@ -235,21 +247,6 @@ class Agent:
                 self.undelivered(parcel)
             self.ledger.end(waiting)
         return self.value_of(answer, receive, peer.info)
-
-    def _give_ticket(self, waiting: Exchange, peer: Peer) -> dict[str, Any]:
-        """Lets a call be taken back, for which its own channel does not serve.
-
-        Nobody reads there while the callee runs the call.
-        """
-        ticket = next(self._tickets)
-        waiting.take_back = lambda: self._take_back(peer, ticket)
-        return {"ticket": ticket}
-
-    def _take_back(self, peer: Peer, ticket: int) -> None:
-        # Not under the deadline of whoever gave up, which has passed.
-        context, name = contextvars.Context(), peer.info.name
-        with contextlib.suppress(RpcError):  # This worker was shut down meanwhile.
-            context.run(self.call_async, name, TAKE_BACK, ticket)
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
@@ -363,7 +360,9 @@ class Agent:
     def _answer_in_thread_of_caller(
         self, caller: str, frame: Frame, depth: int
     ) -> Frame | Execution:
-        info = self.directory.find(caller).info
+        info = self.directory.caller(caller, moment(self.options.join_timeout))
+        if info is None or self.closed:
+            raise ChannelClosed(f"{self.info.name!r} does not know {caller!r}")
         execution = self.callee.begin(info, frame)
         try:
             answer = self.callee.execute(execution, frame, depth)

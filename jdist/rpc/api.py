@@ -29,8 +29,12 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the group by rank, also those that have gone."""
-    return [peer.info for peer in current.agent().directory.peers()]
+    """All workers of the group by rank.
+
+    Those that have gone are among them in a group of fixed size, and are not in an
+    elastic one.
+    """
+    return current.agent().group.workers()
 
 
 def get_rpc_timeout() -> float:

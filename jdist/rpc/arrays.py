@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist.rpc.device_maps import Table, device_of, number_of
+
 _ALIGNMENT = 64
 
 
@@ -34,18 +36,26 @@ def host(leaf: Any) -> np.ndarray:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def adopt(leaves: Sequence[Any], device: jax.Device | None) -> list[Any]:
+def adopt(
+    leaves: Sequence[Any], device: jax.Device | None, devices: Table | None = None
+) -> list[Any]:
     """What a worker receives of the leaves of another one in the same process.
 
     NumPy arrays are copied, because either side may write to its own. JAX arrays
-    cannot be written: they are shared, or moved if they are not on `device`.
+    cannot be written: they are shared, or moved if they are not on `device`, nor on
+    what `devices` says instead.
     """
-    return [_adopted(leaf, device) for leaf in leaves]
+    return [_adopted(leaf, device, devices) for leaf in leaves]
 
 
-def _adopted(leaf: Any, device: jax.Device | None) -> Any:
+def _adopted(leaf: Any, device: jax.Device | None, devices: Table | None) -> Any:
     if type(leaf) is np.ndarray:
         return leaf.copy()
+    if devices is not None:
+        number = number_of(leaf, devices)
+        device = device if number is None else device_of(number)
     if device is None or leaf.devices() == {device}:
         return leaf
+    if not leaf.is_fully_addressable:  # but each process has the whole of it
+        leaf = leaf.addressable_data(0)
     return jax.device_put(leaf, device)

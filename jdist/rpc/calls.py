@@ -179,17 +179,15 @@ def outgoing(
         rule = "function should be callable"
         raise TypeError(requirement(f"{verb}(func)", rule, func))
     body = (func, tuple(args or ()), dict(kwargs or {}))
-    found = agent.outgoing(to, kind, body, timeout)
-    operation = Operation(verb, func)
+    found = agent.outgoing(to, kind, body, timeout, None, Operation(verb, func))
     interceptor = agent.interceptor
     if interceptor is None:
-        return found._replace(operation=operation)
+        return found
     info = found.peer.info
     call, meta = interceptor.request(info, Invocation(kind, *body))
     return found._replace(
         body=(call.function, call.args, call.kwargs),
         meta=meta,
-        operation=operation,
         receive=lambda value, meta: interceptor.reply(info, value, meta),
     )
 

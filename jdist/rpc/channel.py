@@ -7,6 +7,7 @@ above this line knows which one it has.
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.frame import Frame
 
 
@@ -55,6 +56,9 @@ class Transport(Protocol):
 
     address: Any
     """Where others reach this worker: msgpack-able, given to their `connect`."""
+
+    device_maps: DeviceMaps
+    """On which of their devices this worker's arrays arrive."""
 
     def connect(self, peer: str, address: Any, deadline: float | None) -> Channel:
         """A new channel to the worker `peer` listening at `address`.

@@ -15,6 +15,7 @@ import jax
 from jdist._errors import requirement
 from jdist.rpc import memory
 from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.duplicates import Duplicates
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import ANSWERS, UNNUMBERED, Frame
@@ -41,12 +42,14 @@ class Terms(NamedTuple):
     Attributes:
       limits: How much the peer may announce.
       device: Where received JAX arrays are placed; None for JAX's default.
+      device_maps: Where those arrive that are sent.
       stall: Seconds without a byte in the middle of a frame, after which the peer is
         taken for frozen and the channel closed.
     """
 
     limits: Limits = Limits()
     device: jax.Device | None = None
+    device_maps: DeviceMaps | None = None
     stall: float = 60.0
 
 
@@ -116,13 +119,16 @@ class Connection:
                 memory.close_all(descriptors)
 
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
-        packed = pack(frame, None if self._pool is None else memory.THRESHOLD)
+        maps = self._terms.device_maps
+        devices = None if maps is None else maps.towards(self.peer, frame.kind)
+        apart = None if self._pool is None else memory.THRESHOLD
+        packed = pack(frame, apart, devices)
         descriptors: list[int] = []
         if packed.apart:
             assert self._pool is not None
             descriptors = self._lend(self._pool, packed.apart)
             if not descriptors:
-                packed = pack(frame)
+                packed = pack(frame, None, devices)
         try:
             self._check_size(packed, len(frame.leaves))
         except ValueError:

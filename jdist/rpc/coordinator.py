@@ -3,26 +3,32 @@
 It runs beside the worker of rank 0, over a transport of its own. Every worker keeps one
 control channel to it as long as it belongs to the group; when that closes without a
 word, the worker is lost, and everybody is told.
+
+Those who meet come to the first gathering of the same names that still expects them. So
+workers that meet several times meet in the order of their calls, whoever joined when.
 """
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jdist.rpc.alarm import Alarm
 from jdist.rpc.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.crew import Crew
-from jdist.rpc.errors import ProtocolError
+from jdist.rpc.deadline import Deadline
+from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.frame import REPLY, Frame
 from jdist.rpc.gathering import Gathering, Key, Part, patience
 from jdist.rpc.liveness import Pace, silent_for
 from jdist.rpc.member import Member
 from jdist.rpc.options import RpcOptions
-from jdist.rpc.roster import Roster
+from jdist.rpc.roster import Answers, Roster
 
 NAME = ":coordinator:"
 """Of the coordinator's transport; no harm if a worker has the same."""
 
+_ENDING = "this group is ending; try again"
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 """What comes of a request that is not made as it should be."""
 
@@ -32,7 +38,7 @@ class Coordinator:
 
     Args:
       transport: Where the workers reach it; owned by the coordinator from now on.
-      world_size: How many workers make the group.
+      roster: Who belongs to the group; owned likewise.
       options: The pace of the heartbeat.
       beats: Whether to expect signs of life.
     """
@@ -40,14 +46,14 @@ class Coordinator:
     def __init__(
         self,
         transport: Transport,
-        world_size: int,
+        roster: Roster,
         options: RpcOptions,
         beats: bool = True,
     ) -> None:
         self._transport = transport
         self._options = options
-        self._roster = Roster(world_size)
-        self._gatherings: dict[Key, Gathering] = {}
+        self._roster = roster
+        self._gatherings: dict[Key, list[Gathering]] = {}
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
         self._crew = Crew("rpc coordinator", 1024)
@@ -69,6 +75,25 @@ class Coordinator:
         with self._fewer:
             self._fewer.wait_for(lambda: not self._roster.present(), seconds)
 
+    def wait_for_leavers(self, deadline: Deadline) -> None:
+        """For rank 0 of an elastic group: waits until all others have left.
+
+        Nobody is let in from now on: who comes means the next group at this place.
+
+        Raises:
+          RpcTimeout: Some have not left; the message says who.
+        """
+        with self._fewer:
+            for member in self._roster.close():
+                member.channel.close(_ENDING)
+            if self._fewer.wait_for(self._is_last, deadline.remaining()):
+                return
+            others = [one.info.name for one in self._roster.present()][1:]
+        raise RpcTimeout(
+            f"shutdown timed out after {deadline.timeout:.2f} seconds: rank 0 of an "
+            f"elastic group leaves last. Still there: {', '.join(others)}."
+        )
+
     def wait_until_told(self, seconds: float) -> None:
         """After a failure: waits until everybody came and was told, at most so long."""
         with self._fewer:
@@ -77,8 +102,7 @@ class Coordinator:
     def close(self, reason: str) -> None:
         """Ends the group for everybody; to those who are still in it, with `reason`."""
         with self._lock:
-            if self._roster.failure is None and not self._roster.complete:
-                self._post(self._roster.fail(reason))
+            self._post(self._roster.fail(reason))
             for member in self._roster.present():
                 member.post(Frame("group.end", 0, {"reason": reason}, None, []))
         if self._pace is not None:
@@ -105,16 +129,12 @@ class Coordinator:
                 self._gone(member, f"its connection closed ({error})")
 
     def _join(self, channel: Channel, frame: Frame) -> Member:
-        member = Member(
-            Roster.info(channel.peer, frame.meta),
-            frame.meta["address"],
-            channel,
-            self._crew,
-        )
+        info, address = Roster.info(frame.meta), frame.meta["address"]
+        member = Member(info, address, channel, self._crew)
         with self._lock:
             if self._roster.is_ending(member.info):
                 # It was in this group and left it. The next one will be at this place.
-                raise ChannelClosed("this group is ending; try again")
+                raise ChannelClosed(_ENDING)
         member.number = frame.id
         member.until = patience(frame.meta["timeout"])
         with self._fewer:
@@ -126,6 +146,12 @@ class Coordinator:
     def _answer(self, member: Member, frame: Frame) -> None:
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))
+        elif frame.kind == "group.alive":
+            probe = int(frame.meta["probe"])
+            self._hear(frame, lambda: self._roster.lives(member, probe), member)
+        elif frame.kind == "group.known":
+            newcomer = int(frame.meta["number"])
+            self._hear(frame, lambda: self._roster.knows(member, newcomer), member)
         elif frame.kind == "group.gather":
             self._gather(member, frame)
         elif frame.kind == "group.leave":
@@ -133,32 +159,55 @@ class Coordinator:
             self._gone(member, "it has left the group")
             member.post(Frame(REPLY, frame.id, {}, None, []))
 
+    def _hear(self, frame: Frame, heard: Callable[[], Answers], member: Member) -> None:
+        member.post(Frame(REPLY, frame.id, {}, None, []))
+        with self._lock:
+            self._post(heard())
+
     def _gather(self, member: Member, frame: Frame) -> None:
-        names = tuple(frame.meta["names"])
-        key = (names, int(frame.meta["round"]))
+        names, name = frame.meta["names"], member.info.name
+        key = None if names is None else tuple(names)
+        if key is not None and (name not in key or {type(one) for one in key} != {str}):
+            raise ProtocolError(f"{name!r} meets others without itself.")
         timeout = frame.meta["timeout"]
         part = Part(frame.id, frame.tree, frame.leaves, timeout, patience(timeout))
         with self._lock:
             if not self._roster.has(member):
-                raise ProtocolError(f"{member.info.name!r} was not let in.")
-            gathering = self._gatherings.get(key)
-            if gathering is None:
-                gathering = Gathering(names, frame.meta["purpose"])
-                self._gatherings[key] = gathering
-            gathering.add(member.info.name, part)
-            for name in gathering.missing():
-                gone = self._roster.gone(name)
+                raise ProtocolError(f"{name!r} was not let in.")
+            gathering = self._gathering(key, name, frame.meta["purpose"])
+            gathering.add(name, part)
+            for missing in gathering.missing():
+                gone = self._roster.gone(missing)
                 if gone is not None:
-                    gathering.lose(name, gone)
+                    gathering.lose(missing, gone)
             self._settle(key, gathering)
         self._alarm.set(part.until)
+
+    def _gathering(self, key: Key, name: str, purpose: str) -> Gathering:
+        """The one to which this worker comes now."""
+        known = self._gatherings.setdefault(key, [])
+        for gathering in known:
+            if gathering.expects(name):
+                return gathering
+        names = key
+        if names is None:
+            names = tuple(sorted(one.info.name for one in self._roster.present()))
+        known.append(Gathering(names, purpose))
+        return known[-1]
 
     def _settle(self, key: Key, gathering: Gathering) -> None:
         """Sends the answers that are due; keeps a decided gathering until all came."""
         for name, answer in gathering.take_answers():
             self._roster.find(name).post(answer)
-        if all(self._roster.gone(name) is not None for name in gathering.missing()):
-            self._gatherings.pop(key, None)
+        if not gathering.decided:
+            return
+        for name in gathering.missing():
+            if not self._roster.is_present(name):
+                gathering.excuse(name)
+        if not gathering.missing():
+            self._gatherings[key].remove(gathering)
+            if not self._gatherings[key]:
+                del self._gatherings[key]
 
     # --- losses ---
 
@@ -167,15 +216,32 @@ class Coordinator:
             if member.gone is not None:
                 return
             member.gone = reason
+            belonged = self._roster.has(member)
             if self._roster.remove(member):
                 kind = "group.left" if member.left else "group.lost"
-                meta = {"name": member.info.name, "reason": reason}
+                meta = {"number": member.info.number, "reason": reason}
                 for other in self._roster.present():
                     other.post(Frame(kind, 0, meta, None, []))
-                for key, gathering in list(self._gatherings.items()):
-                    gathering.lose(member.info.name, reason)
-                    self._settle(key, gathering)
+            if belonged:
+                self._miss(member, reason)
+            self._post(self._roster.advance())
             self._fewer.notify_all()
+
+    def _miss(self, member: Member, reason: str) -> None:
+        """Those who meet will do so without it, or not at all."""
+        name = member.info.name
+        for key, gathering in self._all_gatherings():
+            if key is not None or not member.left:
+                gathering.lose(name, reason)
+            gathering.excuse(name)
+            self._settle(key, gathering)
+
+    def _all_gatherings(self) -> list[tuple[Key, Gathering]]:
+        pairs = self._gatherings.items()
+        return [(key, gathering) for key, several in pairs for gathering in several]
+
+    def _is_last(self) -> bool:
+        return len(self._roster.present()) < 2
 
     def _listen(self, held_up: bool) -> None:
         now = time.monotonic()
@@ -195,13 +261,13 @@ class Coordinator:
     def _expire(self, now: float) -> float | None:
         with self._lock:
             self._post(self._roster.expire(now))
-            for key, gathering in list(self._gatherings.items()):
+            moments = [self._roster.until()]
+            for key, gathering in self._all_gatherings():
                 gathering.expire(now)
                 self._settle(key, gathering)
-            moments = [self._roster.until()]
-            moments += [gathering.until() for gathering in self._gatherings.values()]
+                moments.append(gathering.until())
         return min((at for at in moments if at is not None), default=None)
 
-    def _post(self, answers: list[tuple[Member, Frame]]) -> None:
+    def _post(self, answers: Answers) -> None:
         for member, frame in answers:
             member.post(frame)

@@ -36,7 +36,6 @@ def information(agent: Agent) -> dict[str, Any]:
     """See `rpc.debug_info`."""
     ledger, crew = agent.ledger, agent.crew
     served = ledger.served()
-    peers = agent.directory.peers()
     return {
         "agent.thread_pool_size": crew.ceiling,
         "agent.num_idle_threads": crew.idle,
@@ -44,7 +43,7 @@ def information(agent: Agent) -> dict[str, Any]:
         "agent.server_active_calls": len(served),
         "agent.server_active_async_calls": sum(entry.deferred for entry in served),
         "agent.activity": activity(agent),
-        "group.workers": [peer.info.name for peer in peers],
+        "group.workers": [worker.name for worker in agent.group.workers()],
         "group.lost": agent.group.lost(),
         **agent.references.counts(),
         **agent.parts.counts(),

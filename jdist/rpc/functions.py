@@ -24,7 +24,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,11 @@ _BUILTINS = (
 _CLOSED = ("jdist._compat", "jdist.launch", "jdist.rpc", "jdist.verify")
 """Parts of jdist that steer processes, or import modules by name."""
 
-_OPEN_PARTS = ("jdist.rpc.errors", "jdist.rpc.worker_info")
-"""Parts of those that are only values: errors and the identity of workers."""
+_OPEN_PARTS = (
+    "jdist.rpc.errors", "jdist.rpc.parameters", "jdist.rpc.remote_module",
+    "jdist.rpc.worker_info",
+)  # fmt: skip
+"""Parts of those that are values, or do no more than a caller could do by itself."""
 
 _NOT_PURE = frozenset({"load", "set_printoptions", "printoptions"})
 """What `jax.numpy` has beside computing: reading files, settings of the process."""
@@ -90,6 +93,7 @@ class FunctionTable:
         self._objects = frozenset(name for name in allow if ":" in name)
         self._modules = ("jdist", *(name for name in allow if ":" not in name))
         self._open: set[str] = set()  # Modules found allowed so far, and importable.
+        self._found: dict[str, _Found] = {}
         self._known = dict(_always_known())
         for name in self._modules:
             if _within(name, ("jax",)):
@@ -126,16 +130,22 @@ class FunctionTable:
         known = self._known.get(ref)
         if known is not None:
             return known
+        before = self._found.get(ref)
+        if before is not None and before.still_holds():
+            return before.thing
         module, colon, qualname = ref.partition(":")
         if not colon or not self._allows(module, ref):
             rule = "must be in a module that other workers may name"
             raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
-        found: Any = self._load(module, ref)
+        home = self._load(module, ref)
+        found: Any = home
         for part in qualname.split("."):
             found = _step(found, part, ref)
         if own_name(found) != ref:
             rule = "must be defined where its name says, not imported there"
             raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
+        if "." not in qualname:
+            self._found[ref] = _Found(module, home, qualname, found)
         return found
 
     def method(self, owner: Any, name: str) -> Callable[..., Any]:
@@ -204,6 +214,22 @@ class FunctionTable:
         if ref not in self._objects:
             self._open.add(module)
         return found
+
+
+class _Found(NamedTuple):
+    """What a name at the top of a module meant when it was last looked up."""
+
+    module: str
+    home: types.ModuleType
+    name: str
+    thing: Any
+
+    def still_holds(self) -> bool:
+        """Whether neither the module nor what it has by that name was replaced."""
+        return (
+            sys.modules.get(self.module) is self.home
+            and vars(self.home).get(self.name) is self.thing
+        )
 
 
 def own_name(thing: Any) -> str | None:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from jdist.rpc.deadline import moment
 from jdist.rpc.frame import ERROR, REPLY, Frame
 
-Key = tuple[tuple[str, ...], int]
-"""The names that take part, sorted, and how many times these have met before."""
+Key = tuple[str, ...] | None
+"""The names that take part, sorted; None for all who belong to an elastic group."""
 
 
 class Part(NamedTuple):
@@ -39,17 +39,33 @@ class Gathering:
         self._names = names
         self._purpose = purpose
         self._parts: dict[str, Part] = {}
+        self._excused: set[str] = set()
         self._answer: Frame | None = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is an answer, also for those who come late."""
+        return self._answer is not None
+
+    def expects(self, name: str) -> bool:
+        """Whether this worker takes part and has not come yet."""
+        return name in self.missing()
 
     def add(self, name: str, part: Part) -> None:
         """One more came."""
         self._parts[name] = part
-        if self._answer is None and not self.missing():
-            self._answer = self._complete()
+        self._decide()
 
     def missing(self) -> list[str]:
         """Who has not come yet."""
-        return [name for name in self._names if name not in self._parts]
+        present = self._parts.keys() | self._excused
+        return [name for name in self._names if name not in present]
+
+    def excuse(self, name: str) -> None:
+        """One who has not come need not. Another of that name may, another time."""
+        if name in self.missing():
+            self._excused.add(name)
+            self._decide()
 
     def lose(self, name: str, reason: str) -> None:
         """One of them will not come, or has gone before it was complete."""
@@ -87,10 +103,15 @@ class Gathering:
             self._parts[name] = Part(0, None, [], part.timeout, None)
         return [(name, self._answer._replace(id=part.number)) for name, part in due]
 
+    def _decide(self) -> None:
+        if self._answer is None and not self.missing():
+            self._answer = self._complete()
+
     def _complete(self) -> Frame:
-        parts = [self._parts[name] for name in self._names]
+        names = [name for name in self._names if name in self._parts]
+        parts = [self._parts[name] for name in names]
         sizes = [len(part.leaves) for part in parts]
-        meta = {"sizes": sizes}
+        meta = {"names": names, "sizes": sizes}
         trees = [part.tree for part in parts]
         leaves = [leaf for part in parts for leaf in part.leaves]
         return Frame(REPLY, 0, meta, trees, leaves)

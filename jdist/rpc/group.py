@@ -3,8 +3,7 @@
 import functools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jdist._errors import requirement
@@ -16,7 +15,9 @@ from jdist.rpc.errors import RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.frame import REPLY, Frame
 from jdist.rpc.future import Future, call_when_done, complete
 from jdist.rpc.line import Callbacks, Line
+from jdist.rpc.listing import Listing
 from jdist.rpc.liveness import Pace, silent_for
+from jdist.rpc.peer import Peer
 from jdist.rpc.worker_info import WorkerInfo
 
 Lost = Callable[[str, str], None]
@@ -34,16 +35,20 @@ class Group:
       agent: The worker.
       channel: To the coordinator; owned by the group from now on.
       beats: Whether to give signs of life, and to expect them.
+
+    Attributes:
+      elastic: Whether workers come and go one by one.
     """
 
     def __init__(self, agent: Agent, channel: Channel, beats: bool = True) -> None:
+        self.elastic = False
         self._agent = agent
         self._beats = beats
         self._head = "the coordinator"
         self._ended: str | None = None
+        self._alone: str | None = None
         self._left = False
         self._lock = threading.Lock()
-        self._rounds: Counter[tuple[str, ...]] = Counter()
         self._listeners: list[Lost] = []
         self._lost: dict[str, str] = {}
         self._gone_orderly: set[str] = set()
@@ -55,12 +60,15 @@ class Group:
     # --- joining and leaving ---
 
     def join(self, rank: int, world_size: int, timeout: float) -> Future[None]:
-        """Asks to belong to the group; done when all its workers have come.
+        """Asks to belong to the group; done when this worker does.
 
-        The future raises RpcTimeout, with who is missing, and RpcError when a name or
-        rank is not unique.
+        That is in a group of fixed size when all have come, and in an elastic one
+        (`world_size` 0) when all who are there know of it. The future raises
+        RpcTimeout, with who is missing, and RpcError when a name or rank is not unique.
         """
+        self.elastic = not world_size
         meta = {
+            "name": self._agent.info.name,
             "rank": rank,
             "world_size": world_size,
             "address": self._agent.address,
@@ -74,9 +82,9 @@ class Group:
         if frame.kind != REPLY:
             kind = RpcTimeout if frame.meta["timeout"] else RpcError
             raise kind(str(frame.meta["error"]))
-        rows = frame.meta["members"]
-        self._head = rows[0][0]
-        self._agent.meet((WorkerInfo(name, rank), at) for name, rank, at in rows)
+        members = [Listing.of_row(row) for row in frame.meta["members"]]
+        self._head = members[0].info.name
+        self._agent.meet(members)
         if self._beats:
             self._heard = time.monotonic()
             options = self._agent.options
@@ -105,17 +113,12 @@ class Group:
         purpose: str = "all_gather",
     ) -> dict[str, Any]:
         """What every one of `names` gave, by name, once all have come."""
-        everybody = self.names()
-        taking_part = self._check_names(purpose, names, everybody)
+        taking_part = self._check_names(purpose, names)
         enclosing = current.deadline()
         limit = resolve(timeout, self._agent.default_timeout, enclosing)
         tree, leaves = self._agent.codec.encode(value)
-        with self._lock:
-            turn = self._rounds[taking_part]
-            self._rounds[taking_part] += 1
         meta = {
-            "names": list(taking_part),
-            "round": turn,
+            "names": taking_part,
             "purpose": purpose,
             "timeout": limit.remaining() or 0.0,
         }
@@ -123,19 +126,36 @@ class Group:
             limit, "group.gather", meta, (tree, leaves), purpose
         ).wait()
         if frame.kind == REPLY:
-            return self._parts(taking_part, frame)
+            return self._parts(frame)
         if "lost" in frame.meta:
             raise WorkerLost(frame.meta["lost"], purpose, frame.meta["reason"])
         raise RpcTimeout(frame.meta["timeout"])
 
-    def names(self) -> list[str]:
-        """The names of all workers, by rank, also of those who have gone."""
-        return [peer.info.name for peer in self._agent.directory.peers()]
+    def workers(self) -> list[WorkerInfo]:
+        """All workers, by rank; those who have gone only in a group of fixed size."""
+        peers = self._agent.directory.peers()
+        if self.elastic:
+            peers = [peer for peer in peers if peer.departed is None]
+        return [peer.info for peer in peers]
 
     def lost(self) -> dict[str, str]:
         """The workers that were lost, and how that was noticed."""
         with self._lock:
             return dict(self._lost)
+
+    def check(self, purpose: str) -> None:
+        """Refuses to go on without those who were lost.
+
+        In an elastic group that is only the coordinator.
+
+        Raises:
+          WorkerLost: One was.
+        """
+        if self._alone is not None:
+            raise self._without_coordinator(purpose, self._alone)
+        for name, reason in self.lost().items():
+            if not self.elastic:
+                raise WorkerLost(name, purpose, reason)
 
     def left(self) -> set[str]:
         """The workers that went in an orderly way."""
@@ -157,21 +177,23 @@ class Group:
     # --- inside ---
 
     def _check_names(
-        self, purpose: str, names: Iterable[str] | None, everybody: Sequence[str]
-    ) -> tuple[str, ...]:
+        self, purpose: str, names: Iterable[str] | None
+    ) -> list[str] | None:
+        """What the coordinator is asked for; None for all, as it sees them."""
+        everybody = sorted(worker.name for worker in self.workers())
         if names is None:
-            return tuple(sorted(everybody))
-        chosen = tuple(sorted({names} if isinstance(names, str) else set(names)))
-        strangers = [name for name in chosen if name not in everybody]
-        if strangers or self._agent.info.name not in chosen:
+            return None if self.elastic else everybody
+        chosen = sorted({names} if isinstance(names, str) else set(names))
+        known = chosen if self.elastic else everybody
+        if self._agent.info.name not in chosen or not set(known).issuperset(chosen):
             rule = f"must be workers of the group, {self._agent.info.name} among them"
-            raise ValueError(requirement(f"{purpose}(names=...)", rule, list(chosen)))
+            raise ValueError(requirement(f"{purpose}(names=...)", rule, chosen))
         return chosen
 
-    def _parts(self, names: tuple[str, ...], frame: Frame) -> dict[str, Any]:
+    def _parts(self, frame: Frame) -> dict[str, Any]:
         gathered, start = {}, 0
         for name, tree, size in zip(
-            names, frame.tree, frame.meta["sizes"], strict=True
+            frame.meta["names"], frame.tree, frame.meta["sizes"], strict=True
         ):
             leaves = frame.leaves[start : start + size]
             gathered[name] = self._agent.codec.decode(tree, leaves)
@@ -202,36 +224,71 @@ class Group:
         """Why the coordinator does not answer."""
         if self._left:
             return RpcError(f"RPC was shut down on this worker during {purpose}.")
-        return WorkerLost(
-            self._head, purpose, f"as coordinator, {self._ended or reason}"
-        )
+        return self._without_coordinator(purpose, reason)
+
+    def _without_coordinator(self, purpose: str, reason: str) -> WorkerLost:
+        reason = f"as coordinator, {self._ended or reason}"
+        return WorkerLost(self._head, purpose, reason)
 
     def _pushed(self, frame: Frame) -> None:
+        directory, meta = self._agent.directory, frame.meta
         if frame.kind == "group.end":
-            self._ended = str(frame.meta["reason"])
+            self._ended = str(meta["reason"])
+        elif frame.kind == "group.probe":
+            self._reply("group.alive", {"probe": meta["probe"]})
+        elif frame.kind == "group.coming":
+            peer = self._agent.peer(Listing.of_row(meta["member"]))
+            directory.know(peer)
+            self._reply("group.known", {"number": peer.info.number})
+        elif frame.kind == "group.came":
+            self._admit(directory.numbered(meta["number"]))
         elif frame.kind in ("group.lost", "group.left"):
-            name, reason = str(frame.meta["name"]), str(frame.meta["reason"])
-            self._part(frame.kind, name, reason)
+            peer_gone = directory.numbered(meta["number"])
+            self._part(frame.kind, peer_gone, str(meta["reason"]))
+
+    def _reply(self, kind: str, meta: dict[str, Any]) -> None:
+        """Says what the coordinator wants to hear; not on the thread that reads."""
+        timeout = self._agent.options.heartbeat_timeout
+
+        def say() -> None:
+            self._ask(kind, meta, timeout, "membership")
+
+        self._agent.crew.run(say)
 
     def _closed(self, reason: str) -> None:
         if self._left or self._head not in self._agent.directory:
             return
         ended = self._ended
+        if self.elastic:
+            self._alone = reason
         kind = "group.lost" if ended is None else "group.left"
-        self._part(kind, self._head, ended or f"its control channel closed ({reason})")
+        head = self._agent.directory.find(self._head)
+        self._part(kind, head, ended or f"its control channel closed ({reason})")
 
-    def _part(self, kind: str, name: str, reason: str) -> None:
+    def _admit(self, peer: Peer | None) -> None:
+        if peer is None:
+            return
         with self._lock:
-            if name in self._lost or name in self._gone_orderly:
-                return
-            listeners = []
-            if kind == "group.lost":
-                self._lost[name] = reason
-                listeners = list(self._listeners)
-            else:
-                self._gone_orderly.add(name)
-        self._agent.part(name, reason)
-        self._tell(listeners, name, reason)
+            self._lost.pop(peer.info.name, None)
+            self._gone_orderly.discard(peer.info.name)
+            self._agent.directory.admit(peer)
+
+    def _part(self, kind: str, peer: Peer | None, reason: str) -> None:
+        if peer is None or peer.departed is not None:
+            return  # It was gone before this worker came, or that is known.
+        listeners = []
+        with self._lock:
+            # One that was about to join was nobody's yet.
+            if self._agent.directory.is_admitted(peer):
+                if kind == "group.lost":
+                    self._lost[peer.info.name] = reason
+                    listeners = list(self._listeners)
+                else:
+                    self._gone_orderly.add(peer.info.name)
+        if self.elastic:
+            self._agent.directory.expel(peer)
+        self._agent.part(peer, reason)
+        self._tell(listeners, peer.info.name, reason)
 
     def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:
         for listener in listeners:

@@ -13,7 +13,8 @@ class GloballyUniqueId(NamedTuple):
     """The worker that made it and that worker's own number: 16 + 48 bits.
 
     Attributes:
-      created_on: Rank of the worker, 0 to 65535.
+      created_on: Number of the worker, 0 to 65535: its rank, unless that was another
+        one's before.
       local_id: The number.
 
     Source: `torch/csrc/distributed/rpc/types.h`.
@@ -52,9 +53,8 @@ class IdCounter:
     """Gives out the ids of one worker, in rising order; from any thread.
 
     Args:
-      worker: Rank of the worker.
-      first: The first number. A worker that takes a rank over from one that has gone
-        begins where none of the earlier one's ids can be.
+      worker: Number of the worker.
+      first: The first id below that.
 
     Example:
       >>> ids = IdCounter(worker=2)

@@ -17,6 +17,7 @@ from typing import Any
 from jdist.rpc import current
 from jdist.rpc.arrays import adopt
 from jdist.rpc.channel import Channel, ChannelClosed
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.duplicates import Duplicates
 from jdist.rpc.execution import Execution
 from jdist.rpc.frame import CANCEL, ERROR, REPLY, Frame
@@ -53,6 +54,7 @@ class InProcessTransport:
         self.name = name
         self.address = name
         self.device = device
+        self.device_maps = DeviceMaps()
         self.answerer: Answerer | None = None
         self._hub = hub
         self._lock = threading.Lock()
@@ -161,7 +163,7 @@ class _End:
         """See `Channel.send`."""
         if self._closed is not None:
             raise ChannelClosed(self._closed)
-        self.other._put(_moved(frame, self._there.device))
+        self.other._put(_moved(frame, self._here, self._there))
 
     def receive(self, deadline: float | None = None) -> Frame:
         """See `Channel.receive`."""
@@ -193,11 +195,11 @@ class _End:
             return self._answer_to(frame.id, deadline)
         if self._closed is not None:
             raise ChannelClosed(self._closed)
-        moved = _moved(frame, self._there.device)
+        moved = _moved(frame, self._here, self._there)
         answer = answerer(self._here.name, moved, depth)
         if isinstance(answer, Execution):
             return self._deferred(answer, frame.id, deadline)
-        return _moved(answer, self._here.device)
+        return _moved(answer, self._there, self._here)
 
     def close(self, reason: str = "closed on this side") -> None:
         """See `Channel.close`."""
@@ -232,11 +234,15 @@ class _End:
         except BaseException:
             execution.cancel(f"{self._here.name} gave up the call")
             raise
-        return _moved(frame, self._here.device)
+        return _moved(frame, self._there, self._here)
 
 
-def _moved(frame: Frame, device: Any) -> Frame:
+def _moved(
+    frame: Frame, sender: InProcessTransport, receiver: InProcessTransport
+) -> Frame:
     if not frame.leaves:
         return frame
     kind, number, meta, tree, leaves, shared = frame
-    return Frame(kind, number, meta, tree, adopt(leaves, device), shared)
+    devices = sender.device_maps.towards(receiver.name, kind)
+    moved = adopt(leaves, receiver.device, devices)
+    return Frame(kind, number, meta, tree, moved, shared)

@@ -10,7 +10,7 @@ from jdist.rpc.functions import FunctionTable
 from jdist.rpc.membership import Place
 from jdist.rpc.options import RpcOptions, check_options
 from jdist.rpc.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.worker_info import MOST_WORKERS, WorkerInfo
 
 
 def init_rpc(
@@ -22,7 +22,11 @@ def init_rpc(
     allow: Iterable[str] = (),
     options: RpcOptions | None = None,
 ) -> WorkerInfo:
-    """Makes this process a worker, and waits until all workers of the group have come.
+    """Makes this process a worker of a group.
+
+    A group of a fixed size, its `world_size`, forms once: all of its workers wait here
+    for each other. An elastic group has none. Whoever comes waits only until all who
+    are there know of him, and whoever shuts down leaves the others to go on.
 
     The workers meet at the coordinator, which runs in the process of rank 0; they may
     start in any order. `spawn` and `python -m jdist.launch` set the variables that
@@ -30,8 +34,9 @@ def init_rpc(
 
     Args:
       name: Unique in the group, of the characters `A-Za-z0-9_:-`.
-      rank: 0 to world_size - 1; by default `RANK`.
-      world_size: Number of workers; by default `WORLD_SIZE`.
+      rank: 0 to world_size - 1, or to 65535 in an elastic group; by default `RANK`.
+      world_size: Number of workers, or 0 for an elastic group; by default
+        `WORLD_SIZE`, and 0 where that is not set either.
       coordinator: `"host:port"` or `(host, port)` of rank 0; by default `MASTER_ADDR`
         and `MASTER_PORT`. A group of one needs none.
       allow: What other workers may call beside the main program, its package,
@@ -42,12 +47,14 @@ def init_rpc(
       This worker's name and rank.
 
     Raises:
-      RpcError: RPC is initialized already; a name or rank is not unique.
+      RpcError: RPC is initialized already; a name or rank is not unique; some workers
+        were given a world_size and others none.
       RpcTimeout: Not all workers came in time; the message says which are missing.
       AuthenticationError: The coordinator has another key.
       TypeError, ValueError: An argument, or a variable in its place, is wrong.
 
-    Source: `torch.distributed.rpc.init_rpc`.
+    Source: `torch.distributed.rpc.init_rpc`. In torch, too, a group without a
+    world_size is dynamic; what `WORLD_SIZE` says does not count there.
 
     Example:
       >>> from jdist import rpc
@@ -60,12 +67,12 @@ def init_rpc(
     options = RpcOptions() if options is None else options
     check_options("init_rpc(options=...)", options)
     rank = _number("rank", "RANK", rank)
-    world_size = _number("world_size", "WORLD_SIZE", world_size)
-    if not 0 < world_size <= 1 << 16:
-        rule = "must be in 1..65536"
+    world_size = _number("world_size", "WORLD_SIZE", world_size, default=0)
+    if not 0 <= world_size <= MOST_WORKERS:
+        rule = f"must be in 1..{MOST_WORKERS}, or 0 for an elastic group"
         raise ValueError(requirement("init_rpc(world_size=...)", rule, world_size))
-    if not 0 <= rank < world_size:
-        rule = f"must be in 0..{world_size - 1}"
+    if not 0 <= rank < (world_size or MOST_WORKERS):
+        rule = f"must be in 0..{(world_size or MOST_WORKERS) - 1}"
         raise ValueError(requirement("init_rpc(rank=...)", rule, rank))
     info = WorkerInfo(name, rank)
     place = Place(
@@ -78,10 +85,14 @@ def init_rpc(
     return info
 
 
-def _number(argument: str, variable: str, given: int | None) -> int:
+def _number(
+    argument: str, variable: str, given: int | None, default: int | None = None
+) -> int:
     call = f"init_rpc({argument}=...)"
     if given is None:
         text = os.environ.get(variable)
+        if text is None and default is not None:
+            return default
         if text is None:
             rule = f"{argument} parameter missing, and environment variable {variable} "
             rule += "expected"

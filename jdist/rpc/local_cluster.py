@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -9,15 +10,16 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist.rpc import current
+from jdist.rpc import current, device_maps
 from jdist.rpc.agent import Agent
-from jdist.rpc.coordinator import NAME, Coordinator
+from jdist.rpc.coordinator import NAME
 from jdist.rpc.current import Scope
 from jdist.rpc.deadline import Deadline, resolve
 from jdist.rpc.functions import FunctionTable
+from jdist.rpc.future import Future
 from jdist.rpc.group import Group
 from jdist.rpc.in_process import Hub, InProcessTransport
-from jdist.rpc.membership import leave, make_agent
+from jdist.rpc.membership import identity, leave, make_agent, make_coordinator
 from jdist.rpc.options import RpcOptions, check_options
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -77,7 +79,7 @@ def local_cluster(
         finally:
             current.scope.reset(token)
     finally:
-        _stop(agents, graceful)
+        stop(agents, graceful)
 
 
 def _places(
@@ -102,36 +104,67 @@ def _start(
     functions: FunctionTable,
     options: RpcOptions,
 ) -> list[Agent]:
-    hub = Hub()
-    at = InProcessTransport(NAME, Hub())
-    # One process: nobody can fall silent alone.
-    coordinator = Coordinator(at, len(infos), options, beats=False)
-    agents, joining = [], []
-    for info, device in zip(infos, devices, strict=True):
-        transport = InProcessTransport(info.name, hub, device)
-        agent = make_agent(info, transport, functions, options)
-        agent.group = Group(agent, at.connect_from(info.name), beats=False)
-        agents.append(agent)
-        joining.append(agent.group.join(info.id, len(infos), options.join_timeout))
-    agents[0].coordinator = coordinator
-    for joined in joining:
-        joined.wait()
+    meeting = Meeting(len(infos), functions, options)
+    started = [meeting.begin(*place) for place in zip(infos, devices, strict=True)]
+    agents = [agent for agent, _ in started]
+    try:
+        for _, joined in started:
+            joined.wait()
+        for agent in agents:
+            device_maps.exchange(agent)
+    except BaseException:
+        for agent in agents:
+            agent.close()
+        meeting.coordinator.close("the cluster did not start")
+        raise
+    agents[0].coordinator = meeting.coordinator
     return agents
 
 
-def _stop(agents: list[Agent], graceful: bool) -> None:
+class Meeting:
+    """Where the workers of one process join one group.
+
+    Args:
+      world_size: How many they are; 0 for an elastic group.
+      functions: What they may call of each other.
+      options: For all of them.
+    """
+
+    def __init__(
+        self, world_size: int, functions: FunctionTable, options: RpcOptions
+    ) -> None:
+        self._world_size = world_size
+        self._functions = functions
+        self._options = options
+        self._hub = Hub()
+        self._at = InProcessTransport(NAME, Hub())
+        # One process: nobody can fall silent alone.
+        self.coordinator = make_coordinator(self._at, world_size, options, beats=False)
+
+    def begin(self, info: WorkerInfo, device: jax.Device) -> tuple[Agent, Future[None]]:
+        """A worker that is about to join; done when it has."""
+        name = identity(info.name, self._world_size)
+        transport = InProcessTransport(name, self._hub, device)
+        options = dataclasses.replace(self._options, device=device)
+        agent = make_agent(info, transport, self._functions, options)
+        agent.group = Group(agent, self._at.connect_from(name), beats=False)
+        seconds = options.join_timeout
+        return agent, agent.group.join(info.id, self._world_size, seconds)
+
+
+def stop(agents: list[Agent], graceful: bool) -> None:
     """Each worker leaves on a thread of its own, because they wait for each other."""
     errors: list[BaseException] = []
     deadline = resolve(0, 0, Deadline())
 
-    def stop(agent: Agent) -> None:
+    def end(agent: Agent) -> None:
         try:
             if not agent.closed:  # the block may have shut it down itself
                 leave(agent, graceful, deadline)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
-    threads = [_thread(stop, agent) for agent in agents]
+    threads = [_thread(end, agent) for agent in agents]
     for thread in threads:
         thread.join()
     if errors:

@@ -8,13 +8,15 @@ import warnings
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc import calls, current, debug, extensions
+from jdist.rpc import calls, current, debug, device_maps, extensions
 from jdist.rpc.agent import Agent
 from jdist.rpc.channel import ChannelClosed, Transport
 from jdist.rpc.coordinator import NAME, Coordinator
 from jdist.rpc.deadline import Deadline, moment
+from jdist.rpc.elastic_roster import ElasticRoster
 from jdist.rpc.endpoint import is_loopback
 from jdist.rpc.errors import RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.fixed_roster import FixedRoster
 from jdist.rpc.functions import FunctionTable
 from jdist.rpc.group import Group
 from jdist.rpc.options import RpcOptions
@@ -32,7 +34,7 @@ class Place(NamedTuple):
 
     Attributes:
       info: Its name and rank.
-      world_size: How many workers make the group.
+      world_size: How many workers make the group; 0 for an elastic one.
       coordinator: Host and port where rank 0 listens for the others.
       key: The cluster's secret.
     """
@@ -44,11 +46,11 @@ class Place(NamedTuple):
 
 
 def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
-    """A worker that belongs to its group: the others have come too.
+    """A worker that belongs to its group.
 
     Raises:
-      RpcTimeout: Somebody has not come in time.
-      RpcError: The group will never be complete, see the message.
+      RpcTimeout: Somebody has not come, or has not said that he knows of it, in time.
+      RpcError: It cannot belong to the group, or that will never be complete.
       AuthenticationError: The other side has another key.
       OSError: The coordinator cannot listen where it should.
     """
@@ -57,10 +59,12 @@ def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
     agent: Agent | None = None
     try:
         at = place.coordinator if coordinator is None else coordinator.address
-        transport = _transport(place, options, place.info.name, _host(place, options))
+        name = identity(place.info.name, place.world_size)
+        transport = _transport(place, options, name, _host(place, options))
         agent = make_agent(place.info, transport, functions, options)
         agent.coordinator = coordinator
         agent.group = _meet(agent, transport, place, at, until)
+        device_maps.exchange(agent)
         return agent
     except BaseException as error:
         if coordinator is not None:
@@ -73,6 +77,19 @@ def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
         raise
 
 
+def identity(name: str, world_size: int) -> str:
+    """What the transport of a worker is called, see `Listing.identity`."""
+    return name if world_size else f"{name[:100]}:{secrets.token_hex(8)}"
+
+
+def make_coordinator(
+    transport: Transport, world_size: int, options: RpcOptions, beats: bool = True
+) -> Coordinator:
+    """That of a group of this size; 0 for an elastic one."""
+    roster = FixedRoster(world_size) if world_size else ElasticRoster()
+    return Coordinator(transport, roster, options, beats)
+
+
 def make_agent(
     info: WorkerInfo,
     transport: Transport,
@@ -83,6 +100,7 @@ def make_agent(
     agent = Agent(info, transport, functions, options)
     calls.install(agent)
     debug.install(agent)
+    device_maps.install(agent)
     install_references(agent)
     extensions.equip(agent)
     return agent
@@ -93,7 +111,8 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
 
     Raises:
       RpcTimeout: The others did not finish in time.
-      WorkerLost: A worker of the group was lost, before or meanwhile.
+      WorkerLost: A worker of the group was lost, before or meanwhile; in an elastic
+        group only the coordinator.
     """
     finished = False
     try:
@@ -114,6 +133,9 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
 
 
 def _finish(agent: Agent, deadline: Deadline) -> None:
+    if agent.group.elastic:
+        _finish_alone(agent, deadline)
+        return
     while True:
         names = [p.info.name for p in agent.directory.peers() if p.departed is None]
         try:
@@ -126,6 +148,16 @@ def _finish(agent: Agent, deadline: Deadline) -> None:
             # It left without waiting for anybody, so nobody waits for it.
 
 
+def _finish_alone(agent: Agent, deadline: Deadline) -> None:
+    """Waits until this worker has nothing to do any more; the others go on.
+
+    With rank 0 goes the coordinator, so it leaves last.
+    """
+    if agent.coordinator is not None:
+        agent.coordinator.wait_for_leavers(deadline)
+    agent.ledger.when_empty(deadline, lambda: None)
+
+
 def _report(leaks: list[str], options: RpcOptions) -> None:
     if not leaks:
         return
@@ -136,8 +168,7 @@ def _report(leaks: list[str], options: RpcOptions) -> None:
 
 
 def _raise_lost(agent: Agent) -> None:
-    for name, reason in agent.group.lost().items():
-        raise WorkerLost(name, "shutdown", reason)
+    agent.group.check("shutdown")
 
 
 def _end(agent: Agent, patience: float) -> None:
@@ -163,13 +194,13 @@ def _listen(place: Place, options: RpcOptions) -> Coordinator:
         raise OSError(
             error.errno, requirement("init_rpc(coordinator)", rule, shown)
         ) from error
-    return Coordinator(transport, place.world_size, options)
+    return make_coordinator(transport, place.world_size, options)
 
 
 def _transport(
     place: Place, options: RpcOptions, name: str, host: str, port: int = 0
 ) -> SocketTransport:
-    return SocketTransport(
+    transport = SocketTransport(
         name,
         place.key,
         host,
@@ -179,6 +210,14 @@ def _transport(
         tls=options.tls,
         insecure=options.insecure,
     )
+    transport.polling = options.polling
+    if options.transfer is not None and name != NAME:
+        try:
+            transport.transfer(options.transfer)
+        except ValueError:
+            transport.close()
+            raise
+    return transport
 
 
 def _host(place: Place, options: RpcOptions) -> str:

@@ -2,9 +2,9 @@
 
 Which attributes a caller reaches is part of the owner's safety: methods that the class
 of the value defines in a module which may be named, the value itself if its class makes
-it callable so, and those methods of arrays and of Python's own containers that only
-compute or change that value. No name with a leading underscore, no attribute of the
-object's own, no property.
+it callable so, those methods of arrays and of Python's own containers that only compute
+or change that value, and the call, `train` and `eval` of Flax's own modules. No name
+with a leading underscore, no attribute of the object's own, no property.
 """
 
 import inspect
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jdist._errors import requirement
+from jdist.rpc import nnx
 from jdist.rpc.errors import ForbiddenFunction, ProtocolError
 from jdist.rpc.functions import FunctionTable
 
@@ -90,7 +91,7 @@ def _bound(functions: FunctionTable, value: Any, name: str) -> Callable[..., Any
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
     if _is_plain(value, name):
         return getattr(value, name)
-    return functions.method(value, name)
+    return nnx.method(value, name) or functions.method(value, name)
 
 
 def _is_plain(value: Any, name: str) -> bool:

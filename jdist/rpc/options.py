@@ -2,11 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jdist._errors import requirement
+from jdist.rpc import device_maps
+from jdist.rpc.transfer import Transfer
 
 DEFAULT_TIMEOUT = 60.0
+LONGEST_POLLING = 0.01
+"""Beyond that sleeping costs next to nothing. Deadlines are kept that much late."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,18 +29,27 @@ class RpcOptions:
       host: Where this worker listens; by default the address of this machine on the
         way to the coordinator.
       device: The JAX device on which arrays arrive; by default JAX's own default.
+      device_maps: By the name of a callee, on which of its devices arrays of certain
+        devices of this worker arrive: `{"worker1": {0: 1}}`. A device is its place in
+        `jax.local_devices()`, or, of this worker, the device itself. Results come back
+        by the inverse. Arrays on other devices arrive on the callee's `device`.
       tls: Certificates for connections between machines.
       insecure: Allows plain connections between machines.
       allow_pickle: Lets values that have no other way travel as pickles. Whoever
         knows the key can then run any code here.
       limits: Limits on the size of messages.
+      transfer: Has large arrays go from device to device where both workers say so; by
+        default everything goes by the wire. Its port asks nobody for the key.
+      polling: Seconds that a thread which awaits a message looks for it before it
+        sleeps, while messages come that fast; 0 for never. It saves the time that
+        waking takes and occupies a core meanwhile. Idle connections are not polled.
       leaks: What a graceful shutdown does when values of this worker are held by others
         although all references were given up: "warn" or "error".
 
     Raises:
-      TypeError: A number of seconds is not a number.
-      ValueError: A number is negative, or the heartbeat's timeout is not longer than
-        its interval.
+      TypeError: A number of seconds is not a number; `device_maps` are no maps.
+      ValueError: A number is negative or too large, or the heartbeat's timeout is not
+        longer than its interval; a device map has a device twice.
 
     Source: `torch.distributed.rpc.TensorPipeRpcBackendOptions`.
 
@@ -52,15 +66,23 @@ class RpcOptions:
     key: str | bytes | None = dataclasses.field(default=None, repr=False)
     host: str | None = None
     device: Any = None
+    device_maps: Mapping[str, Mapping[Any, int]] = dataclasses.field(
+        default_factory=dict
+    )
     tls: Any = None
     insecure: bool = False
     allow_pickle: bool = False
     limits: Any = None
+    transfer: Transfer | None = None
+    polling: float = 200e-6
     leaks: str = "warn"
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "join_timeout"):
+        for name in ("timeout", "join_timeout", "polling"):
             check_seconds(f"RpcOptions({name}=...)", getattr(self, name))
+        if self.polling > LONGEST_POLLING:
+            rule = f"must be at most {LONGEST_POLLING} s: who polls occupies a core"
+            raise ValueError(requirement("RpcOptions(polling=...)", rule, self.polling))
         interval, silence = self.heartbeat_interval, self.heartbeat_timeout
         check_seconds("RpcOptions(heartbeat_interval=...)", interval)
         check_seconds("RpcOptions(heartbeat_timeout=...)", silence)
@@ -72,9 +94,18 @@ class RpcOptions:
         if self.threads < 2:
             rule = "must be at least 2: one reads while another runs a call"
             raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
+        check_transfer(self.transfer)
+        device_maps.check(self.device_maps)
         if self.leaks not in ("warn", "error"):
             rule = 'must be "warn" or "error"'
             raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))
+
+
+def check_transfer(transfer: object) -> None:
+    """Refuses what is neither None nor a `Transfer`."""
+    if not isinstance(transfer, Transfer | None):
+        rule = "must be an rpc.Transfer or None"
+        raise TypeError(requirement("RpcOptions(transfer=...)", rule, transfer))
 
 
 def check_seconds(call: str, seconds: object) -> None:

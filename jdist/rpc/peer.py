@@ -13,6 +13,7 @@ from typing import Any
 from jdist.rpc.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import Deadline
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.line import Line
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -25,15 +26,22 @@ class Peer:
 
     Args:
       info: The other worker.
+      identity: The name that it proves; in an elastic group no other ever has it.
       address: Where it listens, for `transport`.
       transport: Connects to it.
       crew: Lends the thread that reads the shared channel.
     """
 
     def __init__(
-        self, info: WorkerInfo, address: Any, transport: Transport, crew: Crew
+        self,
+        info: WorkerInfo,
+        identity: str,
+        address: Any,
+        transport: Transport,
+        crew: Crew,
     ) -> None:
         self.info = info
+        self.identity = identity
         self.asking = threading.Lock()
         self.line: Line | None = None
         self.departed: str | None = None
@@ -44,6 +52,11 @@ class Peer:
         self._busy: set[Channel] = set()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
+
+    @property
+    def device_maps(self) -> DeviceMaps:
+        """On which devices this worker's arrays arrive, there among others."""
+        return self._transport.device_maps
 
     def take(self, deadline: Deadline) -> Lane:
         """A channel for one synchronous call, to be given back or dropped.
@@ -107,7 +120,7 @@ class Peer:
     def _connect(self, deadline: Deadline) -> Channel:
         if self.departed is not None:
             raise ChannelClosed(self.departed)
-        return self._transport.connect(self.info.name, self._address, deadline.at)
+        return self._transport.connect(self.identity, self._address, deadline.at)
 
     def _check_present(self, channel: Channel) -> None:
         """Closes a channel that was being opened while the worker departed."""

@@ -1,165 +1,214 @@
-"""Who has joined a group, and what those are told who wait for it to be complete."""
+"""Who belongs to a group, and who may join it; of both kinds of groups."""
 
-from typing import Any
+import abc
+import dataclasses
+from typing import Any, NamedTuple
 
-from jdist.rpc.frame import ERROR, REPLY, Frame
+from jdist.rpc.frame import ERROR, Frame
+from jdist.rpc.listing import Listing
 from jdist.rpc.member import Member
 from jdist.rpc.worker_info import WorkerInfo
 
 Answers = list[tuple[Member, Frame]]
 
+_MIXED = (
+    "RPC group mixes statically and dynamically initialized members which is not "
+    "supported: {name} was given {theirs}, the coordinator {ours}."
+)
 
-class Roster:
+
+class Doubt(NamedTuple):
+    """Somebody has a name or rank that is taken, by one who may be dead by now."""
+
+    newcomer: Member
+    rival: Member
+    world_size: int
+    probe: int
+
+
+class Roster(abc.ABC):
     """The members of one group; whoever has it locks it.
 
+    A name or a rank is not unique when its owner answers a probe. One who died a moment
+    ago is still in the books: his successor must not be refused for that.
+
     Args:
-      world_size: How many make it complete.
+      world_size: How many make the group; 0 for an elastic one.
 
     Attributes:
-      complete: Whether all have joined.
-      failure: Why it will never be complete, if so.
+      failure: Why nobody can join any more, if so.
     """
 
     def __init__(self, world_size: int) -> None:
+        self.failure: str | None = None
         self._world_size = world_size
         self._members: dict[str, Member] = {}
-        self._told = 0
-        self.complete = False
-        self.failure: str | None = None
+        self._doubts: list[Doubt] = []
+        self._probes = 0
 
     @staticmethod
-    def info(name: str, meta: dict[str, Any]) -> WorkerInfo:
-        """Who asks to join; the name is the one that its channel proved.
+    def info(meta: dict[str, Any]) -> WorkerInfo:
+        """Who asks to join.
 
         Raises:
-          ValueError: The rank is impossible.
+          ValueError: The name or the rank is impossible.
         """
-        return WorkerInfo(name, int(meta["rank"]))
+        return WorkerInfo(meta["name"], int(meta["rank"]))
 
+    # --- coming ---
+
+    @abc.abstractmethod
     def add(self, member: Member, world_size: int) -> Answers:
-        """Somebody wants to join; who is to be answered now, and what."""
-        if self.failure is not None:
-            return self._refuse([member], self.failure)
-        conflict = self._conflict(member, world_size)
-        if conflict is not None and self.complete:
-            return self._refuse([member], conflict)
-        if conflict is not None:
-            return self.fail(conflict, member)
-        self._members[member.info.name] = member
-        if len(self._members) < self._world_size:
-            return []
-        self.complete = True
-        ordered = sorted(self._members.values(), key=lambda one: one.info.id)
-        rows = [[one.info.name, one.info.id, one.address] for one in ordered]
-        return [(one, self._answer(one, REPLY, {"members": rows})) for one in ordered]
+        """Somebody wants to join; who is to be told what now."""
 
-    def fail(
-        self, failure: str, other: Member | None = None, timeout: bool = False
-    ) -> Answers:
-        """The group will never be complete: tells all who wait, and `other`."""
-        self.failure = failure
-        waiting = [*self._members.values(), *([] if other is None else [other])]
-        self._members.clear()
-        return self._refuse(waiting, failure, timeout)
+    @abc.abstractmethod
+    def not_unique(self, doubt: Doubt) -> Answers:
+        """A newcomer's name or rank is taken indeed."""
 
-    def remove(self, member: Member) -> bool:
-        """Somebody has gone; whether it belonged to the complete group.
+    @abc.abstractmethod
+    def fail(self, failure: str) -> Answers:
+        """Nobody can join any more: tells all who wait."""
 
-        Whoever goes before that is forgotten, so that it may try again.
-        """
-        if self._members.get(member.info.name) is not member:
-            return False
-        if not self.complete:
-            del self._members[member.info.name]
-        return self.complete
-
+    @abc.abstractmethod
     def expire(self, now: float) -> Answers:
-        """Once anybody's patience is over, tells all who has not come.
-
-        Who gives up will not be there when the others come, so the group fails.
-        """
-        until = self.until()
-        if until is None or until > now:
-            return []
-        here = [member.info for member in self._members.values()]
-        present = {info.id for info in here}
-        missing = [rank for rank in range(self._world_size) if rank not in present]
-        text = (
-            f"Not all of the {self._world_size} workers have come in time. "
-            f"Missing ranks: {missing}. "
-            f"Here: {', '.join(f'{info.name} ({info.id})' for info in here)}."
-        )
-        return self.fail(text, timeout=True)
+        """Tells those whose patience is over."""
 
     def until(self) -> float | None:
         """The moment when `expire` has something to do."""
-        if self.complete:
-            return None
-        moments = (member.until for member in self._members.values())
+        moments = [member.until for member in self._joining()]
         return min((at for at in moments if at is not None), default=None)
 
+    @abc.abstractmethod
+    def is_ending(self, info: WorkerInfo) -> bool:
+        """Whether this newcomer means the next group at this place, not this one."""
+
+    def knows(self, member: Member, newcomer: int) -> Answers:
+        """A member knows the newcomer of this number; only asked in elastic groups."""
+        return []
+
+    def close(self) -> list[Member]:
+        """Lets nobody in any more; who was waiting for that."""
+        return []
+
+    def all_told(self) -> bool:
+        """After a failure: whether as many were refused as were expected."""
+        return True
+
+    def lives(self, member: Member, probe: int) -> Answers:
+        """It has answered the probe of this number."""
+        decided = [d for d in self._doubts if d.rival is member and d.probe <= probe]
+        self._doubts = [doubt for doubt in self._doubts if doubt not in decided]
+        return [answer for doubt in decided for answer in self.not_unique(doubt)]
+
+    # --- going ---
+
+    def remove(self, member: Member) -> bool:
+        """Somebody has gone; whether everybody else knew it as a member."""
+        self._doubts = [one for one in self._doubts if one.newcomer is not member]
+        return self._forget(member)
+
+    def advance(self) -> Answers:
+        """Lets in whom somebody who has gone had kept out."""
+        settled = [doubt for doubt in self._doubts if doubt.rival.gone is not None]
+        self._doubts = [doubt for doubt in self._doubts if doubt.rival.gone is None]
+        return [
+            answer
+            for doubt in settled
+            for answer in self.add(doubt.newcomer, doubt.world_size)
+        ]
+
+    # --- asking ---
+
+    @abc.abstractmethod
     def has(self, member: Member) -> bool:
-        """Whether it belongs to the complete group, now or before it left."""
-        return self.complete and self._members.get(member.info.name) is member
+        """Whether it was let in, and no other of its name since."""
+
+    @abc.abstractmethod
+    def present(self) -> list[Member]:
+        """Those who belong to the group now, in the order of their ranks."""
+
+    @abc.abstractmethod
+    def gone(self, name: str) -> str | None:
+        """Why there is no use in waiting for the worker of this name, if so."""
+
+    def is_present(self, name: str) -> bool:
+        """Whether a worker of this name belongs to the group now."""
+        return any(member.info.name == name for member in self.present())
 
     def find(self, name: str) -> Member:
         """The member of this name."""
         return self._members[name]
 
-    def present(self) -> list[Member]:
-        """Those who belong to the complete group and have not gone."""
-        if not self.complete:
-            return []
-        return [member for member in self._members.values() if member.gone is None]
+    # --- inside ---
 
-    def gone(self, name: str) -> str | None:
-        """Why that worker is not there, if it is not."""
-        member = self._members.get(name)
-        return "no such worker" if member is None else member.gone
+    @abc.abstractmethod
+    def _forget(self, member: Member) -> bool:
+        """See `remove`."""
 
-    def is_ending(self, info: WorkerInfo) -> bool:
-        """Whether who had this name, or this rank, has left the complete group.
+    @abc.abstractmethod
+    def _joining(self) -> list[Member]:
+        """Those who wait to be let in."""
 
-        A process that ends one group and begins the next may bear another name in it.
-        """
-        return self.complete and any(
-            member.left and (member.info.name == info.name or member.info.id == info.id)
-            for member in self._members.values()
-        )
+    def _doubt(self, newcomer: Member, rival: Member, world_size: int) -> Answers:
+        answers = self._probe([rival])
+        self._doubts.append(Doubt(newcomer, rival, world_size, self._probes))
+        return answers
 
-    def all_told(self) -> bool:
-        """Whether as many were refused as were expected."""
-        return self._told >= self._world_size
+    def _probe(self, members: list[Member]) -> Answers:
+        """Asks them whether they live. Only the answers to this very probe say so."""
+        self._probes += 1
+        meta = {"probe": self._probes}
+        return [(one, Frame("group.probe", 0, meta, None, [])) for one in members]
 
-    def _conflict(self, member: Member, world_size: int) -> str | None:
-        name, rank = member.info.name, member.info.id
-        same = self._members.get(name)
-        if same is not None:
+    def _misfit(self, member: Member, world_size: int) -> str | None:
+        """Why somebody with another idea of the group cannot belong to it."""
+        name, ours = member.info.name, self._world_size
+        if bool(world_size) != bool(ours):
+            sizes = [
+                f"a world_size of {n}" if n else "none" for n in (world_size, ours)
+            ]
+            return _MIXED.format(name=name, theirs=sizes[0], ours=sizes[1])
+        if world_size != ours:
             return (
-                f"RPC worker name {name} is not unique. Workers {same.info.id} and "
-                f"{rank} share the same name."
+                f"{name} was told a world_size of {world_size}, the coordinator {ours}."
             )
-        for other in self._members.values():
-            if other.info.id == rank:
-                return (
-                    f"Rank {rank} is not unique: {other.info.name} and {name} have it."
-                )
-        if world_size != self._world_size:
-            return (
-                f"{name} was told a world_size of {world_size}, the coordinator "
-                f"{self._world_size}."
-            )
-        if rank >= self._world_size:
-            return f"{name} has rank {rank} in a group of {self._world_size}."
+        if ours and member.info.id >= ours:
+            return f"{name} has rank {member.info.id} in a group of {ours}."
         return None
 
-    def _refuse(
-        self, members: list[Member], text: str, timeout: bool = False
-    ) -> Answers:
-        self._told += len(members)
-        meta = {"error": text, "timeout": timeout}
-        return [(member, self._answer(member, ERROR, meta)) for member in members]
 
-    @staticmethod
-    def _answer(member: Member, kind: str, meta: dict[str, Any]) -> Frame:
-        return Frame(kind, member.number, meta, None, [])
+def rival_of(newcomer: Member, members: list[Member]) -> Member | None:
+    """Who of them has its name or its rank."""
+    for other in members:
+        info = newcomer.info
+        if other.info.name == info.name or other.info.id == info.id:
+            return other
+    return None
+
+
+def clash(newcomer: WorkerInfo, rival: WorkerInfo) -> str:
+    """What two have in common that only one may have."""
+    if newcomer.name == rival.name:
+        return (
+            f"RPC worker name {newcomer.name} is not unique. Workers {rival.id} and "
+            f"{newcomer.id} share the same name."
+        )
+    return (
+        f"Rank {newcomer.id} is not unique: {rival.name} and {newcomer.name} have it."
+    )
+
+
+def number(member: Member, value: int) -> None:
+    """Gives somebody who is let in the number by which all will know it."""
+    member.info = dataclasses.replace(member.info, number=value)
+
+
+def listing(member: Member) -> list[Any]:
+    """What others are told of it."""
+    return Listing(member.info, member.channel.peer, member.address).row()
+
+
+def refuse(members: list[Member], text: str, timeout: bool = False) -> Answers:
+    """Tells them that they are not let in."""
+    meta = {"error": text, "timeout": timeout}
+    return [(member, Frame(ERROR, member.number, meta, None, [])) for member in members]

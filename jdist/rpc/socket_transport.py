@@ -20,6 +20,7 @@ from jdist._errors import requirement
 from jdist.rpc import handshake, memory
 from jdist.rpc.channel import Channel, ChannelClosed
 from jdist.rpc.connection import Connection, Terms
+from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.endpoint import (
     LOOPBACK,
     Listener,
@@ -31,6 +32,7 @@ from jdist.rpc.endpoint import (
 )
 from jdist.rpc.errors import AuthenticationError, RpcError
 from jdist.rpc.handshake import NO_BINDING, Ability, Identity
+from jdist.rpc.polling import Polling
 from jdist.rpc.stream import ByteStream, Stream
 from jdist.rpc.tls import (
     FIRST_BYTE,
@@ -39,6 +41,9 @@ from jdist.rpc.tls import (
     TlsStream,
     connector_context,
 )
+from jdist.rpc.transfer import Transfer
+from jdist.rpc.transfer_connection import TransferConnection
+from jdist.rpc.transfer_port import Port
 from jdist.rpc.wire import Limits
 
 
@@ -61,12 +66,16 @@ class SocketTransport:
 
     Attributes:
       address: Where others reach this worker; a list of plain values.
+      device_maps: On which of their devices its arrays arrive.
       handshake_seconds: How long a stranger may take to prove himself. Settable.
       most_strangers: How many may be doing so at once. Others wait in the system's
         queue. Settable.
       crowded_seconds: While others wait, the time after which the one who has taken
         the longest has to go. Settable.
+      polling: Seconds to look for a message before sleeping, see `Polling`; 0 for
+        never. Settable.
       refused: Connections that ended without a proof.
+      port: Where arrays go from device to device, or None.
 
     Raises:
       TypeError: The key is not bytes.
@@ -78,6 +87,7 @@ class SocketTransport:
     handshake_seconds = 10.0
     most_strangers = 64
     crowded_seconds = 1.0
+    polling = 0.0
 
     def __init__(
         self,
@@ -95,7 +105,8 @@ class SocketTransport:
             rule = "must not be True when certificates are given"
             raise ValueError(requirement("SocketTransport(insecure=...)", rule, "both"))
         self._me = Identity(name, handshake.check_key(key))
-        self._terms = Terms(limits or Limits(), device)
+        self.device_maps = DeviceMaps()
+        self._terms = Terms(limits or Limits(), device, self.device_maps)
         self._insecure = insecure
         self._forced = tls is not None
         self._credentials = None
@@ -104,6 +115,7 @@ class SocketTransport:
         self._listener = Listener(host, port)
         self.address = list(self._listener.address)
         self._pool = memory.MemoryPool() if memory.available() else None
+        self.port: Port | None = None
         self.refused = 0
         self._lock = threading.Lock()
         self._strangers: dict[Stream, float] = {}  # And since when, oldest first.
@@ -119,6 +131,20 @@ class SocketTransport:
 
     def __exit__(self, *details: object) -> None:
         self.close()
+
+    def transfer(self, settings: Transfer) -> None:
+        """Has large arrays go from device to device; to be said before `serve`.
+
+        Raises:
+          ValueError: They would go past TLS.
+        """
+        if self._credentials is not None:
+            rule = "sends arrays unencrypted, so nothing here may be encrypted"
+            remedy = "Say insecure=True on a private network, or leave it out."
+            call = "RpcOptions(transfer=...)"
+            raise ValueError(requirement(call, rule, settings, remedy))
+        host = self._listener.address.host
+        self.port = Port(settings, self._me.name, host, self._terms.device)
 
     # --- connecting ---
 
@@ -169,6 +195,8 @@ class SocketTransport:
     def _identity(self, local: bool, binding: bytes) -> Identity:
         able = local and self._pool is not None
         abilities = Ability.MEMORY if able else Ability.NONE
+        if self.port is not None:
+            abilities |= Ability.TRANSFER
         return self._me._replace(abilities=abilities, binding=binding)
 
     def _adopt(
@@ -176,8 +204,14 @@ class SocketTransport:
     ) -> Connection:
         memory_too = Ability.MEMORY in proved.abilities
         stream.passes_descriptors = memory_too
+        if self.polling:
+            stream.polling = Polling(self.polling)
         pool = self._pool if memory_too else None
-        connection = Connection(secured, proved.peer, self._terms, pool, self._forget)
+        made = (secured, proved.peer, self._terms, pool, self._forget)
+        if self.port is not None and Ability.TRANSFER in proved.abilities:
+            connection: Connection = TransferConnection(*made, self.port)
+        else:
+            connection = Connection(*made)
         with self._lock:
             self._connections.add(connection)
         if self._closed.is_set():
@@ -224,6 +258,8 @@ class SocketTransport:
         self._woken.close()
         if self._pool is not None:
             self._pool.close()
+        if self.port is not None:
+            self.port.close()
 
     def _accept(self, on_channel: Callable[[Channel], None]) -> None:
         with selectors.DefaultSelector() as selector:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.errors import ProtocolError
+from jdist.rpc.polling import Polling
 
 BUFFER = 1 << 20
 """Asked for as the socket's send buffer: 1 MiB goes out without waiting for a reader.
@@ -83,6 +84,7 @@ class Stream:
       descriptors: Memory descriptors received so far and not taken yet, oldest first.
       passes_descriptors: Set to True after the handshake on a Unix socket: from then
         on reads look for descriptors. Before, the kernel drops what a stranger sends.
+      polling: Set after the handshake, if this stream may be polled.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -94,6 +96,7 @@ class Stream:
         self._patience: float | None = None
         self.descriptors: deque[int] = deque()
         self.passes_descriptors = False
+        self.polling: Polling | None = None
         leave_to_parent(self)
 
     def receive_into(
@@ -111,25 +114,47 @@ class Stream:
           ChannelClosed: The peer closed, or `shut` was called.
           ProtocolError: More descriptors than allowed came along.
         """
-        return self._receive(view, deadline, _WHOLE if whole else 0)
+        if whole:
+            return self._receive(view, deadline, _WHOLE)
+        if self.polling is None:
+            return self._receive(view, deadline, 0)
+        return self._poll_and_receive(self.polling, view, deadline)
+
+    def _poll_and_receive(
+        self, polling: Polling, view: memoryview, deadline: float | None
+    ) -> int:
+        if polling.worthwhile:
+            got = polling.poll(lambda: self._receive_once(view, _NOW))
+            if got is not None:
+                return got
+        since = time.monotonic()
+        got = self._receive(view, deadline, 0)
+        polling.slept(time.monotonic() - since)
+        return got
 
     def _receive(self, view: memoryview, deadline: float | None, flags: int) -> int:
         if deadline is not None:
             self._limit(deadline)
         while True:
-            try:
-                if self.passes_descriptors and not flags:
-                    got = self._receive_with_descriptors(view)
-                else:
-                    got = self._socket.recv_into(view, 0, flags)
-            except BlockingIOError:
-                self._limit(deadline, again=True)
-                continue
-            except OSError as error:
-                raise ChannelClosed(f"its connection broke ({error})") from error
-            if got == 0:
-                raise ChannelClosed("its connection closed")
-            return got
+            got = self._receive_once(view, flags)
+            if got is not None:
+                return got
+            self._limit(deadline, again=True)
+
+    def _receive_once(self, view: memoryview, flags: int) -> int | None:
+        """None when nothing came: at once, or when the kernel's limit was reached."""
+        try:
+            if self.passes_descriptors and not flags & ~_NOW:
+                got = self._receive_with_descriptors(view, flags)
+            else:
+                got = self._socket.recv_into(view, 0, flags)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ChannelClosed(f"its connection broke ({error})") from error
+        if got == 0:
+            raise ChannelClosed("its connection closed")
+        return got
 
     def peek(self, deadline: float | None) -> bytes:
         """The first byte that has come, which stays to be received.
@@ -223,8 +248,9 @@ class Stream:
             raise ChannelClosed(f"its connection broke ({error})") from error
         self._patience = remaining
 
-    def _receive_with_descriptors(self, view: memoryview) -> int:
-        got, ancillary, flags, _ = self._socket.recvmsg_into((view,), _SPACE, _ON_EXEC)
+    def _receive_with_descriptors(self, view: memoryview, flags: int) -> int:
+        flags |= _ON_EXEC
+        got, ancillary, flags, _ = self._socket.recvmsg_into((view,), _SPACE, flags)
         if not ancillary:
             return got
         for level, kind, data in ancillary:

@@ -1,7 +1,8 @@
 """Frames as bytes: a fixed prefix, a msgpack header, and the arrays' own memory.
 
     prefix   24 bytes   magic, version, sizes of header and body, leaves apart
-    header   msgpack    kind, id, meta, tree, shared, and of each leaf flags,
+    header   msgpack    kind, id, meta, tree, shared, and of each leaf flags (from
+                        the ninth bit on the receiver's device, see `device_maps`),
                         dtype and shape
     body     raw        the slab: all small leaves, each at a multiple of 16;
                         then every large leaf
@@ -28,6 +29,7 @@ import numpy as np
 from jdist._compat import placed
 from jdist._errors import requirement
 from jdist.rpc.arrays import aligned, host
+from jdist.rpc.device_maps import Table, device_of, number_of
 from jdist.rpc.dtypes import dtype_name, dtype_named
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import Frame
@@ -43,6 +45,7 @@ own, and whoever keeps one of them does not keep much."""
 
 _ALIGNMENT = 16  # In the slab; what malloc gives, and the widest dtype needs.
 _JAX, _APART, _WEAK = 1, 2, 4
+_DEVICE = 8  # Above these bits: the number of the receiver's device plus one, or 0.
 
 Bytes = bytes | bytearray | memoryview
 
@@ -134,12 +137,15 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 # --- sending ---
 
 
-def pack(frame: Frame, apart: int | None = None) -> Packed:
+def pack(
+    frame: Frame, apart: int | None = None, devices: Table | None = None
+) -> Packed:
     """The bytes of a frame.
 
     Args:
       frame: The frame. Its JAX arrays are waited for, and gathered if sharded.
       apart: Leaves of at least this many bytes travel as memory descriptors.
+      devices: On which of the receiver's devices JAX arrays arrive.
 
     Raises:
       TypeError: A dtype, or a value of the metadata, cannot travel.
@@ -155,6 +161,9 @@ def pack(frame: Frame, apart: int | None = None) -> Packed:
         flags = 0
         if type(leaf) is not np.ndarray:
             flags = _JAX | _WEAK if leaf.weak_type else _JAX
+            if devices is not None:
+                number = number_of(leaf, devices)
+                flags |= (0 if number is None else number + 1) << _DEVICE
         nbytes = array.nbytes
         if apart is not None and nbytes >= max(apart, 1):
             flags |= _APART
@@ -298,7 +307,8 @@ def assemble(
     Args:
       header: As `parse_header` gave it.
       buffers: As `allocate` gave them, filled.
-      device: Where JAX arrays are placed; None for JAX's default.
+      device: Where JAX arrays are placed that say nothing else; None for JAX's
+        default.
       apart: The memory behind the descriptors, writable, in order; each piece of at
         least `header.apart` bytes.
 
@@ -330,6 +340,8 @@ def _fitting(memory: Sequence[memoryview], sizes: list[int]) -> Iterable[memoryv
 
 
 def _received(array: np.ndarray, flags: int, device: jax.Device | None) -> jax.Array:
+    if flags >> _DEVICE:
+        device = device_of((flags >> _DEVICE) - 1)
     try:
         if array.dtype.isnative:
             return placed(array, device, bool(flags & _WEAK))

@@ -8,6 +8,8 @@ from jdist._errors import requirement
 # torch's rule, word for word in the messages its users search for.
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 127
+MOST_WORKERS = 1 << 16
+"""That a group can ever have: their numbers fill the top 16 bits of ids."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -16,7 +18,10 @@ class WorkerInfo:
 
     Attributes:
       name: Unique in the group: 1 to 127 of the characters `A-Za-z0-9_:-`.
-      id: The worker's rank, 0 to 65535 (it fills the top 16 bits of every id).
+      id: The worker's rank, 0 to 65535.
+      number: What tells it from another that had its name and rank before, once it
+        belongs to a group. It never comes again there, and fills the top 16 bits of
+        every id. Of workers that are equal it may differ.
 
     Raises:
       ValueError: The name or the rank is not allowed.
@@ -30,6 +35,7 @@ class WorkerInfo:
 
     name: str
     id: int
+    number: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -41,6 +47,12 @@ class WorkerInfo:
         if not _NAME.fullmatch(self.name):
             rule = "is refused: Worker name must match [A-Za-z0-9_:-]+"
             raise ValueError(requirement("WorkerInfo(name=...)", rule, repr(self.name)))
-        if not 0 <= self.id <= 0xFFFF:
-            rule = "must be in 0..65535, because it fills the top 16 bits of ids"
+        if not 0 <= self.id < MOST_WORKERS:
+            rule = "must be in 0..65535"
             raise ValueError(requirement("WorkerInfo(id=...)", rule, self.id))
+
+
+def number_of(member: WorkerInfo) -> int:
+    """The number of a worker that belongs to a group."""
+    assert member.number is not None
+    return member.number

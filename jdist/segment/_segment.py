@@ -188,6 +188,7 @@ def segment(
     *,
     recompute: Policy = False,
     static_argnums: int | Sequence[int] = (),
+    label: Hashable = None,
 ) -> Segment:
     """Compiles a pure function into a forward and a backward half.
 
@@ -208,6 +209,9 @@ def segment(
         only inputs are kept.
       static_argnums: Numbers of arguments that are hashable Python values and not
         arrays, counted as in `jax.jit` (`params` is 0 and cannot be static).
+      label: Tells versions of one code object that are meant, such as the stages of a
+        pipeline made by one factory, from those that a closure makes by accident.
+        Segments of different labels share nothing.
 
     Returns:
       A `Segment`.
@@ -244,5 +248,5 @@ def segment(
         raise ValueError(
             requirement("segment(static_argnums=...)", rule, static_argnums, remedy)
         )
-    compiled = CACHE.get(fn, recompute, lambda: halves(fn, recompute))
+    compiled = CACHE.get(fn, (recompute, label), lambda: halves(fn, recompute))
     return Segment(fn, compiled, static)

@@ -195,7 +195,7 @@ def has_arrived(parts):
     until, pause = time.monotonic() + PATIENCE, threading.Event()
     while time.monotonic() < until:
         with coordinator._lock:
-            gatherings = list(coordinator._gatherings.values())
+            gatherings = [g for _, g in coordinator._all_gatherings()]
             arrived = sum(len(g._parts) for g in gatherings if g._answer is None)
         if arrived >= parts:
             return
@@ -283,8 +283,8 @@ def join_in_vain(*place, **options):
     return see(lambda: be_one_of(*place, **options))
 
 
-def begin_to_join(*place):
-    """Returns when this process has asked to belong to a group that is not complete."""
+def begin_to_join(name, rank, port, size, join):
+    """Returns when this process has asked to belong to a group."""
     asked = threading.Event()
 
     class Asking(Group):
@@ -294,7 +294,8 @@ def begin_to_join(*place):
             return future
 
     membership.Group = Asking
-    threading.Thread(target=see, args=(be_one_of, *place), daemon=True).start()
+    arguments = (lambda: join(name, rank, port, size),)
+    threading.Thread(target=see, args=arguments, daemon=True).start()
     assert asked.wait(PATIENCE)
 
 

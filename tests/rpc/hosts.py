@@ -146,11 +146,17 @@ def serve(_, address, key, variables):
     with Client(address, authkey=key) as pipe:
         pipe.send(int(variables["RANK"]))
         while (told := pipe.recv()) is not _END:
-            outcome = _outcome_of(*told)
-            try:
-                pipe.send(outcome)
-            except Exception:  # noqa: BLE001 - what cannot be sent is told in words
-                pipe.send((None, AssertionError(f"cannot send {outcome!r}")))
+            _answer(pipe, *told)
+            del told
+
+
+def _answer(pipe, body, args, kwargs):
+    """Runs one body. Nothing of it is kept: an error would keep what it speaks of."""
+    outcome = _outcome_of(body, args, kwargs)
+    try:
+        pipe.send(outcome)
+    except Exception:  # noqa: BLE001 - what cannot be sent is told in words
+        pipe.send((None, AssertionError(f"cannot send {outcome!r}")))
 
 
 def in_threads(names):

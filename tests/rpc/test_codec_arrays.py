@@ -228,7 +228,8 @@ def test_shards_on_other_hosts_are_refused(codec, monkeypatch):
     array = jnp.ones(3)
     codec.encode(array)
     elsewhere = property(lambda array: False)
-    monkeypatch.setattr(type(array), "is_fully_addressable", elsewhere)
+    for whole in ("is_fully_addressable", "is_fully_replicated"):
+        monkeypatch.setattr(type(array), whole, elsewhere)
     message = r"addressable by this process.*Got SingleDevice.*process_allgather"
     with pytest.raises(ValueError, match=message):
         codec.encode([array])

@@ -350,3 +350,29 @@ def test_text_methods(table):
     for owner, name in (("a", "format"), ([], "append"), ({}, "get"), (5, "bit_count")):
         with pytest.raises(ForbiddenFunction, match="its class defines"):
             table.method(owner, name)
+
+
+# --- what was found before ---
+
+
+def test_a_name_means_what_it_means_now(table, monkeypatch):
+    """What was found once is not answered for ever."""
+    first = nameable.add
+    assert table.resolve(f"{HERE}:add") is first
+    second = types.FunctionType(first.__code__, vars(nameable))
+    monkeypatch.setattr(nameable, "add", second)
+    assert second.__qualname__ == "add"
+    assert table.resolve(f"{HERE}:add") is second
+    with pytest.raises(ValueError, match="must still be what its name"):
+        table.reference(first)
+    monkeypatch.delattr(nameable, "add")
+    with pytest.raises(ForbiddenFunction, match="that the callee has"):
+        table.resolve(f"{HERE}:add")
+
+
+def test_a_module_that_was_replaced(table, monkeypatch):
+    assert table.resolve(f"{HERE}:add") is nameable.add
+    other = types.ModuleType(HERE)
+    exec("def add(x, y): return 0", vars(other))
+    monkeypatch.setitem(sys.modules, HERE, other)
+    assert table.resolve(f"{HERE}:add") is other.add

@@ -278,8 +278,14 @@ def test_requests_of_every_kind_with_bodies_that_are_none(attacked, caller):
 # --- the coordinator ---
 
 
-GATHER = {"names": ["worker0", "worker1"], "round": 7, "purpose": "x", "timeout": 1.0}
-JOIN = {"rank": 1, "world_size": 2, "address": ["127.0.0.1", 1], "timeout": 1.0}
+GATHER = {"names": ["worker0", "worker1"], "purpose": "x", "timeout": 1.0}
+JOIN = {
+    "name": "worker1",
+    "rank": 1,
+    "world_size": 2,
+    "address": ["127.0.0.1", 1],
+    "timeout": 1.0,
+}
 
 
 @pytest.mark.parametrize(

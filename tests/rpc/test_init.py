@@ -50,12 +50,11 @@ def test_names_of_other_lengths():
 def test_arguments_that_are_nowhere():
     with pytest.raises(ValueError, match=r"rank parameter missing.*variable RANK"):
         rpc.init_rpc("a", world_size=1)
-    with pytest.raises(ValueError, match="variable WORLD_SIZE expected"):
-        rpc.init_rpc("a", rank=0)
-    with pytest.raises(ValueError, match="or MASTER_ADDR and MASTER_PORT be set"):
-        rpc.init_rpc("a", rank=0, world_size=2)
-    with pytest.raises(rpc.RpcError, match="JDIST_CLUSTER_KEY on all of them"):
-        rpc.init_rpc("a", rank=0, world_size=2, coordinator="127.0.0.1:29500")
+    for size in (2, 0, None):  # 0 and none: an elastic group
+        with pytest.raises(ValueError, match="or MASTER_ADDR and MASTER_PORT be set"):
+            rpc.init_rpc("a", rank=0, world_size=size)
+        with pytest.raises(rpc.RpcError, match="JDIST_CLUSTER_KEY on all of them"):
+            rpc.init_rpc("a", rank=0, world_size=size, coordinator="127.0.0.1:29500")
 
 
 def test_variables_that_are_wrong(monkeypatch):
@@ -70,8 +69,9 @@ def test_variables_that_are_wrong(monkeypatch):
         ({"rank": 1.0}, TypeError, "must be an integer"),
         ({"rank": 2}, ValueError, r"must be in 0\.\.1"),
         ({"rank": -1}, ValueError, r"must be in 0\.\.1"),
-        ({"world_size": 0}, ValueError, r"must be in 1\.\.65536"),
-        ({"world_size": 65537}, ValueError, r"must be in 1\.\.65536"),
+        ({"world_size": -1}, ValueError, r"must be in 1\.\.65536, or 0"),
+        ({"world_size": 65537}, ValueError, r"must be in 1\.\.65536, or 0"),
+        ({"rank": 65536, "world_size": 0}, ValueError, r"must be in 0\.\.65535"),
         ({"coordinator": "somewhere"}, ValueError, '"host:port" or'),
         ({"coordinator": ":29500"}, ValueError, '"host:port" or'),
         ({"coordinator": ("h", 65536)}, ValueError, '"host:port" or'),
@@ -96,6 +96,8 @@ def test_arguments_that_are_wrong(arguments, kind, text):
         ({"heartbeat_interval": 0}, ValueError, "must be longer than the interval"),
         ({"heartbeat_timeout": 0.5}, ValueError, "must be longer than the interval"),
         ({"threads": 1}, ValueError, "must be at least 2"),
+        ({"polling": -1e-6}, ValueError, "must be non-negative"),
+        ({"polling": 0.02}, ValueError, "must be at most 0.01 s"),
     ],
 )
 def test_options_that_are_wrong(options, kind, text):

@@ -15,6 +15,7 @@ from jdist import rpc
 from jdist.rpc.rendezvous import ReservedPort
 from tests.rpc import casualties, hosts
 from tests.rpc.casualties import PATIENCE
+from tests.rpc.elastic.common import join
 from tests.rpc.hosts import be_one_of
 from tests.rpc.witnesses import await_gone
 
@@ -202,7 +203,7 @@ def test_a_worker_dies_before_all_have_come(fresh_hosts, port):
         hosts.start(rank, casualties.join_in_vain, rank, 4, port, join_timeout=1.0)
         for rank in (0, 1)
     ]
-    hosts.run(2, casualties.begin_to_join, 2, 4, port)
+    hosts.run(2, casualties.begin_to_join, "worker2", 2, port, 4, join)
     hosts.signal(2, DEATH)
     for task in waiting:
         seen = task.result()

@@ -31,7 +31,7 @@ def jax_array(encoding: Encoding, value: jax.Array) -> Any:
         rule = "must not have been deleted"
         remedy = "It was donated to a compiled function: send it before, or a copy."
         raise ValueError(requirement("rpc(array)", rule, "a deleted array", remedy))
-    if not value.is_fully_addressable:
+    if not (value.is_fully_addressable or value.is_fully_replicated):
         rule = "must be addressable by this process as a whole, to be gathered"
         remedy = (
             "Gather it with `jax.experimental.multihost_utils.process_allgather`, or "

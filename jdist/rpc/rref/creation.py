@@ -16,7 +16,7 @@ from jdist.rpc.request import Outgoing
 from jdist.rpc.rref.cell import Cell, again, fail, fill, new_cell
 from jdist.rpc.rref.references import References
 from jdist.rpc.rref.wire import unpack_id
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.rpc.rref.reference import RRef
@@ -68,7 +68,7 @@ def remote(
     if outgoing.peer.info == agent.info:
         return _on_itself(agent, outgoing)
     references = agent.references
-    held, floor = references.create(outgoing.peer.info.id)
+    held, floor = references.create(number_of(outgoing.peer.info))
     name = (held.rref.packed(), held.fork.packed(), floor)
     try:
         asked = agent.request(outgoing._replace(body=(name, *outgoing.body)))
@@ -76,7 +76,9 @@ def remote(
         references.not_asked(held)
         raise
     creation: Future[None] = new_cell()
-    rref = references.handle(held.rref, held=held, creation=creation)
+    rref = references.handle(
+        held.rref, held=held, creation=creation, until=outgoing.deadline
+    )
 
     def over() -> None:
         error = error_of(asked)
@@ -109,7 +111,7 @@ def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":
             creation.set_result(None)
         else:
             creation.set_exception(error)
-            fail(cell, _not_created(error, table), "", table)
+            fail(cell, failure_of(error, table), "", table)
         references.created_here(rref)
 
     call_when_done(asked, over)
@@ -138,10 +140,10 @@ def check(creation: Future[None], table: FunctionTable) -> None:
     """Refuses the use of a reference whose creation failed."""
     error = error_of(creation)
     if error is not None:
-        raise _not_created(error, table)
+        raise failure_of(error, table)
 
 
-def _not_created(error: BaseException, table: FunctionTable) -> Exception:
+def failure_of(error: BaseException, table: FunctionTable) -> Exception:
     """What somebody gets who uses a reference whose creation failed like this."""
     if isinstance(error, RpcTimeout):
         text = (
@@ -157,8 +159,8 @@ def _not_created(error: BaseException, table: FunctionTable) -> Exception:
 def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
     if caller == agent.info:
         return agent.references.find(name[0])
-    if name[0].created_on != caller.id:
-        raise ProtocolError("A reference's id bears the rank of its creator.")
+    if name[0].created_on != caller.number:
+        raise ProtocolError("A reference's id bears the number of its creator.")
     return agent.references.on_create(caller, *name)
 
 

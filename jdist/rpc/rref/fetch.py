@@ -7,12 +7,14 @@ import numpy as np
 
 from jdist.rpc.callee import Reply
 from jdist.rpc.deadline import DEFAULT
-from jdist.rpc.errors import ProtocolError
+from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.functions import own_name
 from jdist.rpc.future import Future
 from jdist.rpc.interceptor import Invocation
 from jdist.rpc.ledger import Operation
+from jdist.rpc.request import Outgoing
 from jdist.rpc.rref.cell import Cell, read
+from jdist.rpc.rref.creation import failure_of
 from jdist.rpc.rref.wire import unpack_id
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -65,7 +67,19 @@ def fetch(rref: "RRef[Any]", timeout: float) -> Any:
     """A copy of the value of another worker."""
     agent = rref._references.agent
     outgoing = agent.outgoing(rref.owner(), FETCH, rref._rref.packed(), timeout)
+    limit, until = outgoing.deadline, rref._until
     outgoing = outgoing._replace(operation=Operation("to_here"))
+    if until.at is None or rref.creation().done():
+        return _exchange(rref, agent, outgoing)
+    if limit.at is not None and limit.at <= until.at:
+        return _exchange(rref, agent, outgoing)
+    try:  # What has not been created by then will not be.
+        return _exchange(rref, agent, outgoing._replace(deadline=until))
+    except RpcTimeout as error:
+        raise failure_of(error, agent.codec.functions) from error
+
+
+def _exchange(rref: "RRef[Any]", agent: "Agent", outgoing: Outgoing) -> Any:
     interceptor = agent.interceptor
     if interceptor is None:
         return agent.exchange(outgoing)

@@ -12,10 +12,10 @@ class Held:
     were made of it are counted too: until then it is what keeps the value for them.
 
     Attributes:
-      owner: Rank of the worker that has the value.
+      owner: Number of the worker that has the value.
       rref: Id of the reference.
       fork: Id of this fork.
-      giver: Rank of the worker from which it came; None for the creator's own.
+      giver: Number of the worker from which it came; None for the creator's own.
       counted: Whether the owner is known to count it.
       failed: Why the owner never will, or is gone.
       dropped: Whether the program has no use for it any more.

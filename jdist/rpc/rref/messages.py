@@ -15,7 +15,7 @@ class Ref(NamedTuple):
     """A reference within a call or an answer: a fork on its way to its receiver.
 
     Attributes:
-      owner: Rank of the worker that has the value.
+      owner: Number of the worker that has the value.
       rref: Id of the reference, the same for all its forks.
       fork: Id of this fork; made by the giver.
       floor: All forks below it that this giver gave to this receiver have arrived.

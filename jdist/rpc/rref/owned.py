@@ -14,7 +14,7 @@ class Entry:
     Attributes:
       cell: Where the value is or will be; opaque here.
       created: Whether its creation has begun; until then only the name is known.
-      holders: Rank of the holder of each fork that is counted.
+      holders: Number of the holder of each fork that is counted.
     """
 
     __slots__ = ("cell", "created", "holders")
@@ -44,7 +44,7 @@ class Owned:
     the worker's own program refers to beyond that is Python's to count.
 
     Args:
-      me: Rank of the worker.
+      me: Number of the worker.
       new_cell: Makes the place for a value that is not there yet.
     """
 
@@ -135,10 +135,6 @@ class Owned:
                 swept.freed.append(freed)
         self._creations.pop(holder, None)
         return swept
-
-    def welcome(self, holder: int) -> None:
-        """A worker joined that has the rank of one that is gone."""
-        self._gone.discard(holder)
 
     def _may_come(self, rref: GloballyUniqueId) -> bool:
         """Whether a request to create it can still arrive."""

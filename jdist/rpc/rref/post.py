@@ -17,7 +17,7 @@ from jdist.rpc.rref.keeper import Keeper
 from jdist.rpc.rref.messages import Message
 from jdist.rpc.rref.window import UnderWay, Window
 from jdist.rpc.rref.wire import KINDS, pack, unpack
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     """Messages of one kind to one worker, sent together.
 
     Attributes:
-      to: Rank of the receiver.
+      to: Number of the receiver.
       number: Their common number.
       kind: Of all of them.
       messages: In the order in which they were posted.
@@ -110,12 +110,12 @@ class Post:
             raise ProtocolError("Messages about references need a number and a floor.")
         messages = [unpack(kind, row) for row in rows]
         with self._lock:
-            inbox = self._inboxes[sender.id]
+            inbox = self._inboxes[number_of(sender)]
         with inbox.lock:
             if not inbox.window.take(number, floor):
                 return inbox.answers.get(number, [None] * len(messages))
             inbox.prune(floor)
-            answers, react = self._receive(sender.id, messages)
+            answers, react = self._receive(number_of(sender), messages)
             inbox.answers[number] = answers
         react()
         return answers
@@ -140,8 +140,10 @@ class Post:
             floor = outbox.numbers.floor
         body = (batch.number, floor, [pack(message) for message in batch.messages])
         patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
+        peer = self._agent.directory.numbered(batch.to)
+        assert peer is not None, "only workers that were met are told anything"
         try:
-            sent = self._agent.call_async(batch.to, KINDS[batch.kind], body, patience)
+            sent = self._agent.call_async(peer.info, KINDS[batch.kind], body, patience)
         except Exception as error:  # noqa: BLE001 - handled as one that comes later
             sent = Future()
             sent.set_exception(error)
@@ -152,8 +154,9 @@ class Post:
             answers = sent.value()
         except RpcTimeout:
             self._try(batch, attempt + 1)
-        except WorkerLost as error:
-            if self._agent.directory.departed(error.worker) is not None:
+        except WorkerLost:
+            receiver = self._agent.directory.numbered(batch.to)
+            if receiver is None or receiver.departed is not None:
                 self._settle(batch)
                 return
             # Only the connection was lost, and the next attempt makes another one.

@@ -37,7 +37,7 @@ from jdist.rpc.rref.window import UnderWay, Window
 
 
 class Post(NamedTuple):
-    """To be done: have `message` arrive at the worker `to`, exactly once."""
+    """To be done: have `message` arrive at the worker numbered `to`, exactly once."""
 
     to: int
     message: Message
@@ -76,13 +76,13 @@ class Protocol:
     """One worker's part. Whoever has it locks it.
 
     Args:
-      me: Rank of the worker.
+      me: Number of the worker. Workers are known by theirs, which never come again.
       ids: Gives out the ids of references and forks; the caller's lock keeps the order.
       new_cell: Makes the place for a value that is not there yet.
     """
 
     def __init__(self, me: int, ids: IdCounter, new_cell: Callable[[], Any]) -> None:
-        self._me = me
+        self.me = me
         self._ids = ids
         self.owned = Owned(me, new_cell)
         self.holdings = Holdings()
@@ -143,7 +143,7 @@ class Protocol:
     def give_owned(self, rref: GloballyUniqueId, cell: Any, to: int) -> Ref:
         """A reference is about to be sent, by its owner."""
         entry = self.owned.share(rref, cell)
-        ref = self._give(self._me, rref, to, None)
+        ref = self._give(self.me, rref, to, None)
         entry.holders[ref.fork] = to
         return ref
 
@@ -155,7 +155,7 @@ class Protocol:
         if to in self._gone:
             self.transit.end(fork, to)
             return self._returned(given)
-        owner = self._me if given.parent is None else given.parent.owner
+        owner = self.me if given.parent is None else given.parent.owner
         return [Post(to, Take(Ref(owner, given.rref, fork, self.transit.floor(to))))]
 
     # --- taking ---
@@ -168,7 +168,7 @@ class Protocol:
         """
         if not self._taken[giver].take(ref.fork.local_id, ref.floor):
             return None, []
-        if ref.owner == self._me:
+        if ref.owner == self.me:
             return self.owned.find(ref.rref), [Post(giver, Accept(ref.fork))]
         held = self.holdings.add(Held(ref.owner, ref.rref, ref.fork, giver))
         held.failed = self._gone.get(ref.owner)
@@ -209,7 +209,7 @@ class Protocol:
         given = self.transit.end(message.fork, receiver)
         if given is None:
             return []
-        if given.parent is None and receiver != self._me:
+        if given.parent is None and receiver != self.me:
             return []  # the owner's gift, counted from the beginning
         return self._returned(given)
 
@@ -228,7 +228,7 @@ class Protocol:
         held = self.holdings.find(fork)
         return [] if held is None else self._failed(held, reason)
 
-    # --- workers come and go ---
+    # --- workers go ---
 
     def gone(self, worker: int, reason: str) -> Effects:
         """A worker is lost or has left, and its part in everything ends."""
@@ -244,11 +244,6 @@ class Protocol:
             if held.owner == worker:
                 effects += self._failed(held, reason)
         return effects
-
-    def welcome(self, worker: int) -> None:
-        """A worker joined that has the rank of one that is gone."""
-        self._gone.pop(worker, None)
-        self.owned.welcome(worker)
 
     # --- inside ---
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from jdist._errors import requirement
 from jdist.rpc import calls, current
-from jdist.rpc.deadline import DEFAULT
+from jdist.rpc.deadline import DEFAULT, NEVER, Deadline
 from jdist.rpc.errors import RpcError
 from jdist.rpc.future import Future, error_of
 from jdist.rpc.ids import GloballyUniqueId
@@ -59,6 +59,7 @@ class RRef(Generic[T]):
         "_references",
         "_rref",
         "_type",
+        "_until",
     )
 
     _references: References
@@ -67,6 +68,7 @@ class RRef(Generic[T]):
     _held: Held | None
     _creation: Future[None] | None
     _type: Future[type] | None
+    _until: Deadline
 
     def __init__(self, value: T) -> None:
         references = current.agent().references
@@ -82,9 +84,10 @@ class RRef(Generic[T]):
         cell: Cell | None = None,
         held: Held | None = None,
         creation: Future[None] | None = None,
+        until: Deadline = NEVER,
     ) -> "RRef[Any]":
         made: RRef[Any] = object.__new__(cls)
-        made._set(references, rref, cell, held, creation)
+        made._set(references, rref, cell, held, creation, until)
         return made
 
     def _set(
@@ -94,6 +97,7 @@ class RRef(Generic[T]):
         cell: Cell | None = None,
         held: Held | None = None,
         creation: Future[None] | None = None,
+        until: Deadline = NEVER,
     ) -> None:
         self._references = references
         self._rref = rref
@@ -101,6 +105,7 @@ class RRef(Generic[T]):
         self._held = held
         self._creation = creation
         self._type = None
+        self._until = until
         if held is not None:
             finalizer = weakref.finalize(self, references.drop, held)
             finalizer.atexit = False
@@ -111,7 +116,7 @@ class RRef(Generic[T]):
         """The worker that has the value."""
         if self._held is None:
             return self._references.agent.info
-        return self._references.agent.directory.find(self._held.owner).info
+        return self._references.owner(self._held)
 
     def owner_name(self) -> str:
         """That worker's name."""
@@ -154,7 +159,8 @@ class RRef(Generic[T]):
           timeout: Seconds; -1 for the default, 0 for no limit.
 
         Raises:
-          RpcTimeout: It took longer; or the reference's creation did, see `remote`.
+          RpcTimeout: It took longer; or the reference's creation did, see `remote`,
+            which is not waited for beyond its own limit.
           WorkerLost: The owner is gone.
           RpcError: RPC was shut down.
           Exception: What the function raised that should have created the value.

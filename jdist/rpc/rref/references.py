@@ -19,7 +19,7 @@ from jdist.rpc.rref.owned import Entry
 from jdist.rpc.rref.post import Post
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
 from jdist.rpc.rref.wire import refs_in
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
@@ -49,14 +49,17 @@ class References:
         self.handle = functools.partial(make, self)
         self.backward: Backward | None = None
         self.released = False
-        me = agent.info.id
-        self._protocol = Protocol(me, IdCounter(me), new_cell)
+        self.begin(agent.info.id)
         self._changed = threading.Condition(threading.Lock())
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
         self._answers: dict[GloballyUniqueId, Execution] = {}
         self._leaks: list[str] = []
         self._keeper = Keeper(f"{agent.info.name} references", self._drop)
         self.post = Post(agent, self._keeper, self._receive, self._answered)
+
+    def begin(self, number: int) -> None:
+        """This worker belongs to a group, and has this number there."""
+        self._protocol = Protocol(number, IdCounter(number), new_cell)
 
     # --- values of this worker ---
 
@@ -81,11 +84,11 @@ class References:
         """A request to itself will fill the cell: it counts as a holder till then."""
         with self._changed:
             entry = self._protocol.owned.share(rref, cell)
-            entry.holders[rref] = self.agent.info.id
+            entry.holders[rref] = self._protocol.me
 
     def created_here(self, rref: GloballyUniqueId) -> None:
         """The request to itself is over."""
-        self._do(lambda p: p.on_delete(self.agent.info.id, Delete(rref, rref)))
+        self._do(lambda p: p.on_delete(p.me, Delete(rref, rref)))
 
     def on_create(
         self,
@@ -100,7 +103,7 @@ class References:
           RpcError: The request was given up by the creator, which is known already.
         """
         with self._changed:
-            entry = self._protocol.on_create(creator.id, rref, fork, floor)
+            entry = self._protocol.on_create(number_of(creator), rref, fork, floor)
         if entry is None:
             raise RpcError("RRef creation was given up before the request arrived.")
         return entry.cell
@@ -136,11 +139,13 @@ class References:
     def give(self, held: Held, parcel: Parcel) -> Ref:
         """Puts a reference of another worker's value into a message."""
         with self._changed:
-            return self._put(self._protocol.give(held, parcel.worker.id), parcel)
+            return self._put(
+                self._protocol.give(held, number_of(parcel.worker)), parcel
+            )
 
     def give_owned(self, rref: GloballyUniqueId, cell: Cell, parcel: Parcel) -> Ref:
         """Puts a reference of this worker's value into a message."""
-        to = parcel.worker.id
+        to = number_of(parcel.worker)
         with self._changed:
             return self._put(self._protocol.give_owned(rref, cell, to), parcel)
 
@@ -152,8 +157,9 @@ class References:
             value was freed because the one who gave it is lost.
         """
         self._keeper.start()
+        self._miss(ref.owner)
         with self._changed:
-            taken, effects = self._protocol.take(parcel.worker.id, ref)
+            taken, effects = self._protocol.take(number_of(parcel.worker), ref)
             if isinstance(taken, Held) and taken.pending:
                 wait = self._waits[taken.fork] = Future()
                 parcel.unsettled = [*parcel.unsettled, wait]
@@ -168,7 +174,7 @@ class References:
         """The message with these references is lost, or may be."""
         if not parcel.forks:
             return
-        to = parcel.worker.id
+        to = number_of(parcel.worker)
         self._do(lambda p: [e for f in parcel.forks for e in p.undelivered(f, to)])
 
     def answer(self, execution: "Execution", parcel: Parcel) -> None:
@@ -182,9 +188,11 @@ class References:
 
     def decline(self, tree: Any, giver: WorkerInfo) -> None:
         """Takes and drops the references in an answer that could not be read."""
-        refs = list(refs_in(self.agent.codec, tree))
+        refs, of = list(refs_in(self.agent.codec, tree)), number_of(giver)
+        for ref in refs:
+            self._miss(ref.owner)
         if refs:
-            self._do(lambda p: [e for r in refs for e in p.on_take(giver.id, Take(r))])
+            self._do(lambda p: [e for r in refs for e in p.on_take(of, Take(r))])
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Has `action()` called in so many seconds; never, once closed."""
@@ -196,12 +204,12 @@ class References:
         """A worker is lost or has left."""
         with self._changed:
             if self.released:
-                self._leaks += self._held_by(worker.id)
-            effects = self._protocol.gone(worker.id, reason)
+                self._leaks += self._held_by(worker.number)
+            effects = self._protocol.gone(number_of(worker), reason)
             for fork, execution in list(self._answers.items()):
-                if execution.caller == worker:
+                if execution.caller.number == worker.number:
                     del self._answers[fork]
-        self.post.forget(worker.id)
+        self.post.forget(number_of(worker))
         self._perform(effects, WorkerLost(worker.name, "RRef creation", reason))
 
     def release(self, deadline: "Deadline", seconds: float) -> None:
@@ -283,12 +291,23 @@ class References:
         else:
             wait.set_exception(self.failure(held, "the wait for its confirmation"))
 
+    def owner(self, held: Held) -> WorkerInfo:
+        """The worker that has the value.
+
+        Raises:
+          RpcError: It was gone before this worker joined.
+        """
+        peer = self.agent.directory.numbered(held.owner)
+        if peer is None:
+            raise RpcError(held.failed)
+        return peer.info
+
     def failure(self, held: Held, operation: str) -> RpcError:
         """Why a reference cannot be used."""
-        owner = self.agent.directory.find(held.owner).info
-        gone = self.agent.directory.departed(owner.name)
-        if gone is not None:
-            return WorkerLost(owner.name, f"{operation} of an RRef", gone)
+        owner = self.agent.directory.numbered(held.owner)
+        if owner is not None and owner.departed is not None:
+            name, reason = owner.info.name, owner.departed
+            return WorkerLost(name, f"{operation} of an RRef", reason)
         return RpcError(held.failed)
 
     # --- messages ---
@@ -340,13 +359,22 @@ class References:
 
     def _held_by(self, holder: int | None) -> list[str]:
         """Forks that still count, of one worker or of all, in words."""
-        names = {peer.info.id: peer.info.name for peer in self.agent.directory.peers()}
         return [
-            f"{rref} held by {names.get(who, who)!r} as {fork}"
+            f"{rref} held by {self._name_of(who)!r} as {fork}"
             for rref, entry in self._protocol.owned
             for fork, who in entry.holders.items()
             if holder in (None, who)
         ]
+
+    def _name_of(self, holder: int) -> str | int:
+        peer = self.agent.directory.numbered(holder)
+        return holder if peer is None else peer.info.name
+
+    def _miss(self, owner: int) -> None:
+        """Notes it when an owner was gone before this worker joined."""
+        if self.agent.directory.numbered(owner) is None:
+            with self._changed:
+                self._protocol.gone(owner, "Its owner left before this worker joined.")
 
 
 def _freed(rref: GloballyUniqueId) -> str:

@@ -12,7 +12,7 @@ class Given(NamedTuple):
     """A fork on its way.
 
     Attributes:
-      receiver: Rank of the worker that shall have it.
+      receiver: Number of the worker that shall have it.
       rref: Id of the reference.
       fork: Id of the fork.
       parent: The giver's own fork, which has to outlive this; None where the giver is

@@ -1,0 +1,213 @@
+"""A model's profile: what each layer costs, and which layer feeds which.
+
+The text form is PipeDream's, so that published profiles can be read and profiles
+written here can be planned there:
+
+    node1 -- Linear(10, 10) -- forward_compute_time=0.021, backward_compute_time=0.043,
+        activation_size=800.0, parameter_size=440.000          (on one line)
+    \tnode1 -- node2
+
+Times are milliseconds, sizes bytes.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+
+from jdist._errors import requirement
+
+_COSTS = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "activation_size",
+    "parameter_size",
+)
+_LAYER = re.compile(
+    r"(?P<name>\S+) -- (?P<description>.*) -- "
+    + ", ".join(rf"{cost}=(?P<{cost}>[^,]+?)" for cost in _COSTS)
+    + r"(?: -- stage_id=(?P<stage>\d+))?"
+)
+_EDGE = re.compile(r"\t\s*(\S+) -- (\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer costs for one micro-batch.
+
+    Attributes:
+      name: Unique within the profile.
+      description: For people; "Input..." marks an input, which costs nothing.
+      forward: Seconds.
+      backward: Seconds.
+      activation_bytes: Of its outputs, one number each.
+      parameter_bytes: Of its parameters.
+      stage: Where a plan put it; None: nowhere yet.
+    """
+
+    name: str
+    description: str
+    forward: float
+    backward: float
+    activation_bytes: tuple[float, ...]
+    parameter_bytes: float
+    stage: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def output_bytes(self) -> float:
+        """Of all outputs together."""
+        return sum(self.activation_bytes)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Layers and the edges between them.
+
+    Attributes:
+      layers: In any order.
+      edges: Pairs of names: the first feeds the second.
+
+    Raises:
+      ValueError: A name occurs twice, an edge names no layer, layers feed each other in
+        a circle, or a cost is negative or NaN.
+
+    Example:
+      >>> first = Layer("a", "Linear(10, 10)", 1e-3, 2e-3, (800.0,), 440.0)
+      >>> second = Layer("b", "ReLU()", 1e-4, 1e-4, (800.0,), 0.0)
+      >>> profile = Profile((first, second), (("a", "b"),))
+      >>> print(profile.to_text(), end="")
+      a -- Linear(10, 10) -- forward_compute_time=1.000, backward_compute_time=2.000,
+          activation_size=800.0, parameter_size=440.000
+      b -- ReLU() -- forward_compute_time=0.100, backward_compute_time=0.100,
+          activation_size=800.0, parameter_size=0.000
+      <BLANKLINE>
+          a -- b
+    """
+
+    layers: tuple[Layer, ...]
+    edges: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        """Checks names and costs."""
+        names = [layer.name for layer in self.layers]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            rule = "must have different names"
+            raise ValueError(requirement("Profile(layers=...)", rule, repeated))
+        for layer in self.layers:
+            costs = (layer.seconds, layer.output_bytes, layer.parameter_bytes)
+            values = (layer.forward, layer.backward, *layer.activation_bytes, *costs)
+            if not all(value >= 0 for value in values):
+                rule = "must have costs of at least 0"
+                raise ValueError(requirement("Profile(layers=...)", rule, layer))
+        known = set(names)
+        for edge in self.edges:
+            if not known >= set(edge):
+                rule = "must join two of its layers"
+                raise ValueError(requirement("Profile(edges=...)", rule, edge))
+        try:
+            _ = self.order
+        except CycleError as error:
+            rule = "must not lead in a circle"
+            circle = " -> ".join(error.args[1])
+            raise ValueError(requirement("Profile(edges=...)", rule, circle)) from None
+
+    @classmethod
+    def chain(cls, layers: Sequence[Layer]) -> "Profile":
+        """Layers that feed each other one by one."""
+        names = [layer.name for layer in layers]
+        return cls(tuple(layers), tuple(pairwise(names)))
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Names, each after all that feed it; the order of `layers` decides ties."""
+        before: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
+        for source, target in self.edges:
+            before[target].append(source)
+        return tuple(TopologicalSorter(before).static_order())
+
+    def __getitem__(self, name: str) -> Layer:
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    def to_text(self) -> str:
+        """PipeDream's format. Times are rounded to a microsecond, as there."""
+        return "".join([*map(_line, self.layers), *map(_edge, self.edges)])
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the text to a file."""
+        Path(path).write_text(self.to_text())
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Reads a profile in PipeDream's format.
+
+    Raises:
+      ValueError: A line is neither a layer nor an edge, names its number; or the
+        profile is refused by `Profile`.
+    """
+    layers: list[Layer] = []
+    edges: list[tuple[str, str]] = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        edge = _EDGE.fullmatch(line)
+        layer = None if edge else _LAYER.fullmatch(line)
+        if edge:
+            edges.append((edge[1], edge[2]))
+        elif layer:
+            layers.append(_layer(layer, number))
+        elif line.strip():
+            rule = f"must have a layer or an edge in line {number}"
+            raise ValueError(requirement("load_profile(path=...)", rule, line))
+    return Profile(tuple(layers), tuple(edges))
+
+
+def _layer(found: re.Match[str], number: int) -> Layer:
+    try:
+        forward, backward, parameters = (float(found[_COSTS[i]]) for i in (0, 1, 3))
+        outputs = found["activation_size"].strip("[]").split("; ")
+        activations = tuple(float(size) for size in outputs)
+    except ValueError as error:
+        rule = f"must have numbers in line {number}"
+        raise ValueError(
+            requirement("load_profile(path=...)", rule, str(error))
+        ) from None
+    stage = None if found["stage"] is None else int(found["stage"])
+    return Layer(
+        found["name"],
+        found["description"],
+        forward / 1e3,
+        backward / 1e3,
+        activations,
+        parameters,
+        stage,
+    )
+
+
+def _line(layer: Layer) -> str:
+    sizes = "; ".join(f"{size:.1f}" for size in layer.activation_bytes)
+    if len(layer.activation_bytes) != 1:
+        sizes = f"[{sizes}]"
+    stage = "" if layer.stage is None else f" -- stage_id={layer.stage}"
+    description = layer.description.replace("\n", "")
+    costs = (
+        f"forward_compute_time={layer.forward * 1e3:.3f}, "
+        f"backward_compute_time={layer.backward * 1e3:.3f}, "
+        f"activation_size={sizes}, parameter_size={layer.parameter_bytes:.3f}"
+    )
+    return f"{layer.name} -- {description} -- {costs}{stage}\n"
+
+
+def _edge(edge: tuple[str, str]) -> str:
+    return f"\t{edge[0]} -- {edge[1]}\n"

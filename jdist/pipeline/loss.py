@@ -1,0 +1,137 @@
+"""The loss at the end of a pipeline, differentiated by what it is given."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import reduction
+from jdist._compat import trace, without_unread
+from jdist._tree import merge, split_inexact
+from jdist.reduction import Partial
+from jdist.segment._cache import Cache
+
+
+class LossPasses(NamedTuple):
+    """What is compiled of a loss function.
+
+    Attributes:
+      both: `(values, entries, weights)` to the losses' partial without a gradient, and
+        the cotangents of the values.
+      losses: `(values, entries, weights)` to the partial alone.
+    """
+
+    both: Callable[..., tuple[Partial, dict[str, Any]]]
+    losses: Callable[..., Partial]
+
+
+class _Blank(NamedTuple):
+    """What is known of an array that is not read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+_CACHE: Cache[LossPasses] = Cache("Pipeline(loss_fn)", size=64)
+
+
+class PipelineLoss:
+    """`loss_fn(outputs, batch)`, where it needs only the entries that it reads.
+
+    The outputs are one value where the pipeline puts out one, else a dict by name.
+
+    Args:
+      fn: The loss function: one loss per example.
+      names: Names of the values it is given.
+      kind: The reduction.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], names: tuple[str, ...], kind: str
+    ) -> None:
+        self._fn = fn
+        self._names = names
+        self.kind = kind
+
+    def entries_read(self, values: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the entries of the batch that the losses depend on.
+
+        Args:
+          values: Shapes of the values it is given, by name.
+          batch: The batch, or its shapes.
+        """
+        names = sorted(batch)
+        program, _ = trace(
+            lambda entries, values: _called(self._fn, self._names, values, entries),
+            {name: batch[name] for name in names},
+            values,
+        )
+        sizes = [len(jax.tree.leaves(batch[name])) for name in names]
+        _, read = without_unread(program, sum(sizes))
+        found, start = [], 0
+        for name, size in zip(names, sizes, strict=True):
+            if any(read[start : start + size]):
+                found.append(name)
+            start += size
+        return tuple(found)
+
+    def passes(self, batch: Mapping[str, Any], read: tuple[str, ...]) -> LossPasses:
+        """Compiled passes for micro-batches of these shapes.
+
+        Args:
+          batch: A micro-batch, or its shapes.
+          read: What `entries_read` found.
+        """
+        unread = {
+            name: jax.tree.map(lambda x: _Blank(x.shape, str(x.dtype)), entry)
+            for name, entry in batch.items()
+            if name not in read
+        }
+        leaves, structure = jax.tree.flatten(
+            unread, is_leaf=lambda x: isinstance(x, _Blank)
+        )
+        options = (self._names, self.kind, tuple(leaves), structure)
+        return _CACHE.get(
+            self._fn,
+            options,
+            lambda: _compiled(self._fn, self._names, self.kind, leaves, structure),
+        )
+
+
+def _called(
+    fn: Callable[..., Any], names: tuple[str, ...], values: Any, batch: Any
+) -> Any:
+    return fn(values[names[0]] if len(names) == 1 else values, batch)
+
+
+def _compiled(
+    fn: Callable[..., Any],
+    names: tuple[str, ...],
+    kind: str,
+    unread: list[_Blank],
+    structure: Any,
+) -> LossPasses:
+    def losses_of(values: Any, entries: Any, weights: Any) -> jax.Array:
+        # What it does not read is not sent to it; here it only has its shape.
+        blanks = [jnp.zeros(shape, dtype) for shape, dtype in unread]
+        batch = {**jax.tree.unflatten(structure, blanks), **entries}
+        found = _called(fn, names, values, batch)
+        reduction.check_losses(found, weights.shape)
+        return found
+
+    def both(values: Any, entries: Any, weights: Any) -> tuple[Partial, dict[str, Any]]:
+        floating, fixed = split_inexact(values)
+        found, pull_back = jax.vjp(
+            lambda v: losses_of(merge(v, fixed), entries, weights), floating
+        )
+        value, seeds, weight = reduction.seeds(found, weights, kind)
+        (d_values,) = pull_back(seeds.astype(found.dtype))
+        return Partial(value, None, weight), d_values
+
+    def losses(values: Any, entries: Any, weights: Any) -> Partial:
+        found = losses_of(values, entries, weights)
+        value, _, weight = reduction.seeds(found, weights, kind)
+        return Partial(value, None, weight)
+
+    return LossPasses(jax.jit(both), jax.jit(losses))

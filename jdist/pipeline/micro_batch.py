@@ -1,0 +1,93 @@
+"""Cutting a batch into micro-batches, and what each of them weighs."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._tree import examples_in
+
+
+class MicroBatch(NamedTuple):
+    """One of the parts of a batch.
+
+    Attributes:
+      number: Which of them.
+      batch: Its entries.
+      weights: `(examples,)`, float32 or wider.
+      total: Sum of the weights.
+    """
+
+    number: int
+    batch: dict[str, Any]
+    weights: np.ndarray
+    total: float
+
+
+def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
+    """Cuts a batch into `count` micro-batches, as equal as they can be.
+
+    Where the examples do not divide, the first ones have one more. No example is added
+    or left out: each counts by its weight, so that uneven parts add up to the gradient
+    of the whole batch.
+
+    Args:
+      batch: Mapping of names to pytrees of arrays, each `(examples, ...)`.
+      weights: `(examples,)`, non-negative, or None for 1 each.
+      count: How many; at most the number of examples.
+
+    Raises:
+      TypeError: The batch is no mapping.
+      ValueError: It has fewer examples than that, or leaves of unequal length; the
+        weights are of another shape, negative, not finite, or all zero.
+
+    Example:
+      >>> parts = split_batch({"x": np.arange(5.0)}, None, 2)
+      >>> [part.batch["x"].tolist() for part in parts]
+      [[0.0, 1.0, 2.0], [3.0, 4.0]]
+    """
+    call = "Pipeline.value_and_grad(batch)"
+    if not isinstance(batch, dict):
+        rule = "must be a dict of named arrays, from which stages and loss take theirs"
+        raise TypeError(requirement(call, rule, f"a {type(batch).__name__}"))
+    examples = examples_in(batch, "Pipeline.value_and_grad")
+    if examples < count:
+        rule = f"must have an example for each of the {count} micro-batches"
+        remedy = "Make the batch larger, or the schedule with fewer micro-batches."
+        raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
+    checked = check_weights(weights, examples)
+    sizes = [examples // count + (i < examples % count) for i in range(count)]
+    bounds = [0, *np.cumsum(sizes).tolist()]
+    parts = []
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+        rows = jax.tree.map(lambda x, a=start, b=end: x[a:b], batch)
+        own = checked[start:end]
+        # In float64: single weights are judged against double gradients, too.
+        parts.append(MicroBatch(number, rows, own, float(own.sum(dtype=np.float64))))
+    return parts
+
+
+def check_weights(weights: Any, examples: int) -> np.ndarray:
+    """The weights of a batch, as an array on the host.
+
+    Raises:
+      ValueError: See `split_batch`.
+    """
+    if weights is None:
+        return np.ones(examples, np.float32)
+    call = "Pipeline.value_and_grad(weights=...)"
+    found = np.asarray(weights)
+    if found.dtype != np.float64:
+        found = found.astype(np.float32)
+    if found.shape != (examples,):
+        rule = f"must be one number for each of the {examples} examples"
+        raise ValueError(requirement(call, rule, f"shape {found.shape}"))
+    if not (np.isfinite(found).all() and (found >= 0).all()):
+        rule = "must be finite and not negative"
+        raise ValueError(requirement(call, rule, f"{found.min()} to {found.max()}"))
+    if not found.any():
+        rule = "must not all be zero"
+        raise ValueError(requirement(call, rule, f"{examples} zeros"))
+    return found

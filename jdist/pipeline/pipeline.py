@@ -1,0 +1,377 @@
+"""`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.optim import Optimizer
+from jdist.pipeline.executor import executor_for
+from jdist.pipeline.loss import PipelineLoss
+from jdist.pipeline.micro_batch import MicroBatch, split_batch
+from jdist.pipeline.passage import Passage
+from jdist.pipeline.post import Post, moved
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.shapes import check_shapes
+from jdist.pipeline.stage import Stage
+from jdist.pipeline.stage_run import StageRun
+from jdist.pipeline.step import Step
+from jdist.pipeline.training import (
+    Metrics,
+    PipelineState,
+    optimizers_for,
+    square,
+    update,
+)
+from jdist.pipeline.wiring import wire
+from jdist.reduction import check_reduction
+
+
+class Pipeline:
+    """A model cut into stages, which work on micro-batches as a schedule says.
+
+    The gradient is that of the whole batch: every example counts by its weight, also
+    where micro-batches differ in size or in the sum of their weights.
+
+        dL/dW = S_i S_k w_ik dl_ik/dW / S_i S_k w_ik      (mean; example k of i)
+
+    Args:
+      stages: The stages.
+      loss_fn: `loss_fn(outputs, batch) -> losses`, one per example. `outputs` is the
+        last stage's output, or a dict by name if there are several. It runs where the
+        last stage runs, and of the batch only what it reads is sent there.
+      schedule: Who does what in which order; see `gpipe`, `one_f_one_b` and the others.
+      workers_or_devices: One for each worker of the schedule: devices of this process,
+        or names of rpc's workers, each of which makes the same pipeline and calls it.
+        By default all stages are on JAX's default device.
+      optimizer: For `train_step`: one of `jdist.optim` for all stages, or one each.
+      max_norm: The gradient is scaled down to this norm, over all stages together.
+      reduction: "mean", "sum", "max" or "min" over the examples of the batch.
+      loss_inputs: Names of the values that the loss is given, if these are not the last
+        stage's outputs.
+
+    Raises:
+      ValueError: Stages and schedule do not fit, names do not match up, `reduction` is
+        unknown, or there is not one place for each worker.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import pipeline
+      >>> first = pipeline.Stage(lambda w, x: jnp.tanh(x @ w), ("x",), ("h",))
+      >>> second = pipeline.Stage(lambda w, h: h @ w, ("h",), ("y",))
+      >>> pipe = pipeline.Pipeline(
+      ...     [first, second],
+      ...     lambda y, batch: ((y - batch["target"]) ** 2).sum(-1),
+      ...     pipeline.one_f_one_b(2, 3),
+      ... )
+      >>> params = [jnp.array([[0.5, -0.3]]), jnp.array([[1.0], [2.0]])]
+      >>> batch = {"x": jnp.arange(5.0)[:, None], "target": jnp.ones((5, 1))}
+      >>> loss, grads = pipe.value_and_grad(params, batch)
+      >>> print(f"{loss:.4f}", [g.shape for g in grads])
+      1.8425 [(1, 2), (2, 1)]
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        loss_fn: Callable[..., Any],
+        schedule: Schedule,
+        workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        max_norm: float | None = None,
+        reduction: str = "mean",
+        loss_inputs: Sequence[str] | None = None,
+    ) -> None:
+        check_reduction("Pipeline", reduction)
+        self.wiring = wire(stages, loss_inputs)
+        self.schedule = schedule
+        self.record: list[Passage] = []
+        _check_schedule(schedule, len(self.wiring.stages))
+        self._executor = executor_for(schedule, workers_or_devices)
+        self._places = self._executor.places
+        self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
+        self._compiled = [
+            stage.compiled(self.wiring.from_batch(number), number)
+            for number, stage in enumerate(self.wiring.stages)
+        ]
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._checked: dict[Any, tuple[str, ...]] = {}
+        self._steps = 0
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages, by number."""
+        return self.wiring.stages
+
+    @property
+    def own(self) -> list[int]:
+        """Numbers of the stages that run in this process."""
+        here = set(self._places.own)
+        placement = self.schedule.placement
+        return [j for j, workers in enumerate(placement) if here.intersection(workers)]
+
+    def place(self, params: Sequence[Any]) -> list[Any]:
+        """The parameters (or states) of each stage, on its device.
+
+        Those of a stage with several workers are on the first one's; None takes the
+        place of stages that run in other processes.
+        """
+        _check_count("Pipeline.place(params)", params, len(self.stages))
+        placed: list[Any] = [None] * len(self.stages)
+        for number in self.own:
+            device = self._places.devices[self._first(number)]
+            placed[number] = moved(params[number], device)
+        return placed
+
+    def value_and_grad(
+        self,
+        params: Sequence[Any],
+        batch: Mapping[str, Any],
+        weights: Any = None,
+        *,
+        states: Sequence[Any] | None = None,
+        key: Any = None,
+    ) -> Any:
+        """The loss of the batch, and the gradient of every stage's parameters.
+
+        With workers in several processes each of them calls it, with the same batch,
+        weights and key, and gets the gradients of its own stages.
+
+        Args:
+          params: One pytree per stage, each on its stage's device (`place`). Those of
+            stages that run in other processes are not looked at.
+          batch: Named arrays, each `(examples, ...)`.
+          weights: `(examples,)`, non-negative; by default 1 each.
+          states: One per stage, None where there is none, if a stage is stateful.
+          key: A PRNG key, if a stage takes one: stage j and micro-batch i get
+            `fold_in(fold_in(key, j), i)`.
+
+        Returns:
+          `(loss, grads)`; with `states`, `(loss, grads, states)` as the last
+          micro-batch left them. `grads` is a list of trees like the parameters, on
+          their devices, None at leaves that are not floating and in the place of
+          stages that run in other processes.
+
+        Raises:
+          ValueError, TypeError: The arguments do not fit the stages; the message names
+            the stage and the value. An entry of the batch lies on another device than
+            the stage that takes it.
+          WorkerLost: A worker of the pipeline is gone.
+          RpcTimeout: Nothing came from the others for longer than rpc's default timeout
+            (`rpc.set_default_timeout`); their compilation counts.
+          Exception: Whatever went wrong on another worker, with its name in a note.
+        """
+        found, runs = self._run(params, batch, weights, states, key)
+        if states is None:
+            return found.loss, found.grads
+        return found.loss, found.grads, self._after(runs)
+
+    def init(
+        self,
+        params: Sequence[Any],
+        states: Sequence[Any] | None = None,
+        key: Any = None,
+    ) -> PipelineState:
+        """The state before the first training step.
+
+        Args:
+          params: One pytree per stage; copied, because training steps donate theirs.
+            Those of stages that run in other processes are not looked at.
+          states: One per stage, None where there is none.
+          key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
+
+        Raises:
+          ValueError, TypeError: No optimizer fits; or not one tree per stage.
+        """
+        stages = len(self.stages)
+        given = [None] * stages if states is None else list(states)
+        _check_count("Pipeline.init(states=...)", given, stages)
+        optimizers = optimizers_for(self._optimizer, stages)
+        placed = jax.tree.map(jnp.copy, self.place(params))
+        kept: list[Any] = [None] * stages
+        for j in self.own:
+            kept[j] = optimizers[j].init(placed[j])
+        return PipelineState(0, placed, kept, self.place(given), key)
+
+    def train_step(
+        self, state: PipelineState, batch: Mapping[str, Any], weights: Any = None
+    ) -> tuple[PipelineState, Metrics]:
+        """One step: the gradient of the batch, and an update of every stage.
+
+        Args:
+          state: From `init` or the step before; its arrays are donated.
+          batch: As for `value_and_grad`.
+          weights: As for `value_and_grad`.
+
+        Returns:
+          The next state, and what the step found out.
+
+        Raises: what `value_and_grad` raises.
+        """
+        optimizers = optimizers_for(self._optimizer, len(self.stages))
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        found, runs = self._run(state.params, batch, weights, state.states, key)
+        params, kept = list(state.params), list(state.opt_states)
+        for j in self.own:
+            clipping = None
+            if self._max_norm is not None:
+                norm = moved(found.norm, self._places.devices[self._first(j)])
+                clipping = norm, self._max_norm
+            params[j], kept[j] = update(
+                optimizers[j], params[j], found.grads[j], kept[j], clipping
+            )
+        after = self._after(runs)
+        step = state.step + 1
+        metrics = Metrics(found.loss, found.norm)
+        return PipelineState(step, params, kept, after, state.key), metrics
+
+    def _run(
+        self,
+        params: Sequence[Any],
+        batch: Mapping[str, Any],
+        weights: Any,
+        states: Sequence[Any] | None,
+        key: Any,
+    ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
+        call = "Pipeline.value_and_grad"
+        stages = len(self.stages)
+        given = [None] * stages if states is None else list(states)
+        _check_count(f"{call}(params)", params, stages)
+        _check_count(f"{call}(states=...)", given, stages)
+        parts = split_batch(batch, weights, self.schedule.micro_batches)
+        runs = self._runs(params, given, key)
+        number, self._steps = self._steps, self._steps + 1
+        post = self._executor.open(number)
+        try:
+            found = self._step(number, post, runs, parts)
+        except BaseException as error:
+            post.end(error)
+            raise
+        post.end(None)
+        return found, runs
+
+    def _after(self, runs: Mapping[tuple[int, int], StageRun]) -> list[Any]:
+        """What stateful stages were left with."""
+        after: list[Any] = [None] * len(self.stages)
+        for j in self.own:
+            after[j] = runs[self._first(j), j].state
+        return after
+
+    def _step(
+        self,
+        number: int,
+        post: Post,
+        runs: Mapping[tuple[int, int], StageRun],
+        parts: Sequence[MicroBatch],
+    ) -> "_Found":
+        read = self._read(post, runs, parts[0].batch)
+        step = Step(
+            number,
+            self.wiring,
+            self._places,
+            runs,
+            post,
+            self._loss,
+            read,
+            parts,
+        )
+        step.run()
+        self.record = step.passages
+        grads: list[Any] = [None] * len(self.stages)
+        for j in self.own:
+            grads[j] = step.gradient(self._first(j), j)
+        norm = None
+        if self._max_norm is not None:
+            norm = step.norm({j: square(grads[j]) for j in self.own})
+        return _Found(step.loss(self._places.own[0]), grads, norm)
+
+    def _first(self, stage: int) -> int:
+        """The first worker of this process that runs a stage."""
+        return min(set(self.schedule.placement[stage]).intersection(self._places.own))
+
+    def _read(
+        self,
+        post: Post,
+        runs: Mapping[tuple[int, int], StageRun],
+        batch: Mapping[str, Any],
+    ) -> tuple[str, ...]:
+        """Checks what does not need numbers, once for all steps of equal shapes.
+
+        Between processes only in the first step: nobody sees others' shapes change.
+        """
+        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
+        leaves, structure = jax.tree.flatten((trees, dict(batch)))
+        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        signature = (kinds, structure) if self._executor.sees_all else None
+        if signature not in self._checked:
+            self._checked[signature] = check_shapes(
+                self.wiring, self._places, post, self._loss, trees, batch
+            )
+        return self._checked[signature]
+
+    def _runs(
+        self, params: Sequence[Any], states: Sequence[Any], key: Any
+    ) -> dict[tuple[int, int], StageRun]:
+        runs = {}
+        for number in self.own:
+            stage, own = self.stages[number], None
+            if stage.keyed:
+                own = jax.random.fold_in(_given(key, number), number)
+            for worker in self.schedule.placement[number]:
+                if worker not in self._places.own:
+                    continue
+                device = self._places.devices[worker]
+                runs[worker, number] = StageRun(
+                    stage,
+                    self._compiled[number],
+                    moved(params[number], device),
+                    moved(states[number], device),
+                    moved(own, device),
+                    self._loss.kind,
+                )
+        return runs
+
+
+class _Found(NamedTuple):
+    """What a step has found.
+
+    Attributes:
+      loss: Of the batch.
+      grads: Of each stage of this process.
+      norm: Of all stages' gradients together, if it is asked for.
+    """
+
+    loss: jax.Array
+    grads: list[Any]
+    norm: jax.Array | None
+
+
+def _given(key: Any, number: int) -> Any:
+    if key is None:
+        rule = f"must be given, because stage {number} takes a PRNG key"
+        raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
+    return key
+
+
+def _check_schedule(schedule: Schedule, stages: int) -> None:
+    if schedule.stages != stages:
+        rule = f"must be one for the {stages} stages"
+        got = f"one for {schedule.stages}"
+        raise ValueError(requirement("Pipeline(schedule)", rule, got))
+    schedule.validate()
+    if schedule.forward_only or schedule.updates is not None:
+        rule = "must have a backward pass for each forward pass, and a flush"
+        raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
+
+
+def _check_count(argument: str, trees: Sequence[Any], stages: int) -> None:
+    if not isinstance(trees, list | tuple) or len(trees) != stages:
+        rule = f"must be a list of {stages} trees, one per stage"
+        size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
+        got = f"a {type(trees).__name__}{size}"
+        raise ValueError(requirement(argument, rule, got))

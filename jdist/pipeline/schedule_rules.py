@@ -1,0 +1,166 @@
+"""The rules that a schedule keeps, each checked on all actions at once."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jdist.pipeline.schedule_actions import (
+    KINDS,
+    Action,
+    B,
+    Columns,
+    F,
+    ScheduleError,
+    W,
+)
+
+if TYPE_CHECKING:
+    from jdist.pipeline.schedule import Schedule
+
+
+def validate(schedule: "Schedule") -> None:
+    """Checks every rule, in the order of `Schedule.validate`.
+
+    Raises:
+      ScheduleError: With the first rule broken.
+    """
+    check_complete(schedule)
+    _one_action(schedule)
+    _dependencies(schedule)
+    _live_activations(schedule)
+    _clock_count(schedule)
+
+
+def check_complete(schedule: "Schedule") -> None:
+    """Checks "complete", the one rule that needs no clock.
+
+    Raises:
+      ScheduleError: It is broken.
+    """
+    _placed(schedule)
+    _each_once(schedule)
+
+
+def live_activations(columns: Columns) -> np.ndarray:
+    """How many activations a worker holds when each of its actions has begun.
+
+    F adds one; W takes one away when it ends, and so does a B that no W follows.
+
+    Returns:
+      int64, one per action.
+    """
+    return live(columns, np.ones(len(columns), np.int64))
+
+
+def live(columns: Columns, size: np.ndarray) -> np.ndarray:
+    """What a worker holds in all, if each action's activations have a size.
+
+    Args:
+      columns: The actions.
+      size: For each action, of its stage's activations for its micro-batch.
+
+    Returns:
+      The dtype of `size`, one per action, when it has begun.
+    """
+    shape = (columns.stage.max(initial=0) + 1, columns.micro_batch.max(initial=0) + 1)
+    split = columns.index_of(W, *shape) >= 0
+    whole = ~split[columns.stage, columns.micro_batch]
+    freed = (columns.kind == W) | ((columns.kind == B) & whole)
+    made = np.concatenate([[0], np.cumsum(size * (columns.kind == F))])
+    gone = np.concatenate([[0], np.cumsum(size * freed)])
+    # Counted from the beginning of each worker's own program.
+    begin = np.repeat(columns.first[:-1], np.diff(columns.first))
+    return (made[1:] - made[begin]) - (gone[:-1] - gone[begin])
+
+
+def _placed(schedule: "Schedule") -> None:
+    columns = schedule.columns
+    wrong = (
+        (columns.stage < 0)
+        | (columns.stage >= schedule.stages)
+        | (columns.micro_batch < 0)
+        | (columns.micro_batch >= schedule.micro_batches)
+    )
+    what = f"is not one of {schedule.stages} stages, {schedule.micro_batches} batches"
+    _refuse_first(schedule, "complete", wrong, what)
+    owner = schedule.owner[columns.stage, columns.micro_batch]
+    wrong = owner != columns.worker_of_each()
+    _refuse_first(schedule, "complete", wrong, "stands on another worker than its own")
+
+
+def _each_once(schedule: "Schedule") -> None:
+    columns = schedule.columns
+    shape = (schedule.stages, schedule.micro_batches)
+    cell = columns.stage.astype(np.int64) * shape[1] + columns.micro_batch
+    for kind, name in enumerate(KINDS):
+        where = np.flatnonzero(columns.kind == kind)
+        count = np.bincount(cell[where], minlength=shape[0] * shape[1])
+        allowed = not (schedule.forward_only and kind != F)
+        repeated = np.zeros(len(columns), bool)
+        repeated[where] = (count[cell[where]] > 1) | (not allowed)
+        what = "stands there more than once" if allowed else "in a forward-only one"
+        _refuse_first(schedule, "complete", repeated, what)
+        missing = np.flatnonzero(count == 0)
+        if missing.size and kind != W and allowed:
+            stage, micro_batch = divmod(int(missing[0]), shape[1])
+            worker = schedule.worker(stage, micro_batch)
+            action = Action(name, stage, micro_batch)
+            raise ScheduleError("complete", "is missing", worker, action)
+
+
+def _one_action(schedule: "Schedule") -> None:
+    clock, first = schedule.clock, schedule.columns.first
+    wrong = np.zeros(len(clock), bool)
+    wrong[1:] = clock[1:] <= clock[:-1]
+    wrong[first[:-1][first[:-1] < len(clock)]] = False
+    wrong |= clock < 0
+    what = "has not a clock of its own after the worker's action before it"
+    _refuse_first(schedule, "one action", wrong, what)
+
+
+def _dependencies(schedule: "Schedule") -> None:
+    columns = schedule.columns
+    shape = (schedule.stages, schedule.micro_batches)
+    never = np.full(shape, -1, np.int32)
+    when = [never.copy() for _ in KINDS]
+    for kind, table in enumerate(when):
+        own = columns.kind == kind
+        table[columns.stage[own], columns.micro_batch[own]] = schedule.clock[own]
+    before = np.vstack([never[:1], when[F][:-1]])
+    after = np.vstack([when[B][1:], never[:1]])
+    for kind, needed, name in (
+        (F, before, "F of the stage before"),
+        (B, after, "B of the stage after"),
+        (B, when[F], "its own F"),
+        (W, np.where(when[B] < 0, schedule.clocks, when[B]), "its own B"),
+    ):
+        due = needed[columns.stage, columns.micro_batch]
+        wrong = (columns.kind == kind) & (schedule.clock <= due)
+        _refuse_first(schedule, "dependencies", wrong, f"does not come after {name}")
+
+
+def _live_activations(schedule: "Schedule") -> None:
+    if schedule.activation_bound is None:
+        return
+    bound = np.asarray(schedule.activation_bound)
+    alive = live_activations(schedule.columns)
+    wrong = alive > np.repeat(bound, np.diff(schedule.columns.first))
+    what = f"exceeds the bounds {schedule.activation_bound}"
+    _refuse_first(schedule, "live activations", wrong, what)
+
+
+def _clock_count(schedule: "Schedule") -> None:
+    if schedule.clock_bound is None:
+        return
+    wrong = schedule.clock >= schedule.clock_bound
+    what = f"comes after the last of {schedule.clock_bound} clocks"
+    _refuse_first(schedule, "clock count", wrong, what)
+
+
+def _refuse_first(
+    schedule: "Schedule", rule: str, wrong: np.ndarray, what: str
+) -> None:
+    found = np.flatnonzero(wrong)
+    if found.size:
+        columns, index = schedule.columns, int(found[0])
+        raise ScheduleError(rule, what, columns.worker(index), columns.action(index))

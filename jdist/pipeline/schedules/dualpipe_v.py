@@ -1,0 +1,58 @@
+"""DualPipeV: forward passes of one direction beside backward passes of the other."""
+
+from jdist._errors import requirement
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.schedule_actions import Columns
+from jdist.pipeline.schedule_program import Phase, check_counts, phases
+
+
+def dualpipe_v(n: int, m: int) -> Schedule:
+    """DualPipeV for n workers with stages j and 2n - 1 - j each, and m micro-batches.
+
+    In its long middle a worker does a forward pass of one of its stages beside a
+    backward pass of the other, which on an accelerator hides the messages of each
+    behind the work of the other. Here the two are consecutive actions; an executor may
+    start them together. Backward passes are split at the beginning and the end only.
+
+    Raises:
+      ValueError: A number is below 1, or there are fewer than 2n micro-batches.
+
+    Source:
+      DeepSeek-AI, DualPipe (github.com/deepseek-ai/DualPipe); the V form is Sea AI
+      Lab's "cut-in-half".
+
+    Example:
+      >>> print(dualpipe_v(1, 2))
+      worker 0 | 0F0 1F0 0F1 1B0 1F1 0B0 1B1 0B1 0W1
+    """
+    check_counts("dualpipe_v", n=n, m=m)
+    if m < 2 * n:
+        rule = f"must be at least {2 * n}, one per stage"
+        raise ValueError(requirement("dualpipe_v(m=...)", rule, m))
+    programs = [phases(_patterns(n, m, j), [j, 2 * n - 1 - j], m) for j in range(n)]
+    return Schedule(
+        "DualPipeV",
+        m,
+        tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n)),
+        Columns.joined(programs),
+        activation_bound=(2 * n + 1,) * n,
+        clock_bound=4 * m + 2 * n - 1,
+    )
+
+
+def _patterns(n: int, m: int, j: int) -> list[Phase]:
+    behind = n - j - 1
+    # Of the last 2 (j + 1) backward passes the second half is split.
+    whole, odd = divmod(j + 1, 2)
+    return [
+        ("F0", 2 * behind),
+        ("F0 F1", j + 1),
+        ("I1 W F1", behind),
+        ("F0 B1 F1 B0", m - 2 * n + j + 1),
+        ("B1 F1 B0", behind),
+        ("B1 B0", whole),
+        ("B1 I0", odd),
+        ("I1 I0", whole),
+        ("W I0", behind),
+        ("W", j + 1),
+    ]

@@ -1,0 +1,31 @@
+"""Forward only: a pipeline that evaluates."""
+
+import numpy as np
+
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.schedule_actions import Columns, F, Program
+from jdist.pipeline.schedule_program import check_counts
+
+
+def forward_only(n: int, m: int) -> Schedule:
+    """n stages, one per worker, evaluate m micro-batches.
+
+    Raises:
+      ValueError: A number is below 1.
+
+    Example:
+      >>> print(forward_only(2, 3))
+      worker 0 | 0F0 0F1 0F2  .
+      worker 1 |  .  1F0 1F1 1F2
+    """
+    check_counts("forward_only", n=n, m=m)
+    kind, every = np.full(m, F), np.arange(m)
+    programs = [Program(kind, np.full(m, stage), every) for stage in range(n)]
+    return Schedule(
+        "forward only",
+        m,
+        tuple((stage,) for stage in range(n)),
+        Columns.joined(programs),
+        forward_only=True,
+        clock_bound=m + n - 1,
+    )

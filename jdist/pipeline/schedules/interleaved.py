@@ -1,0 +1,72 @@
+"""Interleaved 1F1B: several stages per worker, so that the pipeline fills sooner."""
+
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.schedule_actions import Columns
+from jdist.pipeline.schedule_program import Sequenced, alternating, check_counts
+
+
+def interleaved(n: int, m: int, chunks: int) -> Schedule:
+    """1F1B over n workers with `chunks` stages each: stages j, n + j, 2n + j, ...
+
+    A worker takes a round of r micro-batches through one of its stages, then the same
+    round through its next stage. The bubble is that of 1F1B divided by `chunks`, for
+    `chunks` times the messages.
+
+    Args:
+      n: Workers.
+      m: Micro-batches. They make m // n rounds of equal size (at least one round).
+      chunks: Stages per worker.
+
+    Raises:
+      ValueError: A number is below 1, or m does not divide into its rounds.
+
+    Source:
+      Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
+      Using Megatron-LM, SC 2021, 2.2.
+
+    Example:
+      >>> print(interleaved(2, 2, chunks=2))
+      worker 0 | 0F0 0F1 2F0 2F1  .  2B0  .  2B1 0B0 0B1
+      worker 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1  .
+    """
+    check_counts("interleaved", n=n, m=m, chunks=chunks)
+    rounds = max(1, m // n)
+    if m % rounds:
+        rule = f"must be a multiple of its {rounds} rounds of at least {n} workers"
+        remedy = f"A multiple of {n}, or fewer than {2 * n}, always is."
+        raise ValueError(requirement("interleaved(m=...)", rule, m, remedy))
+    size = m // rounds
+    ahead = [
+        min(m * chunks, 2 * (n - rank - 1) + (chunks - 1) * size) for rank in range(n)
+    ]
+    programs = [
+        alternating(
+            _order(n, m, chunks, size, rank),
+            _order(n, m, chunks, size, rank, backward=True),
+            warm_up=ahead[rank],
+        )
+        for rank in range(n)
+    ]
+    return Schedule(
+        "interleaved 1F1B",
+        m,
+        tuple((stage % n,) for stage in range(n * chunks)),
+        Columns.joined(programs),
+        activation_bound=tuple(min(m * chunks, a + 1) for a in ahead),
+        # With fewer micro-batches than workers a round waits for its own return.
+        clock_bound=2 * (m * chunks + n - 1 + (chunks - 1) * max(0, n - m)),
+    )
+
+
+def _order(
+    n: int, m: int, chunks: int, size: int, rank: int, backward: bool = False
+) -> Sequenced:
+    k = np.arange(m * chunks)
+    chunk = k // size % chunks
+    micro_batch = k // (size * chunks) * size + k % size
+    if backward:
+        chunk = chunks - 1 - chunk
+    return chunk * n + rank, micro_batch

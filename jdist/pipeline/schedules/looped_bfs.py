@@ -1,0 +1,49 @@
+"""Looped breadth-first: each stage of a worker takes all micro-batches at once."""
+
+import numpy as np
+
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.schedule_actions import Columns
+from jdist.pipeline.schedule_program import Sequenced, alternating, check_counts
+
+
+def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
+    """Breadth-first over n workers with `chunks` stages each: j, n + j, 2n + j, ...
+
+    All micro-batches go through a worker's first stage, then all through its second,
+    and back in the same manner. The bubble is that of the interleaved schedule; all
+    activations are alive at once, but the parameters of one stage are needed, and its
+    gradients are complete, for one stretch of time only: what sharded data parallelism
+    wants.
+
+    Raises:
+      ValueError: A number is below 1.
+
+    Source:
+      Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023.
+
+    Example:
+      >>> print(looped_bfs(2, 2, chunks=2))
+      worker 0 | 0F0 0F1 2F0 2F1  .   .  2B0 2B1 0B0 0B1
+      worker 1 |  .  1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1  .
+    """
+    check_counts("looped_bfs", n=n, m=m, chunks=chunks)
+    programs = []
+    for rank in range(n):
+        stages = np.arange(chunks) * n + rank
+        forward = _breadth_first(stages, m)
+        backward = _breadth_first(stages[::-1], m)
+        programs.append(alternating(forward, backward, warm_up=m * chunks))
+    return Schedule(
+        "looped BFS",
+        m,
+        tuple((stage % n,) for stage in range(n * chunks)),
+        Columns.joined(programs),
+        activation_bound=(m * chunks,) * n,
+        # A stage's turn comes when its worker is free and the round before has arrived.
+        clock_bound=2 * ((chunks - 1) * max(m, n) + m + n - 1),
+    )
+
+
+def _breadth_first(stages: np.ndarray, m: int) -> Sequenced:
+    return np.repeat(stages, m), np.tile(np.arange(m), len(stages))

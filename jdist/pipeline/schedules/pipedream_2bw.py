@@ -1,0 +1,40 @@
+"""PipeDream-2BW: 1F1B without a flush and with two versions of the weights."""
+
+from dataclasses import replace
+
+from jdist._errors import requirement
+from jdist.pipeline.schedule import Schedule, Updates
+from jdist.pipeline.schedule_program import check_counts
+from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
+
+
+def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedule:
+    """Asynchronous 1F1B with gradients accumulated over `update_every` micro-batches.
+
+    All of a batch's micro-batches, on all stages, use the weights before the newest
+    ones, w(t+1) = w(t) - lr grad f(w(t-1)), so that two versions are enough.
+
+    Args:
+      n: Stages, one per worker.
+      m: Micro-batches until the pipeline drains.
+      update_every: Micro-batches per update, at least n; None: n.
+
+    Raises:
+      ValueError: A number is below 1, or `update_every` below n: then a micro-batch
+        would start before the weights that it needs are there.
+
+    Source:
+      Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021.
+
+    Example:
+      >>> pipedream_2bw(2, 8).updates
+      Updates(every=2, uses='previous')
+    """
+    every = n if update_every is None else update_every
+    check_counts("pipedream_2bw", n=n, m=m, update_every=every)
+    if every < n:
+        rule = f"must be at least the {n} stages"
+        raise ValueError(requirement("pipedream_2bw(update_every=...)", rule, every))
+    return replace(
+        one_f_one_b(n, m), name="PipeDream-2BW", updates=Updates(every, "previous")
+    )

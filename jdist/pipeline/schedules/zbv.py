@@ -1,0 +1,51 @@
+"""ZBV: zero bubble with two stages per worker, laid out as a V."""
+
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.schedule_actions import Columns
+from jdist.pipeline.schedule_program import check_counts, phases
+
+
+def zbv(n: int, m: int) -> Schedule:
+    """ZBV for n workers with stages j and 2n - 1 - j each, and m micro-batches.
+
+    The last stage is on worker 0, so that a micro-batch ends where it began and its
+    backward pass starts early. When F, B and W take equally long no worker is idle from
+    its first action to its last, with the memory of 1F1B: 2n of these half-size stages'
+    activations.
+
+    Raises:
+      ValueError: A number is below 1.
+
+    Source:
+      Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (V-ZB);
+      Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
+
+    Example:
+      >>> print(zbv(2, 2))
+      worker 0 | 0F0 0F1  .  3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0  .  0B1 0W1
+      worker 1 |  .  1F0 2F0 1F1 2F1 2B0 2W0 1B0 1W0 2B1 2W1 1B1 1W1  .
+    """
+    check_counts("zbv", n=n, m=m)
+    made_for = max(m, 2 * n - 1)
+    programs = []
+    for j in range(n):
+        patterns = [
+            ("F0", 2 * (n - j) - 1),
+            ("F1 F0", j),
+            ("F1 I1 W", n - j),
+            ("F0 I0 W F1 I1 W", made_for - 2 * n + 1 + j),
+            ("I0 W F1 I1 W", n - 1 - j),
+            ("I0 I1", j),
+            ("I0 W", n - j),
+            ("W", 2 * j),
+        ]
+        programs.append(phases(patterns, [j, 2 * n - 1 - j], m))
+    return Schedule(
+        "ZBV",
+        m,
+        tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n)),
+        Columns.joined(programs),
+        activation_bound=(2 * min(m, n),) * n,
+        # Below 2n - 1 micro-batches the way there and back, 4n actions, shows.
+        clock_bound=max(6 * m + n - 1, 4 * m + 4 * n - 2),
+    )

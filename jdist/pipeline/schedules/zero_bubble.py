@@ -1,0 +1,53 @@
+"""Zero bubble, form H1: weight gradients fill the gaps that 1F1B leaves."""
+
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.schedule_actions import Columns
+from jdist.pipeline.schedule_program import check_counts, phases
+
+
+def zero_bubble(n: int, m: int) -> Schedule:
+    """ZB-H1 for n stages, one per worker, and m micro-batches.
+
+    The backward pass is split: the stage before waits for the cotangent of the inputs
+    only (B), the gradients of the parameters (W) can come later. Worker j defers j of
+    them from the beginning to the end, so that the stages before it get their
+    cotangents sooner, and no worker holds the activations of more than n micro-batches:
+    as many as stage 0 does in 1F1B.
+
+    Raises:
+      ValueError: A number is below 1.
+
+    Source:
+      Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
+
+    Example:
+      >>> print(zero_bubble(2, 3))
+      worker 0 | 0F0 0F1  .  0B0 0W0 0F2 0B1 0W1 0B2 0W2
+      worker 1 |  .  1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2
+    """
+    check_counts("zero_bubble", n=n, m=m)
+    steady = max(m - n, 0)
+    programs = [
+        phases(
+            [
+                ("F", n - j),
+                ("I F", j),
+                ("I W F", steady),
+                ("I W", n - j),
+                ("W", j),
+            ],
+            [j],
+            m,
+        )
+        for j in range(n)
+    ]
+    return Schedule(
+        "ZB-H1",
+        m,
+        tuple((stage,) for stage in range(n)),
+        Columns.joined(programs),
+        activation_bound=(min(m, n),) * n,
+        # The last stage defers n weight gradients at most; with fewer micro-batches
+        # than workers there is nothing else to fill its gaps with.
+        clock_bound=max(3 * m + n - 1, 2 * m + 2 * n - 1),
+    )

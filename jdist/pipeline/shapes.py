@@ -1,0 +1,171 @@
+"""What shapes a pipeline's values have, found and checked before its first step."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._errors import requirement
+from jdist.pipeline.loss import PipelineLoss
+from jdist.pipeline.places import Places
+from jdist.pipeline.post import Parcel, Post, receive
+from jdist.pipeline.stage import Stage
+from jdist.pipeline.wiring import BATCH, Wiring
+
+
+def check_shapes(
+    wiring: Wiring,
+    places: Places,
+    post: Post,
+    loss: PipelineLoss,
+    trees: Mapping[int, tuple[Any, Any]],
+    batch: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Evaluates the stages of this process and the loss on shapes alone, in order.
+
+    Shapes travel as values do, so that every worker checks its own stages.
+
+    Args:
+      wiring: Which value goes where.
+      places: Who runs what.
+      post: Brings shapes to other stages.
+      loss: The loss function.
+      trees: Parameters and state of each stage of this process.
+      batch: A micro-batch.
+
+    Returns:
+      The entries of the batch that the loss reads; nothing where it does not run.
+
+    Raises:
+      ValueError: A value is neither put out by a stage nor in the batch; a stage cannot
+        take what it is given, or returns another number of values than it names.
+    """
+    for number, stage in enumerate(wiring.stages):
+        worker = places.worker(number, 0)
+        if worker not in places.own:
+            continue
+        inputs = _given(wiring, places, post, batch, number)
+        returned = _outputs(number, stage, trees[number], inputs)
+        for name, value in stage.named(returned).items():
+            packed = jax.tree.map(lambda x: _Kind(x.shape, str(x.dtype)), value)
+            for taker in wiring.consumers[number][name]:
+                parcel = Parcel("S", 0, name, taker, worker)
+                post.put(parcel, places.worker(taker, 0), packed)
+    return _read(wiring, places, post, loss, batch)
+
+
+def _read(
+    wiring: Wiring,
+    places: Places,
+    post: Post,
+    loss: PipelineLoss,
+    batch: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """What the loss reads: one worker of the last stage tells the others."""
+    first = places.worker(places.loss, 0)
+    workers = [w for w in places.schedule.placement[-1] if w in places.own]
+    parcel = Parcel("S", 0, "", places.loss, first)
+    if first in workers:
+        given = _given(wiring, places, post, batch, places.loss)
+        read = loss.entries_read(given, batch)
+        for worker in places.schedule.placement[-1]:
+            post.put(parcel, worker, read)
+    for worker in workers:
+        read = tuple(receive(post, parcel, worker, "shapes"))
+    return read if workers else ()
+
+
+class _Kind(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _given(
+    wiring: Wiring, places: Places, post: Post, batch: Mapping[str, Any], number: int
+) -> dict[str, Any]:
+    """The shapes of what a stage, or the loss, takes."""
+    taker = "the loss" if number == places.loss else f"stage {number}"
+    worker, found = places.worker(number, 0), {}
+    for name, source in wiring.source[number].items():
+        if source == BATCH:
+            found[name] = _entry(batch, name, taker)
+            continue
+        parcel = Parcel("S", 0, name, number, places.worker(source, 0))
+        packed = receive(post, parcel, worker, f"shapes of {name!r}")
+        found[name] = jax.tree.map(
+            lambda kind: jax.ShapeDtypeStruct(kind.shape, kind.dtype),
+            packed,
+            is_leaf=lambda x: isinstance(x, _Kind),
+        )
+    return found
+
+
+def _entry(batch: Mapping[str, Any], name: str, taker: str) -> Any:
+    if name in batch:
+        return batch[name]
+    rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
+    got = f"a batch of {sorted(batch)}"
+    raise ValueError(requirement("Pipeline(stages)", rule, got))
+
+
+def _outputs(
+    number: int, stage: Stage, trees: tuple[Any, Any], inputs: Mapping[str, Any]
+) -> Any:
+    params, state = trees
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
+    try:
+        returned = jax.eval_shape(stage.fn, params, *given)
+    except (TypeError, ValueError) as error:
+        shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
+        rule = f"must fit together: stage {number} cannot take {shown}"
+        raise ValueError(
+            requirement("Pipeline(stages)", rule, f"{type(error).__name__}: {error}")
+        ) from error
+    if not stage.stateful:
+        return returned
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        rule = f"must return (outputs, state) where it is stateful, as stage {number}"
+        raise ValueError(requirement("Stage(fn)", rule, f"a {type(returned).__name__}"))
+    _check_state(number, state, returned[1])
+    return returned[0]
+
+
+def _check_state(number: int, before: Any, after: Any) -> None:
+    if describe(before) != describe(after):
+        rule = f"must leave a state like the one it was given, at stage {number} "
+        raise ValueError(
+            requirement(
+                "Stage(stateful=True)", rule + describe(before), describe(after)
+            )
+        )
+
+
+def describe(value: Any) -> str:
+    """Dtypes and shapes of a value, for people.
+
+    Example:
+      >>> import numpy as np
+      >>> describe({"h": np.zeros((3, 5), np.float32)})
+      "{'h': float32[3,5]}"
+    """
+    shown = jax.tree.map(
+        lambda x: _Shown(f"{x.dtype}[{','.join(map(str, x.shape))}]"),
+        jax.eval_shape(lambda: value) if not _is_abstract(value) else value,
+    )
+    return str(shown)
+
+
+class _Shown(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_abstract(value: Any) -> bool:
+    return any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)
+    )

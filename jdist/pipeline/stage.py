@@ -1,0 +1,115 @@
+"""A stage: a pure function with named inputs and outputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdist._errors import requirement
+from jdist.segment import Segment, segment
+
+POLICIES = (False, True, "dots")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a model, which lives on one device or in one process.
+
+    Values have names. A stage takes those that earlier stages have put out, or entries
+    of the batch, so that a value may skip stages and a stage may have several inputs
+    and outputs.
+
+    Args:
+      fn: `fn(params, *inputs) -> output`, pure; of several outputs a tuple. With a
+        state it is `fn(params, state, *inputs) -> (output, state)`; with a key, the key
+        is its last argument.
+      inputs: Names of what it takes, in the order of its arguments.
+      outputs: Names of what it puts out.
+      stateful: Whether it has a state, such as batch-norm statistics. Each micro-batch
+        is given the state that the one before left behind; no cotangent flows into it.
+      keyed: Whether it takes a PRNG key, another one for each micro-batch.
+      recompute: What the backward pass computes again instead of keeping it: see
+        `jdist.segment.segment`.
+
+    Raises:
+      TypeError: `fn` is not callable, or a name is none.
+      ValueError: A name occurs twice, there is no output, or `recompute` is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> stage = Stage(lambda w, x: jnp.tanh(x @ w), inputs=("x",), outputs=("h",))
+      >>> stage.outputs
+      ('h',)
+    """
+
+    fn: Callable[..., Any]
+    inputs: Sequence[str] = ("x",)
+    outputs: Sequence[str] = ("h",)
+    stateful: bool = False
+    keyed: bool = False
+    recompute: Any = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(requirement("Stage(fn)", "must be callable", self.fn))
+        for field in ("inputs", "outputs"):
+            names = getattr(self, field)
+            call = f"Stage({field}=...)"
+            if isinstance(names, str) or not all(isinstance(n, str) for n in names):
+                raise TypeError(requirement(call, "must be a tuple of names", names))
+            object.__setattr__(self, field, tuple(names))
+            if len(set(names)) != len(names):
+                raise ValueError(requirement(call, "must be different names", names))
+        if not self.outputs:
+            rule = "must name one value at least"
+            raise ValueError(requirement("Stage(outputs=...)", rule, self.outputs))
+        if not any(self.recompute is p or self.recompute == "dots" for p in POLICIES):
+            rule = f"must be one of {', '.join(map(repr, POLICIES))}"
+            raise ValueError(requirement("Stage(recompute=...)", rule, self.recompute))
+
+    def named(self, returned: Any) -> dict[str, Any]:
+        """What `fn` returned as outputs by name.
+
+        Raises:
+          ValueError: It returned another number of values than there are names.
+        """
+        if len(self.outputs) == 1:
+            return {self.outputs[0]: returned}
+        if not isinstance(returned, tuple | list) or len(returned) != len(self.outputs):
+            rule = f"must return the {len(self.outputs)} outputs {self.outputs}"
+            size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+            got = f"a {type(returned).__name__}{size}"
+            raise ValueError(requirement("Stage(fn)", rule, got))
+        return dict(zip(self.outputs, returned, strict=True))
+
+    def compiled(self, constant: frozenset[str], label: Any) -> Segment:
+        """The stage as a segment of `(params, state, inputs, key)`.
+
+        Args:
+          constant: Names of inputs that no cotangent is wanted of.
+          label: Tells stages of one factory apart.
+        """
+        # All stages share the code of `body`; what varies by intent is in the label.
+        code = getattr(self.fn, "__code__", type(self.fn))
+        meant = ("stage", label, code, self.stateful, self.keyed, constant)
+        return segment(_body(self, constant), recompute=self.recompute, label=meant)
+
+
+def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., Any]:
+    fn, stateful, keyed, names = stage.fn, stage.stateful, stage.keyed, stage.inputs
+    stopped = tuple(name in constant for name in names)
+
+    def body(params: Any, state: Any, inputs: tuple[Any, ...], key: Any) -> Any:
+        given = [
+            jax.lax.stop_gradient(x) if stop else x
+            for x, stop in zip(inputs, stopped, strict=True)
+        ]
+        if stateful:
+            given.insert(0, jax.lax.stop_gradient(state))
+        if keyed:
+            given.append(key)
+        returned = fn(params, *given)
+        return returned if stateful else (returned, None)
+
+    return body

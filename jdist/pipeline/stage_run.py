@@ -1,0 +1,187 @@
+"""One stage during one step: its passes, and what it keeps between them.
+
+Both executors drive the same object, so that a pipeline over processes and one within a
+process run the same compiled functions in the same order.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import reduction
+from jdist._tree import split_inexact, wide_dtype
+from jdist.pipeline.stage import Stage
+from jdist.reduction import Partial
+from jdist.segment import Segment
+
+
+class Share(NamedTuple):
+    """What a micro-batch counts for in the gradient of the batch.
+
+    Attributes:
+      value: For max and min its extreme loss; 0 otherwise.
+      weight: The sum of its weights; for max and min the number of its extremes.
+    """
+
+    value: Any
+    weight: Any
+
+
+class StageRun:
+    """The passes of one stage, and its gradient as it grows.
+
+    Args:
+      stage: The stage.
+      compiled: Its segment.
+      params: Its parameters, on its device.
+      state: What it starts from, if it has a state.
+      key: A PRNG key of this step and stage, if it takes keys.
+      kind: The reduction.
+
+    Attributes:
+      params: As above.
+      state: What the last forward pass left behind.
+      live: Numbers of the micro-batches whose backward pass is still to come.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        compiled: Segment,
+        params: Any,
+        state: Any,
+        key: Any,
+        kind: str,
+    ) -> None:
+        self.params = params
+        self.state = state
+        self._stage = stage
+        self._compiled = compiled
+        self._key = key
+        self._kind = kind
+        self._residuals: dict[int, Any] = {}
+        self._rests: dict[int, tuple[Any, Share]] = {}
+        self._first: tuple[Any, Share] | None = None
+        self._partial: Partial | None = None
+
+    @property
+    def live(self) -> list[int]:
+        """See the class."""
+        return sorted({*self._residuals, *self._rests})
+
+    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs by name."""
+        key = None if self._key is None else _fold(self._key, micro)
+        given = tuple([inputs[name] for name in self._stage.inputs])
+        (returned, self.state), residuals = self._compiled.forward(
+            self.params, self.state, given, key
+        )
+        self._residuals[micro] = residuals, returned
+        return self._stage.named(returned)
+
+    def backward(
+        self, micro: int, cotangents: Mapping[str, Any], share: Share, split: bool
+    ) -> dict[str, Any]:
+        """The cotangents of the inputs by name, None where none flows.
+
+        Args:
+          micro: Number of the micro-batch.
+          cotangents: Of the outputs by name, None where none flows.
+          share: See there.
+          split: Whether `backward_params` comes later.
+        """
+        residuals, returned = self._residuals.pop(micro)
+        d_outputs = self._cotangent(returned, cotangents)
+        if split:
+            (_, d_inputs, _), rest = self._compiled.backward_inputs(
+                self.params, residuals, d_outputs
+            )
+            self._rests[micro] = rest, share
+        else:
+            d_params, (_, d_inputs, _) = self._compiled.backward(
+                self.params, residuals, d_outputs
+            )
+            self._add(d_params, share)
+        if d_inputs is None:
+            return dict.fromkeys(self._stage.inputs)
+        return dict(zip(self._stage.inputs, d_inputs, strict=True))
+
+    def backward_params(self, micro: int) -> None:
+        """The other half of a split backward pass."""
+        rest, share = self._rests.pop(micro)
+        self._add(self._compiled.backward_params(rest), share)
+
+    def gradient(self, others: Mapping[int, Partial], rank: int) -> Any:
+        """The finished gradient, in the dtypes of the parameters.
+
+        Args:
+          others: What other workers found for the same stage, by rank.
+          rank: This worker's.
+        """
+        found = {**others, rank: self.partial()}
+        # By rank, so that all of them get the same bits.
+        joined = functools.reduce(
+            lambda a, b: _combined(a, b, self._kind), (found[r] for r in sorted(found))
+        )
+        leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
+        dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
+        return _finished(joined, dtypes, structure, self._kind)
+
+    def partial(self) -> Partial:
+        """The gradient so far, not divided yet; to be joined with other replicas'."""
+        if self._first is not None:
+            return _widened(*self._first)
+        assert self._partial is not None
+        return self._partial
+
+    def _cotangent(self, returned: Any, cotangents: Mapping[str, Any]) -> Any:
+        names = self._stage.outputs
+        if len(names) == 1:
+            return cotangents[names[0]], None
+        return type(returned)([cotangents[name] for name in names]), None
+
+    def _add(self, d_params: Any, share: Share) -> None:
+        if self._partial is not None:
+            self._partial = _added(self._partial, d_params, share, self._kind)
+        elif self._first is None:
+            self._first = d_params, share
+        else:
+            # What came first is not ours to donate: it may be a cotangent, too.
+            self._partial = _joined(*self._first, d_params, share, self._kind)
+            self._first = None
+
+
+@jax.jit
+def _fold(key: Any, number: Any) -> Any:
+    return jax.random.fold_in(key, number)
+
+
+@jax.jit
+def _widened(d_params: Any, share: Share) -> Partial:
+    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
+    return Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _joined(d_first: Any, first: Share, d_second: Any, second: Share, kind: str) -> Any:
+    return reduction.combine(_widened(d_first, first), _widened(d_second, second), kind)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _combined(first: Partial, second: Partial, kind: str) -> Partial:
+    return reduction.combine(first, second, kind)
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _added(so_far: Partial, d_params: Any, share: Share, kind: str) -> Partial:
+    # Earlier micro-batches first: the order of sums is the schedule's.
+    return reduction.combine(so_far, _widened(d_params, share), kind)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _finished(part: Partial, dtypes: tuple[str, ...], structure: Any, kind: str) -> Any:
+    like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct((), d) for d in dtypes])
+    return reduction.finish(part, kind, like)[1]

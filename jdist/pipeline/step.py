@@ -1,0 +1,317 @@
+"""One step of a pipeline: the actions of the workers that are in this process.
+
+With several workers a single thread walks through their lists and starts whatever has
+its inputs: JAX returns from a computation before it is done, so that all devices are
+busy. With one worker the same loop waits for what the other processes send.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist import reduction
+from jdist._tree import is_none
+from jdist.pipeline.loss import PipelineLoss
+from jdist.pipeline.micro_batch import MicroBatch
+from jdist.pipeline.passage import Passage, size_of
+from jdist.pipeline.places import Places
+from jdist.pipeline.post import Parcel, Post, moved, receive
+from jdist.pipeline.schedule_actions import Action
+from jdist.pipeline.stage_run import Share, StageRun
+from jdist.pipeline.training import norm_of
+from jdist.pipeline.wiring import BATCH, Wiring
+from jdist.reduction import Partial
+
+
+class Step:
+    """What the workers of this process do in one step.
+
+    Args:
+      number: Of the step, for the record.
+      wiring: Which value goes where.
+      places: Who runs which stage for which micro-batch, and on what device.
+      runs: By worker and stage, of the workers of this process.
+      post: Brings values to other stages.
+      loss: The loss function; it runs where the last stage runs.
+      read: The entries of the batch that the loss reads.
+      parts: The micro-batches.
+
+    Attributes:
+      passages: What was sent from here, in order.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        wiring: Wiring,
+        places: Places,
+        runs: Mapping[tuple[int, int], StageRun],
+        post: Post,
+        loss: PipelineLoss,
+        read: tuple[str, ...],
+        parts: Sequence[MicroBatch],
+    ) -> None:
+        self.passages: list[Passage] = []
+        self._number = number
+        self._wiring = wiring
+        self._places = places
+        self._runs = runs
+        self._post = post
+        self._loss = loss
+        self._read = read
+        self._parts = parts
+        self._losses: dict[int, Partial] = {}
+        owner = places.schedule.owner
+        self._left = {
+            (worker, stage): int((owner[stage] == worker).sum())
+            for worker, stage in runs
+        }
+        self._losses_left = {w: int((owner[-1] == w).sum()) for w in places.own}
+
+    def run(self) -> None:
+        """Does all actions of this process's workers, each worker's in its order.
+
+        Raises:
+          ValueError: The workers wait for each other.
+        """
+        schedule = self._places.schedule
+        queues = {w: deque(schedule.actions(w)) for w in self._places.own}
+        while any(queues.values()):
+            moved_on = False
+            for worker, queue in queues.items():
+                while queue and not self._missing(worker, queue[0]):
+                    self._do(worker, queue.popleft())
+                    moved_on = True
+            if not moved_on:
+                self._post.wait(
+                    {
+                        parcel: str(queue[0])
+                        for worker, queue in queues.items()
+                        if queue
+                        for parcel in self._missing(worker, queue[0])
+                    }
+                )
+
+    def _missing(self, worker: int, action: Action) -> list[Parcel]:
+        if action.kind == "W":
+            return []
+        needed = self._inputs(action) if action.kind == "F" else self._taken_by(action)
+        return [parcel for parcel in needed if not self._post.has(parcel, worker)]
+
+    def _do(self, worker: int, action: Action) -> None:
+        run = self._runs[worker, action.stage]
+        if action.kind == "F":
+            self._forward(worker, run, action)
+        elif action.kind == "B":
+            self._backward(worker, run, action)
+        else:
+            run.backward_params(action.micro_batch)
+        split = self._places.schedule.split[action.stage, action.micro_batch]
+        if action.kind == ("W" if split else "B"):
+            self._left[worker, action.stage] -= 1
+            if not self._left[worker, action.stage]:
+                self._share_gradient(worker, action.stage)
+
+    # --- what several workers have to join ---
+
+    def gradient(self, worker: int, stage: int) -> Any:
+        """The finished gradient of a stage, over all workers that run it."""
+        run = self._runs[worker, stage]
+        others = {
+            other: self._last(worker, Parcel("G", -1, "", stage, other))
+            for other in self._replicas(worker, stage)
+        }
+        return run.gradient(others, worker)
+
+    def loss(self, worker: int) -> Any:
+        """The loss of the whole batch, over all workers that run the last stage."""
+        found = []
+        for sender in sorted(self._places.schedule.placement[-1]):
+            parcel = Parcel("L", -1, "", self._places.loss, sender)
+            found.append(self._last(worker, parcel))
+        joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
+        return _finished(joined, self._loss.kind)
+
+    def norm(self, squares: Mapping[int, Any]) -> Any:
+        """The norm over all stages, from the squares of those of this process."""
+        placement = self._places.schedule.placement
+        here = self._places.own[0]
+        for stage, own in squares.items():
+            sender = min(placement[stage])
+            if sender not in self._places.own:
+                continue  # Another replica tells it.
+            for worker in range(self._places.schedule.workers):
+                self._post.put(Parcel("N", -1, "", stage, sender), worker, own)
+        found = [
+            self._last(here, Parcel("N", -1, "", stage, min(workers)))
+            for stage, workers in enumerate(placement)
+        ]
+        return norm_of(found)
+
+    def _share_gradient(self, worker: int, stage: int) -> None:
+        """Its last backward pass is done: the others that run the stage get its sum."""
+        for other in self._replicas(worker, stage):
+            parcel = Parcel("G", -1, "", stage, worker)
+            partial = self._runs[worker, stage].partial()
+            self._post.put(parcel, other, partial)
+
+    def _replicas(self, worker: int, stage: int) -> list[int]:
+        workers = sorted(self._places.schedule.placement[stage])
+        return [other for other in workers if other != worker]
+
+    def _last(self, worker: int, parcel: Parcel) -> Any:
+        return receive(self._post, parcel, worker, "the end of the step")
+
+    # --- forward ---
+
+    def _forward(self, worker: int, run: StageRun, action: Action) -> None:
+        _, stage, micro = action
+        inputs = {
+            parcel.name: self._post.take(parcel, worker)
+            for parcel in self._inputs(action)
+        }
+        for name in self._wiring.from_batch(stage):
+            inputs[name] = self._entry(worker, micro, name, stage)
+        outputs = run.forward(micro, inputs)
+        last = self._places.loss
+        for name, value in outputs.items():
+            for taker in self._wiring.consumers[stage][name]:
+                self._send("F", worker, micro, name, stage, taker, value)
+        if stage == last - 1:
+            self._differentiate_loss(worker, micro)
+
+    def _differentiate_loss(self, worker: int, micro: int) -> None:
+        """The losses of a micro-batch; their cotangents start the way back."""
+        last = self._places.loss
+        values = {}
+        for name, source in self._wiring.source[last].items():
+            sender = self._places.worker(source, micro)
+            parcel = Parcel("F", micro, name, last, sender)
+            values[name] = self._post.take(parcel, worker)
+        part = self._parts[micro]
+        entries = {name: self._entry(worker, micro, name, last) for name in self._read}
+        passes = self._loss.passes(part.batch, self._read)
+        found, d_values = passes.both(values, entries, part.weights)
+        before = self._losses.get(worker)
+        joined = found if before is None else join(before, found, self._loss.kind)
+        self._losses[worker] = joined
+        self._losses_left[worker] -= 1
+        if not self._losses_left[worker]:
+            for other in range(self._places.schedule.workers):
+                parcel = Parcel("L", -1, "", last, worker)
+                self._post.put(parcel, other, joined)
+        share = Share(np.float32(0), part.total)
+        if self._loss.kind in ("max", "min"):
+            share = Share(found.value, found.weight)
+        for name, d_value in d_values.items():
+            self._send_back(worker, micro, name, last, (d_value, share))
+
+    # --- backward ---
+
+    def _backward(self, worker: int, run: StageRun, action: Action) -> None:
+        _, stage, micro = action
+        received: dict[str, list[Any]] = {}
+        for parcel in self._taken_by(action):
+            cotangent, share = self._post.take(parcel, worker)
+            received.setdefault(parcel.name, []).append(cotangent)
+        cotangents = {name: summed(parts) for name, parts in received.items()}
+        split = bool(self._places.schedule.split[stage, micro])
+        d_inputs = run.backward(micro, cotangents, share, split)
+        for name, cotangent in d_inputs.items():
+            if self._wiring.source[stage][name] != BATCH:
+                self._send_back(worker, micro, name, stage, (cotangent, share))
+
+    def _send_back(
+        self, worker: int, micro: int, name: str, taker: int, value: Any
+    ) -> None:
+        source = self._wiring.source[taker][name]
+        self._send("B", worker, micro, name, taker, source, value)
+
+    # --- passing on ---
+
+    def _send(
+        self,
+        kind: str,
+        worker: int,
+        micro: int,
+        name: str,
+        source: int,
+        taker: int,
+        value: Any,
+    ) -> None:
+        self._note(micro, name, source, taker, value, kind == "B")
+        stage = taker if kind == "F" else source
+        parcel = Parcel(kind, micro, name, stage, worker)
+        self._post.put(parcel, self._places.worker(taker, micro), value)
+
+    def _entry(self, worker: int, micro: int, name: str, taker: int) -> Any:
+        """An entry of the batch, where it is taken."""
+        entry = self._parts[micro].batch[name]
+        self._places.check(name, entry, worker, taker)
+        self._note(micro, name, BATCH, taker, entry, False)
+        return moved(entry, self._places.devices[worker])
+
+    def _note(
+        self,
+        micro: int,
+        name: str,
+        source: int,
+        taker: int,
+        value: Any,
+        cotangent: bool,
+    ) -> None:
+        size = size_of(value[0] if cotangent else value)
+        self.passages.append(
+            Passage(self._number, micro, name, source, taker, cotangent, size)
+        )
+
+    def _inputs(self, action: Action) -> list[Parcel]:
+        _, stage, micro = action
+        return [
+            Parcel("F", micro, name, stage, self._places.worker(source, micro))
+            for name, source in self._wiring.source[stage].items()
+            if source != BATCH
+        ]
+
+    def _taken_by(self, action: Action) -> list[Parcel]:
+        """The cotangents of a stage's outputs, one from each stage that took one."""
+        _, stage, micro = action
+        return [
+            Parcel("B", micro, name, taker, self._places.worker(taker, micro))
+            for name, takers in self._wiring.consumers[stage].items()
+            for taker in takers
+        ]
+
+
+def summed(cotangents: Sequence[Any]) -> Any:
+    """The sum over all consumers of a value, the first ones first; None for none."""
+    flowing = [cotangent for cotangent in cotangents if cotangent is not None]
+    if not flowing:
+        return None
+    return functools.reduce(_plus, flowing)
+
+
+@jax.jit
+def _plus(first: Any, second: Any) -> Any:
+    """Leaf by leaf; where one is None, the other."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a if b is None else a + b,
+        first,
+        second,
+        is_leaf=is_none,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def join(first: Partial, second: Partial, kind: str) -> Partial:
+    """The partial of both, compiled."""
+    return reduction.combine(first, second, kind)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _finished(partial: Partial, kind: str) -> Any:
+    return reduction.finish(partial, kind, None)[0]

@@ -1,0 +1,181 @@
+"""What happened when: of a simulation and of a run alike."""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.pipeline import timeline_picture, timeline_trace
+from jdist.pipeline.schedule import Updates
+from jdist.pipeline.schedule_actions import Action, Columns, Kind
+from jdist.pipeline.schedule_rules import live_activations
+from jdist.pipeline.schedule_versions import live_versions
+
+
+class Record(NamedTuple):
+    """One action of a run: who did what from when to when, in seconds."""
+
+    worker: int
+    kind: Kind
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each worker did what.
+
+    Attributes:
+      columns: The actions.
+      start: Seconds at which each began, float64, from 0.
+      end: And ended.
+      updates: When stages updated; None: after all.
+      name: For pictures.
+      activation_bytes: Per worker, the most bytes of activations alive at once; None:
+        not known.
+      weight_bytes: Per worker, the bytes of all versions that it keeps at most; None:
+        not known.
+
+    Example:
+      >>> from jdist.pipeline import one_f_one_b, simulate
+      >>> t = simulate(one_f_one_b(4, 8))
+      >>> t.makespan, t.bubble, t.peak_activations
+      (33.0, 0.2727272727272727, (4, 3, 2, 1))
+    """
+
+    columns: Columns
+    start: np.ndarray
+    end: np.ndarray
+    updates: Updates | None = None
+    name: str = ""
+    activation_bytes: tuple[float, ...] | None = None
+    weight_bytes: tuple[float, ...] | None = None
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Iterable[Record],
+        *,
+        name: str = "measured",
+        updates: Updates | None = None,
+    ) -> "Timeline":
+        """The timeline of a run, from records in any order.
+
+        Args:
+          records: What each worker did, on one clock.
+          name: For pictures.
+          updates: See `Schedule`.
+
+        Raises:
+          ValueError: There are none, one ends before it starts, or two of one worker
+            overlap.
+        """
+        ordered = sorted(records, key=lambda r: (r.worker, r.start, r.end))
+        argument = "Timeline.from_records(records=...)"
+        if not ordered:
+            raise ValueError(requirement(argument, "must not be empty", "none"))
+        for before, after in zip([None, *ordered], ordered, strict=False):
+            if not after.start <= after.end:
+                rule = "must not end before they start"
+                raise ValueError(requirement(argument, rule, repr(after)))
+            same = before is not None and before.worker == after.worker
+            if before is not None and same and after.start < before.end:
+                rule = "of one worker must not overlap"
+                got = f"{before} and {after}"
+                raise ValueError(requirement(argument, rule, got))
+        workers = ordered[-1].worker + 1
+        programs: list[list[Action]] = [[] for _ in range(workers)]
+        for record in ordered:
+            action = Action(record.kind, record.stage, record.micro_batch)
+            programs[record.worker].append(action)
+        begin = min(record.start for record in ordered)
+        return cls(
+            Columns.of(programs),
+            np.array([record.start - begin for record in ordered]),
+            np.array([record.end - begin for record in ordered]),
+            updates,
+            name,
+        )
+
+    @property
+    def workers(self) -> int:
+        """Their number."""
+        return self.columns.workers
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the first action's begin to the last one's end."""
+        return float(self.end.max(initial=0.0))
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each worker worked."""
+        done = np.concatenate([[0.0], np.cumsum(self.end - self.start)])
+        return tuple(np.diff(done[self.columns.first]).tolist())
+
+    @property
+    def bubble(self) -> float:
+        """The share of all workers' time in which they did not work."""
+        if not self.makespan:
+            return 0.0
+        return 1 - sum(self.busy) / (self.workers * self.makespan)
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Per worker, how many activations (stage, micro-batch) were alive at most."""
+        alive = live_activations(self.columns)
+        first = self.columns.first
+        return tuple(
+            int(alive[first[w] : first[w + 1]].max(initial=0))
+            for w in range(self.workers)
+        )
+
+    @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Per worker, how many versions of one of its stages' weights it kept at most.
+
+        1 for a schedule with a flush.
+        """
+        kept = live_versions(self.columns, self.updates)
+        return tuple(int(count) for count in kept.max(axis=0))
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Per worker, bytes of weights and activations at most; None: not known."""
+        if self.activation_bytes is None or self.weight_bytes is None:
+            return None
+        pairs = zip(self.activation_bytes, self.weight_bytes, strict=True)
+        return tuple(a + w for a, w in pairs)
+
+    def records(self) -> Iterator[Record]:
+        """Its actions, one worker's after the other's, in order."""
+        columns = self.columns
+        workers = columns.worker_of_each()
+        for index, worker in enumerate(workers):
+            start, end = float(self.start[index]), float(self.end[index])
+            yield Record(int(worker), *columns.action(index), start, end)
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draws a Gantt chart into a file, PNG unless its name says otherwise.
+
+        Raises:
+          Unavailable: matplotlib is not installed.
+        """
+        return timeline_picture.draw(self, Path(path))
+
+    def to_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Writes JSON that chrome://tracing and ui.perfetto.dev show."""
+        return timeline_trace.write(self, Path(path))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline {self.name}: {self.workers} workers, {len(self.columns)} "
+            f"actions, {self.makespan:.6g} s, bubble {self.bubble:.1%}>"
+        )

@@ -1,0 +1,46 @@
+"""Flax NNX modules, without importing Flax: who has a module has imported it already.
+
+Flax is no dependency of rpc. Nothing else in `jdist.rpc` knows its names.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jdist.rpc.functions import own_name
+
+_METHODS = frozenset(("__call__", "eval", "train"))
+
+
+def is_module(value: Any) -> bool:
+    """Whether `value` is an NNX module."""
+    # Another thread may be half-way through importing it.
+    module = getattr(sys.modules.get("flax.nnx"), "Module", None)
+    return module is not None and isinstance(value, module)
+
+
+def method(value: Any, name: str) -> Callable[..., Any] | None:
+    """The method of a module if Flax itself defines it and it is harmless, else None.
+
+    These are the calls of Flax's layers, and `train` and `eval`.
+    """
+    if name not in _METHODS or not is_module(value):
+        return None
+    # Of the class, not of the object, which could have an attribute of this name.
+    found = getattr(type(value), name, None)
+    if found is None or not (own_name(found) or "").startswith("flax.nnx."):
+        return None
+    return found.__get__(value)
+
+
+def variables(module: Any) -> dict[str, Any]:
+    """Each `nnx.Param` of a module by its path, `"layers.0.kernel"`; a shared one once.
+
+    The order is that of the paths, and does not change from run to run.
+    """
+    nnx = sys.modules["flax.nnx"]
+    return {
+        ".".join(map(str, path)): found
+        for path, found in nnx.iter_graph(module)
+        if isinstance(found, nnx.Param)
+    }

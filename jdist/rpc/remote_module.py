@@ -1,0 +1,139 @@
+"""Modules that live on a worker and are used from others."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jdist._errors import requirement
+from jdist.rpc import calls, parameters
+from jdist.rpc.async_execution import is_asynchronous
+from jdist.rpc.deadline import DEFAULT
+from jdist.rpc.rref.proxy import Proxy
+from jdist.rpc.rref.reference import RRef
+from jdist.rpc.worker_info import WorkerInfo
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class RemoteModule:
+    """A module on another worker, or on this one, called as if it were here.
+
+    `module(x)` calls it and waits; `module.rpc_sync(timeout=...)`, `rpc_async` and
+    `remote` call it, or its methods, as the proxies of `RRef` do. It can be sent in
+    calls and returned from them: it travels as its reference. `remote_module` makes
+    one.
+
+    Attributes:
+      module_rref: The reference to the module.
+
+    Source: `torch.distributed.nn.RemoteModule`. There `forward(x)` and
+    `forward_async(x)` are what `module(x)` and `module.rpc_async()(x)` are here,
+    `remote_parameters` is `parameters`, `get_module_rref` is `module_rref`.
+    """
+
+    module_rref: RRef[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments.
+
+        Raises:
+          RpcTimeout, WorkerLost: As `rpc_sync`.
+          Exception: What the module raised, as its own type.
+        """
+        return self.rpc_sync()(*args, **kwargs)
+
+    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+        """Calls it, `module.rpc_sync(2.0)(x)`, or a method: `.rpc_sync().encode(x)`."""
+        return self.module_rref.rpc_sync(timeout)
+
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but each call returns a Future of the result."""
+        return self.module_rref.rpc_async(timeout)
+
+    def remote(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but each call returns an RRef of the result, on the owner."""
+        return self.module_rref.remote(timeout)
+
+    def parameters(
+        self, recurse: bool = True, timeout: float = DEFAULT
+    ) -> dict[str, RRef[Any]]:
+        """References to its parameters, by their paths.
+
+        Each refers to a *cell* on the owner with the attribute `value`, so that an
+        optimizer there can replace the value and the module computes with the new one.
+        For a Flax NNX module the cells are of the class `Parameter`, one for each
+        `nnx.Param`; a parameter that several layers share is listed once. Any other
+        object has a method `parameters()` that returns its cells by their names.
+
+        Args:
+          recurse: Whether those of submodules are listed too.
+          timeout: Seconds; -1 for the default, 0 for no limit.
+
+        Raises:
+          TypeError: The object has no parameters.
+          ForbiddenFunction: Its method `parameters` is in a module not allowed.
+        """
+        rref = self.module_rref
+        call = (parameters.listed, (rref, recurse))
+        return calls.rpc_sync(rref.owner(), *call, timeout=timeout)
+
+    def train(self, mode: bool = True) -> "RemoteModule":
+        """Sets it to training, as its own method `train` does; returns this object.
+
+        Args:
+          mode: False for evaluation.
+        """
+        if not mode:
+            return self.eval()
+        self.rpc_sync().train()
+        return self
+
+    def eval(self) -> "RemoteModule":
+        """Sets it to evaluation, as its own method `eval` does; returns this object."""
+        self.rpc_sync().eval()
+        return self
+
+    def __repr__(self) -> str:
+        return f"RemoteModule({self.module_rref})"
+
+
+def remote_module(
+    to: str | int | WorkerInfo,
+    factory: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT,
+) -> RemoteModule:
+    """Has the worker `to` make a module, or any other object, and keep it.
+
+    It is made when this returns. What a Flax NNX module needs that cannot travel, such
+    as `nnx.Rngs`, the factory makes there. JAX arrays that the factory makes are on the
+    worker's device, unless it says otherwise. The object lives as long as a reference
+    to it or to one of its parameters does.
+
+    Args:
+      to: Name, rank or WorkerInfo; it may be this worker itself.
+      factory: A function or class that returns the object.
+      args: Its positional arguments.
+      kwargs: Its keyword arguments.
+      timeout: Seconds for making it; -1 for the default, 0 for no limit.
+
+    Raises:
+      TypeError, ValueError, ForbiddenFunction: The call itself is wrong.
+      RpcTimeout, WorkerLost: As `rpc_sync`.
+      Exception: What the factory raised, as its own type.
+
+    Source: `torch.distributed.nn.RemoteModule`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     words = rpc.remote_module("worker1", list, args=(("b", "a"),))
+      ...     words.rpc_sync().sort()
+      ...     words.rpc_async(timeout=2.0).index("b").wait()
+      1
+    """
+    if not callable(factory) or is_asynchronous(factory):
+        rule = "must be a function or class that returns the module, not a future of it"
+        raise TypeError(requirement("remote_module(factory)", rule, factory))
+    making = (factory, tuple(args or ()), dict(kwargs or {}))
+    return RemoteModule(calls.rpc_sync(to, parameters.create, making, timeout=timeout))

@@ -1,0 +1,42 @@
+"""Calls that can be taken back although their channel does not serve for it.
+
+A synchronous call has a channel of its own, and nobody reads there while the callee
+runs the call. So it bears a ticket, by which the caller can give it up on another one.
+"""
+
+import contextlib
+import contextvars
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from jdist.rpc.callee import TAKE_BACK
+from jdist.rpc.errors import RpcError
+from jdist.rpc.peer import Peer
+from jdist.rpc.request import Exchange
+
+if TYPE_CHECKING:
+    from jdist.rpc.agent import Agent
+
+
+class Tickets:
+    """The tickets of one worker's calls.
+
+    Args:
+      agent: The worker.
+    """
+
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+        self._numbers = itertools.count(1)
+
+    def give(self, waiting: Exchange, peer: Peer) -> dict[str, Any]:
+        """A ticket for a call, as metadata; from now on it can be taken back."""
+        ticket = next(self._numbers)
+        waiting.take_back = lambda: self._take_back(peer, ticket)
+        return {"ticket": ticket}
+
+    def _take_back(self, peer: Peer, ticket: int) -> None:
+        # Not under the deadline of whoever gave up, which has passed.
+        context, name = contextvars.Context(), peer.info.name
+        with contextlib.suppress(RpcError):  # This worker was shut down meanwhile.
+            context.run(self._agent.call_async, name, TAKE_BACK, ticket)

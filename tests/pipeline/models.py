@@ -1,0 +1,109 @@
+"""A model of three stages that can tell: a parameter used twice, one unused, a value
+that skips a stage, one that is taken twice, an integer, and inputs in the middle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import pipeline
+
+SIZES = {"x": 3, "h": 5, "y": 2}
+
+
+def encode(params, x):
+    h = jnp.tanh(x @ params["w"] + params["b"][None])
+    return h, h * h
+
+
+def middle(params, h):
+    return jnp.tanh(h @ params["w"] @ params["w"])
+
+
+def decode(params, m, skip, h, bias):
+    steps = params["steps"].astype(m.dtype)
+    return (m + skip / steps) @ params["w"] + (h @ params["w"]) * bias[:, None]
+
+
+def losses(y, batch):
+    """One for each example."""
+    return ((y - batch["target"]) ** 2).sum(-1)
+
+
+def stages(**options):
+    """The model, cut in three."""
+    make = pipeline.Stage
+    return [
+        make(encode, ("x",), ("h", "skip"), **options),
+        make(middle, ("h",), ("m",), **options),
+        make(decode, ("m", "skip", "h", "bias"), ("y",), **options),
+    ]
+
+
+def forward(params, batch):
+    """The model in one piece."""
+    h, skip = encode(params[0], batch["x"])
+    m = middle(params[1], h)
+    return decode(params[2], m, skip, h, batch["bias"])
+
+
+def whole_losses(params, batch):
+    """The losses of the model in one piece."""
+    return losses(forward(params, batch), batch)
+
+
+def problem(examples, seed=0, dtype=np.float32):
+    """Parameters, a batch and weights; the batch has entries that nobody reads."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
+    params = [
+        {"w": normal(3, 5), "b": normal(5), "unused": normal(2)},
+        {"w": normal(5, 5)},
+        {"w": normal(5, 2), "steps": np.int32(3)},
+    ]
+    batch = {
+        "x": normal(examples, 3),
+        "bias": normal(examples),
+        "target": normal(examples, 2),
+        "name": rng.integers(0, 9, (examples, 4)),
+    }
+    weights = rng.uniform(0.1, 2, examples).astype(dtype)
+    weights[0] = 0
+    return jax.tree.map(jnp.asarray, params), batch, weights
+
+
+def step_by_step(pipe, params, batch, weights, kind):
+    """The same compiled functions, stage by stage on one device: the bit-exact oracle.
+
+    Written out by hand, without any of the executor's code.
+    """
+    from jdist.pipeline.micro_batch import split_batch
+    from jdist.pipeline.stage_run import Share, StageRun
+
+    made = pipe.stages
+    runs = [
+        StageRun(
+            stage, stage.compiled(pipe.wiring.from_batch(j), j), p, None, None, kind
+        )
+        for j, (stage, p) in enumerate(zip(made, params, strict=True))
+    ]
+    parts = split_batch(batch, weights, pipe.schedule.micro_batches)
+    for part in parts:
+        i = part.number
+        first = runs[0].forward(i, {"x": jnp.asarray(part.batch["x"])})
+        second = runs[1].forward(i, {"h": first["h"]})
+        bias = jnp.asarray(part.batch["bias"])
+        third = runs[2].forward(i, {**first, **second, "bias": bias})
+        read = {"target": jnp.asarray(part.batch["target"])}
+        passes = pipe._loss.passes(part.batch, ("target",))
+        found, d_values = passes.both(third, read, part.weights)
+        share = Share(np.float32(0), part.total)
+        if kind in ("max", "min"):
+            share = Share(found.value, found.weight)
+        d_third = runs[2].backward(i, d_values, share, False)
+        d_second = runs[1].backward(i, {"m": d_third["m"]}, share, False)
+        d_first = {"h": d_second["h"] + d_third["h"], "skip": d_third["skip"]}
+        runs[0].backward(i, d_first, share, False)
+    return [run.gradient({}, 0) for run in runs]

@@ -1,0 +1,148 @@
+"""Plans shown, written, read, drawn, and played through the simulator."""
+
+import builtins
+import json
+
+import pytest
+from rich.console import Console
+
+from jdist import Unavailable
+from jdist.pipeline import Profile, load_plan, load_profile, partition, simulate
+from tests.pipeline.plans import PROFILES, random_profile
+
+
+@pytest.fixture(scope="module")
+def vgg():
+    profile = load_profile(PROFILES / "vgg16.txt")
+    return profile, partition(profile, (4, 4), (12e9, 1.25e9))
+
+
+def test_there_and_back(vgg, tmp_path):
+    plan = vgg[1]
+    assert load_plan(plan.write(tmp_path / "plan.json")) == plan
+
+
+def test_the_maps_that_a_runtime_reads(vgg, tmp_path):
+    """A stage per layer in the stages' order, and each stage's ranks."""
+    plan = vgg[1]
+    record = json.loads(plan.write(tmp_path / "plan.json").read_text())
+    layers = [name for stage in record["stages"] for name in stage["layers"]]
+    assert len(record["module_to_stage_map"]) == len(layers) == 40
+    for name, stage in zip(layers, record["module_to_stage_map"], strict=True):
+        assert name in plan.stages[stage].layers
+    assert record["stage_to_rank_map"] == {
+        str(i): list(stage.ranks) for i, stage in enumerate(plan.stages)
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[]", "format jdist.pipeline.plan/1. Got None"),
+        ('{"format": "other"}', "Got 'other'|Got other"),
+        ('{"format": "jdist.pipeline.plan/1"}', "everything.*'stages'"),
+        ('{"format": "jdist.pipeline.plan/1", "stages": [{}]}', "everything.*layers"),
+    ],
+)
+def test_other_files_are_refused(text, match, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        load_plan(path)
+
+
+def test_stages_in_the_profile(vgg, tmp_path):
+    """PipeDream's format with stage ids: read back, inputs in the first stage."""
+    profile, plan = vgg
+    plan.assigned(profile).write(tmp_path / "planned.txt")
+    again = load_profile(tmp_path / "planned.txt")
+    for number, stage in enumerate(plan.stages):
+        assert {again[name].stage for name in stage.layers} == {number}
+    for layer in again.layers:
+        if layer.description.startswith("Input"):
+            assert layer.stage == 0
+
+
+def test_unused_outputs_go_with_their_maker():
+    profile = load_profile(PROFILES / "gnmt.txt")
+    plan = partition(profile, 4, 1e9)
+    placed = plan.assigned(profile)
+    makers = {target: source for source, target in profile.edges}
+    planned = {name for stage in plan.stages for name in stage.layers}
+    unused = [
+        layer
+        for layer in placed.layers
+        if layer.name not in planned and not layer.description.startswith("Input")
+    ]
+    assert unused
+    for layer in unused:
+        assert layer.stage == placed[makers[layer.name]].stage
+
+
+def test_a_plan_of_another_profile(vgg):
+    profile = Profile(vgg[0].layers[:3], ())
+    with pytest.raises(ValueError, match="all layers that were planned"):
+        vgg[1].assigned(profile)
+
+
+def test_the_table_and_the_line(vgg):
+    plan = vgg[1]
+    assert str(plan).startswith(f"{plan.configuration} on 4 x 4 workers: 66.89 ms")
+    assert str(plan).endswith("2.00 times data parallel")
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(plan)
+    shown = console.export_text()
+    assert str(plan) in shown
+    for number, stage in enumerate(plan.stages):
+        row = next(r for r in shown.splitlines() if r.startswith(f"│ {number} "))
+        assert f"({len(stage.layers)})" in row
+        assert f"{plan.bytes_per_worker[number] / 2**20:.1f}" in row
+
+
+def test_the_picture(vgg, tmp_path):
+    assert vgg[1].plot(tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in vgg[1].plot(tmp_path / "plan.svg").read_text()
+
+
+def test_without_matplotlib(vgg, tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(Unavailable, match="needs matplotlib"):
+        vgg[1].plot(tmp_path / "plan.png")
+
+
+def test_a_simulation_reaches_the_bottleneck(rng):
+    """Micro-batches leave a straight pipeline at the planner's pace, fill aside."""
+    for _ in range(5):
+        profile = random_profile(rng, layers=6, chain=True)
+        plan = partition(profile, 3, 1e9, transfers=False, replicate=False)
+        found = [simulate(plan.schedule(m), plan.costs()).makespan for m in (400, 800)]
+        assert (found[1] - found[0]) / 400 == pytest.approx(plan.bottleneck_time)
+
+
+def test_in_flight_is_what_the_schedule_keeps(vgg):
+    """Activations and versions of the simulated schedule are those the plan counts."""
+    profile = vgg[0]
+    for workers, bandwidths in ((4, 1e9), (16, 1.25e9)):
+        plan = partition(profile, workers, bandwidths)
+        found = simulate(plan.schedule(300), plan.costs())
+        expected = [
+            flight
+            for flight, stage in zip(plan.in_flight, plan.stages, strict=True)
+            for _ in stage.ranks
+        ]
+        assert list(found.weight_versions) == expected
+        assert list(found.peak_activations) == expected
+        held = [
+            held
+            for held, stage in zip(plan.bytes_per_worker, plan.stages, strict=True)
+            for _ in stage.ranks
+        ]
+        assert found.peak_bytes == pytest.approx(held)

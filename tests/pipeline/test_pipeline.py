@@ -1,0 +1,300 @@
+"""The gradient of a pipeline: its segments' to the bit, and the whole batch's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdist import optim, pipeline, verify
+from tests.pipeline.models import losses, problem, stages, step_by_step, whole_losses
+
+FAMILIES = {
+    "gpipe": pipeline.gpipe,
+    "1F1B": pipeline.one_f_one_b,
+    "looped": lambda n, m: pipeline.looped_bfs(n, m, 1),
+    "zero bubble": pipeline.zero_bubble,
+}
+REDUCTIONS = ["mean", "sum", "max", "min"]
+
+
+def same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def made(schedule, places=None, reduction="mean", **options):
+    return pipeline.Pipeline(
+        stages(**options), losses, schedule, places, reduction=reduction
+    )
+
+
+@pytest.mark.parametrize("devices", [None, 3])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("family", ["gpipe", "1F1B"])
+def test_bits_are_those_of_the_stages_one_by_one(family, reduction, devices):
+    params, batch, weights = problem(7)
+    places = jax.devices()[:devices] if devices else None
+    pipe = made(FAMILIES[family](3, 3), places, reduction)
+    _, grads = pipe.value_and_grad(pipe.place(params), batch, weights)
+    same(grads, step_by_step(pipe, params, batch, weights, reduction))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype"),
+    [*((kind, np.float32) for kind in REDUCTIONS), ("mean", np.float64)],
+)
+def test_gradient_of_the_whole_batch(reduction, dtype):
+    params, batch, weights = problem(7, dtype=dtype)
+    candidates = {
+        name: pipe_of(made(family(3, 3), reduction=reduction), weights)
+        for name, family in FAMILIES.items()
+    }
+    verify.gradients(
+        whole_losses, params, batch, candidates, weights=weights, reduction=reduction
+    ).raise_if_failed()
+
+
+def pipe_of(pipe, weights):
+    return lambda params, batch: pipe.value_and_grad(params, batch, weights)
+
+
+@settings(max_examples=6, deadline=None)
+@given(micro_batches=st.integers(1, 5), seed=st.integers(0, 1000), data=st.data())
+def test_any_weights_and_numbers_of_micro_batches(micro_batches, seed, data):
+    params, batch, _ = problem(5, seed, np.float64)
+    some = st.floats(0, 4).filter(lambda w: w == 0 or w > 1e-3)
+    weights = np.array(data.draw(st.lists(some, min_size=5, max_size=5)))
+    weights[seed % 5] = 1.5
+    pipe = made(pipeline.one_f_one_b(3, micro_batches))
+    floating = jax.tree.map(lambda x: x if x.dtype == np.float64 else None, params)
+
+    def mean(floating):
+        merged = [*floating[:2], {**floating[2], "steps": params[2]["steps"]}]
+        return (whole_losses(merged, batch) * weights).sum() / weights.sum()
+
+    expected = jax.value_and_grad(mean)(floating)
+    found = pipe.value_and_grad(params, batch, weights)
+    assert jax.tree.structure(found) == jax.tree.structure(tuple(expected))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_a_mean_of_means_is_caught():
+    """Were micro-batches weighed alike, the judge would say so."""
+    params, batch, weights = problem(7)
+    pipe = made(pipeline.gpipe(3, 2))
+
+    def wrong(params, batch):
+        parts = [
+            pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 1)).value_and_grad(
+                params, {k: v[a:b] for k, v in batch.items()}, weights[a:b]
+            )
+            for a, b in ((0, 4), (4, 7))
+        ]
+        return jax.tree.map(lambda a, b: (a + b) / 2, *parts)
+
+    candidates = {"pipeline": pipe_of(pipe, weights), "mean of means": wrong}
+    report = verify.gradients(whole_losses, params, batch, candidates, weights=weights)
+    failed = {leaf.candidate for leaf in report.failures}
+    assert failed == {"mean of means"}
+
+
+@pytest.mark.parametrize("policy", [True, "dots"])
+def test_recomputation_changes_no_gradient(policy):
+    params, batch, weights = problem(6)
+    plain = made(pipeline.one_f_one_b(3, 3))
+    again = made(pipeline.one_f_one_b(3, 3), recompute=policy)
+    expected = plain.value_and_grad(params, batch, weights)
+    found = again.value_and_grad(params, batch, weights)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-6, atol=3e-6)
+
+
+def test_one_worker_may_have_all_stages():
+    params, batch, weights = problem(5)
+    schedule = pipeline.interleaved(1, 2, chunks=3)
+    pipe = made(schedule)
+    _, grads = pipe.value_and_grad(params, batch, weights)
+    same(grads, step_by_step(pipe, params, batch, weights, "mean"))
+
+
+def test_gradients_lie_where_their_parameters_are():
+    params, batch, weights = problem(6)
+    devices = jax.devices()[2:5]
+    pipe = made(pipeline.one_f_one_b(3, 2), devices)
+    placed = pipe.place(params)
+    _, grads = pipe.value_and_grad(placed, batch, weights)
+    for device, own, gradient in zip(devices, placed, grads, strict=True):
+        assert {leaf.device for leaf in jax.tree.leaves(own)} == {device}
+        assert {leaf.device for leaf in jax.tree.leaves(gradient)} == {device}
+    assert grads[2]["steps"] is None
+    assert not grads[0]["unused"].any()
+
+
+def test_what_is_sent_and_what_is_not():
+    """Cotangents go back along each way that a value went; unread entries stay."""
+    params, batch, weights = problem(6)
+    pipe = made(pipeline.one_f_one_b(3, 3))
+    pipe.value_and_grad(params, batch, weights)
+    first = [p for p in pipe.record if p.micro_batch == 1]
+    there = {(p.name, p.source, p.destination) for p in first if not p.cotangent}
+    back = {(p.name, p.source, p.destination) for p in first if p.cotangent}
+    assert there == {
+        ("x", -1, 0),
+        ("h", 0, 1),
+        ("h", 0, 2),
+        ("skip", 0, 2),
+        ("m", 1, 2),
+        ("bias", -1, 2),
+        ("y", 2, 3),
+        ("target", -1, 3),
+    }
+    assert back == {(n, b, a) for n, a, b in there if a != -1}
+    assert len(first) == len(there) + len(back)
+    sizes = {p.name: p.nbytes for p in first if not p.cotangent}
+    assert sizes["h"] == 2 * 5 * 4
+    pipe.value_and_grad(params, batch, weights)
+    assert {p.step for p in pipe.record} == {1}
+
+
+def test_nothing_compiles_twice(caplog):
+    params, batch, weights = problem(7)
+    pipe = made(pipeline.one_f_one_b(3, 3))
+    pipe.value_and_grad(params, batch, weights)
+    again = made(pipeline.gpipe(3, 3))
+    with jax.log_compiles():
+        again.value_and_grad(params, batch, weights)
+        pipe.value_and_grad(params, batch, weights)
+    assert not [r for r in caplog.records if "Compiling" in r.message]
+
+
+def dropout(params, h, key):
+    keep = jax.random.bernoulli(key, 0.5, h.shape)
+    return jnp.where(keep, h, 0) @ params
+
+
+def test_a_key_for_each_stage_and_micro_batch():
+    rng = np.random.default_rng(3)
+    params = [jnp.asarray(rng.normal(size=s)) for s in ((3, 4), (4, 2))]
+    batch = {"x": rng.normal(size=(5, 3)), "target": rng.normal(size=(5, 2))}
+    made = [
+        pipeline.Stage(dropout, ("x",), ("h",), keyed=True),
+        pipeline.Stage(dropout, ("h",), ("y",), keyed=True),
+    ]
+    pipe = pipeline.Pipeline(made, losses, pipeline.one_f_one_b(2, 2))
+    key = jax.random.key(11)
+
+    def whole(params):
+        total = 0.0
+        for i, rows in enumerate((slice(0, 3), slice(3, 5))):
+            h = batch["x"][rows]
+            for j in range(2):
+                own = jax.random.fold_in(jax.random.fold_in(key, j), i)
+                h = dropout(params[j], h, own)
+            total += losses(h, {"target": batch["target"][rows]}).sum() / 5
+        return total
+
+    loss, grads = pipe.value_and_grad(params, batch, key=key)
+    expected, wanted = jax.value_and_grad(whole)(params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-14)
+    for a, b in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-13)
+    with pytest.raises(ValueError, match="stage 0 takes a PRNG key"):
+        pipe.value_and_grad(params, batch)
+
+
+def counting(params, state, x):
+    centre = 0.5 * state["mean"] + 0.5 * x.mean(0)
+    after = {"mean": jax.lax.stop_gradient(centre), "seen": state["seen"] + len(x)}
+    return (x - centre[None]) @ params, after
+
+
+def test_state_goes_from_micro_batch_to_micro_batch():
+    rng = np.random.default_rng(4)
+    params = [jnp.asarray(rng.normal(size=s)) for s in ((3, 4), (4, 2))]
+    states = [
+        {"mean": jnp.asarray(rng.normal(size=n)), "seen": jnp.int32(0)} for n in (3, 4)
+    ]
+    batch = {"x": rng.normal(size=(5, 3)), "target": rng.normal(size=(5, 2))}
+    made = [
+        pipeline.Stage(counting, ("x",), ("h",), stateful=True),
+        pipeline.Stage(counting, ("h",), ("y",), stateful=True),
+    ]
+    pipe = pipeline.Pipeline(made, losses, pipeline.gpipe(2, 2))
+
+    def whole(params):
+        now, total = list(states), 0.0
+        for rows in (slice(0, 3), slice(3, 5)):
+            h = batch["x"][rows]
+            for j in range(2):
+                h, now[j] = counting(params[j], now[j], h)
+            total += losses(h, {"target": batch["target"][rows]}).sum() / 5
+        return total, now
+
+    loss, grads, after = pipe.value_and_grad(params, batch, states=states)
+    (expected, left), wanted = jax.value_and_grad(whole, has_aux=True)(params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-13)
+    for a, b in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    assert [int(s["seen"]) for s in after] == [5, 5]
+    for a, b in zip(after, left, strict=True):
+        np.testing.assert_allclose(a["mean"], b["mean"], rtol=1e-13)
+
+
+def test_training_is_that_of_one_device():
+    """Each stage has its own optimizer; the norm is over all of them."""
+    params, batch, weights = problem(7, dtype=np.float64)
+    optimizers = [
+        optim.adam(lr=1e-2),
+        optim.sgd(lr=0.1, momentum=0.9),
+        optim.sgd(lr=0.2),
+    ]
+    pipe = pipeline.Pipeline(
+        stages(),
+        losses,
+        pipeline.one_f_one_b(3, 3),
+        jax.devices()[:3],
+        optimizer=optimizers,
+        max_norm=0.5,
+    )
+    state = pipe.init(params)
+    oracle = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 1))
+    expected = jax.tree.map(jnp.copy, params)
+    kept = [o.init(p) for o, p in zip(optimizers, expected, strict=True)]
+    for _ in range(4):
+        loss, grads = oracle.value_and_grad(expected, batch, weights)
+        clipped, norm = optim.clip_by_global_norm(grads, 0.5)
+        stepped = [
+            o.step(p, g, k)
+            for o, p, g, k in zip(optimizers, expected, clipped, kept, strict=True)
+        ]
+        expected, kept = [p for p, _ in stepped], [k for _, k in stepped]
+        state, metrics = pipe.train_step(state, batch, weights)
+        np.testing.assert_allclose(metrics.loss, loss, rtol=1e-12)
+        np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-12)
+        assert norm > 0.5
+    assert state.step == 4
+    leaves = zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True)
+    for a, b in leaves:
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+    assert jnp.isfinite(params[0]["w"]).all()  # not donated
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "message"),
+    [
+        (None, ValueError, "must be given for training"),
+        ([optim.sgd(lr=0.1)] * 2, ValueError, "one for each of the 3 stages. Got 2"),
+        ([0.1] * 3, TypeError, "must be made by jdist.optim. Got a float"),
+    ],
+)
+def test_optimizers_that_do_not_fit(optimizer, kind, message):
+    params, _, _ = problem(5)
+    schedule = pipeline.gpipe(3, 1)
+    pipe = pipeline.Pipeline(stages(), losses, schedule, optimizer=optimizer)
+    with pytest.raises(kind, match=message):
+        pipe.init(params)

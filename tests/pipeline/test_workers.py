@@ -1,0 +1,109 @@
+"""A pipeline whose workers are processes, or threads of a local cluster."""
+
+import re
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from jdist import pipeline
+from tests.pipeline import worlds
+from tests.pipeline.models import losses, problem, stages
+from tests.rpc import hosts as processes_of
+
+REDUCTIONS = ["mean", "max"]
+
+
+def in_one_process(schedule, reduction, examples, seed):
+    pipe = pipeline.Pipeline(stages(), losses, schedule, reduction=reduction)
+    params, batch, weights = problem(examples, seed)
+    return pipe.value_and_grad(params, batch, weights)
+
+
+def same_bits(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(a, np.asarray(b))
+
+
+def on_each(cluster, body, *args):
+    """Of the first three workers; results by rank."""
+    tasks = [cluster.start(rank, body, *args) for rank in range(3)]
+    return [task.result() for task in tasks]
+
+
+@pytest.mark.parametrize("family", worlds.FAMILIES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_bits_are_those_of_one_process(cluster, family, reduction):
+    found = on_each(cluster, worlds.steps, family, reduction, 2)
+    schedule = worlds.FAMILIES[family](3, 3)
+    for step in range(2):
+        loss, grads = in_one_process(schedule, reduction, 7, step)
+        for rank, (results, _) in enumerate(found):
+            own_loss, own = results[step]
+            assert own_loss == np.asarray(loss)
+            same_bits(own[rank], grads[rank])
+            assert [g is None for g in own] == [j != rank for j in range(3)]
+    sent = [{key[1:] for key in keys} for _, keys in found]
+    assert sent[0] == {
+        ("x", -1, 0),
+        ("h", 0, 1),
+        ("h", 0, 2),
+        ("skip", 0, 2),
+    }
+    assert sent[1] == {("m", 1, 2), ("h", 1, 0)}
+    assert ("target", -1, 3) in sent[2]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_replicas_of_a_stage_have_the_same_gradient(cluster, reduction):
+    found = cluster.everywhere(worlds.replicated, reduction)
+    schedule = pipeline.gpipe(3, 4)
+    loss, grads = in_one_process(schedule, reduction, 9, 0)
+    for rank, stage in enumerate((0, 1, 1, 2)):
+        own_loss, own = found[rank]
+        np.testing.assert_allclose(own_loss, loss, rtol=1e-6)
+        pairs = zip(
+            jax.tree.leaves(own[stage]), jax.tree.leaves(grads[stage]), strict=True
+        )
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    same_bits(found[1][1][1], found[2][1][1])
+
+
+def test_a_stage_that_does_not_fit_is_named_on_all_workers(cluster):
+    found = on_each(cluster, worlds.refused_first_step, 4)
+    for rank, (text, notes) in enumerate(found):
+        assert "ValueError" in text
+        assert "stage 1 cannot take h: float32[3,5]" in text
+        if rank != 1:
+            assert any("worker1" in note for note in notes)
+
+
+def test_workers_with_other_schedules(cluster):
+    tasks = [cluster.start(r, worlds.other_schedules, r) for r in range(3)]
+    for task in tasks:
+        assert "must be the same on all workers" in task.result()
+
+
+def test_a_worker_that_does_not_come(cluster):
+    tasks = [cluster.start(r, worlds.abandoned, r) for r in range(3)]
+    assert tasks[0].result() == "left"
+    for task in tasks[1:]:  # Who notices first tells the other.
+        text = task.result()
+        assert re.search(r"'worker[12]' waited more than 2\.0 s in step 1", text)
+        assert "F0 for an output of 'worker0'" in text
+
+
+def test_a_lost_worker_is_named_on_the_others(fresh_hosts):
+    group = fresh_hosts(3)
+    group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
+    group.everywhere(worlds.first_step)
+    tasks = {r: group.start(r, worlds.until_somebody_dies) for r in (0, 2)}
+    group.start(1, worlds.until_somebody_dies)
+    assert not tasks[0].done(1.0)
+    group.signal(1, signal.SIGKILL)
+    for task in tasks.values():
+        name, text = task.result()
+        assert name == "worker1"
+        assert "of a pipeline" in text

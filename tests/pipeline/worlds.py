@@ -1,0 +1,122 @@
+"""What a worker of a pipeline does in the tests, as a user's program would."""
+
+import jax
+import numpy as np
+
+from jdist import pipeline, rpc
+from tests.pipeline.models import losses, problem, stages
+
+NAMES = ["worker0", "worker1", "worker2"]
+FAMILIES = {"1F1B": pipeline.one_f_one_b, "zero bubble": pipeline.zero_bubble}
+
+
+def made(family="1F1B", micro_batches=3, reduction="mean", **options):
+    return pipeline.Pipeline(
+        stages(),
+        losses,
+        FAMILIES[family](3, micro_batches),
+        NAMES,
+        reduction=reduction,
+        **options,
+    )
+
+
+def steps(family, reduction, count):
+    """Loss and gradients of every step, with other numbers in each."""
+    pipe = made(family, reduction=reduction)
+    found = []
+    for seed in range(count):
+        params, batch, weights = problem(7, seed)
+        result = pipe.value_and_grad(pipe.place(params), batch, weights)
+        found.append(jax.tree.map(np.asarray, result))
+    sent = [(p.step, p.name, p.source, p.destination) for p in pipe.record]
+    return found, sent
+
+
+def replicated(reduction):
+    """Two workers for the second stage, which take micro-batches in turn."""
+    programs = [
+        [f"0F{i}" for i in range(4)] + [f"0B{i}" for i in range(4)],
+        ["1F0", "1F2", "1B0", "1B2"],
+        ["1F1", "1F3", "1B1", "1B3"],
+        [text for i in range(4) for text in (f"2F{i}", f"2B{i}")],
+    ]
+    schedule = pipeline.Schedule.of(programs, placement=((0,), (1, 2), (3,)))
+    names = [*NAMES, "worker3"]
+    pipe = pipeline.Pipeline(stages(), losses, schedule, names, reduction=reduction)
+    params, batch, weights = problem(9)
+    found = pipe.value_and_grad(pipe.place(params), batch, weights)
+    return jax.tree.map(np.asarray, found)
+
+
+def refused_first_step(change):
+    """The error of a pipeline whose second stage does not fit, and of a later one."""
+    params, batch, weights = problem(7)
+    pipe = made()
+    params[1] = {"w": params[1]["w"][:change]}
+    try:
+        pipe.value_and_grad(pipe.place(params), batch, weights)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "__notes__", [])
+    return "no error", []
+
+
+class Breaks(ValueError):
+    """What a stage raises in the tests."""
+
+
+def breaking(params, h):
+    def check(x):
+        if np.isnan(x).any():
+            raise Breaks("a stage broke")
+        return x
+
+    shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
+    return jax.pure_callback(check, shape, h) @ params
+
+
+def other_schedules(rank):
+    micro_batches = 4 if rank == 1 else 3
+    try:
+        steps_of = made(micro_batches=micro_batches)
+        params, batch, weights = problem(7)
+        steps_of.value_and_grad(steps_of.place(params), batch, weights)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def abandoned(rank):
+    """One worker does not come to the second step."""
+    pipe = made()
+    params, batch, weights = problem(7)
+    pipe.value_and_grad(pipe.place(params), batch, weights)
+    if rank == 0:
+        return "left"
+    before = rpc.get_rpc_timeout()
+    rpc.set_default_timeout(2.0)
+    try:
+        pipe.value_and_grad(pipe.place(params), batch, weights)
+    except rpc.RpcTimeout as error:
+        return str(error)
+    finally:
+        rpc.set_default_timeout(before)
+    return "no error"
+
+
+def until_somebody_dies():
+    """Steps until one fails; what it failed with."""
+    pipe = made()
+    params, batch, weights = problem(7)
+    placed = pipe.place(params)
+    while True:
+        try:
+            pipe.value_and_grad(placed, batch, weights)
+        except rpc.WorkerLost as error:
+            return error.worker, str(error)
+
+
+def first_step():
+    pipe = made()
+    params, batch, weights = problem(7)
+    pipe.value_and_grad(pipe.place(params), batch, weights)

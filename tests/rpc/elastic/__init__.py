@@ -1,0 +1,1 @@
+"""Tests of groups that workers join and leave one by one."""
