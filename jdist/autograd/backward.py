@@ -129,8 +129,8 @@ def _begin(
     if mode == "smart":
         starts = [seed.edge.node for seed in seeds]
         seconds = deadline.remaining()
-        agent = context.container.agent
-        marks = mark(agent, context.id, starts, 0 if seconds is None else seconds)
+        patience = 0 if seconds is None else seconds
+        marks = mark(context.container, context.id, starts, patience)
     engine = engines.of(context.container)
     return engine.begin(context, seeds, marks, retain_graph, deadline)
 

@@ -1,16 +1,18 @@
 """The contexts of one worker, and the ids that it gives out."""
 
+import functools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
 from jdist._errors import requirement
 from jdist.autograd.context import Context
-from jdist.autograd.errors import no_context
+from jdist.autograd.errors import ContextNotFound, no_context
 from jdist.autograd.ids import Ids
 from jdist.rpc import current
 from jdist.rpc.errors import RpcError
 from jdist.rpc.future import Future
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.autograd.release import Releases
@@ -27,11 +29,10 @@ class Container:
     """All contexts of one worker.
 
     Args:
-      agent: The worker; its rank is the worker id in all ids.
+      agent: The worker.
 
     Attributes:
       agent: The worker.
-      ids: Gives out ids of contexts and messages.
       releases: Ends contexts on other workers.
 
     Source: `torch/csrc/distributed/autograd/context/container.h`.
@@ -41,11 +42,29 @@ class Container:
 
     def __init__(self, agent: "Agent") -> None:
         self.agent = agent
-        self.ids = Ids(agent.info.id)
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._ended: set[int] = set()
         self._ended_in_order: deque[int] = deque()
+
+    @functools.cached_property
+    def ids(self) -> Ids:
+        """Gives out ids of contexts and messages, once the worker is in a group."""
+        return Ids(number_of(self.agent.info))
+
+    def worker(self, number: int) -> WorkerInfo:
+        """The worker that gave out ids with this number on top.
+
+        Raises:
+          ContextNotFound: It was gone before this worker came.
+        """
+        peer = self.agent.directory.numbered(number)
+        if peer is None:
+            raise ContextNotFound(
+                f"Could not find the worker of number {number}: it was gone before "
+                f"{self.agent.info.name!r} joined."
+            )
+        return peer.info
 
     def new(self) -> Context:
         """A new context, made by this worker.

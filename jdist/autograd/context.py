@@ -54,7 +54,7 @@ class Context:
 
     @property
     def origin(self) -> int:
-        """Rank of the worker that made it."""
+        """Number of the worker that made it."""
         return maker(self.id)
 
     def send_functions(self) -> dict[int, SendNode]:

@@ -73,7 +73,9 @@ def accumulate(context: "Context", gradients: Mapping[Variable, Any]) -> None:
         context.check()
         for variable, gradient in gradients.items():
             known = context.gradients.get(variable)
-            if known is not None:
+            if isinstance(known, jax.Array):
+                gradient = known + gradient
+            elif known is not None:
                 gradient = jax.tree.map(_sum, known, gradient, is_leaf=is_none)
             context.gradients[variable] = gradient
 

@@ -14,8 +14,8 @@ class Ids:
     """The ids that one worker gives out.
 
     Args:
-      worker: Its rank, 0 to 65535.
-      first: The first number below the rank, for contexts. Messages begin at 1: 0 is
+      worker: Its number, 0 to 65535: in a fixed group its rank.
+      first: The first number below that, for contexts. Messages begin at 1: 0 is
         the id of none.
 
     Raises:
@@ -56,7 +56,7 @@ class Ids:
 
 
 def maker(packed: int) -> int:
-    """Rank of the worker that gave out an id.
+    """Number of the worker that gave out an id.
 
     Example:
       >>> maker((2 << 48) + 5)

@@ -21,7 +21,7 @@ Order = tuple[int, int]
 """The message id of the call in which a node was made, or 0; a counter within it."""
 
 Reach = frozenset[tuple[int, int]]
-"""Send functions, as rank of their worker and message id."""
+"""Send functions, as number of their worker and message id."""
 
 REACH = 256
 """So many send functions a value knows below it; beyond, they are to be asked for."""

@@ -13,24 +13,33 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.autograd.container import Container
 from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.future import Future, call_when_done, error_of
+from jdist.rpc.peer import Peer
 from jdist.rpc.waiting import collect_all
 from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
 
-_Ask = Callable[[int], Future[Any]]
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
 _FIRST_PATIENCE = 1.0
 _LONGEST_PATIENCE = 30.0
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 10.0
+
+
+class _Message(NamedTuple):
+    """What a worker has to be told, and what it will have answered."""
+
+    peer: Peer | None
+    kind: str
+    body: Any
+    answer: Future[Any]
 
 
 class Releases:
@@ -62,7 +71,8 @@ class Releases:
     def _end(self, context_id: int, reason: str, told_by: str) -> Future[None]:
         known = self._container.end(context_id, reason)
         tell = sorted(known - {told_by, self._agent.info.name})
-        told = [self._persist(name, _RELEASE, context_id) for name in tell]
+        peers = map(self._agent.directory.find, tell)
+        told = [self._persist(peer, _RELEASE, context_id) for peer in peers]
         return _quietly(lambda: collect_all(told).then(lambda done: None))
 
     # --- what others say ---
@@ -111,12 +121,13 @@ class Releases:
         why = f"{worker.name!r}, which made it, is gone: {reason}"
         held: dict[int, list[int]] = {}
         for context in self._container.contexts():
-            if context.origin == worker.id:
+            if context.origin == worker.number:
                 self._container.end(context.id, why)
             elif worker.name in context.known_workers():
                 held.setdefault(context.origin, []).append(context.id)
-        held.pop(self._agent.info.id, None)
-        for origin, contexts in held.items():
+        held.pop(self._container.ids.worker, None)
+        for number, contexts in held.items():
+            origin = self._agent.directory.numbered(number)
             asked = self._persist(origin, _HOLD, contexts)
             call_when_done(asked, functools.partial(self._let_go, asked))
 
@@ -135,52 +146,40 @@ class Releases:
 
     # --- messages that get through ---
 
-    def _persist(self, to: str | int, kind: str, body: Any) -> Future[Any]:
-        """Asks until it is answered; None when `to` is gone, or this worker ends."""
-        result: Future[Any] = _quietly(Future)
+    def _persist(self, peer: Peer | None, kind: str, body: Any) -> Future[Any]:
+        """Asks until it is answered; None when nobody is there, or this worker ends."""
+        message = _Message(peer, kind, body, _quietly(Future))
         with self._lock:
-            self._unanswered.add(result)
-        self._try(result, functools.partial(self._ask, to, kind, body), 0)
-        return result
+            self._unanswered.add(message.answer)
+        self._try(message, 0)
+        return message.answer
 
-    def _ask(self, to: str | int, kind: str, body: Any, attempt: int) -> Future[Any]:
+    def _try(self, message: _Message, attempt: int) -> None:
+        peer, kind, body, answer = message
+        if answer.done():
+            return
+        if peer is None or peer.departed is not None:
+            self._settle(answer, None)
+            return
         patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
-        return self._agent.call_async(to, kind, body, patience)
-
-    def _try(self, result: Future[Any], ask: _Ask, attempt: int) -> None:
-        if result.done():
-            return
+        ask = functools.partial(self._agent.call_async, peer.info, kind, body, patience)
         try:
-            asked = _quietly(functools.partial(ask, attempt))
+            asked = _quietly(ask)
         except RpcError:  # this worker was shut down
-            self._settle(result, None)
+            self._settle(answer, None)
             return
-        call_when_done(asked, lambda: self._asked(result, ask, attempt, asked))
+        call_when_done(asked, lambda: self._asked(message, attempt, asked))
 
-    def _asked(
-        self,
-        result: Future[Any],
-        ask: _Ask,
-        attempt: int,
-        asked: Future[Any],
-    ) -> None:
+    def _asked(self, message: _Message, attempt: int, asked: Future[Any]) -> None:
         error = error_of(asked)
         if error is None:
-            self._settle(result, asked.value())
-        elif self._is_final(error):
-            self._settle(result, None)
+            self._settle(message.answer, asked.value())
+        elif self._agent.closed or not isinstance(error, WorkerLost | RpcTimeout):
+            self._settle(message.answer, None)
         else:
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt)
-            again = functools.partial(self._try, result, ask, attempt + 1)
+            again = functools.partial(self._try, message, attempt + 1)
             self._agent.references.later(pause, again)
-
-    def _is_final(self, error: BaseException) -> bool:
-        """Whether it makes no sense to ask again."""
-        if self._agent.closed or not isinstance(error, WorkerLost | RpcTimeout):
-            return True
-        if not isinstance(error, WorkerLost):
-            return False
-        return self._agent.directory.departed(error.worker) is not None
 
     def _settle(self, result: Future[Any], value: Any) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """The roots of a backward pass: which values can be one, and what they begin with."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,17 +52,27 @@ def _one(position: int, root: Recorded) -> Root:
         raise AutogradError(
             requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
         )
-    return Root(root.edge, jnp.ones_like(value))
+    return Root(root.edge, _ones(value.shape, value.dtype, value.sharding))
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    # Kept, because to make one takes longer than a small backward pass.
+    return jnp.ones(shape, dtype, device=sharding)
 
 
 def _given(position: int, root: Recorded, cotangent: Any) -> Root:
     value = _checked(position, root)
-    shape, dtype = jnp.shape(cotangent), jnp.result_type(cotangent)
+    if not isinstance(cotangent, jax.Array):
+        cotangent = jnp.asarray(cotangent)
+    shape, dtype = cotangent.shape, cotangent.dtype
     if (shape, dtype) != (value.shape, value.dtype):
         call = f"backward(cotangents[{position}])"
         rule = f"must be of its root's shape {value.shape} and dtype {value.dtype}"
         raise ValueError(requirement(call, rule, f"{shape} and {dtype}"))
-    return Root(root.edge, jax.device_put(cotangent, value.sharding))
+    if cotangent.sharding != value.sharding:
+        cotangent = jax.device_put(cotangent, value.sharding)
+    return Root(root.edge, cotangent)
 
 
 def _checked(position: int, root: Any) -> Any:

@@ -1,9 +1,17 @@
 """Steps on common parameters come one after another; others run side by side."""
 
+import weakref
+
 import numpy as np
 import pytest
 
 from jdist import autograd, optim, rpc
+from jdist.autograd.optimizer import parameter_locks
+from jdist.autograd.optimizer.owned import OwnedOptimizer
+from jdist.autograd.optimizer.program import program
+from jdist.rpc import current
+from jdist.rpc.deadline import NEVER
+from jdist.rpc.execution import Execution
 from tests.autograd import optimizer_world as world
 from tests.rpc.rref.common import close_gate, gate, settle, wait_for
 
@@ -14,7 +22,7 @@ def forget():
     world.log.clear()
 
 
-def one_holds(cluster_kind):
+def one_holds():
     """`slow` is in its step; `same` wants the same variables, `other` does not."""
     variables = [rpc.RRef(world.make(world.numbers(i))) for i in range(3)]
     sets = {"slow": [0, 1], "same": [1, 0], "overlap": [1, 2], "other": [2]}
@@ -30,7 +38,7 @@ def one_holds(cluster_kind):
 
     slow = world.in_thread(step, "slow")
     assert gate("slow is in").wait(world.PATIENCE)
-    waiting = [world.in_thread(step, name) for name in ("same",)]
+    waiting = [world.in_thread(step, "same")]
     step("other")
     assert world.log == [("slow", "begins"), ("other", "begins"), ("other", "ends")]
     waiting.append(world.in_thread(step, "overlap"))
@@ -44,7 +52,7 @@ def test_who_shares_a_variable_waits():
     """The same set in another order, and a set that overlaps; nobody else does."""
     forget()
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        log, values = one_holds("in-process")
+        log, values = one_holds()
     # Between the beginning and the end of a step no other one of its variables is.
     spans = {name: log.index((name, "begins")) for name in ("same", "overlap")}
     assert log.index(("slow", "ends")) < min(spans.values())
@@ -157,15 +165,33 @@ def test_one_optimizer_in_many_threads(cluster):
 
 def test_a_lock_ends_with_its_variable():
     """The table of locks keeps nothing alive."""
-    from jdist.autograd.optimizer import parameter_locks
-
-    def count():
-        return len(parameter_locks._locks)
-
-    before = count()
     with rpc.local_cluster(["worker0"], allow=["tests"]):
-        rref = rpc.RRef(world.make(world.numbers(1)))
+        variable = world.make(world.numbers(1))
+        rref = rpc.RRef(variable)
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=1.0)
-        assert count() == before + 1
-        del rref, dist_opt
-        assert wait_for(lambda: count() == before)
+        assert variable in parameter_locks._locks
+        alive = weakref.ref(variable)
+        del variable, rref, dist_opt
+        assert wait_for(lambda: alive() is None)
+        assert alive not in list(parameter_locks._locks.keyrefs())
+
+
+def test_a_step_whose_caller_is_gone():
+    """It had its turn too late: nothing changes."""
+    with rpc.local_cluster(["worker0"], allow=["tests"]):
+        variable = world.make(world.numbers(1))
+        owned = OwnedOptimizer(program(optim.sgd, (), {"lr": 1.0}), {0: variable})
+        scope = current.scope.get()
+        execution = Execution(scope.agent.info, "optimizer.step", NEVER)
+        execution.cancel("'worker7' is gone")
+        token = current.scope.set(scope._replace(execution=execution))
+        try:
+            with pytest.raises(
+                rpc.RpcTimeout, match="Nothing was changed: 'worker7' is gone"
+            ):
+                owned.step({variable: world.numbers(2)}, None, {})
+            with pytest.raises(rpc.RpcTimeout, match="Nothing was changed"):
+                owned.write(owned.read())
+        finally:
+            current.scope.reset(token)
+        np.testing.assert_array_equal(variable.value, world.numbers(1))

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -58,13 +59,22 @@ class Engine:
         self.agent = container.agent
         self.name = self.agent.info.name
         self._container = container
-        self._ids = Ids(self.agent.info.id)
         self._lock = threading.Lock()
         self._ended: OrderedDict[int, Failure] = OrderedDict()
         self.agent.parts.on_gone(self._on_gone)
         self.agent.register(KIND, self._on_gradients)
         self.agent.register(END, self._on_end)
         self.agent.register(REACH, self._on_reach)
+
+    @functools.cached_property
+    def _ids(self) -> Ids:
+        """Of passes; a counter of their own leaves the ids of messages as they are."""
+        return Ids(self.number)
+
+    @property
+    def number(self) -> int:
+        """The worker's number, which is on top of its ids."""
+        return self._container.ids.worker
 
     # --- passes ---
 

@@ -15,7 +15,7 @@ from jdist.autograd.ids import maker
 from jdist.autograd.node import Node, RecvNode
 
 if TYPE_CHECKING:
-    from jdist.rpc.agent import Agent
+    from jdist.autograd.container import Container
 
 
 def lead_to(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
@@ -45,12 +45,12 @@ def lead_to(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
 
 
 def mark(
-    agent: "Agent", context_id: int, starts: Iterable[Node], timeout: float
+    container: "Container", context_id: int, starts: Iterable[Node], timeout: float
 ) -> list[int]:
     """The ids of all send functions, on any worker, that these functions lead to.
 
     Args:
-      agent: This worker.
+      container: That of this worker.
       context_id: Of the context.
       starts: Functions of this worker.
       timeout: Of each question, in seconds.
@@ -67,8 +67,10 @@ def mark(
         for message_id in sorted(questions):
             by_worker[maker(message_id)].append(message_id)
         answers = [
-            agent.call_async(worker, REACH, (context_id, ids), timeout)
-            for worker, ids in by_worker.items()
+            container.agent.call_async(
+                container.worker(number), REACH, (context_id, ids), timeout
+            )
+            for number, ids in by_worker.items()
         ]
         for answer in answers:
             more, further = unpack_reached(answer.wait())

@@ -212,7 +212,7 @@ class Part:
             return
         sends = self._context.send_functions()
         if self.terms.smart:
-            mine = self._engine.agent.info.id
+            mine = self._engine.number
             marked = [mark for mark in self._marks or () if maker(mark) == mine]
             sends = {mark: self._send_function(sends, mark) for mark in marked}
         roots = self._roots or ()

@@ -37,7 +37,10 @@ class OwnedOptimizer:
         self._variables = tuple(variables.values())
         self._locks = locks_of(self._variables)
         with holding(self._locks, current.deadline()):
-            self._state = program.opt.init(self._values())
+            values = self._values()
+            # Compiled, it would put the state of placed parameters anywhere.
+            init = program.opt.init if _places(values) else program.init
+            self._state = init(values)
 
     def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
         """For each variable the sums of squares of its gradient's leaves, in order."""
@@ -74,8 +77,8 @@ class OwnedOptimizer:
                 _nothing(value) if grad is None else grad
                 for value, grad in zip(values, reached, strict=True)
             ]
-            together = _on_one_place(values)
-            run = self._program.compiled if together else self._program.leaf_by_leaf
+            apart = len(_places(values)) > 1
+            run = self._program.leaf_by_leaf if apart else self._program.compiled
             new, state = run(values, grads, self._state, factor, dict(overrides))
             # What a device finds wrong shows here, before anything has changed.
             jax.block_until_ready((new, state))
@@ -154,10 +157,12 @@ def _nothing(value: Any) -> Any:
     return jax.tree.map(lambda leaf: None, value)
 
 
-def _on_one_place(values: Sequence[Any]) -> bool:
-    """Whether one compiled program can have them all."""
-    placed = (x for x in jax.tree.leaves(values) if isinstance(x, jax.Array))
-    return len({frozenset(x.devices()) for x in placed if x.committed}) < 2
+def _places(values: Sequence[Any]) -> set[frozenset[jax.Device]]:
+    """The sets of devices to which arrays among these are bound.
+
+    A compiled program can have arrays that are bound to one set of devices.
+    """
+    return {frozenset(x.devices()) for x in jax.tree.leaves(values) if x.committed}
 
 
 def _refuse_if_given_up() -> None:

@@ -27,6 +27,7 @@ class Program:
 
     Attributes:
       opt: The optimizer.
+      init: Its state for parameters on the default device, compiled.
       compiled: `compiled(params, grads, state, factor, overrides)`: the new parameters
         and state; gradients are first multiplied by the factor unless it is None.
       leaf_by_leaf: The same, each operation by itself: for parameters on several
@@ -34,6 +35,7 @@ class Program:
     """
 
     opt: Optimizer
+    init: Callable[..., Any]
     compiled: Callable[..., Any]
     leaf_by_leaf: Callable[..., Any]
 
@@ -62,7 +64,7 @@ def program(
 def _program(recipe: _Recipe) -> Program:
     opt = _optimizer(recipe.make())
     step = partial(_stepped, opt)
-    return Program(opt, jax.jit(step), step)
+    return Program(opt, jax.jit(opt.init), jax.jit(step), step)
 
 
 def _optimizer(made: Any) -> Optimizer:

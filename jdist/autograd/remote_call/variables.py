@@ -98,7 +98,7 @@ def context_for(agent: Agent, to: str, jitted: bool) -> int | None:
     """
     own = container.of(agent)
     if jitted:
-        made = [each for each in own.contexts() if each.origin == agent.info.id]
+        made = [each for each in own.contexts() if each.origin == own.ids.worker]
         if len(made) > 1:
             raise AutogradError(
                 f"A jitted remote_call to {to!r} has a variable's gradient, and "
