@@ -1,6 +1,8 @@
 """What the documents show works: their code runs, their links and names exist."""
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -22,16 +24,20 @@ CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_runs(page, capsys):
-    """Every Python block, as a user has it: JAX's defaults, one block after another."""
-    names = {}
+def test_code_runs(page, capsys, monkeypatch):
+    """Every Python block, as a user has it: JAX's defaults, one block after another.
+
+    It is the main program, so that workers can call what it defines.
+    """
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):
         for block in CODE.findall(page.read_text()):
-            exec(compile(block, page.name, "exec"), names)
+            exec(compile(block, page.name, "exec"), vars(main))
     if page.name == "README.md":
         shown = capsys.readouterr().out
         assert "oracle pinned" in shown

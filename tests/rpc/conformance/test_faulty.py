@@ -1,82 +1,37 @@
 """Calls whose frames are lost, late or sent twice on the way."""
 
 import contextlib
-import importlib
-import threading
 
 import jax
 import pytest
 
 from jdist import rpc
-from jdist.rpc import membership
-from jdist.rpc.coordinator import NAME
 from jdist.rpc.frame import CALL, REPLY
-from jdist.rpc.in_process import InProcessTransport
-from jdist.rpc.rendezvous import ReservedPort
-from jdist.rpc.socket_transport import SocketTransport
-from tests.rpc.faults import FaultyTransport, Plan, Rule
-from tests.rpc.hosts import Cluster, be_one_of, in_threads, names, results
+from tests.rpc.faults import Rule
+from tests.rpc.faulty_clusters import WAYS, late, let_go, struck
 
 RAN = "RPC ran for more than set timeout"
 LIMIT = 0.1
-_plans: list[Plan] = []
-_late = threading.Event()
 _ran: list = []
-
-
-def faulty(inner, rules):
-    """As the transport class `inner`, with faults in what the workers send."""
-    _late.clear()
-    _ran.clear()
-    _plans[:] = [Plan(*rules)]
-
-    def make(name, *args, **kwargs):
-        made = inner(name, *args, **kwargs)
-        return made if name == NAME else FaultyTransport(made, _plans[0])
-
-    return make
 
 
 def late_requests():
     """Calls wait for an event of the process in which this runs."""
-    return [Rule("delay", CALL, until=_late)]
+    return [Rule("delay", CALL, until=late)]
 
 
-def become_faulty(rank, port, make_rules):
-    with pytest.MonkeyPatch.context() as patch:
-        make = faulty(SocketTransport, make_rules())
-        patch.setattr(membership, "SocketTransport", make)
-        be_one_of(rank, 2, port)
-
-
-@contextlib.contextmanager
-def threads(hosts, make_rules):
-    # The package's attribute of this name is the function.
-    module = importlib.import_module("jdist.rpc.local_cluster")
-    with pytest.MonkeyPatch.context() as patch:
-        make = faulty(InProcessTransport, make_rules())
-        patch.setattr(module, "InProcessTransport", make)
-        with rpc.local_cluster(names(2), allow=["tests"]):
-            yield Cluster("in-process", names(2), in_threads(names(2)))
-
-
-@contextlib.contextmanager
-def processes(hosts, make_rules):
-    with ReservedPort() as port:
-        joining = [
-            hosts.start(rank, become_faulty, rank, port.port, make_rules)
-            for rank in (0, 1)
-        ]
-        results(joining)
-        yield Cluster("process", names(2), hosts.start)
-        results([hosts.start(rank, rpc.shutdown) for rank in (0, 1)])
-
-
-@pytest.fixture(params=[threads, processes], ids=["in-process", "process"])
+@pytest.fixture(params=WAYS)
 def begin(request, hosts):
     """`begin(make_rules)`: two workers whose frames meet those faults."""
     with contextlib.ExitStack() as stack:
-        yield lambda make_rules: stack.enter_context(request.param(hosts, make_rules))
+
+        def start(make_rules):
+            way = WAYS[request.param](hosts, make_rules)
+            cluster = stack.enter_context(way)
+            cluster.everywhere(forget)
+            return cluster
+
+        yield start
 
 
 def difference(x, y):
@@ -108,7 +63,7 @@ def late_calls(function, expected):
             start(function, (20, 7))
     unlimited = rpc.rpc_async("worker1", function, args=(20, 6), timeout=0)
     assert not by_default.done()
-    _late.set()
+    let_go()
     # The calls given up have come too late: nobody gets their results.
     assert by_default.wait() == expected[0]
     assert unlimited.wait() == expected[1]
@@ -135,6 +90,10 @@ def test_calls_that_come_late(begin, name):
 def note(x):
     _ran.append(x)
     return len(_ran), x
+
+
+def forget():
+    _ran.clear()
 
 
 def ran():
@@ -175,20 +134,16 @@ def test_answers_that_are_lost(begin):
 
 
 def late_answers():
-    return [Rule("delay", REPLY, until=_late)]
+    return [Rule("delay", REPLY, until=late)]
 
 
 def test_answers_that_come_too_late(begin):
     """Nobody takes them for those of the next calls."""
     cluster = begin(late_answers)
     cluster.run(0, calls_in_vain)
-    cluster.run(1, _set_late)
+    cluster.run(1, let_go)
     assert cluster.run(0, calls_that_succeed) == ((3, 7), (4, 8))
     assert cluster.run(1, ran) == [0, 1, 7, 8]
-
-
-def _set_late():
-    _late.set()
 
 
 def twice():
@@ -205,10 +160,6 @@ def test_calls_and_answers_that_come_twice(begin):
     cluster = begin(twice)
     assert cluster.run(0, many_calls) == list(range(40))
     assert sorted(cluster.run(1, ran)) == list(range(40))
-
-
-def struck():
-    return dict(_plans[0].counts)
 
 
 def test_faults_happen_where_they_should(begin):
