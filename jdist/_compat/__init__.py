@@ -31,3 +31,7 @@ from jdist._compat.shards import laid_out as laid_out
 from jdist._compat.shards import map_shards as map_shards
 from jdist._compat.shards import tracks_varying_axes as tracks_varying_axes
 from jdist._compat.shards import varying_axes as varying_axes
+from jdist._compat.transfer import ArrayServer as ArrayServer
+from jdist._compat.transfer import array_kind as array_kind
+from jdist._compat.transfer import array_server as array_server
+from jdist._compat.transfer import detached as detached

@@ -72,7 +72,7 @@ def placed(
     """
     committed = device is not None
     if device is None:
-        device = _default_device()
+        device = default_device()
     abstract = _abstract(array.shape, array.dtype, weak)
     sharding = _only_on(device)
     return xla_client.batched_device_put(
@@ -92,7 +92,8 @@ def _only_on(device: jax.Device) -> SingleDeviceSharding:
     return SingleDeviceSharding(device)
 
 
-def _default_device() -> jax.Device:
+def default_device() -> jax.Device:
+    """The device on which JAX puts what is not said to belong elsewhere."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(chosen, jax.Device):
         return chosen

@@ -32,6 +32,7 @@ from jdist.rpc.errors import ProtocolError as ProtocolError
 from jdist.rpc.errors import RemoteError as RemoteError
 from jdist.rpc.errors import RpcError as RpcError
 from jdist.rpc.errors import RpcTimeout as RpcTimeout
+from jdist.rpc.errors import TransferFailed as TransferFailed
 from jdist.rpc.errors import WorkerLost as WorkerLost
 from jdist.rpc.future import Future as Future
 from jdist.rpc.init import init_rpc as init_rpc
@@ -46,6 +47,7 @@ from jdist.rpc.rref import remote as remote
 from jdist.rpc.spawn import Processes as Processes
 from jdist.rpc.spawn import spawn as spawn
 from jdist.rpc.tls import TlsConfig as TlsConfig
+from jdist.rpc.transfer import Transfer as Transfer
 from jdist.rpc.waiting import collect_all as collect_all
 from jdist.rpc.waiting import wait_all as wait_all
 from jdist.rpc.waiting import wait_all_calls as wait_all_calls

@@ -49,6 +49,7 @@ class Ability(IntFlag):
 
     NONE = 0
     MEMORY = 1  # Takes large arrays as memory descriptors.
+    TRANSFER = 2  # Takes them from the sender's device.
 
 
 class Proved(NamedTuple):

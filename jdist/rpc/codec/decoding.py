@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jdist.rpc.errors import ProtocolError
+from jdist.rpc.frame import Missing
 from jdist.rpc.functions import FunctionTable
 
 Decoder = Callable[["Decoding", list[Any]], Any]
@@ -73,7 +74,10 @@ class Decoding:
         """The array of this index."""
         if type(index) is not int or not 0 <= index < len(self.leaves):
             raise ProtocolError("A tree names an array that the frame does not have.")
-        return self.leaves[index]
+        leaf = self.leaves[index]
+        if type(leaf) is Missing:
+            raise leaf.error
+        return leaf
 
     def type_named(self, name: Any) -> type:
         """The class of this name.

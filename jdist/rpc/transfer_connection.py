@@ -1,0 +1,199 @@
+"""A connection whose large JAX arrays pass it by, from device to device.
+
+    frame     meta["arrays"] = (address, number, (leaf, ...)) with leaf = (index, dtype,
+              shape, weak, number of the receiver's device plus one, or 0); and these
+              leaves are not in it
+    "taken"   tree = [number, whether they were pulled]; sent back
+
+The frame keeps its place among the frames: `receive` returns it when its arrays are
+there, as with arrays on the wire. When they do not come the connection is as good as
+before, and whoever decodes the value in which they are missing gets the error.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._compat import array_kind
+from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.connection import Connection, Terms
+from jdist.rpc.deadline import Deadline, exceeded, from_meta
+from jdist.rpc.device_maps import device_of, number_beside
+from jdist.rpc.dtypes import dtype_name, dtype_named
+from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, TransferFailed
+from jdist.rpc.frame import TAKEN, Frame, Missing
+from jdist.rpc.memory import MemoryPool
+from jdist.rpc.stream import ByteStream
+from jdist.rpc.transfer_port import Port
+from jdist.rpc.wire import Limits
+
+_META = "arrays"
+_ANSWER_SECONDS = 10.0
+
+
+class TransferConnection(Connection):
+    """A `Connection` between two workers that both transfer.
+
+    Args:
+      stream, peer, terms, pool, on_close: See `Connection`.
+      port: What this worker offers and pulls.
+    """
+
+    def __init__(
+        self,
+        stream: ByteStream,
+        peer: str,
+        terms: Terms,
+        pool: MemoryPool | None,
+        on_close: Callable[[Connection], None],
+        port: Port,
+    ) -> None:
+        def ended(connection: Connection) -> None:
+            port.drop(self)
+            on_close(connection)
+
+        super().__init__(stream, peer, terms, pool, ended)
+        self._port = port
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        """Sends one frame; see `Channel.send`."""
+        apart = [i for i, leaf in enumerate(frame.leaves) if self._port.wants(leaf)]
+        arrays = [frame.leaves[index] for index in apart]
+        # What is beyond the limits is left to those who refuse it.
+        number = None
+        if arrays and sum(a.nbytes for a in arrays) <= self._terms.limits.body_bytes:
+            number = self._port.offer(arrays, self)
+        if number is None:
+            super().send(frame, deadline)
+            return
+        devices = self.devices(frame.kind)
+        described = [
+            (
+                index,
+                dtype_name(array.dtype),
+                array.shape,
+                array.weak_type,
+                number_beside(array, devices),
+            )
+            for index, array in zip(apart, arrays, strict=True)
+        ]
+        rest = [leaf for i, leaf in enumerate(frame.leaves) if i not in set(apart)]
+        meta = frame.meta | {_META: (self._port.address, number, described)}
+        try:
+            super().send(frame._replace(meta=meta, leaves=rest), deadline)
+        except BaseException:
+            self._port.settle(number, self, taken=False)
+            raise
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """The next frame, when its arrays are there; see `Channel.receive`."""
+        while True:
+            frame = super().receive(deadline)
+            try:
+                if frame.kind == TAKEN:
+                    self._port.settle(*_settled(frame.tree, self))
+                elif _META in frame.meta:
+                    return self._complete(frame, deadline)
+                else:
+                    return frame
+            except ProtocolError as error:
+                self.close(f"it sent what is no frame: {error}")
+                raise
+
+    def _complete(self, frame: Frame, deadline: float | None) -> Frame:
+        meta = dict(frame.meta)
+        coming = _coming(meta.pop(_META), self._terms.limits)
+        call = from_meta(meta)
+        limits = (deadline, call.at, time.monotonic() + self._terms.stall)
+        until = min(limit for limit in limits if limit is not None)
+        kinds = [leaf.kind for leaf in coming.leaves]
+        arrays: list[Any]
+        try:
+            arrays = self._port.pull(coming.address, coming.number, kinds, until)
+        except TransferFailed as error:
+            self._answer(frame.id, coming.number, taken=False)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(str(error)) from error
+            arrays = [Missing(self._why(error, call))] * len(kinds)
+        else:
+            self._answer(frame.id, coming.number, taken=True)
+        leaves = list(frame.leaves)
+        for leaf, array in zip(coming.leaves, arrays, strict=True):
+            leaves.insert(leaf.place, leaf.placed(array))
+        return frame._replace(meta=meta, leaves=leaves)
+
+    def _why(self, error: TransferFailed, call: Deadline) -> RpcError:
+        what = f"An array of worker {self.peer!r} did not arrive: {error}."
+        if call.at is not None and time.monotonic() >= call.at:
+            return RpcTimeout(f"{exceeded(call)}. {what}")
+        return TransferFailed(what)
+
+    def _answer(self, frame: int, number: int, taken: bool) -> None:
+        answer = Frame(TAKEN, frame, {}, [number, taken], [], shared=True)
+
+        def say() -> None:
+            # Without it the other side keeps the memory until the connection closes.
+            with contextlib.suppress(ChannelClosed, TimeoutError):
+                super(TransferConnection, self).send(
+                    answer, time.monotonic() + _ANSWER_SECONDS
+                )
+
+        self._port.later(say)
+
+
+class _Leaf(NamedTuple):
+    place: int
+    kind: Any
+    device: jax.Device | None  # None for the one on which it arrives.
+
+    def placed(self, array: Any) -> Any:
+        if self.device is None or isinstance(array, Missing):
+            return array
+        return jax.device_put(array, self.device)
+
+
+class _Coming(NamedTuple):
+    address: str
+    number: int
+    leaves: list[_Leaf]
+
+
+def _settled(tree: Any, owner: object) -> tuple[int, object, bool]:
+    match tree:
+        case [int() as number, bool() as taken]:
+            return number, owner, taken
+    raise ProtocolError("What was taken is a number and a truth.")
+
+
+def _coming(described: Any, limits: Limits) -> _Coming:
+    """What a frame says of the arrays that pass it by, checked."""
+    match described:
+        case [str() as address, int() as number, [*rows]] if 0 <= number < 1 << 64:
+            leaves = [_leaf(row) for row in rows]
+        case _:
+            raise ProtocolError("A frame does not say what arrays pass it by.")
+    if len(leaves) > limits.leaves:
+        raise ProtocolError(f"More than {limits.leaves} arrays (Limits.leaves).")
+    if sum(_bytes_of(leaf) for leaf in leaves) > limits.body_bytes:
+        raise ProtocolError(f"More than {limits.body_bytes} bytes (Limits.body_bytes).")
+    return _Coming(address, number, leaves)
+
+
+def _bytes_of(leaf: _Leaf) -> int:
+    size: int = leaf.kind.dtype.itemsize
+    for extent in leaf.kind.shape:
+        size *= extent
+    return size
+
+
+def _leaf(row: Any) -> _Leaf:
+    match row:
+        case [int() as index, str() as name, [*shape], bool() as weak, int() as number]:
+            numbers = [index, *shape, number]
+            if all(type(n) is int and n >= 0 for n in numbers) and len(shape) <= 64:
+                kind = array_kind(tuple(shape), dtype_named(name), weak)
+                return _Leaf(index, kind, device_of(number - 1) if number else None)
+    raise ProtocolError("A frame does not say what an array is like.")
