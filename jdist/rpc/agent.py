@@ -214,9 +214,8 @@ class Agent:
             raise RpcError(current.NOT_INITIALIZED)
         peer = self.directory.find(to)
         limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
-        return Outgoing(
-            peer, kind, body, meta or {}, limit, operation or Operation(kind)
-        )
+        operation = operation or Operation(kind)
+        return Outgoing(peer, kind, body, meta or {}, limit, operation)
 
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
@@ -327,10 +326,11 @@ class Agent:
         # The others close their channels to a worker that leaves before it does itself.
         if self.ending or self.closed:
             return RpcError(f"RPC was shut down on this worker during {operation}.")
-        known = self.directory.departed(name)
-        return WorkerLost(
-            name, str(operation), known or f"its connection closed ({reason})"
-        )
+        expelled = self.group.expelled()
+        if expelled is not None:
+            return WorkerLost(self.info.name, str(operation), expelled)
+        known = self.directory.departed(name) or f"its connection closed ({reason})"
+        return WorkerLost(name, str(operation), known)
 
     def timed_out(
         self, peer: Peer, operation: Operation, limit: Deadline

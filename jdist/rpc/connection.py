@@ -15,7 +15,7 @@ import jax
 from jdist._errors import requirement
 from jdist.rpc import memory
 from jdist.rpc.channel import ChannelClosed
-from jdist.rpc.device_maps import DeviceMaps
+from jdist.rpc.device_maps import DeviceMaps, Table
 from jdist.rpc.duplicates import Duplicates
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import ANSWERS, UNNUMBERED, Frame
@@ -118,9 +118,13 @@ class Connection:
             if descriptors:
                 memory.close_all(descriptors)
 
-    def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
+    def devices(self, kind: str) -> Table | None:
+        """On which devices the arrays of frames of this kind arrive; None: on one."""
         maps = self._terms.device_maps
-        devices = None if maps is None else maps.towards(self.peer, frame.kind)
+        return None if maps is None else maps.towards(self.peer, kind)
+
+    def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
+        devices = self.devices(frame.kind)
         apart = None if self._pool is None else memory.THRESHOLD
         packed = pack(frame, apart, devices)
         descriptors: list[int] = []

@@ -64,6 +64,12 @@ def number_of(leaf: jax.Array, table: Table) -> int | None:
     return table.get(next(iter(devices))) if len(devices) == 1 else None
 
 
+def number_beside(leaf: jax.Array, table: Table | None) -> int:
+    """What travels beside an array: the number plus one, or 0 for the one device."""
+    number = None if table is None else number_of(leaf, table)
+    return 0 if number is None else number + 1
+
+
 def device_of(number: int) -> jax.Device:
     """The device of this number on this worker.
 

@@ -13,7 +13,7 @@ from jdist.rpc.channel import Channel
 from jdist.rpc.deadline import Deadline, resolve
 from jdist.rpc.errors import RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.frame import REPLY, Frame
-from jdist.rpc.future import Future, call_when_done, complete
+from jdist.rpc.future import Future, call_when_done, complete, error_of
 from jdist.rpc.line import Callbacks, Line
 from jdist.rpc.listing import Listing
 from jdist.rpc.liveness import Pace, silent_for
@@ -22,6 +22,8 @@ from jdist.rpc.worker_info import WorkerInfo
 
 Lost = Callable[[str, str], None]
 """Told the name of a lost worker, and how its loss was noticed."""
+
+_ANSWER_SECONDS = 1.0
 
 _GRACE = 5.0
 """Seconds beyond a deadline that the coordinator watches: it knows who is missing, so
@@ -224,7 +226,39 @@ class Group:
         """Why the coordinator does not answer."""
         if self._left:
             return RpcError(f"RPC was shut down on this worker during {purpose}.")
+        held_up = self._held_up()
+        if held_up is not None:
+            return WorkerLost(self._agent.info.name, purpose, held_up)
         return self._without_coordinator(purpose, reason)
+
+    def expelled(self) -> str | None:
+        """Why the others take this worker for lost, if they do.
+
+        Nobody tells a worker that was frozen and goes on: it finds its connections
+        closed. May wait a second for the coordinator's answer.
+        """
+        held_up = self._held_up()
+        if held_up is not None and self._line.closed is None and self._is_heard():
+            return None  # All were held up together, as by a suspended machine.
+        return held_up
+
+    def _held_up(self) -> str | None:
+        if self._pace is None or self._ended is not None:
+            return None
+        options, seconds = self._agent.options, self._pace.held_up()
+        if seconds + options.heartbeat_interval <= options.heartbeat_timeout:
+            return None
+        return (
+            f"this worker itself gave no sign of life for {seconds:.1f} s (frozen, or "
+            "stopped), and the others have taken it for lost"
+        )
+
+    def _is_heard(self) -> bool:
+        asked = self._ask("group.beat", {}, _ANSWER_SECONDS, "heartbeat")
+        answered = threading.Event()
+        call_when_done(asked, answered.set)
+        answered.wait(_ANSWER_SECONDS)
+        return asked.done() and error_of(asked) is None
 
     def _without_coordinator(self, purpose: str, reason: str) -> WorkerLost:
         reason = f"as coordinator, {self._ended or reason}"
@@ -263,6 +297,10 @@ class Group:
             self._alone = reason
         kind = "group.lost" if ended is None else "group.left"
         head = self._agent.directory.find(self._head)
+        held_up = self._held_up()
+        if held_up is not None:
+            with self._lock:
+                self._lost[self._agent.info.name] = held_up
         self._part(kind, head, ended or f"its control channel closed ({reason})")
 
     def _admit(self, peer: Peer | None) -> None:

@@ -25,6 +25,8 @@ class Pace:
     ) -> None:
         self._interval = interval
         self._step = step
+        self._due = time.monotonic() + interval
+        self._longest = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -35,12 +37,16 @@ class Pace:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def held_up(self) -> float:
+        """The longest time that this process was held up so far, in seconds."""
+        return max(self._longest, time.monotonic() - self._due)
+
     def _run(self) -> None:
-        due = time.monotonic() + self._interval
-        while not self._ended.wait(max(0.0, due - time.monotonic())):
+        while not self._ended.wait(max(0.0, self._due - time.monotonic())):
             now = time.monotonic()
-            self._step(now - due > self._interval)
-            due = now + self._interval
+            self._longest = max(self._longest, now - self._due)
+            self._step(now - self._due > self._interval)
+            self._due = now + self._interval
 
 
 def silent_for(seconds: float) -> str:

@@ -38,11 +38,11 @@ class RpcOptions:
       allow_pickle: Lets values that have no other way travel as pickles. Whoever
         knows the key can then run any code here.
       limits: Limits on the size of messages.
-      transfer: Has large arrays go from device to device where both workers say so; by
-        default everything goes by the wire. Its port asks nobody for the key.
       polling: Seconds that a thread which awaits a message looks for it before it
         sleeps, while messages come that fast; 0 for never. It saves the time that
         waking takes and occupies a core meanwhile. Idle connections are not polled.
+      transfer: Has large arrays go from device to device where both workers say so; by
+        default everything goes by the wire. Its port asks nobody for the key.
       leaks: What a graceful shutdown does when values of this worker are held by others
         although all references were given up: "warn" or "error".
 
@@ -73,8 +73,8 @@ class RpcOptions:
     insecure: bool = False
     allow_pickle: bool = False
     limits: Any = None
-    transfer: Transfer | None = None
     polling: float = 200e-6
+    transfer: Transfer | None = None
     leaks: str = "warn"
 
     def __post_init__(self) -> None:
@@ -94,8 +94,8 @@ class RpcOptions:
         if self.threads < 2:
             rule = "must be at least 2: one reads while another runs a call"
             raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
-        check_transfer(self.transfer)
         device_maps.check(self.device_maps)
+        check_transfer(self.transfer)
         if self.leaks not in ("warn", "error"):
             rule = 'must be "warn" or "error"'
             raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))

@@ -1,7 +1,8 @@
 """A connection whose large JAX arrays pass it by, from device to device.
 
-    frame     meta["arrays"] = (address, number, ((index, dtype, shape, weak), ...))
-              and these leaves are not in it
+    frame     meta["arrays"] = (address, number, (leaf, ...)) with leaf = (index, dtype,
+              shape, weak, number of the receiver's device plus one, or 0); and these
+              leaves are not in it
     "taken"   tree = [number, whether they were pulled]; sent back
 
 The frame keeps its place among the frames: `receive` returns it when its arrays are
@@ -14,10 +15,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
 from jdist._compat import array_kind
 from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.connection import Connection, Terms
 from jdist.rpc.deadline import Deadline, exceeded, from_meta
+from jdist.rpc.device_maps import device_of, number_beside
 from jdist.rpc.dtypes import dtype_name, dtype_named
 from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, TransferFailed
 from jdist.rpc.frame import TAKEN, Frame, Missing
@@ -65,8 +69,15 @@ class TransferConnection(Connection):
         if number is None:
             super().send(frame, deadline)
             return
+        devices = self.devices(frame.kind)
         described = [
-            (index, dtype_name(array.dtype), array.shape, array.weak_type)
+            (
+                index,
+                dtype_name(array.dtype),
+                array.shape,
+                array.weak_type,
+                number_beside(array, devices),
+            )
             for index, array in zip(apart, arrays, strict=True)
         ]
         rest = [leaf for i, leaf in enumerate(frame.leaves) if i not in set(apart)]
@@ -111,7 +122,7 @@ class TransferConnection(Connection):
             self._answer(frame.id, coming.number, taken=True)
         leaves = list(frame.leaves)
         for leaf, array in zip(coming.leaves, arrays, strict=True):
-            leaves.insert(leaf.place, array)
+            leaves.insert(leaf.place, leaf.placed(array))
         return frame._replace(meta=meta, leaves=leaves)
 
     def _why(self, error: TransferFailed, call: Deadline) -> RpcError:
@@ -136,6 +147,12 @@ class TransferConnection(Connection):
 class _Leaf(NamedTuple):
     place: int
     kind: Any
+    device: jax.Device | None  # None for the one on which it arrives.
+
+    def placed(self, array: Any) -> Any:
+        if self.device is None or isinstance(array, Missing):
+            return array
+        return jax.device_put(array, self.device)
 
 
 class _Coming(NamedTuple):
@@ -174,7 +191,9 @@ def _bytes_of(leaf: _Leaf) -> int:
 
 def _leaf(row: Any) -> _Leaf:
     match row:
-        case [int() as index, str() as name, [*shape], bool() as weak] if index >= 0:
-            if all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 64:
-                return _Leaf(index, array_kind(tuple(shape), dtype_named(name), weak))
+        case [int() as index, str() as name, [*shape], bool() as weak, int() as number]:
+            numbers = [index, *shape, number]
+            if all(type(n) is int and n >= 0 for n in numbers) and len(shape) <= 64:
+                kind = array_kind(tuple(shape), dtype_named(name), weak)
+                return _Leaf(index, kind, device_of(number - 1) if number else None)
     raise ProtocolError("A frame does not say what an array is like.")

@@ -29,7 +29,7 @@ import numpy as np
 from jdist._compat import placed
 from jdist._errors import requirement
 from jdist.rpc.arrays import aligned, host
-from jdist.rpc.device_maps import Table, device_of, number_of
+from jdist.rpc.device_maps import Table, device_of, number_beside
 from jdist.rpc.dtypes import dtype_name, dtype_named
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import Frame
@@ -161,9 +161,7 @@ def pack(
         flags = 0
         if type(leaf) is not np.ndarray:
             flags = _JAX | _WEAK if leaf.weak_type else _JAX
-            if devices is not None:
-                number = number_of(leaf, devices)
-                flags |= (0 if number is None else number + 1) << _DEVICE
+            flags |= number_beside(leaf, devices) << _DEVICE
         nbytes = array.nbytes
         if apart is not None and nbytes >= max(apart, 1):
             flags |= _APART

@@ -220,6 +220,27 @@ def await_end():
         pause.wait(0.005)
 
 
+def miss():
+    """Waits for everybody."""
+    return see(barrier, None)
+
+
+def asked_by(to):
+    """What a worker learns that calls `to` for as long as that lets it."""
+    return see(sync, to)
+
+
+def after_thawing(to):
+    """What it learns afterwards, by what it does."""
+    attempts = {
+        "rpc_sync(max)": lambda: rpc.rpc_sync(to, max, args=(1, 2)),
+        "rpc_async(max)": lambda: rpc.rpc_async(to, max, args=(1, 2)).wait(),
+        "barrier": rpc.barrier,
+        "shutdown": rpc.shutdown,
+    }
+    return {name: see(attempt) for name, attempt in attempts.items()}
+
+
 def shut_down():
     """Ends this worker gracefully; what came of it, and of a call after it."""
     seen = see(rpc.shutdown)

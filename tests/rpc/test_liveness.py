@@ -84,6 +84,9 @@ class Group:
             woken, _ = self.hosts.run(self.victim, casualties.shut_down)
             assert woken.kind == "WorkerLost"
             self.left.append(self.victim)
+        self.check_nothing_left()
+
+    def check_nothing_left(self):
         assert self.run(casualties.what_is_left) == {rank: [] for rank in self.left}
         assert not self.sockets & casualties.sockets_by_name()
 
@@ -110,6 +113,28 @@ def show(what, begun, found):
 
 
 BLOWS = pytest.mark.parametrize("blow", [DEATH, FROST], ids=["killed", "frozen"])
+
+
+def test_a_worker_that_thaws_learns_that_it_was_taken_for_lost(group):
+    """It does not blame those who have closed their connections to it."""
+    group = group(FROST, victim=2)
+    asking = group.hosts.start(2, casualties.asked_by, "worker1")
+    group.hosts.run(1, casualties.await_caller)
+    group.hit()
+    for seen in results(group.start(casualties.miss)).values():
+        assert (seen.kind, seen.worker) == ("WorkerLost", "worker2")
+    group.hosts.signal(2, signal.SIGCONT)
+    found = {"rpc_sync(hang)": asking.result()}
+    found |= group.hosts.run(2, casualties.after_thawing, "worker0")
+    for name, seen in found.items():
+        shown = (name, seen.kind, seen.worker, seen.operation)
+        assert shown == (name, "WorkerLost", "worker2", name)
+        assert "this worker itself gave no sign of life for" in seen.text
+        assert "the others have taken it for lost" in seen.text
+    group.hosts.run(1, casualties.let_go)
+    group.left.append(2)
+    group.hosts.everywhere(hosts.be_no_worker)
+    group.check_nothing_left()
 
 
 @BLOWS
