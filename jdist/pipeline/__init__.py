@@ -10,6 +10,8 @@ from jdist.pipeline.pipeline import Pipeline as Pipeline
 from jdist.pipeline.plan import Plan as Plan
 from jdist.pipeline.plan import PlannedStage as PlannedStage
 from jdist.pipeline.plan import load_plan as load_plan
+from jdist.pipeline.profile import Module as Module
+from jdist.pipeline.profile import profile as profile
 from jdist.pipeline.schedule import Schedule as Schedule
 from jdist.pipeline.schedule import Updates as Updates
 from jdist.pipeline.schedule_actions import Action as Action

@@ -77,8 +77,8 @@ class Profile:
       edges: Pairs of names: the first feeds the second.
 
     Raises:
-      ValueError: A name occurs twice, an edge names no layer, layers feed each other in
-        a circle, or a cost is negative or NaN.
+      ValueError: A name occurs twice or has blanks, an edge names no layer, layers feed
+        each other in a circle, or a cost is negative or NaN.
 
     Example:
       >>> first = Layer("a", "Linear(10, 10)", 1e-3, 2e-3, (800.0,), 440.0)
@@ -110,6 +110,10 @@ class Profile:
                 rule = "must have costs of at least 0"
                 raise ValueError(requirement("Profile(layers=...)", rule, layer))
         known = set(names)
+        spaced = [name for name in names if not re.fullmatch(r"\S+", name)]
+        if spaced:
+            rule = "must have names without blanks"
+            raise ValueError(requirement("Profile(layers=...)", rule, spaced))
         for edge in self.edges:
             if not known >= set(edge):
                 rule = "must join two of its layers"

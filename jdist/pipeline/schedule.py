@@ -118,8 +118,9 @@ class Schedule:
         Raises:
           ScheduleError: It is not "complete", or workers wait for each other in a
             circle ("dependencies").
-          ValueError: Nothing is done, an action's text does not parse, or a stage has
-            several workers and no placement was given.
+          ValueError: Nothing is done, an action's text does not parse, a stage has
+            several workers and no placement was given, or clocks and actions are not
+            equally many.
 
         Example:
           >>> two = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -136,8 +137,12 @@ class Schedule:
             rule = "must have at least one action"
             raise ValueError(requirement("Schedule.of(programs=...)", rule, programs))
         micro_batches = int(columns.micro_batch.max()) + 1
-        placement = placement or _placement_of(columns)
-        flat = None if clock is None else np.concatenate([np.array(c) for c in clock])
+        if placement is None:
+            placement = _placement_of(columns)
+        elif not all(placement):
+            rule = "must have a worker for each stage"
+            raise ValueError(requirement("Schedule.of(placement=...)", rule, placement))
+        flat = None if clock is None else _flat_clock(clock, read)
         made = cls(
             name,
             micro_batches,
@@ -224,6 +229,7 @@ class Schedule:
         schedule_rules.validate(self)
         return self
 
+    @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """Per worker, how many activations (stage, micro-batch) are alive at most."""
         alive = schedule_rules.live_activations(self.columns)
@@ -262,6 +268,16 @@ class Schedule:
             f"<Schedule {self.name}: {self.stages} stages, {self.workers} workers, "
             f"{self.micro_batches} micro-batches, {len(self.columns)} actions>"
         )
+
+
+def _flat_clock(
+    clock: Sequence[Sequence[int]], programs: Sequence[Sequence[Action]]
+) -> np.ndarray:
+    lengths = [len(row) for row in clock]
+    if lengths != [len(program) for program in programs]:
+        rule = "must have one number for each action of each worker"
+        raise ValueError(requirement("Schedule.of(clock=...)", rule, clock))
+    return np.array([number for row in clock for number in row], np.int64)
 
 
 def _placement_of(columns: Columns) -> Placement:

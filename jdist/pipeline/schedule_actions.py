@@ -27,6 +27,7 @@ class ScheduleError(JdistError, ValueError):
 
     Attributes:
       rule: Its name; see `Schedule.validate`.
+      what: What is wrong.
       worker: Rank of the worker whose program breaks it, or None if no single one does.
       action: The first action that breaks it, or None.
     """
@@ -38,13 +39,17 @@ class ScheduleError(JdistError, ValueError):
         worker: int | None = None,
         action: "Action | None" = None,
     ) -> None:
-        place = [f"worker {worker}"] if worker is not None else []
-        place += [f"action {action}"] if action is not None else []
-        where = f" ({', '.join(place)})" if place else ""
-        super().__init__(f"rule {rule!r}{where}: {what}")
+        super().__init__(rule, what, worker, action)  # all of it survives pickling
         self.rule = rule
+        self.what = what
         self.worker = worker
         self.action = action
+
+    def __str__(self) -> str:
+        place = [f"worker {self.worker}"] if self.worker is not None else []
+        place += [f"action {self.action}"] if self.action is not None else []
+        where = f" ({', '.join(place)})" if place else ""
+        return f"rule {self.rule!r}{where}: {self.what}"
 
 
 class Action(NamedTuple):

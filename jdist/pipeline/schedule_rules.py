@@ -132,7 +132,7 @@ def _dependencies(schedule: "Schedule") -> None:
         (F, before, "F of the stage before"),
         (B, after, "B of the stage after"),
         (B, when[F], "its own F"),
-        (W, np.where(when[B] < 0, schedule.clocks, when[B]), "its own B"),
+        (W, when[B], "its own B"),
     ):
         due = needed[columns.stage, columns.micro_batch]
         wrong = (columns.kind == kind) & (schedule.clock <= due)

@@ -39,7 +39,7 @@ def versions_used(schedule: "Schedule") -> np.ndarray:
 
     Raises:
       ValueError: A worker's backward passes come in another order than its forward
-        passes, or a schedule with "entry" has several workers for a stage.
+        passes, or a stage has several workers where `uses` is not "latest".
 
     Example:
       >>> from jdist.pipeline.schedules import pipedream
@@ -83,14 +83,14 @@ def _used(columns: Columns, updates: "Updates") -> Iterator[tuple[_Turn, np.ndar
     entry = np.zeros(micro_batches, np.int64)
     for turn in sorted(_turns(columns), key=lambda turn: turn.stage):
         done = np.cumsum(~turn.forward) // updates.every
+        if updates.uses != "latest" and len(turn.micro_batch) != micro_batches:
+            rule = "must be 'latest' where a stage has several workers"
+            raise ValueError(requirement("Updates(uses=...)", rule, updates.uses))
         if updates.uses == "latest":
             used = done[turn.forward]
         elif updates.uses == "previous":
             used = np.maximum(turn.micro_batch // updates.every - 1, 0)
         else:
-            if len(turn.micro_batch) != micro_batches:
-                rule = "must be 'latest' where a stage has several workers"
-                raise ValueError(requirement("Updates(uses=...)", rule, updates.uses))
             if turn.stage == 0:
                 entry[turn.micro_batch] = done[turn.forward]
             used = entry[turn.micro_batch]

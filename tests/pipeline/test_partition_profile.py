@@ -63,6 +63,11 @@ def test_files_that_are_refused(text, match, tmp_path):
         load_profile(path)
 
 
+def test_names_have_no_blanks():
+    with pytest.raises(ValueError, match=r"without blanks.*'a b'"):
+        Profile((layer("a b"),), ())
+
+
 def test_layers_come_after_what_feeds_them(rng):
     profile = random_profile(rng, layers=9, chain=False)
     assert sorted(profile.order) == sorted(layer.name for layer in profile.layers)

@@ -1,5 +1,6 @@
 """A schedule's rules, each broken once; its views; and when its actions happen."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -114,9 +115,9 @@ def test_live_activations_until_the_weight_gradient():
         replace(Schedule.of(order), activation_bound=(1,)),
         "live activations", 0, "0F1", "exceeds",
     )  # fmt: skip
-    assert Schedule.of(order).peak_activations() == (2,)
+    assert Schedule.of(order).peak_activations == (2,)
     order = [["0F0", "0B0", "0W0", "0F1", "0B1"]]
-    assert Schedule.of(order).peak_activations() == (1,)
+    assert Schedule.of(order).peak_activations == (1,)
 
 
 def test_clock_count():
@@ -141,6 +142,30 @@ def test_a_stage_on_two_workers_needs_a_placement():
         Schedule.of(programs)
     schedule = Schedule.of(programs, placement=((0, 1),)).validate()
     assert [schedule.worker(0, i) for i in range(4)] == [0, 1, 0, 1]
+
+
+def test_every_stage_needs_a_worker():
+    with pytest.raises(
+        ValueError, match=r"a worker for each stage. Got \(\(0,\), \(\)\)"
+    ):
+        Schedule.of([["0F0", "1F0"]], placement=((0,), ()))
+
+
+def test_every_action_needs_a_clock():
+    with pytest.raises(ValueError, match=r"one number for each action.*\[\[0\]\]"):
+        Schedule.of([["0F0", "0B0"]], clock=[[0]])
+
+
+def test_schedules_and_their_errors_travel():
+    """By pickle, as to the processes that run them."""
+    schedule = pipedream(3, 5, replicas=(2, 1, 1))
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    error = ScheduleError("complete", "is missing", 3, Action("B", 2, 7))
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert str(error) == "rule 'complete' (worker 3, action 2B7): is missing"
+    assert (again.worker, again.action) == (3, Action("B", 2, 7))
+    assert str(ScheduleError("complete", "nothing")) == "rule 'complete': nothing"
 
 
 def test_updates_are_checked():

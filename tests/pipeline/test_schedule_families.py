@@ -33,7 +33,7 @@ def test_one_stage_per_worker(name):
     for n, m in PAIRS:
         schedule = getattr(schedules, name)(n, m).validate()
         assert schedule.clocks == clocks(n, m), (n, m)
-        found = schedule.peak_activations()
+        found = schedule.peak_activations
         bound = tuple(alive(n, m, j) for j in range(n))
         if name == "zero_bubble" and m < n:
             assert all(np.array(found) <= bound)
@@ -51,7 +51,7 @@ def test_interleaved(chunks):
         late = (chunks - 1) * max(0, n - m)
         assert schedule.clocks == 2 * (m * chunks + n - 1 + late)
         ahead = [2 * (n - j - 1) + (chunks - 1) * min(n, m) + 1 for j in range(n)]
-        assert schedule.peak_activations() == tuple(min(a, m * chunks) for a in ahead)
+        assert schedule.peak_activations == tuple(min(a, m * chunks) for a in ahead)
 
 
 def test_interleaved_with_rounds_longer_than_the_pipeline():
@@ -73,7 +73,7 @@ def test_looped_bfs(chunks):
         schedule = schedules.looped_bfs(n, m, chunks).validate()
         late = (chunks - 1) * max(0, n - m)
         assert schedule.clocks == 2 * (m * chunks + n - 1 + late)
-        assert schedule.peak_activations() == (m * chunks,) * n
+        assert schedule.peak_activations == (m * chunks,) * n
 
 
 def test_one_chunk_is_the_plain_schedule():
@@ -86,12 +86,12 @@ def test_zbv():
     """No idle clock between a worker's first and last action, from m = 2n - 1 on."""
     for n, m in PAIRS:
         schedule = schedules.zbv(n, m).validate()
-        assert max(schedule.peak_activations()) <= 2 * n
+        assert max(schedule.peak_activations) <= 2 * n
         assert schedule.clocks == max(6 * m + n - 1, 4 * (m + n) - 2)
         if m < 2 * n - 1:
             continue
         assert schedule.clocks == 6 * m + n - 1
-        assert max(schedule.peak_activations()) == 2 * n
+        assert max(schedule.peak_activations) == 2 * n
         for j, (begin, end) in enumerate(itertools.pairwise(schedule.columns.first)):
             assert schedule.actions(j)[0] == Action("F", j, 0)
             assert schedule.clock[end - 1] - schedule.clock[begin] + 1 == 6 * m
@@ -105,7 +105,7 @@ def test_dualpipe_v():
                 schedules.dualpipe_v(n, m)
         for m in range(2 * n, 2 * n + 9):
             schedule = schedules.dualpipe_v(n, m).validate()
-            assert schedule.peak_activations() == (2 * n + 1,) * n
+            assert schedule.peak_activations == (2 * n + 1,) * n
             assert schedule.clocks == 4 * m + 2 * n - 1
 
 
