@@ -87,9 +87,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     )
 
 
-def train(
-    seed: int, steps: int, places: list[jax.Device], progress: Progress
-) -> Run:
+def train(seed: int, steps: int, places: list[jax.Device], progress: Progress) -> Run:
     """Steps of both runs, side by side."""
     measured = Run()
     rngs = nnx.Rngs(seed)

@@ -105,8 +105,8 @@ def partial_with_aux(
         return losses, aux
 
     losses, pull_back, aux = jax.vjp(losses_of, trainable, has_aux=True)
-    value, seeds, weight = seeds(losses, weights, reduction)
-    (gradient,) = pull_back(seeds.astype(losses.dtype))
+    value, cotangents, weight = seeds(losses, weights, reduction)
+    (gradient,) = pull_back(cotangents.astype(losses.dtype))
     return Partial(value, jax.tree.map(_widen, gradient), weight), aux
 
 

@@ -1,6 +1,5 @@
 """The contexts of one worker, and the ids that it gives out."""
 
-import functools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -43,14 +42,18 @@ class Container:
     def __init__(self, agent: "Agent") -> None:
         self.agent = agent
         self._lock = threading.Lock()
+        self._ids: Ids | None = None
         self._contexts: dict[int, Context] = {}
         self._ended: set[int] = set()
         self._ended_in_order: deque[int] = deque()
 
-    @functools.cached_property
+    @property
     def ids(self) -> Ids:
         """Gives out ids of contexts and messages, once the worker is in a group."""
-        return Ids(number_of(self.agent.info))
+        if self._ids is None:
+            with self._lock:  # two would give out the same ids
+                self._ids = self._ids or Ids(number_of(self.agent.info))
+        return self._ids
 
     def worker(self, number: int) -> WorkerInfo:
         """The worker that gave out ids with this number on top.

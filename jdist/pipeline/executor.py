@@ -109,7 +109,7 @@ def executor_for(
     if not all(isinstance(place, str) for place in given):
         return InProcess(Places(schedule, given, range(schedule.workers)))
     agent = current.agent()
-    known = agent.group.names()
+    known = [info.name for info in agent.group.workers()]
     if agent.info.name not in given or not {*given} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"
         raise ValueError(requirement(call, rule, given, f"The group has {known}."))
