@@ -132,7 +132,7 @@ class Boundary:
         if row is None or parcel is None:
             return value.value
         send = self._send_function(row, parcel)
-        slot = send.slot(value.edge)
+        slot = send.slot(value.edge, value.value.sharding)
         mine = (self._container.ids.worker, send.message_id)
         row[3:] = [send.outputs, _packed(join(frozenset((mine,)), send.reach))]
         return (slot, value.value)

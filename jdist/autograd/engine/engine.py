@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jdist.autograd.engine.engagement import Held
-from jdist.autograd.engine.failure import Failure
+from jdist.autograd.engine.failure import BackwardError, Failure
 from jdist.autograd.engine.marking import lead_to
 from jdist.autograd.engine.messages import (
     END,
@@ -156,7 +156,9 @@ class Engine:
         with self._lock:
             if terms.pass_id in self._ended:
                 return
-            self._ended[terms.pass_id] = failure
+            # In words: an exception would keep all that was on the stack.
+            told = BackwardError(failure.worker, str(failure.error))
+            self._ended[terms.pass_id] = Failure(failure.worker, told)
             if len(self._ended) > _ENDED:
                 self._ended.popitem(last=False)
         body = (terms.context_id, terms.pass_id, *failure)
