@@ -114,6 +114,8 @@ class Boundary:
             return run(call), {}
         context = self._container.get_or_create(header.context)
         context.meet(caller.name)
+        if self._container.is_gone(caller.number):
+            self._container.releases.seek_end([context])
         if header.slots and is_pure(call.function):
             call = call._replace(function=_recording(call.function))
         with active(Recording(context, header.message)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jdist._errors import requirement
 from jdist.autograd.context import Context
 from jdist.autograd.errors import ContextNotFound, no_context
-from jdist.autograd.ids import Ids
+from jdist.autograd.ids import Ids, maker
 from jdist.rpc import current
 from jdist.rpc.errors import RpcError
 from jdist.rpc.future import Future
@@ -69,6 +69,11 @@ class Container:
             )
         return peer.info
 
+    def is_gone(self, number: int | None) -> bool:
+        """Whether the worker of this number is not there any more."""
+        peer = None if number is None else self.agent.directory.numbered(number)
+        return peer is None or peer.departed is not None
+
     def new(self) -> Context:
         """A new context, made by this worker.
 
@@ -104,13 +109,16 @@ class Container:
         """The context of this id, of which a message came.
 
         Raises:
-          ContextNotFound: It has ended: the message was overtaken by the end.
+          ContextNotFound: It has ended, or the worker that made it has: the message
+            was overtaken by that.
         """
         with self._lock:
             found = self._contexts.get(context_id)
             if found is None:
                 if context_id in self._ended:
                     raise no_context(context_id, "It was released.")
+                if self.is_gone(maker(context_id)):
+                    raise no_context(context_id, "The worker that made it is gone.")
                 found = self._contexts[context_id] = Context(context_id, self)
         return found
 
