@@ -49,4 +49,7 @@ def thread_pool_size() -> int:
         threads = len(os.sched_getaffinity(0))
     else:
         threads = os.cpu_count() or 1
-    return max(threads, len(jax.devices("cpu")))
+    try:
+        return max(threads, len(jax.local_devices(backend="cpu")))
+    except RuntimeError:  # Only an accelerator was asked for in JAX_PLATFORMS.
+        return threads

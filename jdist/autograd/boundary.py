@@ -114,6 +114,8 @@ class Boundary:
             return run(call), {}
         context = self._container.get_or_create(header.context)
         context.meet(caller.name)
+        if self._container.is_gone(caller.number):
+            self._container.releases.seek_end([context])
         if header.slots and is_pure(call.function):
             call = call._replace(function=_recording(call.function))
         with active(Recording(context, header.message)):
@@ -132,7 +134,7 @@ class Boundary:
         if row is None or parcel is None:
             return value.value
         send = self._send_function(row, parcel)
-        slot = send.slot(value.edge)
+        slot = send.slot(value.edge, value.value.sharding)
         mine = (self._container.ids.worker, send.message_id)
         row[3:] = [send.outputs, _packed(join(frozenset((mine,)), send.reach))]
         return (slot, value.value)

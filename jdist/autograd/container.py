@@ -1,6 +1,5 @@
 """The contexts of one worker, and the ids that it gives out."""
 
-import functools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 from jdist._errors import requirement
 from jdist.autograd.context import Context
 from jdist.autograd.errors import ContextNotFound, no_context
-from jdist.autograd.ids import Ids
+from jdist.autograd.ids import Ids, maker
 from jdist.rpc import current
 from jdist.rpc.errors import RpcError
 from jdist.rpc.future import Future
@@ -43,14 +42,18 @@ class Container:
     def __init__(self, agent: "Agent") -> None:
         self.agent = agent
         self._lock = threading.Lock()
+        self._ids: Ids | None = None
         self._contexts: dict[int, Context] = {}
         self._ended: set[int] = set()
         self._ended_in_order: deque[int] = deque()
 
-    @functools.cached_property
+    @property
     def ids(self) -> Ids:
         """Gives out ids of contexts and messages, once the worker is in a group."""
-        return Ids(number_of(self.agent.info))
+        if self._ids is None:
+            with self._lock:  # two would give out the same ids
+                self._ids = self._ids or Ids(number_of(self.agent.info))
+        return self._ids
 
     def worker(self, number: int) -> WorkerInfo:
         """The worker that gave out ids with this number on top.
@@ -65,6 +68,11 @@ class Container:
                 f"{self.agent.info.name!r} joined."
             )
         return peer.info
+
+    def is_gone(self, number: int | None) -> bool:
+        """Whether the worker of this number is not there any more."""
+        peer = None if number is None else self.agent.directory.numbered(number)
+        return peer is None or peer.departed is not None
 
     def new(self) -> Context:
         """A new context, made by this worker.
@@ -101,13 +109,16 @@ class Container:
         """The context of this id, of which a message came.
 
         Raises:
-          ContextNotFound: It has ended: the message was overtaken by the end.
+          ContextNotFound: It has ended, or the worker that made it has: the message
+            was overtaken by that.
         """
         with self._lock:
             found = self._contexts.get(context_id)
             if found is None:
                 if context_id in self._ended:
                     raise no_context(context_id, "It was released.")
+                if self.is_gone(maker(context_id)):
+                    raise no_context(context_id, "The worker that made it is gone.")
                 found = self._contexts[context_id] = Context(context_id, self)
         return found
 

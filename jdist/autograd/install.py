@@ -7,6 +7,7 @@ from jdist.autograd.boundary import Boundary
 from jdist.autograd.container import PART, Container
 from jdist.autograd.engine import engine
 from jdist.autograd.optimizer import serving as optimizers
+from jdist.autograd.picture import graph
 from jdist.autograd.recorded import Recorded
 from jdist.autograd.release import Releases
 from jdist.autograd.variable import Variable
@@ -29,6 +30,7 @@ def install(agent: "Agent") -> None:
     agent.set_interceptor(boundary)
     engine.install(container)
     reference_backward.install(container)
+    graph.install(container)
     optimizers.install(agent)
 
 

@@ -148,7 +148,7 @@ class SendNode(Node):
     """The recorded values in a message that this worker sent.
 
     Output k is the k-th value. The engine feeds it the cotangent that the receiver
-    sends back; `pull` hands it on.
+    sends back; `pull` puts it where the value was, and hands it on.
 
     Args:
       message_id: Of the message.
@@ -161,26 +161,33 @@ class SendNode(Node):
       worker: Name of the receiver.
     """
 
-    __slots__ = ("_slots", "message_id", "worker")
+    __slots__ = ("_places", "_slots", "message_id", "worker")
 
     def __init__(self, message_id: int, worker: str, label: str, order: Order) -> None:
         super().__init__(f"send {label} to {worker}", (), 0, order)
         self.message_id = message_id
         self.worker = worker
         self._slots: dict[Edge, int] = {}
+        self._places: list[jax.sharding.Sharding] = []
 
-    def slot(self, edge: Edge) -> int:
+    def slot(self, edge: Edge, place: jax.sharding.Sharding) -> int:
         """The number of a value in the message; the same value has one only."""
         known = self._slots.setdefault(edge, len(self._slots))
         if known == self.outputs:
             self.inputs = (*self.inputs, edge)
             self.outputs += 1
+            self._places.append(place)
             self.reach = join(self.reach, edge.node.reach)
         return known
 
     def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:
         """See `Node`."""
-        return cotangents
+        return [
+            value
+            if value is None or value.sharding == place
+            else jax.device_put(value, place)
+            for value, place in zip(cotangents, self._places, strict=True)
+        ]
 
 
 class RecvNode(Node):

@@ -11,6 +11,7 @@ one of three ways:
 """
 
 import enum
+import functools
 import threading
 import types
 import weakref
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
@@ -38,7 +40,10 @@ NUMBERS: tuple[type, ...] = (float, complex)
 """Python's numbers that are inputs, unless said otherwise."""
 
 _STATIC = (bool, int, str, bytes, range, type, np.dtype, enum.Enum, type(...))
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs)))
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs)), jnp.ufunc
+)  # fmt: skip
+_LIBRARIES = ("_operator", "jax")
 
 
 class Recordable:
@@ -96,7 +101,7 @@ def call(
     name = _name(fn)
     refuse_in_pure(f"a call of {name} with recorded values")
     _refuse_closure(fn)
-    program = _PROGRAMS.get(fn, (), lambda: Program(fn))
+    program = _program_of(fn)
     outputs, residuals = program.segment.forward((), Spec(structure, kinds), *arrays)
     found, made = jax.tree.flatten(outputs)
     recorded = tuple([edge is not None for edge in edges])
@@ -106,6 +111,22 @@ def call(
         inputs = tuple(edges)
         node = SegmentNode(name, inputs, next_order(), program.segment, residuals, made)
     return Call(found, made, node, live)
+
+
+def _program_of(fn: Callable[..., Any]) -> "Program":
+    """What was compiled for the function, or for one of the same contents."""
+    if isinstance(fn, _FUNCTIONS) and _package(fn) in _LIBRARIES:
+        return _program_of_library(fn)  # it cannot change, so nothing needs reading
+    return _PROGRAMS.get(fn, (), lambda: Program(fn))
+
+
+def _package(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__module__", None)).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _program_of_library(fn: Callable[..., Any]) -> "Program":
+    return Program(fn)
 
 
 class Program:

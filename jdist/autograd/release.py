@@ -12,10 +12,11 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.autograd.container import Container
+from jdist.autograd.context import Context
 from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.future import Future, call_when_done, error_of
 from jdist.rpc.peer import Peer
@@ -119,12 +120,19 @@ class Releases:
 
     def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
         why = f"{worker.name!r}, which made it, is gone: {reason}"
-        held: dict[int, list[int]] = {}
+        orphans = []
         for context in self._container.contexts():
             if context.origin == worker.number:
                 self._container.end(context.id, why)
             elif worker.name in context.known_workers():
-                held.setdefault(context.origin, []).append(context.id)
+                orphans.append(context)
+        self.seek_end(orphans)
+
+    def seek_end(self, orphans: Iterable[Context]) -> None:
+        """Who would have told of the end of these is gone: asks those who made them."""
+        held: dict[int, list[int]] = {}
+        for context in orphans:
+            held.setdefault(context.origin, []).append(context.id)
         held.pop(self._container.ids.worker, None)
         for number, contexts in held.items():
             origin = self._agent.directory.numbered(number)

@@ -54,7 +54,7 @@ class IdCounter:
 
     Args:
       worker: Number of the worker.
-      first: The first id below that.
+      first: The first id below it.
 
     Example:
       >>> ids = IdCounter(worker=2)

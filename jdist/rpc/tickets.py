@@ -1,7 +1,7 @@
-"""Calls that can be taken back although their channel does not serve for it.
+"""Tickets: how a synchronous call is taken back, for which its channel does not serve.
 
-A synchronous call has a channel of its own, and nobody reads there while the callee
-runs the call. So it bears a ticket, by which the caller can give it up on another one.
+Nobody reads on that channel while the callee runs the call. So the request carries a
+number, and another request with that number cancels it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tickets:
-    """The tickets of one worker's calls.
+    """The tickets that one worker gives to its calls.
 
     Args:
       agent: The worker.
@@ -30,7 +30,7 @@ class Tickets:
         self._numbers = itertools.count(1)
 
     def give(self, waiting: Exchange, peer: Peer) -> dict[str, Any]:
-        """A ticket for a call, as metadata; from now on it can be taken back."""
+        """Lets a call be taken back; the metadata that its request needs for that."""
         ticket = next(self._numbers)
         waiting.take_back = lambda: self._take_back(peer, ticket)
         return {"ticket": ticket}

@@ -64,7 +64,18 @@ def put(context_id, gradients):
     context = container.here().get_or_create(context_id)
     with context.lock:
         for rref, gradient in gradients:
-            context.gradients[rref.local_value()] = jax.tree.map(jnp.asarray, gradient)
+            variable = rref.local_value()
+            context.gradients[variable] = jax.tree.map(
+                _placed, variable.value, gradient, is_leaf=lambda x: x is None
+            )
+
+
+def _placed(value, gradient):
+    """A gradient is where its variable is."""
+    if gradient is None:
+        return None
+    array = jnp.asarray(gradient)
+    return jax.device_put(array, value.sharding) if value.committed else array
 
 
 # --- on whoever has the optimizer ---

@@ -1,5 +1,6 @@
 """Functions that tests have called on other workers, and data for them."""
 
+import dataclasses
 import queue
 import threading
 from typing import Any, NamedTuple
@@ -178,3 +179,17 @@ GLOBAL = autograd.variable(3.0)
 
 def reads_a_global(x):
     return x * GLOBAL.value
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """A pytree with a method, one of its fields static."""
+
+    weight: Any
+    activation: str = dataclasses.field(metadata={"static": True})
+
+    def apply(self, x, by):
+        return getattr(jnp, self.activation)(self.weight * x) * by
+
+    __call__ = apply

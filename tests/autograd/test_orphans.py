@@ -6,6 +6,7 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist.autograd.container import here
+from jdist.autograd.context import Context
 from jdist.rpc.rendezvous import ReservedPort
 from tests.autograd.recording_world import (
     PATIENCE,
@@ -94,6 +95,39 @@ def test_an_originator_that_leaves_at_once_leaves_nothing_behind():
             assert rpc.rpc_sync("worker0", has, args=(context_id,))
             rpc.shutdown(graceful=False)
         assert loses(context_id)
+
+
+def test_requests_of_a_worker_that_is_gone_make_no_context():
+    """They may come late, by way of another worker."""
+    with rpc.local_cluster(names(3), allow=["tests"]):
+        with rpc.use_worker("worker1"), autograd.context() as context_id:
+            rpc.shutdown(graceful=False)
+        with rpc.use_worker("worker2"):
+            assert wait_for(lambda: here().is_gone(1))
+            with pytest.raises(autograd.ContextNotFound, match="made it is gone"):
+                here().get_or_create(context_id)
+            with pytest.raises(autograd.ContextNotFound, match="made it is gone"):
+                here().get_or_create(7 << 48)
+            assert contexts() == 0
+
+
+def test_a_late_request_of_one_in_between_that_is_gone():
+    """Nobody would tell of the end, so the originator is asked at once."""
+    with rpc.local_cluster(names(3), allow=["tests"]):
+        with rpc.use_worker("worker1"):
+            rpc.shutdown(graceful=False)
+        with autograd.context() as context_id:
+            with rpc.use_worker("worker2"):
+                assert wait_for(lambda: here().is_gone(1))
+                late = here().get_or_create(context_id)
+                here().releases.seek_end([late])
+            assert knows("worker2")
+        with rpc.use_worker("worker2"):
+            assert loses(context_id)
+            late = Context(context_id + 1, here())
+            here()._contexts[late.id] = late
+            here().releases.seek_end([late])
+            assert loses(late.id)
 
 
 def test_one_in_between_that_goes_before_it_passes_the_end_on():

@@ -1,6 +1,7 @@
 """A remote call is, for all of JAX's transformations, the function that it calls."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,9 @@ import numpy as np
 import pytest
 
 from jdist import autograd, verify
+from jdist.autograd.remote_call.callback import staged_elsewhere
+from jdist.autograd.remote_call.caller import Caller
+from jdist.autograd.remote_call.operations import Pullback, transformed
 from tests.autograd import remote_functions as functions
 
 
@@ -76,21 +80,64 @@ TRANSFORMATIONS = {
 }
 
 
-def compared(name):
-    transform, shape = TRANSFORMATIONS[name]
-    given = functions.params(1), functions.rows(2, shape=shape)
+def looped(loss):
+    def until_large(params, x):
+        def step(carry):
+            return carry + loss(params, x + carry) ** 2 + 1
 
-    def calling(to):
-        layer = functools.partial(autograd.remote_call, to, functions.layer)
-        return transform(composed(layer))
+        return jax.lax.while_loop(
+            lambda carry: carry < 30, step, jnp.zeros((), x.dtype)
+        )
 
-    expected = transform(composed(functions.layer))(*given)
+    return until_large
+
+
+TRANSFORMATIONS["while"] = (looped, X)
+ACROSS_PROCESSES = [
+    "value_and_grad",
+    "third order",
+    "vmap of grad",
+    "grad of scan",
+    "vmap of grad of cond",
+]
+"""What a transformation becomes does not depend on the transport: a few suffice."""
+
+
+def calling(to, name):
+    layer = functools.partial(autograd.remote_call, to, functions.layer)
+    return TRANSFORMATIONS[name][0](composed(layer))
+
+
+def given(name):
+    return functions.params(1), functions.rows(2, shape=TRANSFORMATIONS[name][1])
+
+
+def as_jax_does(name):
+    """Without jit and within, as the function itself would do."""
+    expected = jax.jit(TRANSFORMATIONS[name][0](composed(functions.layer)))
+    found = calling("worker1", name)
+    reference = expected(*given(name))
     for wrap in (lambda f: f, jax.jit):
-        found = wrap(calling("worker1"))(*given)
-        verify.compare(expected, found, terms=TERMS).raise_if_failed()
-        # The same compiled functions, without going anywhere.
-        here = wrap(calling("worker0"))(*given)
-        assert jax.tree.all(jax.tree.map(same_bits, found, here))
+        result = wrap(found)(*given(name))
+        verify.compare(reference, result, terms=TERMS).raise_if_failed()
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations(threads, name):
+    threads.run(0, as_jax_does, name)
+
+
+@pytest.mark.parametrize("name", ACROSS_PROCESSES)
+def test_transformations_across_processes(processes, name):
+    processes.run(0, as_jax_does, name)
+
+
+def bit_for_bit(name):
+    """The same compiled functions, called where they are and on another worker."""
+    for wrap in (lambda f: f, jax.jit):
+        there = wrap(calling("worker1", name))(*given(name))
+        here = wrap(calling("worker0", name))(*given(name))
+        assert jax.tree.all(jax.tree.map(same_bits, there, here))
 
 
 def same_bits(a, b):
@@ -98,9 +145,53 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_transformations(cluster, name):
-    cluster.run(0, compared, name)
+@pytest.mark.parametrize("name", ["value_and_grad", "vmap of grad of scan"])
+def test_bits_do_not_depend_on_the_place(cluster, name):
+    cluster.run(0, bit_for_bit, name)
+
+
+def bits_of_the_programs():
+    """The callee's program is `transformed`, jitted: nothing else is in the bits."""
+    params, x = functions.params(3), functions.rows(4)
+
+    def flat(bias, kernel, x):
+        layer = functions.layer({"kernel": kernel, "bias": bias}, x)
+        return [layer["h"], layer["rows"]]
+
+    def remote(params, x):
+        return autograd.remote_call("worker1", functions.layer, params, x)["h"]
+
+    operations = [Pullback((0, 1, 2), (0,))]
+    y, pullback = jax.vjp(remote, params, x)
+    d_params, d_x = pullback(jnp.cos(y))
+    forward, backward = jax.jit(flat), jax.jit(transformed(flat, operations))
+    leaves = (params["bias"], params["kernel"], x)
+    assert same_bits(y, forward(*leaves)[0])
+    expected = backward(*leaves, jnp.cos(y))
+    found = [d_params["bias"], d_params["kernel"], d_x]
+    assert all(map(same_bits, found, expected))
+
+
+def test_bits_are_those_of_the_same_program_run_here(cluster):
+    cluster.run(0, bits_of_the_programs)
+
+
+def test_the_callback_for_accelerators_gives_the_same(threads):
+    """What is compiled there is JAX's `io_callback`, which runs on CPU too."""
+    seen, call = [], Caller.call
+
+    def noted(self, target, operations, arrays, expected, host):
+        seen.append((target, operations, expected, arrays))
+        return call(self, target, operations, arrays, expected, host)
+
+    x = functions.rows(5)
+    with mock.patch.object(Caller, "call", noted):
+        function = functools.partial(autograd.remote_call, "worker1", functions.loss)
+        value, gradient = jax.value_and_grad(function)(x)
+    for (*call, arrays), expected in zip(seen, (value, gradient), strict=True):
+        staged = jax.jit(lambda *arrays, call=call: staged_elsewhere(*call, arrays))
+        (found,) = staged(*arrays)
+        assert same_bits(found, expected)
 
 
 # --- across workers, to third order ---
@@ -128,7 +219,6 @@ def relayed_derivatives(order, jit):
     verify.compare(derivative(local)(x), found, terms=TERMS).raise_if_failed()
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("order", [0, 1, 3])
+@pytest.mark.parametrize(("order", "jit"), [(0, True), (1, False), (3, True)])
 def test_nested_calls_across_four_workers_and_back(cluster, order, jit):
     cluster.run(0, relayed_derivatives, order, jit)

@@ -73,8 +73,11 @@ def test_a_program_for_several_devices_says_to_call_outside(threads):
 
 
 def test_what_cannot_be_called_is_refused(threads):
-    with pytest.raises(TypeError, match=r"remote_call\(fn\)` must be callable. Got 3"):
+    with pytest.raises(TypeError, match=r"remote_call\(fn\)` must be callable, and"):
         autograd.remote_call("worker1", 3, X)
+    unhashable = functions.Layer(X, "tanh")  # Equal by its fields.
+    with pytest.raises(TypeError, match=r"and hashable. Got Layer"):
+        autograd.remote_call("worker1", unhashable, X)
     with pytest.raises(ValueError, match=r"lambda.*has none: define a function at the"):
         autograd.remote_call("worker1", lambda x: x, X)
     with pytest.raises(rpc.ForbiddenFunction, match="must be in a module that other"):

@@ -1,8 +1,10 @@
 """However many calls wait inside jitted programs, none of them waits for ever."""
 
 import _thread
+import functools
 import os
 import queue
+import sys
 import threading
 from pathlib import Path
 from unittest import mock
@@ -63,13 +65,6 @@ def test_with_a_single_thread_no_call_waits_on_it():
     assert "Got 0 calls that wait on its 1 threads" in outcomes.get(timeout=PATIENCE)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
-def test_the_size_of_the_pool_is_what_xla_made():
-    jax.block_until_ready(jnp.ones(3) + 1)
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    assert names.count("tf_XLAEigen\n") == thread_pool_size()
-
-
 def test_the_size_is_that_of_the_environment_but_at_least_the_devices(monkeypatch):
     devices = len(jax.devices("cpu"))
     for name in ("PJRT_NPROC", "NPROC"):
@@ -78,7 +73,7 @@ def test_the_size_is_that_of_the_environment_but_at_least_the_devices(monkeypatc
         monkeypatch.setenv(name, "1")
         assert thread_pool_size() == devices
         monkeypatch.delenv(name)
-    assert thread_pool_size() == max(devices, len(os.sched_getaffinity(0)))
+    assert thread_pool_size() >= devices
 
 
 # --- more at once than the pool holds ---
@@ -146,35 +141,39 @@ def test_more_calls_than_the_pool_holds_end(cluster):
 # --- pinned to one core, with large arguments ---
 
 
+def around(here, there, x):
+    """Twice in a loop to the other worker, and from there back and back again."""
+
+    def step(carry, by):
+        y = autograd.remote_call(there, functions.relayed_twice, carry, by, here)
+        return y * 0.5, None
+
+    y, _ = jax.lax.scan(step, x, jnp.array([1.0, 2.0]))
+    return (y**2).sum()
+
+
+def around_without_going(x):
+    for by in (1.0, 2.0):
+        x = jnp.sin(jnp.sin(x) * by) * 0.5
+    return (x**2).sum()
+
+
+def xla_threads():
+    """How many XLA has really made; Linux names them."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("tf_XLAEigen\n")
+
+
 def one_of_two(rank):
     """Both call each other in loops, several at once, with 16 MiB."""
     rpc.init_rpc(f"worker{rank}", allow=["tests"])
     here, there = f"worker{rank}", f"worker{1 - rank}"
     x = jnp.linspace(-1.0, 1.0, ELEMENTS)
     outcomes = queue.Queue()
-
-    @jax.jit
-    def gradient(x):
-        def loss(x):
-            def step(carry, by):
-                y = autograd.remote_call(
-                    there, functions.relayed_twice, carry, by, here
-                )
-                return y * 0.5, y[0]
-
-            y, _ = jax.lax.scan(step, x, jnp.array([1.0, 2.0]))
-            return (y**2).sum()
-
-        return jax.grad(loss)(x)
-
-    def local(x):
-        y = x
-        for by in (1.0, 2.0):
-            y = jnp.sin(jnp.sin(y) * by) * 0.5
-        return (y**2).sum()
+    gradient = jax.jit(jax.grad(functools.partial(around, here, there)))
 
     compiled = gradient.lower(x).compile()
-    expected = jax.grad(local)(x)
+    expected = jax.grad(around_without_going)(x)
     rpc.barrier()
 
     def call():
@@ -190,11 +189,11 @@ def one_of_two(rank):
         thread.join()
     rpc.barrier(timeout=0)
     rpc.shutdown()
-    return len(os.sched_getaffinity(0)), pool().size, list(outcomes.queue)
+    return len(os.sched_getaffinity(0)), pool().size, xla_threads(), [*outcomes.queue]
 
 
 @pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
+    not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2,
     reason="pins two processes to a core each",
 )
 @pytest.mark.parametrize("callback_threads", [8, 0])
@@ -203,6 +202,7 @@ def test_pinned_to_one_core_with_16_mib(monkeypatch, callback_threads):
     monkeypatch.delenv("PJRT_NPROC", raising=False)
     settings = rpc.ProcessSettings(callback_threads=callback_threads)
     found = rpc.spawn(one_of_two, nprocs=2, pin=1, settings=settings, timeout=240)
-    for cores, size, outcomes in found:
+    for cores, size, made, outcomes in found:
         assert (cores, size) == (1, callback_threads or 1)
+        assert made == size
         assert outcomes == [True] * 2

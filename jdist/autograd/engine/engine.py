@@ -2,14 +2,13 @@
 
 import contextlib
 import contextvars
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jdist.autograd.engine.engagement import Held
-from jdist.autograd.engine.failure import Failure
+from jdist.autograd.engine.failure import BackwardError, Failure
 from jdist.autograd.engine.marking import lead_to
 from jdist.autograd.engine.messages import (
     END,
@@ -60,16 +59,12 @@ class Engine:
         self.name = self.agent.info.name
         self._container = container
         self._lock = threading.Lock()
+        self._ids: Ids | None = None
         self._ended: OrderedDict[int, Failure] = OrderedDict()
         self.agent.parts.on_gone(self._on_gone)
         self.agent.register(KIND, self._on_gradients)
         self.agent.register(END, self._on_end)
         self.agent.register(REACH, self._on_reach)
-
-    @functools.cached_property
-    def _ids(self) -> Ids:
-        """Of passes; a counter of their own leaves the ids of messages as they are."""
-        return Ids(self.number)
 
     @property
     def number(self) -> int:
@@ -87,9 +82,16 @@ class Engine:
         deadline: Deadline,
     ) -> Part:
         """A new pass, which begins here; `marks` as for `Part`, None for FAST mode."""
-        pass_id = self._ids.message()
+        pass_id = self._new_id()
         terms = Terms(context.id, pass_id, marks is not None, retain_graph)
         return self._enter(context, Part(self, context, terms, marks, deadline, roots))
+
+    def _new_id(self) -> int:
+        """Of a pass; a counter of their own leaves the ids of messages as they are."""
+        with self._lock:
+            if self._ids is None:  # the worker has its number only in a group
+                self._ids = Ids(self.number)
+        return self._ids.message()
 
     def counts(self) -> dict[str, int]:
         """What `rpc.debug_info` and `autograd.debug_info` say of it."""
@@ -154,7 +156,9 @@ class Engine:
         with self._lock:
             if terms.pass_id in self._ended:
                 return
-            self._ended[terms.pass_id] = failure
+            # In words: an exception would keep all that was on the stack.
+            told = BackwardError(failure.worker, str(failure.error))
+            self._ended[terms.pass_id] = Failure(failure.worker, told)
             if len(self._ended) > _ENDED:
                 self._ended.popitem(last=False)
         body = (terms.context_id, terms.pass_id, *failure)

@@ -63,7 +63,18 @@ def program(
 @lru_cache(maxsize=64)
 def _program(recipe: _Recipe) -> Program:
     opt = _optimizer(recipe.make())
-    step = partial(_stepped, opt)
+
+    def step(
+        params: Sequence[Any],
+        grads: Sequence[Any],
+        state: Any,
+        factor: Any,
+        overrides: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        if factor is not None:
+            grads = jax.tree.map(lambda g: scaled(g, factor), grads)
+        return opt.step(params, grads, state, **overrides)
+
     return Program(opt, jax.jit(opt.init), jax.jit(step), step)
 
 
@@ -84,16 +95,3 @@ def _optimizer(made: Any) -> Optimizer:
         )
         raise ValueError(requirement(_ARGUMENT, rule, opt.name, remedy))
     return opt
-
-
-def _stepped(
-    opt: Optimizer,
-    params: Sequence[Any],
-    grads: Sequence[Any],
-    state: Any,
-    factor: Any,
-    overrides: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    if factor is not None:
-        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
-    return opt.step(params, grads, state, **overrides)

@@ -1,5 +1,7 @@
 """`remote_call`: a function on another worker, inside JAX's transformations."""
 
+import functools
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +36,7 @@ def remote_call(
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
       fn: A function that the callee can find by its name, and allows (see `init_rpc`).
+        What a `functools.partial` or a bound method brings counts as arguments.
       *args: Pytrees. Arrays, numbers and PRNG keys are differentiated or batched as
         `fn` itself would; other leaves, such as texts or functions, must be hashable.
         For an RRef to a variable of the callee `fn` gets the variable's tree. Its
@@ -73,17 +76,19 @@ def remote_call(
       >>> [round(float(g), 3) for g in gradient]
       [1.0, 0.42]
     """
-    if not callable(fn):
-        raise TypeError(requirement("remote_call(fn)", "must be callable", fn))
+    function, args, kwargs = _unbound(fn, args, dict(kwargs or {}))
+    if not callable(function) or function.__hash__ is None:
+        rule = "must be callable, and hashable"
+        raise TypeError(requirement("remote_call(fn)", rule, function))
     check_timeout("remote_call(timeout=...)", timeout)
     agent = current.agent()
     peer = agent.directory.find(to)
     call = "remote_call(*args)"
-    arrays, references, structure = taken_apart((args, dict(kwargs or {})), call)
+    arrays, references, structure = taken_apart((args, kwargs), call)
     target = Target(
         caller=agent.info.name,
         to=peer.info.name,
-        function=fn,
+        function=function,
         structure=structure,
         kinds=tuple(map(kind_of, arrays)),
         timeout=float(timeout),
@@ -91,3 +96,18 @@ def remote_call(
     )
     known = caller_of(agent).known(target)
     return known.structure.tree(bind(target, (), known.kinds, arrays))
+
+
+def _unbound(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A function with a name, and as arguments what was bound to it."""
+    while True:
+        if isinstance(fn, functools.partial):
+            args, kwargs = fn.args + args, {**fn.keywords, **kwargs}
+            fn = fn.func
+        elif isinstance(fn, types.MethodType) and not isinstance(fn.__self__, type):
+            args = (fn.__self__, *args)
+            fn = fn.__func__
+        else:
+            return fn, args, kwargs

@@ -1,0 +1,1 @@
+"""Pictures of a context's graph over all workers: as data, as Mermaid and as SVG."""

@@ -1,0 +1,186 @@
+"""`graph`: what is computed from what, over all workers of a context."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jdist._errors import requirement
+from jdist.autograd import container as containers
+from jdist.autograd.context import Context
+from jdist.autograd.engine.marking import mark
+from jdist.autograd.node import Node
+from jdist.autograd.picture.mermaid import mermaid
+from jdist.autograd.picture.svg import svg
+from jdist.autograd.picture.vertex import RECEIVE, SEND, Vertex, checked, vertices
+from jdist.autograd.recorded import Recorded
+from jdist.autograd.variable import Variable
+from jdist.rpc.deadline import DEFAULT
+from jdist.rpc.errors import ProtocolError
+from jdist.rpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.autograd.container import Container
+
+_KIND = "autograd.graph"
+_MODES = ("smart", "fast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A graph over several workers.
+
+    Attributes:
+      context_id: Of the context whose graph it is.
+      vertices: Its functions, by the ranks of their workers; each after those of the
+        same worker that it uses.
+    """
+
+    context_id: int
+    vertices: tuple[Vertex, ...]
+
+    def arcs(self) -> list[tuple[int, int]]:
+        """Pairs of places in `vertices`: the second one uses outputs of the first.
+
+        Each pair once. A receive function uses what the send function of the same
+        message has sent.
+        """
+        sends = {v.message_id: n for n, v in enumerate(self.vertices) if v.kind == SEND}
+        found: dict[tuple[int, int], None] = {}
+        for place, vertex in enumerate(self.vertices):
+            found.update(dict.fromkeys((source, place) for source in vertex.inputs))
+            if vertex.kind == RECEIVE and vertex.message_id in sends:
+                found[sends[vertex.message_id], place] = None
+        return list(found)
+
+    def labels(self) -> list[str]:
+        """What a picture calls each function, with its dependency count.
+
+        Messages are numbered by their ids: the send and receive functions of one have
+        its number, as `send1` and `recv1`.
+        """
+        ids = sorted({v.message_id for v in self.vertices if v.message_id})
+        numbers = {message_id: n for n, message_id in enumerate(ids, start=1)}
+        words = {SEND: "send", RECEIVE: "recv"}
+        return [
+            f"{words[v.kind]}{numbers[v.message_id]} ({v.dependencies})"
+            if v.kind in words
+            else f"{v.name} ({v.dependencies})"
+            for v in self.vertices
+        ]
+
+    def mermaid(self) -> str:
+        """The graph as a Mermaid flow chart, from variables to roots."""
+        return mermaid(self.vertices, self.labels(), self.arcs())
+
+    def svg(self) -> str:
+        """The graph as an SVG picture, from variables on the left to roots."""
+        return svg(self.vertices, self.labels(), self.arcs())
+
+
+def graph(
+    context_id: int,
+    roots: Sequence[Recorded] = (),
+    values: Sequence[Recorded] = (),
+    names: Mapping[Variable, str] | None = None,
+    mode: str = "fast",
+    timeout: float = DEFAULT,
+) -> Graph:
+    """The graph of a context over all workers, with send and receive functions.
+
+    The history hangs on values. A worker's part is what leads to what it sent; of this
+    worker also what leads to `roots` and `values`.
+
+    Args:
+      context_id: Of the context.
+      roots: Where a backward pass would begin: they have the dependency counts of that.
+      values: Others that the picture is to show.
+      names: Of this worker's variables; the others are shown as dtype and shape.
+      mode: "fast": a pass waits for all sends; "smart": for those that the roots reach.
+      timeout: Seconds for each worker to answer; as for `rpc.rpc_sync`.
+
+    Raises:
+      ContextNotFound: This worker has no such context.
+      TypeError, ValueError: An argument is wrong.
+      WorkerLost, RpcTimeout: A worker did not answer.
+
+    Source: the figures of "Distributed Autograd Design", PyTorch's documentation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd, rpc
+      >>> with rpc.local_cluster(["w0", "w1"]), autograd.context() as context_id:
+      ...     x = autograd.variable(2.0)
+      ...     y = rpc.rpc_sync("w1", jnp.sin, args=(x,))
+      ...     found = autograd.graph(context_id, [y], names={x: "x"})
+      >>> [vertex.worker for vertex in found.vertices]
+      ['w0', 'w0', 'w0', 'w1', 'w1', 'w1']
+      >>> found.labels()
+      ['x (1)', 'send1 (1)', 'recv2 (1)', 'recv1 (1)', 'sin (1)', 'send2 (1)']
+    """
+    if mode not in _MODES:
+        rule = f"must be one of {', '.join(map(repr, _MODES))}"
+        raise ValueError(requirement("graph(mode=...)", rule, mode))
+    container = containers.here()
+    context = container.retrieve(context_id)
+    starts, more = _nodes("roots", roots), _nodes("values", values)
+    marks = None
+    if mode == "smart":
+        seconds = container.agent.default_timeout if timeout == DEFAULT else timeout
+        marks = mark(container, context_id, starts, seconds)
+    parts = {
+        container.agent.info: vertices(context, starts, more, names, marks),
+        **_others(context, marks, timeout),
+    }
+    found: list[Vertex] = []
+    for worker in sorted(parts, key=lambda info: info.id):
+        shift = len(found)
+        found += [
+            vertex._replace(inputs=tuple(n + shift for n in vertex.inputs))
+            for vertex in parts[worker]
+        ]
+    return Graph(context_id, tuple(found))
+
+
+def install(container: "Container") -> None:
+    """Lets a worker show others its part of a graph."""
+
+    def show(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        if type(body) is not tuple or len(body) != 2:
+            raise ProtocolError("A graph is asked for by a context's id and marks.")
+        context_id, marks = body
+        context = container.find(context_id)
+        if context is None:  # released meanwhile, or never reached
+            return [], []
+        rows = [tuple(vertex) for vertex in vertices(context, marks=marks)]
+        return sorted(context.known_workers()), rows
+
+    container.agent.register(_KIND, show)
+
+
+def _others(
+    context: Context, marks: Collection[int] | None, timeout: float
+) -> dict[WorkerInfo, list[Vertex]]:
+    """The parts of all workers that are reached from one to the next."""
+    agent = context.container.agent
+    seen = {agent.info.name}
+    found: dict[WorkerInfo, list[Vertex]] = {}
+    ask = context.known_workers() - seen
+    while ask:
+        seen |= ask
+        body = (context.id, marks)
+        asked = {name: agent.call_async(name, _KIND, body, timeout) for name in ask}
+        ask = set()
+        for name, answer in sorted(asked.items()):
+            known, rows = answer.wait()
+            found[agent.directory.find(name).info] = checked(rows)
+            ask |= set(known) - seen
+    return found
+
+
+def _nodes(argument: str, values: Sequence[Recorded]) -> list[Node]:
+    for value in values:
+        if not isinstance(value, Recorded):
+            raise TypeError(
+                requirement(f"graph({argument}=...)", "must be recorded values", value)
+            )
+    return [value.edge.node for value in values]

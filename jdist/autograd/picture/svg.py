@@ -1,0 +1,122 @@
+"""A graph as an SVG picture: a lane for each worker, data flows from left to right."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from jdist.autograd.picture.vertex import FUNCTION, LEAF, RECEIVE, SEND, Vertex
+
+_WIDTH, _HEIGHT = 140, 30
+_ACROSS, _DOWN = 190, 50
+_MARGIN, _TITLE = 20, 30
+_FILL = {LEAF: "#e8f1e4", FUNCTION: "#ffffff", SEND: "#e3ecf7", RECEIVE: "#f7efe0"}
+_ROUND = {LEAF: 15, FUNCTION: 2, SEND: 7, RECEIVE: 7}
+
+
+class Place(NamedTuple):
+    """Where a function's box is: its left upper corner."""
+
+    x: int
+    y: int
+
+
+class Lane(NamedTuple):
+    """Where a worker's part is."""
+
+    worker: str
+    top: int
+    height: int
+
+
+def svg(
+    vertices: Sequence[Vertex], labels: Sequence[str], arcs: Iterable[tuple[int, int]]
+) -> str:
+    """The text of the picture."""
+    arcs = list(arcs)
+    places, lanes = layout(vertices, arcs)
+    width = max((place.x for place in places), default=0) + _WIDTH + 2 * _MARGIN
+    height = sum(lane.height for lane in lanes) + 2 * _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
+        'markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>',
+        *[_lane(lane, width) for lane in lanes],
+        *[_arrow(places[a], places[b], vertices[b].kind == RECEIVE) for a, b in arcs],
+        *map(_box, places, vertices, labels),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def layout(
+    vertices: Sequence[Vertex], arcs: Iterable[tuple[int, int]]
+) -> tuple[list[Place], list[Lane]]:
+    """Where everything is. No two boxes overlap; arrows lead to the right."""
+    columns = _columns(len(vertices), arcs)
+    rows: list[int] = []
+    filled: Counter[tuple[str, int]] = Counter()
+    for vertex, column in zip(vertices, columns, strict=True):
+        rows.append(filled[vertex.worker, column])
+        filled[vertex.worker, column] += 1
+    lanes, top = [], _MARGIN
+    for worker in dict.fromkeys(vertex.worker for vertex in vertices):
+        deepest = max(n for (name, _), n in filled.items() if name == worker)
+        lanes.append(Lane(worker, top, _TITLE + deepest * _DOWN))
+        top += lanes[-1].height
+    tops = {lane.worker: lane.top + _TITLE for lane in lanes}
+    places = [
+        Place(2 * _MARGIN + column * _ACROSS, tops[vertex.worker] + row * _DOWN)
+        for vertex, column, row in zip(vertices, columns, rows, strict=True)
+    ]
+    return places, lanes
+
+
+def _columns(count: int, arcs: Iterable[tuple[int, int]]) -> list[int]:
+    """For each function the length of the longest way to it."""
+    after = defaultdict(list)
+    missing: Counter[int] = Counter()
+    for source, target in arcs:
+        after[source].append(target)
+        missing[target] += 1
+    columns = [0] * count
+    ready = [place for place in range(count) if not missing[place]]
+    while ready:
+        source = ready.pop()
+        for target in after[source]:
+            columns[target] = max(columns[target], columns[source] + 1)
+            missing[target] -= 1
+            if not missing[target]:
+                ready.append(target)
+    return columns
+
+
+def _lane(lane: Lane, width: int) -> str:
+    return (
+        f'<g><rect class="lane" x="{_MARGIN / 2}" y="{lane.top}" '
+        f'width="{width - _MARGIN}" height="{lane.height - 6}" fill="none" '
+        f'stroke="#999"/><text x="{_MARGIN}" y="{lane.top + 18}" '
+        f'font-weight="bold">{escape(lane.worker)}</text></g>'
+    )
+
+
+def _box(place: Place, vertex: Vertex, label: str) -> str:
+    x, y = place
+    return (
+        f'<g><title>{escape(vertex.name)}</title><rect class="{vertex.kind}" x="{x}" '
+        f'y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="{_ROUND[vertex.kind]}" '
+        f'fill="{_FILL[vertex.kind]}" stroke="#333"/><text x="{x + _WIDTH / 2}" '
+        f'y="{y + _HEIGHT / 2 + 4}" text-anchor="middle">{escape(label)}</text></g>'
+    )
+
+
+def _arrow(source: Place, target: Place, is_message: bool) -> str:
+    x, y = source.x + _WIDTH, source.y + _HEIGHT / 2
+    to_x, to_y = target.x, target.y + _HEIGHT / 2
+    bend = (to_x - x) / 2
+    dashes = ' stroke-dasharray="5 4"' if is_message else ""
+    return (
+        f'<path d="M{x} {y}C{x + bend} {y} {to_x - bend} {to_y} {to_x} {to_y}" '
+        f'fill="none" stroke="#333" marker-end="url(#tip)"{dashes}/>'
+    )

@@ -1,0 +1,44 @@
+"""Counts of what is under way, seen from inside a backward pass."""
+
+from jdist import autograd, rpc
+from tests.autograd.recording_world import leaf, mul, name, nested
+
+_seen = []
+
+
+def watched(seed):
+    """A variable whose hook looks at the counts of this worker."""
+    found = leaf(seed)
+    found.register_hook(lambda gradient: _seen.append(autograd.debug_info()))
+    return found
+
+
+@autograd.eager
+def times_watched(x):
+    return x * watched(7)
+
+
+def seen():
+    return _seen.pop()
+
+
+def through_all():
+    """torch: test_debug_info: a chain over all workers."""
+    x = watched(1)
+    with autograd.context() as context_id:
+        far = rpc.rpc_sync(name(1), nested, args=(x, leaf(2), 2))
+        y = rpc.rpc_sync(name(2), times_watched, args=(far,))
+        before = autograd.debug_info()
+        autograd.backward(context_id, [rpc.rpc_sync(name(3), mul, args=(y, x)).sum()])
+        there = rpc.rpc_sync(name(2), seen)
+        autograd.release(context_id).wait(30.0)
+    return before, seen(), there, autograd.debug_info(), rpc.debug_info()
+
+
+def test_passes_and_contexts_are_counted(cluster):
+    before, here, there, after, of_rpc = cluster.run(0, through_all)
+    passes, contexts = "num_current_backward_passes", "num_autograd_contexts"
+    assert before == {passes: 0, contexts: 1}
+    assert here == there == {passes: 1, contexts: 1}
+    assert after == {passes: 0, contexts: 0}
+    assert {key: of_rpc[key] for key in after} == after
