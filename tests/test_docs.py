@@ -24,19 +24,23 @@ CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_runs(page, capsys, monkeypatch):
+def test_code_runs(page, capsys, monkeypatch, tmp_path):
     """Every Python block, as a user has it: JAX's defaults, one block after another.
 
-    It is the main program, so that workers can call what it defines.
+    They are the main program, so that workers can call what it defines, and other
+    processes can import it.
     """
+    blocks = CODE.findall(page.read_text())
     main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "main.py")
+    Path(main.__file__).write_text("\n".join(blocks))
     monkeypatch.setitem(sys.modules, "__main__", main)
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):
-        for block in CODE.findall(page.read_text()):
+        for block in blocks:
             exec(compile(block, page.name, "exec"), vars(main))
     if page.name == "README.md":
         shown = capsys.readouterr().out

@@ -1,6 +1,6 @@
 """A connection whose large JAX arrays pass it by, from device to device.
 
-    frame     meta["arrays"] = (address, number, (leaf, ...)) with leaf = (index, dtype,
+    frame     meta["transfer"] = (address, number, (leaf, ...)) with leaf = (index, dtype,
               shape, weak, number of the receiver's device plus one, or 0); and these
               leaves are not in it
     "taken"   tree = [number, whether they were pulled]; sent back
@@ -30,7 +30,7 @@ from jdist.rpc.stream import ByteStream
 from jdist.rpc.transfer_port import Port
 from jdist.rpc.wire import Limits
 
-_META = "arrays"
+_META = "transfer"
 _ANSWER_SECONDS = 10.0
 
 

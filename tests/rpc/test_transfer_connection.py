@@ -382,7 +382,7 @@ BAD = {
 def test_what_is_no_description_closes_the_channel(new_port, what):
     terms = Terms(limits=Limits(leaves=16))
     with linked(None, new_port(), terms=terms) as (left, right):
-        left.send(Frame("call", 1, {"arrays": BAD[what]}, None, []))
+        left.send(Frame("call", 1, {"transfer": BAD[what]}, None, []))
         with pytest.raises(ProtocolError, match=r"not say what|More than|No dtype"):
             right.receive(soon())
         with pytest.raises(ConnectionError, match="it sent what is no frame"):
