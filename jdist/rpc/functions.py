@@ -21,6 +21,7 @@ import builtins
 import functools
 import importlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -46,8 +47,15 @@ _BUILTINS = (
 )  # fmt: skip
 """Functions of Python that only compute; its exceptions are open as well."""
 
-_CLOSED = ("jdist._compat", "jdist.launch", "jdist.rpc", "jdist.verify")
+_CLOSED = (
+    "jdist._compat", "jdist.data_parallel.process_group",
+    "jdist.data_parallel.process_strategies", "jdist.launch", "jdist.rpc",
+    "jdist.verify",
+)  # fmt: skip
 """Parts of jdist that steer processes, or import modules by name."""
+
+_PATH = re.compile(r"\b(Path|PathLike)\b")
+"""In the annotations of what reads or writes files."""
 
 _OPEN_PARTS = (
     "jdist.rpc.errors", "jdist.rpc.parameters", "jdist.rpc.remote_module",
@@ -144,6 +152,7 @@ class FunctionTable:
         if own_name(found) != ref:
             rule = "must be defined where its name says, not imported there"
             raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
+        _check_files(found, ref)
         if "." not in qualname:
             self._found[ref] = _Found(module, home, qualname, found)
         return found
@@ -176,6 +185,7 @@ class FunctionTable:
         if not self._allows(ref.partition(":")[0], ref):
             rule = "must be defined in a module that other workers may name"
             raise ForbiddenFunction(requirement("rpc(method)", rule, ref, _REMEDY))
+        _check_files(function, ref)
         # Not by getattr, which an attribute of the object could answer.
         return raw.__get__(None if of_class else owner, kind)
 
@@ -282,6 +292,21 @@ def _step(found: Any, part: str, ref: str) -> Any:
         rule = "must be a function or class, reached through classes only"
         raise ForbiddenFunction(requirement("rpc(function)", rule, ref))
     return found
+
+
+def _check_files(thing: Any, ref: str) -> None:
+    """Refuses what in jdist takes or returns a path: callers do not choose files here.
+
+    What users allow of their own is theirs to judge.
+    """
+    if not ref.startswith("jdist."):
+        return
+    made_by = (inspect.getattr_static(thing, n, None) for n in ("__init__", "__new__"))
+    functions = made_by if isinstance(thing, type) else [thing]
+    annotations = [getattr(each, "__annotations__", {}).values() for each in functions]
+    if any(_PATH.search(str(one)) for each in annotations for one in each):
+        rule = "must not read or write files that its caller names"
+        raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
 
 
 def _absent(ref: str) -> str:

@@ -216,6 +216,8 @@ class Supervisor:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until every process has ended; False if `timeout` seconds passed."""
+        if timeout is not None:  # Longer than three centuries Python refuses to wait.
+            timeout = min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
             return self._changed.wait_for(self._all_ended, timeout)
 

@@ -6,6 +6,7 @@ import functools
 import subprocess
 from collections import namedtuple
 from os import system as imported_function
+from pathlib import Path
 from subprocess import Popen
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +18,10 @@ CALLS = []
 
 def add(x, y):
     return x + y
+
+
+def read(path: Path) -> str:
+    return path.read_text()
 
 
 def decorate(function):

@@ -1,15 +1,18 @@
 """Which names a worker answers: what is allowed, and everything that is not."""
 
+import ast
 import os
 import subprocess
 import sys
 import textwrap
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jdist
 import jdist.optim
 from jdist.rpc.errors import ForbiddenFunction
 from jdist.rpc.functions import FunctionTable
@@ -251,6 +254,7 @@ HOSTILE = {
     "rpc": "jdist.rpc:shutdown", "settings": "jdist.rpc.process_settings:apply",
     "verify": "jdist.verify.__main__:main", "compat": "jdist._compat:trace",
     "cpu devices": "jdist._compat:set_cpu_device_count",
+    "replicas of processes": "jdist.data_parallel.process_strategies:main",
     "jdist's import": "jdist.optim.sgd:requirement", "through jdist": "jdist:optim.jax",
     "errors' import": "jdist.rpc.errors:JdistError",
     # Nothing.
@@ -273,6 +277,60 @@ def test_hostile_names(table, name):
         table.resolve(ref)
     assert nameable.CALLS == []
     assert set(sys.modules) == loaded
+
+
+FILES = {
+    "open", "Path", "Popen", "import_module", "makedirs", "memmap", "mkdir", "mkstemp",
+    "read_bytes", "read_text", "rename", "rmdir", "rmtree", "run_path",
+    "savefig", "symlink", "system", "touch", "unlink", "write_bytes", "write_text",
+}  # fmt: skip
+"""Calls by which code gets at files, other programs and modules."""
+
+HARMLESS = {
+    "jdist.data_parallel.checkpoint:_orbax",  # Imports one package, the same always.
+    "jdist.segment._contents:Contents.name",  # Shortens the name of a file.
+}
+"""Of those that use such calls: nothing there is the caller's choice."""
+
+
+def _those_that_call(names):
+    """All functions of jdist that do, by the names under which others could ask."""
+    root = Path(jdist.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        parts = ("jdist", *file.relative_to(root).with_suffix("").parts)
+        module = ".".join(parts).removesuffix(".__init__")
+        yield from _functions(ast.parse(file.read_text()), f"{module}:", names)
+
+
+def _functions(node, prefix, names):
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.ClassDef):
+            yield from _functions(inner, f"{prefix}{inner.name}.", names)
+        elif isinstance(inner, ast.FunctionDef):
+            calls = [n.func for n in ast.walk(inner) if isinstance(n, ast.Call)]
+            called = {call.id for call in calls if isinstance(call, ast.Name)}
+            # Much has a method `open`; that of a path is found by `Path`.
+            methods = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+            if names & (called | (methods - {"open"})):
+                yield prefix + inner.name
+
+
+def test_nobody_reaches_a_file_through_jdist():
+    """Not by naming one to a function, nor to an object that keeps it."""
+    table = FunctionTable()
+    found = sorted(set(_those_that_call(FILES)) - HARMLESS)
+    assert "jdist.data_parallel.checkpoint:Checkpoints.__init__" in found
+    assert "jdist.launch.relay:Relay.__init__" in found
+    for ref in found:
+        with pytest.raises(ForbiddenFunction, match=r"`rpc\(function\)` must"):
+            table.resolve(ref.removesuffix(".__init__"))
+
+
+def test_what_takes_a_path_cannot_be_named_in_jdist(table):
+    """What users allow is theirs to judge."""
+    with pytest.raises(ForbiddenFunction, match="must not read or write files that"):
+        table.resolve("jdist.data_parallel.checkpoint:Checkpoints")
+    assert table.resolve(f"{HERE}:read") is nameable.read
 
 
 def test_a_name_that_the_callee_lacks(table):

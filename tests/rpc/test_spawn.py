@@ -161,6 +161,12 @@ def test_a_timeout_names_the_late_and_ends_all(witnesses):
         spawn(cases.wait_for_ever, args=(witnesses.port,), nprocs=2, timeout=0.5)
 
 
+@pytest.mark.parametrize("seconds", [1e10, sys.float_info.max])
+def test_a_timeout_of_centuries(seconds):
+    """Longer than Python's locks can wait."""
+    assert spawn(math.pow, args=(2,), nprocs=1, timeout=seconds, grace=seconds) == [0.0]
+
+
 def test_join_has_a_timeout_of_its_own(witnesses):
     args = (witnesses.port,)
     processes = spawn(cases.wait_for_ever, args, nprocs=1, timeout=60, join=False)
