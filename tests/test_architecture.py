@@ -44,6 +44,11 @@ PLANTED = {
         '"""S."""\nimport jax\n',
         "a schedule file imports jax",
     ),
+    "schedule family with rpc": (
+        "jdist/pipeline/schedules/gpipe.py",
+        '"""S."""\nfrom jdist.rpc import spawn\n',
+        "a schedule file imports jdist.rpc",
+    ),
     "experiment with a private name": (
         "experiments/e.py",
         '"""E."""\nfrom jdist._tree import path_of\n',

@@ -19,12 +19,15 @@ The last two only where transfers count. All workers are used.
 
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.cuts import Cuts, cuts_of
 from jdist.pipeline.layer_profile import Profile
 from jdist.pipeline.plan import Plan, PlannedStage
-from jdist.pipeline.programme import Level, Programme, Rules, spans
+from jdist.pipeline.programme import ANY, Column, Level, Machine, Programme, spans
 from jdist.pipeline.schedule_program import check_counts
 
 
@@ -49,8 +52,8 @@ def partition(
         links that are used behind the computation.
       memory: Bytes of a worker. A stage with w workers from it to the end, r of them
         its own, has ceil(w / r) micro-batches in flight, each with its activations and
-        a version of the weights. With several levels each level counts its own workers
-        only, and the plan found is checked as a whole.
+        a version of the weights. With several levels this takes longer: those inside
+        are planned for each number of workers that may come after them.
       replicate: False plans a straight pipeline, one worker per stage.
 
     Returns:
@@ -70,42 +73,125 @@ def partition(
       >>> plan.bottleneck_time, [stage.layers for stage in plan.stages]
       (3.0, [('l0',), ('l1',), ('l2',)])
     """
-    levels = _levels(workers, bandwidths)
+    limited = memory is not None
+    levels = _levels(workers, bandwidths, transfers, replicate, limited)
     if memory is not None and not memory > 0:
         rule = "must be above 0 bytes"
         raise ValueError(requirement("partition(memory=...)", rule, memory))
     cuts = cuts_of(profile)
-    seconds = spans(cuts, cuts.seconds)
-    programmes: list[Programme] = []
-    inside = 1
-    for level in levels:
-        limit = None if memory is None else memory * inside
-        rules = Rules(transfers, limit, replicate)
-        whole = level is levels[-1]
-        programmes.append(Programme(cuts, level, rules, seconds, whole))
-        seconds = programmes[-1].best[:, -1]
-        inside *= level.workers
-    bottleneck = float(seconds[0, -1])
+    planner = Planner(cuts, levels, memory)
+    bottleneck = float(planner.programme().best[0, -1, -1])
     total = math.prod(level.workers for level in levels)
     if not bottleneck < math.inf:
         rule = f"must allow a plan for all {total} workers"
         got = f"{len(cuts.names)} layers, memory={memory}, replicate={replicate}"
         remedy = "Use fewer workers, allow replicas, or give each more memory."
         raise ValueError(requirement("partition(...)", rule, got, remedy))
-    placed = _placed(programmes, 0, len(cuts) - 1, [range(total)])
-    plan = Plan(
+    placed = planner.placed(0, len(cuts) - 1, [range(total)])
+    return Plan(
         bottleneck,
         _data_parallel(cuts, levels),
         tuple(_stage(profile, cuts, *each) for each in placed),
         tuple(level.workers for level in levels),
         tuple(level.bandwidth for level in levels),
     )
-    _check_memory(plan, memory)
-    return plan
+
+
+class Planner:
+    """The programmes of all levels: solved when they are wanted, and once.
+
+    With a memory limit a level inside is solved for each number of workers that may
+    come after it, since they decide what is in flight; without one, only once.
+    """
+
+    def __init__(
+        self, cuts: Cuts, levels: Sequence[Level], memory: float | None
+    ) -> None:
+        self.cuts, self.levels, self.memory = cuts, levels, memory
+        self._solved: dict[tuple[int, Fraction], Programme] = {}
+
+    def programme(self, depth: int = -1, after: Fraction = ANY) -> Programme:
+        """Of one level, with so many workers after it; see `Programme`."""
+        depth %= len(self.levels)
+        key = (depth, after)
+        if key not in self._solved:
+            level, whole = self.levels[depth], depth == len(self.levels) - 1
+            machine = self._inside(depth) if depth else self._worker()
+            made = Programme(self.cuts, level, machine, after, whole=whole)
+            self._solved[key] = made
+        return self._solved[key]
+
+    def placed(
+        self,
+        begin: int,
+        end: int,
+        machines: Sequence[range],
+        depth: int = -1,
+        after: Fraction = ANY,
+    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Begin, end and ranks of each stage of a span.
+
+        Args:
+          begin: Of the span.
+          end: Of the span.
+          machines: The ranks of each of the machines, alike, that share the span.
+          depth: The level whose workers they have.
+          after: As in `programme`.
+        """
+        depth %= len(self.levels)
+        programme, taken = self.programme(depth, after), 0
+        for stage in programme.stages(begin, end):
+            wanted = slice(taken, taken + stage.workers)
+            taken += stage.workers
+            count = programme.level.workers
+            parts = [part for m in machines for part in _divided(m, count)[wanted]]
+            if depth:
+                later = self._later(depth, stage.after)
+                span = (stage.begin, stage.end)
+                yield from self.placed(*span, parts, depth - 1, later)
+            else:
+                ranks = tuple(rank for part in parts for rank in part)
+                yield stage.begin, stage.end, ranks
+
+    def _later(self, depth: int, after: Fraction) -> Fraction:
+        """What comes after a stage of `depth`, in workers of the level inside."""
+        limited = self.memory is not None
+        return after * self.levels[depth - 1].workers if limited else ANY
+
+    def _inside(self, depth: int) -> Machine:
+        def machine(cases: Sequence[Fraction]) -> Column:
+            tables = [
+                self.programme(depth - 1, self._later(depth, case)).best[:, -1]
+                for case in cases
+            ]
+            return lambda end: np.stack([table[:, end] for table in tables])
+
+        return machine
+
+    def _worker(self) -> Machine:
+        seconds = spans(self.cuts, self.cuts.seconds)
+        held = spans(self.cuts, self.cuts.activation_bytes + self.cuts.parameter_bytes)
+
+        def machine(cases: Sequence[Fraction]) -> Column:
+            in_flight = np.array([math.ceil(1 + case) for case in cases])[:, None]
+
+            def column(end: int) -> np.ndarray:
+                if self.memory is None:
+                    return seconds[None, :, end]
+                fits = in_flight * held[:, end] <= self.memory
+                return np.where(fits, seconds[:, end], np.inf)
+
+            return column
+
+        return machine
 
 
 def _levels(
-    workers: Sequence[int] | int, bandwidths: Sequence[float] | float
+    workers: Sequence[int] | int,
+    bandwidths: Sequence[float] | float,
+    transfers: bool,
+    replicate: bool,
+    limited: bool,
 ) -> list[Level]:
     counts = tuple(workers) if isinstance(workers, Sequence) else (workers,)
     speeds = tuple(bandwidths) if isinstance(bandwidths, Sequence) else (bandwidths,)
@@ -119,35 +205,9 @@ def _levels(
             rule = "must be above 0 bytes per second"
             raise ValueError(requirement("partition(bandwidths=...)", rule, speed))
     inside = (1, *counts[:-1])
+    rules = (transfers, replicate, limited)
     levels = zip(counts, inside, speeds, strict=True)
-    return [Level(count, within, float(speed)) for count, within, speed in levels]
-
-
-def _placed(
-    programmes: Sequence[Programme], begin: int, end: int, machines: Sequence[range]
-) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Begin, end and ranks of each stage.
-
-    Args:
-      programmes: Of the levels, innermost first; the last one divides the span.
-      begin: Of the span.
-      end: Of the span.
-      machines: The ranks of those machines of the level outside that share the span.
-    """
-    *inner, programme = programmes
-    taken = 0
-    for first, last, own in programme.stages(begin, end):
-        wanted = slice(taken, taken + own)
-        taken += own
-        parts = [
-            part
-            for machine in machines
-            for part in _divided(machine, programme.level.workers)[wanted]
-        ]
-        if inner:
-            yield from _placed(inner, first, last, parts)
-        else:
-            yield first, last, tuple(rank for part in parts for rank in part)
+    return [Level(own, within, float(speed), *rules) for own, within, speed in levels]
 
 
 def _divided(machine: range, parts: int) -> list[range]:
@@ -178,12 +238,3 @@ def _data_parallel(cuts: Cuts, levels: Sequence[Level]) -> float:
         reduce = 4 * (level.workers - 1) * parameters / level.bandwidth / level.workers
         seconds = (seconds + reduce / level.inside) / level.workers
     return seconds
-
-
-def _check_memory(plan: Plan, memory: float | None) -> None:
-    for stage, held in enumerate(plan.bytes_per_worker):
-        if memory is not None and held > memory:
-            rule = f"must allow the plan found, {plan.configuration}"
-            got = f"{memory:.0f} bytes, and {held:.0f} on each worker of stage {stage}"
-            remedy = "With one level of workers the limit is kept while planning."
-            raise ValueError(requirement("partition(memory=...)", rule, got, remedy))

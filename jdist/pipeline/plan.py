@@ -175,7 +175,7 @@ class Plan:
         axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds of computation per micro-batch and worker")
-        axes.legend()
+        figure.legend(loc="outside lower right", ncols=2)
         axes.set_title(str(self))
         path = Path(path)
         figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")

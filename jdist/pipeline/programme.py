@@ -1,6 +1,9 @@
 """The dynamic programme of one level of the machine; see `jdist.pipeline.partition`."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,35 +12,46 @@ from jdist.pipeline.cuts import Cuts
 BLOCK = 2**16
 """Numbers that one NumPy step works on: they stay in the cache."""
 
-Stages = list[tuple[int, int, int]]
-"""Where a stage begins and ends, and its workers."""
+ANY = Fraction(0)
+
+Column = Callable[[int], np.ndarray]
+"""From an end to the seconds of all spans that end there, `(cases, begin)`."""
+
+Machine = Callable[[Sequence[Fraction]], Column]
+"""One worker of a level, with all that is inside it: what spans take there. A case is
+the number of workers after a stage's own, divided by its own: it decides how many
+micro-batches are in flight on the stage, and so whether they fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the machine.
+    """One level of the machine, and what a plan may do there.
 
     Attributes:
       workers: How many there are at this level.
       inside: Workers of the level inside that each of them has; 1 at the innermost.
       bandwidth: Bytes per second between them.
+      transfers: Whether what crosses a cut takes time.
+      replicate: Whether a stage may have several workers.
+      limited: Whether memory is, so that it matters what comes after a stage.
     """
 
     workers: int
     inside: int
     bandwidth: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a plan may do and what counts; see `partition`.
-
-    `memory` is that of one of the level's workers, with all that is inside it.
-    """
-
     transfers: bool
-    memory: float | None
     replicate: bool
+    limited: bool
+
+
+class Placed(NamedTuple):
+    """One stage of a level's pipeline."""
+
+    begin: int
+    end: int
+    workers: int
+    after: Fraction
+    """Workers after its own, divided by its own."""
 
 
 class Programme:
@@ -49,38 +63,55 @@ class Programme:
     """
 
     def __init__(
-        self, cuts: Cuts, level: Level, rules: Rules, seconds: np.ndarray, whole: bool
+        self,
+        cuts: Cuts,
+        level: Level,
+        machine: Machine,
+        after: Fraction = Fraction(0),
+        *,
+        whole: bool,
     ) -> None:
         """Solves it.
 
         Args:
           cuts: Where stages may begin and end.
-          level: Workers and bandwidth.
-          rules: What is allowed and what counts.
-          seconds: What a span takes on one of the level's workers, `(begin, end)`.
+          level: Workers, bandwidth, rules.
+          machine: What a span takes on one of the level's workers.
+          after: Workers of this level that come after all those planned here, divided
+            by how often the pipeline planned here is replicated.
           whole: Only plans from the first cut on are wanted.
         """
-        self.level, self.rules, self.seconds = level, rules, seconds
+        self.level, self.after = level, after
         self.parameters = _between(cuts.parameter_bytes)
-        self.held = self.parameters + _between(cuts.activation_bytes)
         self.crossing = 2 * cuts.output_bytes / level.bandwidth
         self.crossing[-1] = 0.0  # the loss stays where it is
+        counts = range(1, level.workers + 1)
+        self._first = machine(self._cases((0, own) for own in counts))
+        self._others = {
+            own: machine(self._cases((q, own) for q in counts[: level.workers - own]))
+            for own in self._choices(level.workers - 1)
+        }
         rows = 1 if whole else len(cuts)
         self.best = np.full((rows, level.workers, len(cuts)), np.inf)
         for end in range(1, len(cuts)):
             self._solve(end)
 
-    def stages(self, begin: int, end: int) -> Stages:
-        """The stages of the best pipeline for a span on all workers."""
-        found: Stages = []
+    def stages(self, begin: int, end: int) -> list[Placed]:
+        """The stages of the best pipeline for a span on all workers, first to last."""
+        found: list[Placed] = []
         left = self.level.workers
-        while True:
-            best = self.best[begin, left - 1, end]
-            if best == self._alone(end)[begin, left - 1]:
-                return [(begin, end, left), *found]
+        while self.best[begin, left - 1, end] != self._alone(end)[begin, left - 1]:
             cut, own = self._last(begin, left, end)
-            found.insert(0, (cut, end, own))
+            found.insert(0, Placed(cut, end, own, self._case(left - own, own)))
             end, left = cut, left - own
+        return [Placed(begin, end, left, self._case(0, left)), *found]
+
+    def _case(self, before: int, own: int) -> Fraction:
+        return (self.level.workers - before - own + self.after) / own
+
+    def _cases(self, pairs: Iterable[tuple[int, int]]) -> list[Fraction]:
+        """Each case; without a limit they are all alike, and one stands for them."""
+        return [self._case(*pair) for pair in pairs] if self.level.limited else [ANY]
 
     def _solve(self, end: int) -> None:
         rows, workers, _ = self.best.shape
@@ -95,39 +126,30 @@ class Programme:
                 np.minimum(target, slowest.min(axis=-1), out=target)
 
     def _choices(self, most: int) -> range:
-        return range(1, (most if self.rules.replicate else min(most, 1)) + 1)
+        return range(1, (most if self.level.replicate else min(most, 1)) + 1)
 
     def _alone(self, end: int) -> np.ndarray:
         """A span as one stage on r workers: `(begin, r - 1)`."""
         r = np.arange(1, self.level.workers + 1)
         parameters = self.parameters[:, end, None]
         synchronise = 4 * (r - 1) * parameters / (self.level.bandwidth * r)
-        time = (self.seconds[:, end, None] + synchronise / self.level.inside) / r
-        if not self.rules.replicate:
+        time = (self._first(end).T + synchronise / self.level.inside) / r
+        if not self.level.replicate:
             time[:, 1:] = np.inf
-        if self.rules.memory is not None:
-            in_flight = -(-self.level.workers // r)
-            time[self.held[:, end, None] * in_flight > self.rules.memory] = np.inf
         return time
 
     def _final(self, own: int, end: int) -> np.ndarray:
-        """The last stage of a pipeline, on `own` workers: `(workers before - 1, cut)`.
+        """The last stage of a pipeline, on `own` workers: `(cases, cut)`.
 
-        One row serves all numbers of workers before it, unless memory is limited: the
-        more come before, the fewer come after, and the fewer micro-batches in flight.
+        The cases are the numbers of workers before it, from 1 on.
         """
         bandwidth = self.level.bandwidth * own
         synchronise = 4 * (own - 1) * self.parameters[:end, end] / bandwidth
-        time = (self.seconds[:end, end] + synchronise) / own
-        if self.rules.transfers:
+        time = (self._others[own](end)[:, :end] + synchronise) / own
+        if self.level.transfers:
             time = np.maximum(time, self.crossing[:end] / own)
             time = np.maximum(time, self.crossing[end] / own)
-        if self.rules.memory is None:
-            return time[None]
-        before = np.arange(1, self.level.workers - own + 1)
-        in_flight = -(-(self.level.workers - before) // own)
-        needed = in_flight[:, None] * self.held[:end, end]
-        return np.where(needed > self.rules.memory, np.inf, time)
+        return time
 
     def _last(self, begin: int, workers: int, end: int) -> tuple[int, int]:
         """Where the last stage of the best pipeline begins, and its workers."""

@@ -9,7 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jdist.pipeline import Costs, Schedule, ScheduleError, schedules, simulate
+from jdist.pipeline import (
+    Action,
+    Costs,
+    Schedule,
+    ScheduleError,
+    from_csv,
+    schedules,
+    simulate,
+    to_csv,
+)
+
+SECONDS = ("forward", "backward", "backward_inputs", "backward_params")
+BETWEEN = ("message_bytes", "latency", "bandwidth")
 
 FAMILIES = {
     "forward_only": lambda n, m: schedules.forward_only(n, m),
@@ -76,8 +88,7 @@ def test_every_time_is_that_of_a_plain_simulation(name, case, rng):
     schedule = FAMILIES[name](n, m)
     shape = (schedule.stages, schedule.micro_batches)
     between = (shape[0] - 1, shape[1])
-    seconds = ("forward", "backward", "backward_inputs", "backward_params")
-    tables = {key: rng.uniform(0.5, 2, shape) for key in seconds}
+    tables = {key: rng.uniform(0.5, 2, shape) for key in SECONDS}
     tables["message_bytes"] = rng.uniform(1e3, 4e3, between)
     tables["latency"] = rng.uniform(0, 0.3, between)
     tables["bandwidth"] = rng.uniform(1e3, 4e3, between)
@@ -90,6 +101,50 @@ def test_every_time_is_that_of_a_plain_simulation(name, case, rng):
     got = {(r.worker, r[1:4]): (r.start, r.end) for r in found.records()}
     assert got == {(w, tuple(a)): times for (w, a), times in expected.items()}
     assert found.makespan == max(end for _, end in expected.values())
+
+
+def at_random(rng, stages, workers, micro_batches):
+    """Any placement and any order that does not wait in a circle, W at will."""
+    placement = tuple((int(w),) for w in rng.integers(0, workers, stages))
+    done, programs = set(), [[] for _ in range(workers)]
+    todo = [
+        Action(kind, stage, i)
+        for kind in "FBW"
+        for stage in range(stages)
+        for i in range(micro_batches)
+        if kind != "W" or rng.random() < 0.5
+    ]
+    while todo:
+        ready = []
+        for action in todo:
+            kind, stage, i = action
+            needs = {
+                "F": [("F", stage - 1, i)] if stage else [],
+                "B": [("F", stage, i)] + [("B", stage + 1, i)] * (stage < stages - 1),
+                "W": [("B", stage, i)],
+            }[kind]
+            if done.issuperset(needs):
+                ready.append(action)
+        chosen = ready[rng.integers(len(ready))]
+        todo.remove(chosen)
+        done.add(tuple(chosen))
+        programs[placement[chosen.stage][0]].append(chosen)
+    return Schedule.of(programs, placement=placement)
+
+
+def test_any_order_that_works(rng):
+    """Random schedules are valid, survive CSV, and are timed as by the plain one."""
+    for _ in range(25):
+        stages, workers, m = (int(x) for x in rng.integers(1, 5, 3))
+        schedule = at_random(rng, stages, workers, m).validate()
+        assert from_csv(to_csv(schedule)) == schedule
+        tables = {key: rng.uniform(0.5, 2, (stages, m)) for key in SECONDS}
+        tables |= {key: rng.uniform(0.5, 2, (stages - 1, m)) for key in BETWEEN}
+        tables["overhead"] = np.zeros((1, 1))
+        expected = one_by_one(schedule, lambda key, j, i, t=tables: t[key][j, i])
+        found = simulate(schedule, Costs(**{**tables, "overhead": 0.0}))
+        got = {(r.worker, r[1:4]): (r.start, r.end) for r in found.records()}
+        assert got == {(w, tuple(a)): times for (w, a), times in expected.items()}
 
 
 def test_a_link_carries_one_message_at_a_time():
