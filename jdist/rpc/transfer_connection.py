@@ -1,8 +1,8 @@
 """A connection whose large JAX arrays pass it by, from device to device.
 
-    frame     meta["transfer"] = (address, number, (leaf, ...)) with leaf = (index, dtype,
-              shape, weak, number of the receiver's device plus one, or 0); and these
-              leaves are not in it
+    frame     meta["transfer"] = (address, number, (leaf, ...)), and these leaves are not
+              in it; leaf = (index, dtype, shape, weak, number of the receiver's device
+              plus one, or 0)
     "taken"   tree = [number, whether they were pulled]; sent back
 
 The frame keeps its place among the frames: `receive` returns it when its arrays are
