@@ -219,7 +219,7 @@ class Agent:
 
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
-        peer, kind, body, meta, limit, operation, receive = outgoing
+        peer, kind, body, meta, limit, operation, receive, _ = outgoing
         parcel = Parcel(peer.info, meta, operation)
         tree, leaves = self.encode(body, parcel)
         waiting = Exchange(peer.info.name, operation)

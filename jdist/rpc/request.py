@@ -23,7 +23,11 @@ Receive = Callable[[Any, dict[str, Any]], Any]
 
 
 class Outgoing(NamedTuple):
-    """What to send, and to whom."""
+    """What to send, and to whom.
+
+    Of an asynchronous call `ended` is told the error, or None. It runs on the thread
+    that learns of it, before anything else, and must not wait.
+    """
 
     peer: Peer
     kind: str
@@ -32,6 +36,7 @@ class Outgoing(NamedTuple):
     deadline: Deadline
     operation: Operation
     receive: Receive | None = None
+    ended: Callable[[BaseException | None], None] | None = None
 
 
 class Exchange:
@@ -93,6 +98,7 @@ class Request:
 
     __slots__ = (
         "_agent",
+        "_ended",
         "_execution",
         "_line",
         "_number",
@@ -120,6 +126,7 @@ class Request:
         self.future: Future[Any] = Future()
         self._agent = agent
         self._receive = outgoing.receive
+        self._ended = outgoing.ended
         self._execution = execution
         self._line: Line | None = None
         self._number = 0
@@ -168,6 +175,8 @@ class Request:
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
         """Completes the future; the callbacks that remain to be run."""
+        if self._ended is not None:
+            self._ended(error)
         callbacks = complete(self.future, value, error)
         if error is not None:
             self._agent.undelivered(self.parcel)

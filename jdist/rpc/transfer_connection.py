@@ -1,6 +1,6 @@
 """A connection whose large JAX arrays pass it by, from device to device.
 
-    frame     meta["transfer"] = (address, number, (leaf, ...)), and these leaves are not
+    frame     meta["transfer"] = (address, number, (leaf, ...)); these leaves are not
               in it; leaf = (index, dtype, shape, weak, number of the receiver's device
               plus one, or 0)
     "taken"   tree = [number, whether they were pulled]; sent back

@@ -395,29 +395,3 @@ def test_what_is_no_answer_closes_the_channel(new_port, tree):
         left.send(Frame("taken", 1, {}, tree, []))
         with pytest.raises(ProtocolError, match="What was taken is a number and"):
             right.receive(soon())
-
-
-# --- options ---
-
-
-@pytest.mark.parametrize("name", ["least_bytes", "most_bytes"])
-@pytest.mark.parametrize("number", [0, -1, 1.5, True])
-def test_sizes_are_positive(name, number):
-    rule = rf"`Transfer\({name}=...\)` must be a positive number of bytes. Got"
-    with pytest.raises(ValueError, match=rule):
-        Transfer(**{name: number})
-
-
-@pytest.mark.parametrize("value", [True, {"cpu": True}, Transfer])
-def test_the_option_is_a_transfer(value):
-    rule = r"`RpcOptions\(transfer=...\)` must be an rpc.Transfer or None"
-    with pytest.raises(TypeError, match=rule):
-        rpc.RpcOptions(transfer=value)
-
-
-def test_it_is_off_and_cpu_arrays_go_by_the_wire(new_port):
-    assert rpc.RpcOptions().transfer is None
-    assert not new_port(Transfer(least_bytes=1)).wants(numbers())
-    assert new_port().wants(numbers())
-    assert not new_port().wants(np.zeros(LEAST))
-    assert not new_port().wants(numbers(LEAST // 4 - 1))

@@ -9,7 +9,7 @@ from jdist.rpc.callee import Reply
 from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.functions import FunctionTable
-from jdist.rpc.future import Future, call_when_done, error_of
+from jdist.rpc.future import Future, call_when_done, complete, error_of
 from jdist.rpc.ids import GloballyUniqueId
 from jdist.rpc.interceptor import Invocation
 from jdist.rpc.request import Outgoing
@@ -70,27 +70,25 @@ def remote(
     references = agent.references
     held, floor = references.create(number_of(outgoing.peer.info))
     name = (held.rref.packed(), held.fork.packed(), floor)
+    creation: Future[None] = new_cell()
+
+    def ended(error: BaseException | None) -> None:
+        if error is None:
+            references.created(held)
+        callbacks = complete(creation, None, error)
+        if error is not None:
+            references.not_created(held, f"{type(error).__name__}: {error}")
+        for callback in callbacks or ():
+            agent.crew.run(callback)
+
     try:
-        asked = agent.request(outgoing._replace(body=(name, *outgoing.body)))
+        agent.request(outgoing._replace(body=(name, *outgoing.body), ended=ended))
     except BaseException:
         references.not_asked(held)
         raise
-    creation: Future[None] = new_cell()
-    rref = references.handle(
+    return references.handle(
         held.rref, held=held, creation=creation, until=outgoing.deadline
     )
-
-    def over() -> None:
-        error = error_of(asked)
-        if error is None:
-            references.created(held)
-            creation.set_result(None)
-        else:
-            creation.set_exception(error)
-            references.not_created(held, f"{type(error).__name__}: {error}")
-
-    call_when_done(asked, over)
-    return rref
 
 
 def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":

@@ -2,7 +2,8 @@
 
 A finalizer runs on any thread, in the midst of anything, perhaps while that thread has
 the very lock that it would need. So it only puts what is over into a queue, whose `put`
-takes no lock of Python's; and this thread sees to it.
+takes no lock of Python's; and this thread sees to it. It lets some gather first: to
+wake up for each, and to tell each owner of it, would cost as much as a call.
 """
 
 import functools
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 _log = logging.getLogger("jdist.rpc")
 _END = object()
+_GATHERING = 0.01
+"""Seconds for which what is dropped may wait for more of its kind."""
 
 
 class _Appointment(NamedTuple):
@@ -41,7 +44,7 @@ class Keeper:
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
 
     @property
     def drop(self) -> Callable[[Any], None]:
@@ -53,7 +56,7 @@ class Keeper:
         if self._thread is not None:
             return
         with self._lock:
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
                 )
@@ -68,7 +71,7 @@ class Keeper:
     def close(self) -> None:
         """Ends the thread."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             thread = self._thread
         self._queue.put(_END)
         if thread is not None and thread is not threading.current_thread():
@@ -95,6 +98,8 @@ class Keeper:
         items = []
         try:
             items.append(self._queue.get(timeout=seconds))
+            if not isinstance(items[0], _Appointment):
+                self._closed.wait(_GATHERING)
             while True:
                 items.append(self._queue.get_nowait())
         except queue.Empty:

@@ -9,18 +9,23 @@ from jdist import rpc
 from jdist.rpc.frame import CALL, CANCEL, REPLY
 from tests.rpc.conformance import test_faulty as faulty
 from tests.rpc.faults import Rule
+from tests.rpc.faulty_clusters import WAYS, struck
 
 FAULTS = ("drop", "duplicate", "truncate", "close")
 CALLS = 400
 
 
-@pytest.fixture(
-    params=[faulty.threads, faulty.processes], ids=["in-process", "process"]
-)
+@pytest.fixture(params=WAYS)
 def begin(request, hosts):
     """`begin(make_rules)`: two workers whose frames meet those faults."""
     with contextlib.ExitStack() as stack:
-        yield lambda make_rules: stack.enter_context(request.param(hosts, make_rules))
+
+        def start(make_rules):
+            cluster = stack.enter_context(WAYS[request.param](hosts, make_rules))
+            cluster.everywhere(faulty.forget)
+            return cluster
+
+        yield start
 
 
 def closed_calls():
@@ -116,6 +121,6 @@ def test_whatever_happens_to_frames_every_call_ends(begin):
     assert sum(number % 2 for number in succeeded) > CALLS / 4
     assert succeeded <= set(ran)
     assert set(ran.values()) == {1}
-    struck = cluster.run(0, faulty.struck)
-    assert {fault for fault, kind in struck if kind == CALL} == set(FAULTS)
+    faults = cluster.run(0, struck)
+    assert {fault for fault, kind in faults if kind == CALL} == set(FAULTS)
     assert cluster.everywhere(lost_workers) == [{}, {}]
