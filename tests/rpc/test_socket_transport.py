@@ -5,14 +5,12 @@ import socket
 import threading
 import time
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdist.rpc import endpoint, memory
 from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.errors import AuthenticationError
-from jdist.rpc.frame import Frame
 from jdist.rpc.socket_transport import SocketTransport
 from tests.rpc.sockets import (
     KEY,
@@ -268,15 +266,3 @@ def test_a_thousand_connections_leave_nothing(peers):
             before = len(descriptors())
     assert len(descriptors()) < before + 50
     assert not peers.here._connections
-
-
-def test_memory_of_jax_arrays_that_are_gone_is_used_again():
-    """JAX by itself would hold it until the next array has come."""
-    sent = jnp.asarray(np.random.default_rng(5).random(memory.THRESHOLD // 8 + 1))
-    with nothing_left(), Peers("unix") as peers:
-        channel = peers.connect()
-        for number in range(1, 6):
-            answer = channel.exchange(Frame("call", number, {}, None, [sent]), soon())
-            assert answer.leaves[0].tobytes() == sent.tobytes()
-            del answer
-        assert len(peers.there._pool._blocks) == 1
