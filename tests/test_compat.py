@@ -4,6 +4,7 @@ import secrets
 import subprocess
 import sys
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jdist import _compat
 from jdist.rpc.rendezvous import ReservedPort
+
+
+class Memory(bytearray):
+    """Memory whose end can be seen."""
 
 
 def test_double_precision_is_local():
@@ -45,6 +50,21 @@ def test_placing_is_device_put(dtype, shape):
         np.testing.assert_array_equal(np.asarray(got), array)
         same = jax.jit(lambda x: x[..., None])
         np.testing.assert_array_equal(np.asarray(same(got)), array[..., None])
+
+
+def test_memory_that_was_placed_is_let_go():
+    """Once its array is gone, and not only when the next one is placed."""
+    memory = Memory(4096 + 64)
+    gone = weakref.ref(memory)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % 64
+    array = _compat.placed(whole[start : start + 4096], None)
+    del memory, whole
+    _compat.let_go()
+    assert gone() is not None
+    del array
+    _compat.let_go()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("x64", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed
-from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.lib import _jax, xla_client  # type: ignore[attr-defined]
 from jax.sharding import SingleDeviceSharding
 
 
@@ -78,6 +78,15 @@ def placed(
     return xla_client.batched_device_put(
         abstract, sharding, [array], [device], committed, enable_x64=True
     )
+
+
+def let_go() -> None:
+    """Gives back the NumPy memory of arrays that are gone.
+
+    JAX keeps what `placed` gave it until it next collects, which without this is when
+    something else is placed. 0.1 us when there is nothing.
+    """
+    _jax.collect_garbage()
 
 
 @functools.lru_cache(1024)

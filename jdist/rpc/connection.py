@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from jdist._compat import let_go
 from jdist._errors import requirement
 from jdist.rpc import memory
 from jdist.rpc.channel import ChannelClosed
@@ -94,6 +95,7 @@ class Connection:
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
         """Sends one frame; see `Channel.send`."""
+        let_go()  # The answer may then come in the memory of an earlier one.
         packed, descriptors = self._pack(frame)
         try:
             if not self._sending.acquire(blocking=False):
@@ -180,6 +182,7 @@ class Connection:
 
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame; see `Channel.receive`."""
+        let_go()  # Nothing is kept from the other side while this one waits.
         if not self._receiving.acquire(blocking=False):
             self._queue(self._receiving, deadline, "another thread was still receiving")
         try:

@@ -226,9 +226,6 @@ class Group:
         """Why the coordinator does not answer."""
         if self._left:
             return RpcError(f"RPC was shut down on this worker during {purpose}.")
-        held_up = self._held_up()
-        if held_up is not None:
-            return WorkerLost(self._agent.info.name, purpose, held_up)
         return self._without_coordinator(purpose, reason)
 
     def expelled(self) -> str | None:
@@ -261,6 +258,9 @@ class Group:
         return asked.done() and error_of(asked) is None
 
     def _without_coordinator(self, purpose: str, reason: str) -> WorkerLost:
+        held_up = self._held_up()
+        if held_up is not None:
+            return WorkerLost(self._agent.info.name, purpose, held_up)
         reason = f"as coordinator, {self._ended or reason}"
         return WorkerLost(self._head, purpose, reason)
 

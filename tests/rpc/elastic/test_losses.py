@@ -111,9 +111,10 @@ def test_a_frozen_worker_is_replaced_and_thaws(mortal):
     group.hosts.signal(1, signal.SIGCONT)
     group.hosts.alive.add(1)
     thawed = group.hosts.run(1, call_directly, "worker2")
-    assert (thawed.kind, thawed.worker) == ("WorkerLost", "worker2")
+    assert (thawed.kind, thawed.worker) == ("WorkerLost", "worker1")
+    assert "this worker itself gave no sign of life" in thawed.text
     group.everywhere(greet_all, group.names)
-    with pytest.raises(rpc.WorkerLost, match=r"worker0.* as coordinator"):
+    with pytest.raises(rpc.WorkerLost, match=r"worker1.* this worker itself gave"):
         group.hosts.run(1, rpc.shutdown)
     group.end()
 
