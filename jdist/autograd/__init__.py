@@ -1,13 +1,15 @@
 """Reverse-mode differentiation across workers.
 
-from jdist import autograd, rpc
+    from jdist import autograd, rpc
 
-w = autograd.variable(jnp.ones((3, 3)))
-with autograd.context() as context_id:
-    y = rpc.rpc_sync("worker1", jnp.tanh, args=(w,))
-    loss = autograd.apply(jnp.sum, y)
-    autograd.backward(context_id, [loss])
-    gradient = autograd.get_gradients(context_id)[w]
+    w = autograd.variable(jnp.ones((3, 3)))
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", jnp.tanh, args=(w,))
+        loss = autograd.apply(jnp.sum, y)
+        autograd.backward(context_id, [loss])
+        gradient = autograd.get_gradients(context_id)[w]
+
+Inside `jax.grad` and `jax.jit` it is `remote_call` that calls another worker.
 """
 
 from jdist.autograd import install as _install  # noqa: F401 - for all workers here

@@ -28,11 +28,12 @@ def context() -> Iterator[int]:
     Source: `torch.distributed.autograd.context`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jdist import autograd, rpc
       >>> with rpc.local_cluster(["worker0", "worker1"]):
       ...     w = autograd.variable(3.0)
       ...     with autograd.context() as context_id:
-      ...         y = rpc.rpc_sync("worker1", pow, args=(w, 2))
+      ...         y = rpc.rpc_sync("worker1", jnp.square, args=(w,))
       ...     y, autograd.is_valid_context(context_id)
       (Recorded(float32[] of receive from worker1), False)
     """

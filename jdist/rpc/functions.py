@@ -21,6 +21,7 @@ import builtins
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import types
@@ -217,8 +218,12 @@ class FunctionTable:
         if not all(map(str.isidentifier, module.split("."))):
             raise ForbiddenFunction(_absent(ref))
         try:
-            # Also what is there already: another thread may still be importing it.
-            found = importlib.import_module(module)
+            # Also what is there already: another thread may still be importing it. And
+            # packages first: a thread that holds a module while it waits for a package,
+            # of which another thread's import wants that module, is a deadlock, and
+            # Python ends it by handing out half a module.
+            for name in itertools.accumulate(module.split("."), "{}.{}".format):
+                found = importlib.import_module(name)
         except Exception as error:
             raise ForbiddenFunction(f"{_absent(ref)} ({error})") from error
         if ref not in self._objects:

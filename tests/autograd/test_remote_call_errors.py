@@ -202,20 +202,20 @@ def test_a_call_that_takes_too_long_is_given_up(cluster, jit):
     cluster.run(0, too_late, jit)
 
 
-def call_waiting(jit):
-    call = on_worker1(functions.waiting)
+def call_waiting(to, jit):
+    call = functools.partial(autograd.remote_call, to, functions.waiting)
     return (jax.jit(call) if jit else call)(X)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_the_loss_of_the_callee_ends_the_call(fresh_hosts, jit):
-    hosts = fresh_hosts(2)
+def test_the_loss_of_the_callee_ends_the_call(fresh_hosts):
+    hosts = fresh_hosts(3)
     hosts.everywhere(become_worker)
-    call = hosts.start(0, call_waiting, jit)
-    hosts.run(1, functions.await_arrivals, 1)
-    hosts.signal(1, signal.SIGKILL)
-    error, text = (JaxError, "WorkerLost: ") if jit else (rpc.WorkerLost, "")
-    lost = f"{text}Lost worker 'worker1' during remote_call"
-    with pytest.raises(error, match=rf"{lost}\(waiting\)"):
-        call.result()
+    for rank, jit in ((1, False), (2, True)):
+        call = hosts.start(0, call_waiting, f"worker{rank}", jit)
+        hosts.run(rank, functions.await_arrivals, 1)
+        hosts.signal(rank, signal.SIGKILL)
+        error, text = (JaxError, "WorkerLost: ") if jit else (rpc.WorkerLost, "")
+        lost = rf"{text}Lost worker 'worker{rank}' during remote_call\(waiting\)"
+        with pytest.raises(error, match=lost):
+            call.result()
     hosts.run(0, rpc.shutdown, graceful=False)

@@ -55,7 +55,8 @@ class Mailbox:
             if self._busy:
                 return False
             self._busy = True
-        self._context.run(self._work)
+        # A copy: the thread that was busy before may not quite have left the last one.
+        self._context.copy().run(self._work)
         return True
 
     def _work(self) -> None:

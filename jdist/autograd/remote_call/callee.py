@@ -8,11 +8,11 @@ the function refers to. Nothing of a call is kept: a backward pass brings the ar
 again.
 """
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from secrets import randbits
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class Programs:
         self._lock = threading.Lock()
         self._known: OrderedDict[int, Program] = OrderedDict()
         # A caller may remember the numbers of a worker that was there before.
-        self._numbers = count(randbits(62))
+        self._numbers = itertools.count(randbits(62))
 
     def add(self, program: Program) -> int:
         """Its number from now on; the one not used for longest is forgotten."""

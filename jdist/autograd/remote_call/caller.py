@@ -121,7 +121,6 @@ class Caller:
           TypeError: Gradients of variables are asked for, of higher than first order.
           Exception: What `perform` and `rpc_sync` raise.
         """
-
         context = self._context(target, operations, jitted=host)
 
         def once() -> Any:
