@@ -91,6 +91,7 @@ class Pipeline:
         self.schedule = schedule
         self.record: list[Passage] = []
         _check_schedule(schedule, len(self.wiring.stages))
+        _check_states(self.wiring.stages, schedule)
         self._executor = executor_for(schedule, workers_or_devices)
         self._places = self._executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
@@ -367,6 +368,14 @@ def _check_schedule(schedule: Schedule, stages: int) -> None:
     if schedule.forward_only or schedule.updates is not None:
         rule = "must have a backward pass for each forward pass, and a flush"
         raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
+
+
+def _check_states(stages: Sequence[Stage], schedule: Schedule) -> None:
+    for number, workers in enumerate(schedule.placement):
+        if stages[number].stateful and len(workers) > 1:
+            rule = f"must give stage {number} one worker, because it has a state"
+            got = f"workers {workers}"
+            raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
 
 def _check_count(argument: str, trees: Sequence[Any], stages: int) -> None:

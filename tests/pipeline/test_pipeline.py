@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist import optim, pipeline, verify
+from jdist.pipeline.stage_run import StageRun
 from tests.pipeline.models import losses, problem, stages, step_by_step, whole_losses
 
 FAMILIES = {
@@ -159,6 +160,25 @@ def test_what_is_sent_and_what_is_not():
     assert sizes["h"] == 2 * 5 * 4
     pipe.value_and_grad(params, batch, weights)
     assert {p.step for p in pipe.record} == {1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_more_is_kept_than_the_schedule_says(family, monkeypatch):
+    """Of micro-batches between their forward and backward passes, on each worker."""
+    schedule = FAMILIES[family](3, 5)
+    most = {}
+    forward = StageRun.forward
+
+    def counted(run, micro, inputs):
+        outputs = forward(run, micro, inputs)
+        key = id(run._compiled)
+        most[key] = max(most.get(key, 0), len(run.live))
+        return outputs
+
+    monkeypatch.setattr(StageRun, "forward", counted)
+    params, batch, weights = problem(7)
+    made(schedule).value_and_grad(params, batch, weights)
+    assert tuple(most.values()) == schedule.peak_activations
 
 
 def test_nothing_compiles_twice(caplog):
