@@ -37,6 +37,7 @@ GOALS = {SMALL: 0.3, ASYNC: 0.5, **dict(zip(LARGE, (0.5, 1.0, 0.6), strict=True)
 BARE_GOAL = 2.5
 IN_PROCESS_GOAL = 30e-6
 NUMPY, JAX, TORCH, BARE = "jdist, NumPy", "jdist, JAX", "torch", "bare socket"
+SLEEPING = "jdist, NumPy, without polling"
 
 Seconds = dict[str, list[float]]
 
@@ -93,8 +94,9 @@ def echo(value: Any) -> Any:
 
 
 def ours(plan: Plan) -> dict[str, Seconds]:
-    """jdist: NumPy arrays, then JAX arrays."""
-    return rpc.spawn(_ours, (plan,), nprocs=2, pin=1)[0]
+    """jdist: NumPy arrays, then JAX arrays; and small ones without polling."""
+    found = rpc.spawn(_ours, (plan,), nprocs=2, pin=1)[0]
+    return found | rpc.spawn(_sleeping, (plan,), nprocs=2, pin=1)[0]
 
 
 def _ours(rank: int, plan: Plan) -> dict[str, Seconds]:
@@ -110,6 +112,18 @@ def _ours(rank: int, plan: Plan) -> dict[str, Seconds]:
             )
     rpc.shutdown()
     return found
+
+
+def _sleeping(rank: int, plan: Plan) -> dict[str, Seconds]:
+    options = rpc.RpcOptions(polling=0)
+    rpc.init_rpc(f"worker{rank}", options=options, allow=("experiments",))
+    found: Seconds = {}
+    if rank == 0:
+        small = _numbers(9)
+        call = functools.partial(rpc.rpc_sync, "worker1", echo, (small,))
+        found[SMALL] = list(_each(plan.small, call))
+    rpc.shutdown()
+    return {SLEEPING: found}
 
 
 def torchs(plan: Plan) -> dict[str, Seconds]:

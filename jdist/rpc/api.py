@@ -63,6 +63,10 @@ def all_gather(
     Workers that meet several times in the same set meet in the order of their calls;
     from several threads of a worker, in any order.
 
+    In an elastic group, all are those who belong to it when the first of them calls
+    this; one that leaves is not waited for. Who is named is waited for, also if it has
+    still to join, and must not leave.
+
     Args:
       obj: Anything that can be sent.
       names: The workers that take part, this one among them; by default all.
@@ -128,6 +132,9 @@ def debug_info() -> dict[str, Any]:
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Ends this worker. Threads, sockets and memory are gone afterwards, in any case.
 
+    In an elastic group only this worker ends, and the others go on: it waits until no
+    call to it or from it is under way. Rank 0 leaves last: it waits for all others.
+
     Args:
       graceful: Wait until all workers have called this and all calls are done, those
         too that others have begotten. Otherwise go at once: calls of others to this
@@ -139,7 +146,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
       RpcError: RPC has not been initialized.
       RpcTimeout: The others were not ready in time; the message says who, or which
         calls are under way. This worker has ended nevertheless.
-      WorkerLost: A worker of the group was lost, before or meanwhile; likewise.
+      WorkerLost: A worker of the group was lost, before or meanwhile; likewise. In an
+        elastic group only the coordinator.
 
     Source: `torch.distributed.rpc.shutdown`.
     """
