@@ -201,8 +201,10 @@ class Coordinator:
             self._roster.find(name).post(answer)
         if not gathering.decided:
             return
+        # Who comes late to an elastic group's meets those who have come instead.
+        over = gathering.lost and self._roster.elastic
         for name in gathering.missing():
-            if not self._roster.is_present(name):
+            if over or not self._roster.is_present(name):
                 gathering.excuse(name)
         if not gathering.missing():
             self._gatherings[key].remove(gathering)

@@ -33,6 +33,9 @@ class Gathering:
     Args:
       names: Who takes part.
       purpose: What for, in words.
+
+    Attributes:
+      lost: Whether it came to nothing because somebody was lost.
     """
 
     def __init__(self, names: tuple[str, ...], purpose: str) -> None:
@@ -41,6 +44,7 @@ class Gathering:
         self._parts: dict[str, Part] = {}
         self._excused: set[str] = set()
         self._answer: Frame | None = None
+        self.lost = False
 
     @property
     def decided(self) -> bool:
@@ -70,6 +74,7 @@ class Gathering:
     def lose(self, name: str, reason: str) -> None:
         """One of them will not come, or has gone before it was complete."""
         if self._answer is None and name in self._names:
+            self.lost = True
             meta = {"lost": name, "purpose": self._purpose, "reason": reason}
             self._answer = Frame(ERROR, 0, meta, None, [])
 

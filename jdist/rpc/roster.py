@@ -36,10 +36,12 @@ class Roster(abc.ABC):
       world_size: How many make the group; 0 for an elastic one.
 
     Attributes:
+      elastic: Whether workers come and go one by one.
       failure: Why nobody can join any more, if so.
     """
 
     def __init__(self, world_size: int) -> None:
+        self.elastic = not world_size
         self.failure: str | None = None
         self._world_size = world_size
         self._members: dict[str, Member] = {}

@@ -290,7 +290,14 @@ JOIN = {
 
 @pytest.mark.parametrize(
     ("kind", "good"),
-    [("group.join", JOIN), ("group.gather", GATHER), ("group.leave", {}), ("x", {})],
+    [
+        ("group.join", JOIN),
+        ("group.gather", GATHER),
+        ("group.alive", {"probe": 1}),
+        ("group.known", {"number": 1}),
+        ("group.leave", {}),
+        ("x", {}),
+    ],
 )
 def test_requests_to_the_coordinator(attacked, kind, good):
     """Each field missing, or odd; a second worker1 never gets in."""

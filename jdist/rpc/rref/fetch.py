@@ -7,9 +7,9 @@ import numpy as np
 
 from jdist.rpc.callee import Reply
 from jdist.rpc.deadline import DEFAULT
-from jdist.rpc.errors import ProtocolError, RpcTimeout
+from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout
 from jdist.rpc.functions import own_name
-from jdist.rpc.future import Future
+from jdist.rpc.future import Future, error_of
 from jdist.rpc.interceptor import Invocation
 from jdist.rpc.ledger import Operation
 from jdist.rpc.request import Outgoing
@@ -67,16 +67,22 @@ def fetch(rref: "RRef[Any]", timeout: float) -> Any:
     """A copy of the value of another worker."""
     agent = rref._references.agent
     outgoing = agent.outgoing(rref.owner(), FETCH, rref._rref.packed(), timeout)
-    limit, until = outgoing.deadline, rref._until
     outgoing = outgoing._replace(operation=Operation("to_here"))
-    if until.at is None or rref.creation().done():
+    creation, until = rref._creation, rref._until
+    if creation is None or creation.done():
         return _exchange(rref, agent, outgoing)
-    if limit.at is not None and limit.at <= until.at:
+    limit = outgoing.deadline
+    shorter = until.at is not None and (limit.at is None or until.at < limit.at)
+    if shorter:  # What has not been created by then will not be.
+        outgoing = outgoing._replace(deadline=until)
+    try:
         return _exchange(rref, agent, outgoing)
-    try:  # What has not been created by then will not be.
-        return _exchange(rref, agent, outgoing._replace(deadline=until))
-    except RpcTimeout as error:
-        raise failure_of(error, agent.codec.functions) from error
+    except RpcError as error:
+        # The owner may know of the failure, and say so, a moment before it is due here.
+        failed = error_of(creation) if creation.done() else None
+        if failed is None and not (shorter and isinstance(error, RpcTimeout)):
+            raise
+        raise failure_of(failed or error, agent.codec.functions) from error
 
 
 def _exchange(rref: "RRef[Any]", agent: "Agent", outgoing: Outgoing) -> Any:
