@@ -48,7 +48,8 @@ def prepare_chain(rank: int) -> Iterator[dict[str, Job]]:
 
 
 def _join(rank: int, workers: int) -> None:
-    warnings.simplefilter("ignore")  # It calls its own functional optimizers old.
+    # That its own functional optimizers are old, it says against any filter.
+    warnings.showwarning = lambda *told, **more: None
     torch.set_num_threads(1)
     # MASTER_PORT is the run's own; a file lets torch meet without a second one.
     key = os.environ["JDIST_CLUSTER_KEY"][:16]

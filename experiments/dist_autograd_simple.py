@@ -173,7 +173,8 @@ def torchs_script(rank: int, steps: int, seed: int, store: str) -> Trained:
 
     their_autograd = importlib.import_module("torch.distributed.autograd")
 
-    warnings.simplefilter("ignore")  # It calls its own functional optimizers old.
+    # That its own functional optimizers are old, it says against any filter.
+    warnings.showwarning = lambda *told, **more: None
     torch.set_num_threads(1)
     options = theirs.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
     theirs.init_rpc(

@@ -134,7 +134,7 @@ class Boundary:
         if row is None or parcel is None:
             return value.value
         send = self._send_function(row, parcel)
-        slot = send.slot(value.edge, value.value.sharding)
+        slot = send.slot(value.edge, value.value)
         mine = (self._container.ids.worker, send.message_id)
         row[3:] = [send.outputs, _packed(join(frozenset((mine,)), send.reach))]
         return (slot, value.value)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist._tree import is_none
 from jdist.autograd import container as containers
+from jdist.autograd.engine.sweep import plus
 from jdist.autograd.variable import Variable
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def accumulate(context: "Context", gradients: Mapping[Variable, Any]) -> None:
         for variable, gradient in gradients.items():
             known = context.gradients.get(variable)
             if isinstance(known, jax.Array):
-                gradient = known + gradient
+                gradient = plus(known, gradient)
             elif known is not None:
                 gradient = jax.tree.map(_sum, known, gradient, is_leaf=is_none)
             context.gradients[variable] = gradient
@@ -83,4 +84,4 @@ def accumulate(context: "Context", gradients: Mapping[Variable, Any]) -> None:
 def _sum(one: Any, other: Any) -> Any:
     if one is None or other is None:
         return other if one is None else one
-    return one + other
+    return plus(one, other)

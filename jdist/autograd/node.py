@@ -168,15 +168,16 @@ class SendNode(Node):
         self.message_id = message_id
         self.worker = worker
         self._slots: dict[Edge, int] = {}
-        self._places: list[jax.sharding.Sharding] = []
+        self._places: list[jax.sharding.Sharding | None] = []
 
-    def slot(self, edge: Edge, place: jax.sharding.Sharding) -> int:
+    def slot(self, edge: Edge, value: jax.Array) -> int:
         """The number of a value in the message; the same value has one only."""
         known = self._slots.setdefault(edge, len(self._slots))
         if known == self.outputs:
             self.inputs = (*self.inputs, edge)
             self.outputs += 1
-            self._places.append(place)
+            # A value that is not committed may be anywhere, and so its cotangent.
+            self._places.append(value.sharding if value.committed else None)
             self.reach = join(self.reach, edge.node.reach)
         return known
 
@@ -184,7 +185,7 @@ class SendNode(Node):
         """See `Node`."""
         return [
             value
-            if value is None or value.sharding == place
+            if value is None or place is None or value.sharding == place
             else jax.device_put(value, place)
             for value, place in zip(cotangents, self._places, strict=True)
         ]

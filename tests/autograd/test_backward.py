@@ -174,6 +174,29 @@ def test_arguments_that_are_not_recorded_have_no_gradient(cluster):
     cluster.everywhere(mixed)
 
 
+@autograd.eager
+def by_history(x, y):
+    """What is recorded and what is not is known on the callee, too."""
+    if isinstance(y, autograd.Recorded):
+        return x + y
+    return x * y
+
+
+def branches():
+    (x,), y = leaves(1, 36), numbers(37)
+    with autograd.context() as context_id:
+        product = rpc.rpc_sync(after(), by_history, args=(x, y))
+        np.testing.assert_array_equal(product.value, x.value * y)
+        autograd.backward(context_id, [product.sum()])
+        gradients = autograd.get_gradients(context_id)
+        assert set(gradients) == {x}
+    np.testing.assert_array_equal(gradients[x], y)
+
+
+def test_a_callee_knows_which_arguments_are_recorded(cluster):
+    cluster.everywhere(branches)
+
+
 def embedding():
     weights = autograd.variable(numbers(25, shape=(7, 4)))
     indices = np.array([[1, 5], [2, 5], [1, 1]])

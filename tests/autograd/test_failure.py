@@ -250,7 +250,10 @@ def released_inside():
     x, y = leaves(2, 22)
     with autograd.context() as context_id:
         x.register_hook(lambda gradient: _ignore(autograd.release(context_id)))
-        product = rpc.rpc_sync(after(), world.mul, args=(x, y))
+        product = x
+        for _ in range(100):
+            product = rpc.rpc_sync(after(), world.add, args=(product, y))
+        assert len(autograd.retrieve_context(context_id).send_functions()) == 100
         missing = f"Could not find autograd context with id: {context_id}"
         with pytest.raises(autograd.AutogradError, match=missing):
             autograd.backward(context_id, [product.sum()])
@@ -264,6 +267,24 @@ def _ignore(future):
 def test_a_context_that_is_released_from_inside_the_pass(cluster):
     cluster.everywhere(released_inside)
     assert all(cluster.everywhere(world.at_rest))
+
+
+def counted(context_id):
+    """While the pass is held up, every worker on the way takes part in it."""
+    told = [rpc.rpc_sync(name, autograd.debug_info) for name in ["worker0", *WAY]]
+    assert [info["num_current_backward_passes"] for info in told] == [1] * 4
+    assert all(info["num_autograd_contexts"] >= 1 for info in told)
+    assert rpc.debug_info()["num_current_backward_passes"] == 1
+    autograd.release(context_id)
+
+
+def observed():
+    missing = "Could not find autograd context with id: "
+    started(counted, autograd.BackwardError, missing)
+
+
+def test_passes_under_way_are_counted(cluster):
+    cluster.run(0, observed)
 
 
 # --- a worker dies ---

@@ -56,5 +56,23 @@ def on_each_worker():
     np.testing.assert_allclose(gradient, expected, rtol=1e-12)
 
 
+def nowhere():
+    """A value that is not committed is used here with one that is, and elsewhere."""
+    x, far = autograd.variable(numbers(4)), jax.device_put(numbers(5), jax.devices()[6])
+    with autograd.context() as context_id:
+        here = autograd.apply(world.mul, x, far)
+        there = rpc.rpc_sync("worker1", world.sine, args=(x,))
+        roots = [here.sum(), there.sum()]
+        for retain in (True, False):
+            autograd.backward(context_id, roots, retain_graph=retain)
+        gradient = autograd.get_gradients(context_id)[x]
+    expected = 2 * (np.asarray(far) + np.cos(x.value))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+
+
+def test_a_value_that_is_not_committed_may_be_anywhere(cluster):
+    cluster.run(2, nowhere)
+
+
 def test_values_that_go_over_several_devices(cluster):
     cluster.run(0, on_each_worker)

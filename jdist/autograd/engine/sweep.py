@@ -7,10 +7,11 @@ None; a function that gets none at all is not run, and passes on that nothing co
 """
 
 import functools
-import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from jdist.autograd.node import Node
 
@@ -119,4 +120,12 @@ def total(contributions: Sequence[Contribution]) -> Cotangent:
     if len(contributions) == 1:
         return contributions[0].value
     ordered = sorted(contributions, key=lambda summand: summand[:2])
-    return functools.reduce(operator.add, (summand.value for summand in ordered))
+    return functools.reduce(plus, (summand.value for summand in ordered))
+
+
+def plus(one: Any, other: Any) -> Any:
+    """The sum of two arrays, where the first one is."""
+    place = getattr(one, "sharding", None)
+    if place != getattr(other, "sharding", None):
+        other = jax.device_put(other, place)
+    return one + other
