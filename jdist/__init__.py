@@ -7,9 +7,9 @@ the library itself. The parts, each usable alone:
 - `jdist.data_parallel`: replicas whose gradient is exactly the whole batch's.
 - `jdist.reduction`: the weighted sums behind it.
 - `jdist.segment`: a function compiled once into a forward and a backward half.
-- `jdist.rpc`: workers, calls, futures, counted references; threads, processes, machines.
+- `jdist.rpc`: workers, calls, futures, references; threads, processes, machines.
 - `jdist.autograd`: reverse mode across workers, and its optimizer.
-- `jdist.pipeline`: schedules as data, their simulation and planning, and stages that run.
+- `jdist.pipeline`: schedules as data, simulated, planned, and run by stages.
 - `jdist.verify`: the judge that compares any two ways to a gradient.
 """
 
