@@ -63,7 +63,7 @@ def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
         transport = _transport(place, options, name, _host(place, options))
         agent = make_agent(place.info, transport, functions, options)
         agent.coordinator = coordinator
-        agent.group = _meet(agent, transport, place, at, until)
+        _meet(agent, transport, place, at, until)
         device_maps.exchange(agent)
         return agent
     except BaseException as error:
@@ -243,15 +243,16 @@ def _meet(
     place: Place,
     at: object,
     until: float | None,
-) -> Group:
+) -> None:
     pause = threading.Event()
     seconds = 0.01
     while True:
         try:
-            group = Group(agent, transport.connect("", at, until))
+            # Before it joins: others may call as soon as it has.
+            agent.group = Group(agent, transport.connect("", at, until))
             left = 0.0 if until is None else max(0.01, until - time.monotonic())
-            group.join(place.info.id, place.world_size, left).wait()
-            return group
+            agent.group.join(place.info.id, place.world_size, left).wait()
+            return
         except (ChannelClosed, WorkerLost, TimeoutError) as error:
             if isinstance(error, RpcTimeout):
                 raise

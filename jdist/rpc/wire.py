@@ -94,6 +94,10 @@ class Packed(NamedTuple):
     apart: list[memoryview]
 
 
+_Described = tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]
+"""Of a leaf: flags, dtype, shape."""
+
+
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The header as msgpack; of each leaf flags, dtype and shape."""
 
@@ -102,7 +106,7 @@ class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     meta: dict[str, Any]
     tree: Any
     shared: bool
-    leaves: list[tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]]
+    leaves: tuple[_Described, ...]
 
 
 class _Leaf(NamedTuple):
@@ -110,6 +114,15 @@ class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     flags: int
     offset: int | None  # In the slab; None for a leaf with memory of its own.
+
+
+class _Layout(NamedTuple):
+    """Where the bytes of some leaves are; see `Header`."""
+
+    leaves: tuple[_Leaf, ...]
+    slab: int
+    large: tuple[int, ...]
+    apart: tuple[int, ...]
 
 
 class Header(NamedTuple):
@@ -124,10 +137,10 @@ class Header(NamedTuple):
     """
 
     message: _Message
-    leaves: list[_Leaf]
+    leaves: tuple[_Leaf, ...]
     slab: int
-    large: list[int]
-    apart: list[int]
+    large: tuple[int, ...]
+    apart: tuple[int, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -235,7 +248,9 @@ def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
     if len(message.leaves) > limits.leaves:
         got = len(message.leaves)
         raise _beyond("number of arrays", got, limits.leaves, "leaves")
-    header = _planned(message, limits)
+    few = len(message.leaves) <= _FEW
+    layout = (_known_layout if few else _layout)(message.leaves, limits.body_bytes)
+    header = Header(message, *layout)
     if header.slab + sum(header.large) != sizes.body:
         raise ProtocolError(f"The arrays do not fill the body of {sizes.body} bytes.")
     if len(header.apart) != sizes.apart:
@@ -243,13 +258,13 @@ def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
     return header
 
 
-def _planned(message: _Message, limits: Limits) -> Header:
+def _layout(described: tuple[_Described, ...], limit: int) -> _Layout:
     leaves: list[_Leaf] = []
     large: list[int] = []
     apart: list[int] = []
     filled = 0
-    for flags, name, shape in message.leaves:
-        dtype, nbytes = _described(name, shape, limits.body_bytes)
+    for flags, name, shape in described:
+        dtype, nbytes = _described(name, shape, limit)
         offset = None
         if flags & _APART:
             apart.append(nbytes)
@@ -260,12 +275,17 @@ def _planned(message: _Message, limits: Limits) -> Header:
             filled = offset + nbytes
         leaves.append(_Leaf(dtype, shape, flags, offset))
     total = filled + sum(large) + sum(apart)
-    if total > limits.body_bytes:
-        raise _beyond("body", total, limits.body_bytes, "body_bytes")
-    return Header(message, leaves, filled, large, apart)
+    if total > limit:
+        raise _beyond("body", total, limit, "body_bytes")
+    return _Layout(tuple(leaves), filled, tuple(large), tuple(apart))
 
 
-@functools.lru_cache(1024)  # The same few again and again: a microsecond each.
+_FEW = 8
+_known_layout = functools.lru_cache(256)(_layout)
+"""The same few leaves come again and again, and each costs a microsecond."""
+
+
+@functools.lru_cache(1024)
 def _described(name: str, shape: tuple[int, ...], limit: int) -> tuple[np.dtype, int]:
     """The dtype, and the size of the array in bytes."""
     dtype = dtype_named(name)
@@ -328,7 +348,9 @@ def assemble(
     return Frame(kind, number, meta, tree, leaves, shared)
 
 
-def _fitting(memory: Sequence[memoryview], sizes: list[int]) -> Iterable[memoryview]:
+def _fitting(
+    memory: Sequence[memoryview], sizes: Sequence[int]
+) -> Iterable[memoryview]:
     if len(memory) != len(sizes):
         raise ProtocolError(f"{len(sizes)} pieces of memory are due: {len(memory)}.")
     for piece, size in zip(memory, sizes, strict=True):
