@@ -339,7 +339,10 @@ class Part:
 
     def _make_ready(self, peer: str, gradients: list[Gradient]) -> None:
         """Waits for the device: what fails there fails here, not at the receiver."""
-        jax.block_until_ready([gradient.cotangents for gradient in gradients])
+        for gradient in gradients:
+            for cotangent in gradient.cotangents:
+                if cotangent is not None:
+                    cotangent.block_until_ready()
         if recording():
             for gradient in gradients:
                 name = f"receive from {peer}"
