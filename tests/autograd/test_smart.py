@@ -1,13 +1,19 @@
 """SMART mode: only what the roots depend on is waited for, and travels."""
 
+import itertools
+import threading
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdist import autograd, rpc
 from jdist.autograd import node
+from jdist.autograd.engine.messages import KIND
+from jdist.rpc import current
 from tests.autograd import engine_world as world
 from tests.autograd.engine_world import after, counting, leaves, numbers
+from tests.rpc.hosts import PATIENCE
 
 
 def partly_used():
@@ -144,6 +150,37 @@ def test_unused_calls_are_not_asked(threads):
         rpc.rpc_sync("worker3", world.nested, args=(x, used, 4))
         autograd.backward(context_id, [used.sum()])
     assert [len(t.requests) for t in traffic.values()] == [0, 1, 0, 0]
+
+
+def test_a_request_may_overtake_the_one_that_told_what_is_marked(threads):
+    x, y = leaves(2, 12)
+    with rpc.use_worker("worker1"):
+        handlers = current.agent().callee._handlers
+    handler, second_came = handlers[KIND], threading.Event()
+    turns = itertools.count()
+
+    def out_of_order(caller, body, meta):
+        if next(turns) == 0:
+            assert second_came.wait(PATIENCE)
+            return handler(caller, body, meta)
+        answer = handler(caller, body, meta)
+        second_came.set()
+        return answer
+
+    with autograd.context() as context_id:
+        first = rpc.rpc_sync("worker1", world.sine, args=(x,))
+        second = rpc.rpc_sync("worker1", world.cosine, args=(x,))
+        # Its gradient has to come from worker 2 before it can go to worker 1.
+        third = rpc.rpc_sync("worker2", world.mul, args=(second, y))
+        handlers[KIND] = out_of_order
+        try:
+            autograd.backward(context_id, [first.sum(), third.sum()])
+        finally:
+            handlers[KIND] = handler
+        gradient = autograd.get_gradients(context_id)[x]
+    assert second_came.is_set()
+    expected = np.cos(x.value) - np.sin(x.value) * y.value
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12)
 
 
 # --- long graphs: what a value lies above is more than it carries ---

@@ -135,7 +135,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - the step passes it on
             failed = error  # the name in `except` ends with the block
             return lambda: part.unanswered(peer, failed)
-        return lambda: part.answered(answer)
+        return lambda: part.answered(peer, answer)
 
     def post(self, part: Part, peer: str, request: Request) -> None:
         """Sends a request; its answer will be a step."""
@@ -147,7 +147,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - it ends the pass
                 part.unanswered(peer, error)
             else:
-                part.answered(answer)
+                part.answered(peer, answer)
 
         call_when_done(future, lambda: part.step(step))
 

@@ -133,6 +133,7 @@ class Part:
         """A request with gradients came."""
 
         def take() -> None:
+            self._told.add(held.peer)
             self._engagement.asked(held)
             self._begin()
             self._feed(request.gradients)
@@ -142,8 +143,9 @@ class Part:
 
         self.step(take, refuse)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, peer: str, answer: Answer) -> None:
         """The answer to a request; called within a step."""
+        self._told.add(peer)
         if answer.failure is not None:
             self._end(answer.failure)
             return
@@ -320,8 +322,8 @@ class Part:
         self._staged = {}
 
     def _post(self, peer: str, gradients: list[Gradient]) -> None:
+        # Until it has answered once: a later request may overtake the first one.
         marks = None if peer in self._told else self._marks
-        self._told.add(peer)
         self._engagement.outstanding += 1
         self._make_ready(peer, gradients)
         request = Request(self.terms, marks, gradients)
@@ -339,7 +341,10 @@ class Part:
 
     def _make_ready(self, peer: str, gradients: list[Gradient]) -> None:
         """Waits for the device: what fails there fails here, not at the receiver."""
-        jax.block_until_ready([gradient.cotangents for gradient in gradients])
+        for gradient in gradients:
+            for cotangent in gradient.cotangents:
+                if cotangent is not None:
+                    cotangent.block_until_ready()
         if recording():
             for gradient in gradients:
                 name = f"receive from {peer}"
