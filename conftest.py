@@ -27,10 +27,10 @@ BUDGET = {
     "verify": 150,
     "optim": 150,
     "segment": 120,
-    "rpc": 180,
-    "autograd": 150,
-    "pipeline": 180,
-    "experiments": 150,
+    "rpc": 240,
+    "autograd": 240,
+    "pipeline": 150,
+    "experiments": 240,
     "ground": 60,
 }
 PARTS = {"data_parallel": "reduction and data_parallel"} | {

@@ -24,13 +24,14 @@ from jdist.rpc.deadline import Deadline, exceeded, from_meta
 from jdist.rpc.device_maps import device_of, number_beside
 from jdist.rpc.dtypes import dtype_name, dtype_named
 from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, TransferFailed
-from jdist.rpc.frame import TAKEN, Frame, Missing
+from jdist.rpc.frame import ERROR, REPLY, TAKEN, Frame, Missing
 from jdist.rpc.memory import MemoryPool
 from jdist.rpc.stream import ByteStream
 from jdist.rpc.transfer_port import Port
 from jdist.rpc.wire import Limits
 
 _META = "transfer"
+_ANSWERS = (REPLY, ERROR)
 _ANSWER_SECONDS = 10.0
 
 
@@ -57,6 +58,7 @@ class TransferConnection(Connection):
 
         super().__init__(stream, peer, terms, pool, ended)
         self._port = port
+        self._offered: dict[int, int] = {}
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
         """Sends one frame; see `Channel.send`."""
@@ -82,6 +84,8 @@ class TransferConnection(Connection):
         ]
         rest = [leaf for i, leaf in enumerate(frame.leaves) if i not in set(apart)]
         meta = frame.meta | {_META: (self._port.address, number, described)}
+        if frame.kind not in _ANSWERS:
+            self._offered[frame.id] = number
         try:
             super().send(frame._replace(meta=meta, leaves=rest), deadline)
         except BaseException:
@@ -92,8 +96,11 @@ class TransferConnection(Connection):
         """The next frame, when its arrays are there; see `Channel.receive`."""
         while True:
             frame = super().receive(deadline)
+            if frame.kind in _ANSWERS:
+                self._answered(frame)
             try:
                 if frame.kind == TAKEN:
+                    self._offered.pop(frame.id, None)
                     self._port.settle(*_settled(frame.tree, self))
                 elif _META in frame.meta:
                     return self._complete(frame, deadline)
@@ -102,6 +109,15 @@ class TransferConnection(Connection):
             except ProtocolError as error:
                 self.close(f"it sent what is no frame: {error}")
                 raise
+
+    def _answered(self, frame: Frame) -> None:
+        """A request was answered, so its arrays are there or will not be.
+
+        The word that they were taken may come later than that, when nobody reads here.
+        """
+        number = self._offered.pop(frame.id, None)
+        if number is not None:
+            self._port.settle(number, self, taken=frame.kind == REPLY)
 
     def _complete(self, frame: Frame, deadline: float | None) -> Frame:
         meta = dict(frame.meta)
