@@ -260,7 +260,8 @@ def drop_in_threads():
             for _ in range(10):
                 Node(rpc.remote("worker1", add, args=(1, 2)), log)
                 Node(rpc.rpc_sync("worker2", make, args=(3,)), log)
-                gc.collect()
+                # The young ones: all would take seconds in a process of many tests.
+                gc.collect(1)
 
     threads = [threading.Thread(target=drop) for _ in range(4)]
     for thread in threads:
