@@ -145,9 +145,11 @@ def install(container: "Container") -> None:
     """Lets a worker show others its part of a graph."""
 
     def show(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        if type(body) is not tuple or len(body) != 2:
-            raise ProtocolError("A graph is asked for by a context's id and marks.")
-        context_id, marks = body
+        match body:
+            case (int() as context_id, None | list() | tuple() | set() as marks):
+                pass
+            case _:
+                raise ProtocolError("A graph is asked for by a context's id and marks.")
         context = container.find(context_id)
         if context is None:  # released meanwhile, or never reached
             return [], []
