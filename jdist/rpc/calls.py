@@ -154,6 +154,11 @@ def _intercepted(
 ) -> Any:
     value, answer_meta = interceptor.execute(caller, call, meta, run)
     if isinstance(value, Future):
+        # What the answer is made of is given up with it.
+        scope = current.scope.get()
+        assert scope is not None
+        assert scope.execution is not None
+        scope.execution.defer(value)
         return value.then(lambda done: Reply(done.value(), answer_meta))
     if type(value) is Reply:  # a future that is none of ours to wait for
         return value

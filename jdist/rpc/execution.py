@@ -29,7 +29,7 @@ class Execution:
     """
 
     __slots__ = (
-        "__weakref__", "_future", "_lock", "_nested", "_undelivered", "answer",
+        "__weakref__", "_futures", "_lock", "_nested", "_undelivered", "answer",
         "caller", "cancelled", "deadline", "operation", "since", "ticket",
     )  # fmt: skip
 
@@ -53,7 +53,7 @@ class Execution:
         self.since = time.monotonic()
         self.cancelled: str | None = None
         self._lock = threading.Lock()
-        self._future: Future[Any] | None = None
+        self._futures: list[Future[Any]] = []
         self._nested: set[Cancellable] | None = None
         self._undelivered: Callable[[], None] | None = None
 
@@ -65,12 +65,12 @@ class Execution:
     @property
     def deferred(self) -> bool:
         """Whether it goes on without a thread, as a future."""
-        return self._future is not None
+        return bool(self._futures)
 
     def defer(self, future: Future[Any]) -> None:
-        """The result will be that of `future`."""
+        """The result will be that of `future`, or made of it; then of the last one."""
         with self._lock:
-            self._future = future
+            self._futures.append(future)
             reason = self.cancelled
         if reason is not None:
             cancel(future, RpcTimeout(reason))
@@ -110,9 +110,9 @@ class Execution:
             if self.cancelled is not None:
                 return
             self.cancelled = reason
-            future, nested = self._future, list(self._nested or ())
+            futures, nested = list(self._futures), list(self._nested or ())
             undelivered = self._undelivered
-        if future is not None:
+        for future in futures:
             cancel(future, RpcTimeout(reason))
         for call in nested:
             call.give_up(reason)
