@@ -5,6 +5,7 @@ float64 arrays are both wanted, hence x64; mixed dtypes and ranks must be meant,
 the strict promotions.
 """
 
+import gc
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -46,6 +47,12 @@ def _as_a_user_sees_it(request):
         return
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_was_before_is_not_collected():
+    """After thousands of tests looking at all objects would take seconds each time."""
+    gc.freeze()
 
 
 @pytest.fixture
