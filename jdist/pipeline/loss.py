@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jdist import reduction
 from jdist._compat import trace, without_unread
 from jdist._tree import merge, split_inexact
+from jdist.pipeline.kind import Kind, is_kind, kinds_of
 from jdist.reduction import Partial
 from jdist.segment._cache import Cache
 
@@ -24,13 +25,6 @@ class LossPasses(NamedTuple):
 
     both: Callable[..., tuple[Partial, dict[str, Any]]]
     losses: Callable[..., Partial]
-
-
-class _Blank(NamedTuple):
-    """What is known of an array that is not read."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 _CACHE: Cache[LossPasses] = Cache("Pipeline(loss_fn)", size=64)
@@ -84,13 +78,9 @@ class PipelineLoss:
           read: What `entries_read` found.
         """
         unread = {
-            name: jax.tree.map(lambda x: _Blank(x.shape, str(x.dtype)), entry)
-            for name, entry in batch.items()
-            if name not in read
+            name: kinds_of(entry) for name, entry in batch.items() if name not in read
         }
-        leaves, structure = jax.tree.flatten(
-            unread, is_leaf=lambda x: isinstance(x, _Blank)
-        )
+        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
         options = (self._names, self.kind, tuple(leaves), structure)
         return _CACHE.get(
             self._fn,
@@ -109,7 +99,7 @@ def _compiled(
     fn: Callable[..., Any],
     names: tuple[str, ...],
     kind: str,
-    unread: list[_Blank],
+    unread: list[Kind],
     structure: Any,
 ) -> LossPasses:
     def losses_of(values: Any, entries: Any, weights: Any) -> jax.Array:

@@ -23,7 +23,7 @@ from jdist.pipeline.training import (
     Metrics,
     PipelineState,
     optimizers_for,
-    square,
+    square_of,
     update,
 )
 from jdist.pipeline.wiring import wire
@@ -288,7 +288,7 @@ class Pipeline:
             grads[j] = step.gradient(self._first(j), j)
         norm = None
         if self._max_norm is not None:
-            norm = step.norm({j: square(grads[j]) for j in self.own})
+            norm = step.norm({j: square_of(grads[j]) for j in self.own})
         return _Found(step.loss(self._places.own[0]), grads, norm)
 
     def _first(self, stage: int) -> int:

@@ -1,11 +1,12 @@
 """What shapes a pipeline's values have, found and checked before its first step."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jdist._errors import requirement
+from jdist.pipeline.kind import is_kind, kinds_of
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, receive
@@ -47,7 +48,7 @@ def check_shapes(
         inputs = _given(wiring, places, post, batch, number)
         returned = _outputs(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
-            packed = jax.tree.map(lambda x: _Kind(x.shape, str(x.dtype)), value)
+            packed = kinds_of(value)
             for taker in wiring.consumers[number][name]:
                 parcel = Parcel("S", 0, name, taker, worker)
                 post.put(parcel, places.worker(taker, 0), packed)
@@ -75,13 +76,6 @@ def _read(
     return read if workers else ()
 
 
-class _Kind(NamedTuple):
-    """Shape and dtype of an array."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def _given(
     wiring: Wiring, places: Places, post: Post, batch: Mapping[str, Any], number: int
 ) -> dict[str, Any]:
@@ -97,7 +91,7 @@ def _given(
         found[name] = jax.tree.map(
             lambda kind: jax.ShapeDtypeStruct(kind.shape, kind.dtype),
             packed,
-            is_leaf=lambda x: isinstance(x, _Kind),
+            is_leaf=is_kind,
         )
     return found
 

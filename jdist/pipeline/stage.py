@@ -8,8 +8,7 @@ import jax
 
 from jdist._errors import requirement
 from jdist.segment import Segment, segment
-
-POLICIES = (False, True, "dots")
+from jdist.segment._repeat import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Stage:
             rule = "must name one value at least"
             raise ValueError(requirement("Stage(outputs=...)", rule, self.outputs))
         if not any(self.recompute is p or self.recompute == "dots" for p in POLICIES):
-            rule = f"must be one of {', '.join(map(repr, POLICIES))}"
+            rule = f"must be one of {', '.join(map(repr, sorted(POLICIES, key=str)))}"
             raise ValueError(requirement("Stage(recompute=...)", rule, self.recompute))
 
     def named(self, returned: Any) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class StageRun:
         found = {**others, rank: self.partial()}
         # By rank, so that all of them get the same bits.
         joined = functools.reduce(
-            lambda a, b: _combined(a, b, self._kind), (found[r] for r in sorted(found))
+            lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
         )
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
@@ -171,7 +171,8 @@ def _joined(d_first: Any, first: Share, d_second: Any, second: Share, kind: str)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _combined(first: Partial, second: Partial, kind: str) -> Partial:
+def join(first: Partial, second: Partial, kind: str) -> Partial:
+    """The partial of both, compiled."""
     return reduction.combine(first, second, kind)
 
 

@@ -21,7 +21,7 @@ from jdist.pipeline.passage import Passage, size_of
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.schedule_actions import Action
-from jdist.pipeline.stage_run import Share, StageRun
+from jdist.pipeline.stage_run import Share, StageRun, join
 from jdist.pipeline.training import norm_of
 from jdist.pipeline.wiring import BATCH, Wiring
 from jdist.reduction import Partial
@@ -106,11 +106,12 @@ class Step:
         run = self._runs[worker, action.stage]
         if action.kind == "F":
             self._forward(worker, run, action)
-        elif action.kind == "B":
-            self._backward(worker, run, action)
+            return
+        split = bool(self._places.schedule.split[action.stage, action.micro_batch])
+        if action.kind == "B":
+            self._backward(worker, run, action, split)
         else:
             run.backward_params(action.micro_batch)
-        split = self._places.schedule.split[action.stage, action.micro_batch]
         if action.kind == ("W" if split else "B"):
             self._left[worker, action.stage] -= 1
             if not self._left[worker, action.stage]:
@@ -212,14 +213,15 @@ class Step:
 
     # --- backward ---
 
-    def _backward(self, worker: int, run: StageRun, action: Action) -> None:
+    def _backward(
+        self, worker: int, run: StageRun, action: Action, split: bool
+    ) -> None:
         _, stage, micro = action
         received: dict[str, list[Any]] = {}
         for parcel in self._taken_by(action):
             cotangent, share = self._post.take(parcel, worker)
             received.setdefault(parcel.name, []).append(cotangent)
         cotangents = {name: summed(parts) for name, parts in received.items()}
-        split = bool(self._places.schedule.split[stage, micro])
         d_inputs = run.backward(micro, cotangents, share, split)
         for name, cotangent in d_inputs.items():
             if self._wiring.source[stage][name] != BATCH:
@@ -304,12 +306,6 @@ def _plus(first: Any, second: Any) -> Any:
         second,
         is_leaf=is_none,
     )
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def join(first: Partial, second: Partial, kind: str) -> Partial:
-    """The partial of both, compiled."""
-    return reduction.combine(first, second, kind)
 
 
 @functools.partial(jax.jit, static_argnums=1)

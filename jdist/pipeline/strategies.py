@@ -7,9 +7,8 @@ last one has the rest and computes the losses. What a leaf's gradient is made of
 crosses every stage between its owner and the loss.
 """
 
-import contextvars
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -95,32 +94,14 @@ def _over_workers(schedule: Schedule) -> Build:
                         pipe.place(cut.params), {"batch": batch}, weights
                     )
 
-            with rpc.local_cluster(names):
-                _in_threads(work, len(names))
+            with rpc.local_cluster(names), ThreadPoolExecutor(len(names)) as threads:
+                list(threads.map(work, range(len(names))))
             grads = [found[number][1][number] for number in range(3)]
             return found[0][0], cut.whole(grads)
 
         return candidate
 
     return build
-
-
-def _in_threads(work: Callable[[int], None], count: int) -> None:
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            contextvars.Context().run(work, number)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _losses(losses: jax.Array, batch: Any) -> jax.Array:

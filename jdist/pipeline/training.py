@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import is_none, wide_dtype
 from jdist.optim import Optimizer
-from jdist.optim.clipping import TORCH_EPS
+from jdist.optim.clipping import scaled, shrinking, square, sum_of
 
 
 class PipelineState(NamedTuple):
@@ -73,24 +72,16 @@ def optimizers_for(
 
 
 @jax.jit
-def square(grads: Any) -> jax.Array:
-    """The sum of the squares of all elements, in float32 or wider."""
-    leaves = [g.astype(wide_dtype(g.dtype)) for g in jax.tree.leaves(grads)]
-    squares = [jnp.sum(jnp.real(g * jnp.conj(g))) for g in leaves]
-    widest = max([s.dtype for s in squares] + [jnp.dtype(jnp.float32)], key=_width)
-    return sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
-
-
-def _width(dtype: Any) -> int:
-    return int(dtype.itemsize)
+def square_of(grads: Any) -> jax.Array:
+    """The sum of |g|^2 over one stage's gradient; 0 for a stage without one."""
+    squares = [square(leaf) for leaf in jax.tree.leaves(grads)]
+    return sum_of([jnp.zeros((), jnp.float32), *squares])
 
 
 @jax.jit
 def norm_of(squares: Sequence[jax.Array]) -> jax.Array:
     """The norm over all stages, their squares added in the order of the stages."""
-    widest = max([s.dtype for s in squares], key=_width)
-    total = sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
-    return jnp.sqrt(total)
+    return jnp.sqrt(sum_of(squares))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 3))
@@ -106,11 +97,6 @@ def update(
     The parameters and the optimizer's state are donated: nothing is in flight any more.
     """
     if clipping is not None:
-        norm, max_norm = clipping
-        factor = jnp.minimum(max_norm / (norm + TORCH_EPS), 1)
-        grads = jax.tree.map(
-            lambda g: None if g is None else g * factor.astype(g.real.dtype),
-            grads,
-            is_leaf=is_none,
-        )
+        factor = shrinking(*clipping)
+        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
     return optimizer.step(params, grads, opt_state)

@@ -12,6 +12,7 @@ from jdist.rpc.async_execution import check_result, is_asynchronous
 from jdist.rpc.callee import Reply
 from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.errors import ProtocolError
+from jdist.rpc.execution import Execution
 from jdist.rpc.frame import CALL
 from jdist.rpc.future import Future
 from jdist.rpc.interceptor import Interceptor, Invocation
@@ -122,13 +123,18 @@ def execute(
     """
     if isinstance(call.function, Method):
         call = call._replace(function=call.function.bound())
-    scope = current.scope.get()
-    assert scope is not None
-    assert scope.execution is not None
-    scope.execution.operation = Operation(call.kind, call.function)
+    _execution().operation = Operation(call.kind, call.function)
     if agent.interceptor is None:
         return run(call)
     return _intercepted(agent.interceptor, caller, call, meta)
+
+
+def _execution() -> Execution:
+    """The call that this thread is running."""
+    scope = current.scope.get()
+    assert scope is not None
+    assert scope.execution is not None
+    return scope.execution
 
 
 def run(call: Invocation) -> Any:
@@ -155,10 +161,7 @@ def _intercepted(
     value, answer_meta = interceptor.execute(caller, call, meta, run)
     if isinstance(value, Future):
         # What the answer is made of is given up with it.
-        scope = current.scope.get()
-        assert scope is not None
-        assert scope.execution is not None
-        scope.execution.defer(value)
+        _execution().defer(value)
         return value.then(lambda done: Reply(done.value(), answer_meta))
     if type(value) is Reply:  # a future that is none of ours to wait for
         return value
