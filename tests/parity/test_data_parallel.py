@@ -1,8 +1,6 @@
 """torch's gradients, and torch's DDP itself, beside ours."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import pytest
 
 from jdist import optim, verify
 from jdist.data_parallel import shard_batch, value_and_grad
+from tests.parity.pair import outputs_of_both
 
 pytestmark = pytest.mark.parity
 
@@ -109,19 +108,7 @@ def ddps(folder: Path, sizes, x, y, w):
     script.write_text(WORKER)
     data = json.dumps([x.tolist(), y.tolist(), w.tolist()])
     arguments = [json.dumps(sizes), data, str(folder / f"store{sizes[0]}")]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        outputs = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    outputs = outputs_of_both([str(script)], arguments)
     return np.array(json.loads(outputs[0][0]))
 
 

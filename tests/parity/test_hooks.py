@@ -6,9 +6,6 @@ halves: exact in binary (no number is so small that its half is subnormal in flo
 so that what is one sum of two terms is compared bit by bit.
 """
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +14,7 @@ import pytest
 from jdist import optim
 from jdist.data_parallel import hooks, local_sgd, shard_batch
 from tests.data_parallel.hook_runs import bucket_of, run_hook
+from tests.parity.pair import outputs_of_both
 
 pytestmark = pytest.mark.parity
 
@@ -159,19 +157,7 @@ def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hooks")
     np.savez(folder / "in.npz", **data)
     arguments = [str(folder), repr(SHAPES), str(PERIOD), str(WARMUP)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        outputs = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    outputs_of_both(["-c", WORKER], arguments)
     return data, [dict(np.load(folder / f"out{rank}.npz")) for rank in (0, 1)]
 
 

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from jdist.rpc.spawn import spawn
 from tests.data_parallel import group_runs as runs
+from tests.parity.pair import outputs_of_both
 
 pytestmark = pytest.mark.parity
 
@@ -51,20 +50,8 @@ os._exit(0)  # Tearing gloo down now and then aborts, with threads still running
 def ddps(folder, steps):
     """Losses and parameters of DistributedDataParallel on two live processes."""
     arguments = [str(folder / "store"), str(steps)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        outputs = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    outputs = outputs_of_both(["-c", WORKER], arguments, env)
     return json.loads(outputs[0][0])
 
 

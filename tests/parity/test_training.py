@@ -1,8 +1,6 @@
 """torch's own training over two live processes, beside ours: join and no_sync."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ import pytest
 
 from jdist import optim
 from jdist.data_parallel import EarlyEnd, Join, shard_batch, train_step
+from tests.parity.pair import outputs_of_both
 
 pytestmark = pytest.mark.parity
 
@@ -105,22 +104,8 @@ def run(tmp_path_factory):
 
 def torchs(folder: Path):
     """Runs the two processes and reads what the first prints."""
-    workers = [
-        subprocess.Popen(
-            [
-                sys.executable, str(folder / "worker.py"), str(rank),
-                str(folder / "content.json"), str(folder / "store"),
-            ],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        outputs = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    files = [str(folder / name) for name in ("content.json", "store")]
+    outputs = outputs_of_both([str(folder / "worker.py")], files)
     return json.loads(outputs[0][0])
 
 
