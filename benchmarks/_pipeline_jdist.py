@@ -62,7 +62,9 @@ def losses(y: jax.Array, batch: Any) -> jax.Array:
 def stages() -> list[pipeline.Stage]:
     """Two halves of the stack."""
     names = ("x", "h", "y")
-    return [pipeline.Stage(layers, names[j : j + 1], names[j + 1 : j + 2]) for j in (0, 1)]
+    return [
+        pipeline.Stage(layers, names[j : j + 1], names[j + 1 : j + 2]) for j in (0, 1)
+    ]
 
 
 def stage_params() -> list[Any]:
@@ -81,4 +83,6 @@ def _whole(count: int) -> Callable[[], Any]:
     gradient = jax.jit(
         jax.value_and_grad(lambda p, b: losses(layers(p, b["x"]), b).mean())
     )
-    return functools.partial(gradient, jax.device_put(models.weights()), examples(count))
+    return functools.partial(
+        gradient, jax.device_put(models.weights()), examples(count)
+    )
