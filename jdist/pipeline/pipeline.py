@@ -92,8 +92,8 @@ class Pipeline:
         self.record: list[Passage] = []
         _check_schedule(schedule, len(self.wiring.stages))
         _check_states(self.wiring.stages, schedule)
-        self._executor = executor_for(schedule, workers_or_devices)
-        self._places = self._executor.places
+        self.executor = executor_for(schedule, workers_or_devices)
+        self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
         self._compiled = [
             stage.compiled(self.wiring.from_batch(number), number)
@@ -247,7 +247,7 @@ class Pipeline:
         parts = split_batch(batch, weights, self.schedule.micro_batches)
         runs = self._runs(params, given, key)
         number, self._steps = self._steps, self._steps + 1
-        post = self._executor.open(number)
+        post = self.executor.open(number)
         try:
             found = self._step(number, post, runs, parts)
         except BaseException as error:
@@ -308,7 +308,7 @@ class Pipeline:
         trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
         leaves, structure = jax.tree.flatten((trees, dict(batch)))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = (kinds, structure) if self._executor.sees_all else None
+        signature = (kinds, structure) if self.executor.sees_all else None
         if signature not in self._checked:
             self._checked[signature] = check_shapes(
                 self.wiring, self._places, post, self._loss, trees, batch
