@@ -34,11 +34,11 @@ def _jobs(rank: int, count: int, families: Any) -> dict[str, Job]:
         for name, family in families.items():
             pipe = pipeline.Pipeline(stages(), losses, family(2, m), WORKERS)
             own = pipe.place(params)
-            call = functools.partial(pipe.value_and_grad, own, batch)
-            jobs[models.piped(name, m)] = functools.partial(_together, call)
-    for name, call in alone.items():
+            both = functools.partial(pipe.value_and_grad, own, batch)
+            jobs[models.piped(name, m)] = functools.partial(_together, both)
+    for job, call in alone.items():
         done = functools.partial(timed, call, jax.block_until_ready)
-        jobs[name] = done if rank == 0 else idle
+        jobs[job] = done if rank == 0 else idle
     return jobs
 
 

@@ -85,13 +85,19 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
         return rest.split.finish(rest.arrays, layout)
 
     def backward_then(
-        then: Then, carry: Any, given: Any, *arguments: Any, layout: Layout
+        then: Then,
+        carry: Any,
+        given: Any,
+        params: Any,
+        residuals: Residuals,
+        d_outputs: Any,
+        layout: Layout,
     ) -> Any:
-        d_params, d_inputs = backward(*arguments, layout)
+        d_params, d_inputs = backward(params, residuals, d_outputs, layout)
         return then(carry, d_params, given), d_inputs
 
     def second_then(
-        then: Then, carry: Any, given: Any, rest: Rest, *, layout: Layout
+        then: Then, carry: Any, given: Any, rest: Rest, layout: Layout
     ) -> Any:
         finished = rest.split.finish(rest.arrays, layout)
         return then(carry, rest.split.gradients(rest.arrays, finished), given)
@@ -105,12 +111,8 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
         jax.jit(backward, static_argnums=3),
         jax.jit(first, static_argnums=3),
         jax.jit(second, static_argnums=1),
-        jax.jit(
-            backward_then, static_argnums=0, static_argnames="layout", donate_argnums=1
-        ),
-        jax.jit(
-            second_then, static_argnums=0, static_argnames="layout", donate_argnums=1
-        ),
+        jax.jit(backward_then, static_argnums=(0, 6), donate_argnums=1),
+        jax.jit(second_then, static_argnums=(0, 4), donate_argnums=1),
     )
 
 

@@ -131,9 +131,7 @@ class Segment:
         """
 
         def half(*arguments: Any) -> Any:
-            *trees, layout = arguments
-            done = self._halves.backward_then
-            return done(then, carry, given, *trees, layout=layout)
+            return self._halves.backward_then(then, carry, given, *arguments)
 
         arguments = (params, residuals, d_outputs)
         return self._pull_back("backward_then", half, arguments)
@@ -200,9 +198,7 @@ class Segment:
         call = "backward_params_then"
         check_origin(call, rest, Rest, self._halves.owner)
         try:
-            return self._halves.second_then(
-                then, carry, given, rest, layout=rest.layout
-            )
+            return self._halves.second_then(then, carry, given, rest, rest.layout)
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"rest": rest})
             raise
