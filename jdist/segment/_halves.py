@@ -84,6 +84,24 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
     def second(rest: Rest, layout: Layout) -> list[Any]:
         return rest.split.finish(rest.arrays, layout)
 
+    name = getattr(fn, "__name__", type(fn).__name__)
+    backward_then, second_then = _continued(backward)
+    for half in (forward, backward, first, second, backward_then, second_then):
+        half.__name__ = f"{name}_{half.__name__}"
+    return Halves(
+        owner,
+        jax.jit(forward, static_argnums=2),
+        jax.jit(backward, static_argnums=3),
+        jax.jit(first, static_argnums=3),
+        jax.jit(second, static_argnums=1),
+        jax.jit(backward_then, static_argnums=(0, 6), donate_argnums=1),
+        jax.jit(second_then, static_argnums=(0, 4), donate_argnums=1),
+    )
+
+
+def _continued(backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """The whole backward pass, and the second half, with what is made of gradients."""
+
     def backward_then(
         then: Then,
         carry: Any,
@@ -102,18 +120,7 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
         finished = rest.split.finish(rest.arrays, layout)
         return then(carry, rest.split.gradients(rest.arrays, finished), given)
 
-    name = getattr(fn, "__name__", type(fn).__name__)
-    for half in (forward, backward, first, second, backward_then, second_then):
-        half.__name__ = f"{name}_{half.__name__}"
-    return Halves(
-        owner,
-        jax.jit(forward, static_argnums=2),
-        jax.jit(backward, static_argnums=3),
-        jax.jit(first, static_argnums=3),
-        jax.jit(second, static_argnums=1),
-        jax.jit(backward_then, static_argnums=(0, 6), donate_argnums=1),
-        jax.jit(second_then, static_argnums=(0, 4), donate_argnums=1),
-    )
+    return backward_then, second_then
 
 
 def _differentiable(
