@@ -19,12 +19,21 @@ from tests.rpc.hosts import (
     in_threads,
     names,
 )
+from tests.rpc.nursery import Nursery
 
 
 @pytest.fixture(scope="session")
-def host_processes():
+def nursery():
+    """Where processes come from."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def host_processes(nursery):
     """Four processes for the tests of the session."""
-    started = Hosts(WORKERS)
+    started = Hosts(nursery, WORKERS)
     yield started
     started.close()
 
@@ -37,12 +46,12 @@ def hosts(host_processes):
 
 
 @pytest.fixture
-def fresh_hosts():
+def fresh_hosts(nursery):
     """`fresh_hosts(n)`: n processes of this test alone, to be killed as it likes."""
     with contextlib.ExitStack() as stack:
 
         def make(count):
-            made = Hosts(count)
+            made = Hosts(nursery, count)
             stack.callback(made.close)
             return made
 
