@@ -7,6 +7,7 @@ of workers. A test that ends a group, or kills somebody, takes `hosts` or `fresh
 
 import contextlib
 
+import jax
 import pytest
 
 from jdist import rpc
@@ -64,6 +65,8 @@ def processes(host_processes):
     host_processes.everywhere(become_worker, leaks="error")
     yield Cluster("process", names(), host_processes.start)
     host_processes.everywhere(rpc.shutdown)
+    # The next module has other programs, and all of them would take several GiB.
+    host_processes.everywhere(jax.clear_caches)
 
 
 @pytest.fixture
