@@ -49,7 +49,7 @@ def context() -> Iterator[int]:
         with recording.active(Recording(made)):
             yield made.id
     finally:
-        container.releases.release(made.id)
+        container.releases.leave(made.id)
 
 
 def current_context() -> Context:
