@@ -46,7 +46,7 @@ def context() -> Iterator[int]:
         )
     made = container.new()
     try:
-        with recording.active(Recording(made)):
+        with Recording(made):
             yield made.id
     finally:
         container.releases.leave(made.id)
