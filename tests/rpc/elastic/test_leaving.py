@@ -139,12 +139,12 @@ def held_and_owned():
 
 def finish(event):
     gate("begun").set()
-    assert gate(event).wait(30)
+    assert gate(event).wait(60)
     return who()
 
 
 def wait_for_begun(event):
-    assert gate("begun").wait(30)
+    assert gate("begun").wait(60)
     assert not gate(event).is_set()
 
 
