@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-# Seconds that each part of the suite may grow to: those of the two processes that run
-# it side by side on 2 cores, added up. Half of the sum keeps `.ci/run` under 30 minutes,
-# set-up included; the summary shows what was used.
+# Seconds that each part of the suite may grow to, of both processes that run it on 2
+# cores. Half of their sum keeps `.ci/run` under 30 minutes, set-up included; the
+# summary shows what was used.
 BUDGET = {
     "reduction and data_parallel": 300,
     "verify": 130,
