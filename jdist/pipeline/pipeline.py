@@ -13,7 +13,7 @@ from jdist.pipeline.arguments import check_schedule, key_given, trees_of
 from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.micro_batch import MicroBatch, split_batch
+from jdist.pipeline.micro_batch import MicroBatch, size_of_batch, split_batch
 from jdist.pipeline.passage import Passage
 from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
@@ -232,7 +232,7 @@ class Pipeline:
             )
         after = self._after(runs)
         step = state.step + 1
-        metrics = Metrics(found.loss, found.norm)
+        metrics = Metrics(found.loss, found.norm, *size_of_batch(batch, weights))
         return PipelineState(step, params, kept, after, state.key), metrics
 
     def evaluate(
