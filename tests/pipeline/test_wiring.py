@@ -133,9 +133,7 @@ def test_a_dtype_that_does_not_fit():
         S(lambda w, x: x.astype(jnp.float16) @ w, ("x",), ("h",)),
         S(lambda w, h: jax.lax.mul(h, w), ("h",), ("y",)),
     ]
-    message = (
-        r"stage 1 cannot take h: float16\[2,3\]. Got TypeError: .*float16.*float32"
-    )
+    message = r"stage 1 cannot take h: float16\[2,3\]. Got TypeError: .*16.*float32"
     with pytest.raises(ValueError, match=message):
         step(pipe_of(*stages), [jnp.ones((3, 3), jnp.float16), single])
 

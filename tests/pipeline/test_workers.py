@@ -157,9 +157,7 @@ def test_a_sum_leaves_when_its_stage_is_done(monkeypatch):
     for stage, workers in enumerate(worlds.TWO_BY_TWO.placement):
         for worker in workers:
             sent = events.index(("sum", stage, worker))
-            passes = [
-                n for n, e in enumerate(events) if e == ("backward", stage, worker)
-            ]
-            assert sent == passes[-1] + 1
-            earlier = [n for n, (kind, j, _) in enumerate(events) if j < stage]
-            assert max(earlier, default=sent + 1) > sent
+            own = ("backward", stage, worker)
+            assert sent == max(n for n, event in enumerate(events) if event == own) + 1
+            before = [n for n, (_, j, _) in enumerate(events) if j < stage]
+            assert max(before, default=sent + 1) > sent
