@@ -19,6 +19,7 @@ from jdist.pipeline.shapes import check_shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.training import (
     Metrics,
     PipelineState,
@@ -90,6 +91,7 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
+        self.stopwatch: Stopwatch | None = None
         _check_schedule(schedule, len(self.wiring.stages))
         _check_states(self.wiring.stages, schedule)
         self.executor = executor_for(schedule, workers_or_devices)
@@ -281,7 +283,7 @@ class Pipeline:
             read,
             parts,
         )
-        step.run()
+        step.run(self.stopwatch)
         self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
