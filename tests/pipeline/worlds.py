@@ -184,3 +184,13 @@ def timed():
 
     step()
     return [tuple(record) for record in pipeline.timed(pipe, step)[1].records()]
+
+
+def evaluated():
+    """Before the first step of training, and after it."""
+    pipe = made(optimizer=optim.sgd(lr=0.0))
+    params, batch, weights = problem(7)
+    first = pipe.evaluate(pipe.place(params), batch, weights, outputs=True)
+    state, _ = pipe.train_step(pipe.init(params), batch, weights)
+    again = pipe.evaluate(state, batch, weights)
+    return jax.tree.map(np.asarray, (first, again))
