@@ -21,11 +21,8 @@ from jdist.pipeline.shapes import Shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
-<<<<<<< HEAD
 from jdist.pipeline.stopwatch import Stopwatch
-=======
 from jdist.pipeline.tied import Tied
->>>>>>> main
 from jdist.pipeline.training import (
     Metrics,
     PipelineState,
@@ -97,13 +94,8 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
-<<<<<<< HEAD
         self.stopwatch: Stopwatch | None = None
-        _check_schedule(schedule, len(self.wiring.stages))
-        _check_states(self.wiring.stages, schedule)
-=======
         check_schedule(schedule, self.wiring.stages)
->>>>>>> main
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
