@@ -34,6 +34,7 @@ from jdist.pipeline.schedules import zbv as zbv
 from jdist.pipeline.schedules import zero_bubble as zero_bubble
 from jdist.pipeline.simulate import simulate as simulate
 from jdist.pipeline.stage import Stage as Stage
+from jdist.pipeline.timed import timed as timed
 from jdist.pipeline.timeline import Record as Record
 from jdist.pipeline.timeline import Timeline as Timeline
 from jdist.pipeline.training import Epoch as Epoch

@@ -21,6 +21,7 @@ from jdist.pipeline.shapes import Shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import (
     Metrics,
@@ -93,6 +94,7 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
+        self.stopwatch: Stopwatch | None = None
         check_schedule(schedule, self.wiring.stages)
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
@@ -327,7 +329,7 @@ class Pipeline:
             read,
             parts,
         )
-        step.run()
+        step.run(self.stopwatch)
         self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
