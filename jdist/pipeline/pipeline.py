@@ -19,13 +19,8 @@ from jdist.pipeline.shapes import check_shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
-from jdist.pipeline.training import (
-    Metrics,
-    PipelineState,
-    optimizers_for,
-    square_of,
-    update,
-)
+from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
+from jdist.pipeline.updates import News, Updates, joined, loss_scale_of, started
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -182,7 +177,8 @@ class Pipeline:
 
         Args:
           params: One pytree per stage; copied, because training steps donate theirs.
-            Those of stages that run in other processes are not looked at.
+            In full precision: an optimizer with masters rounds the copies. Those of
+            stages that run in other processes are not looked at.
           states: One per stage, None where there is none.
           key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
 
@@ -193,10 +189,11 @@ class Pipeline:
         given = [None] * stages if states is None else list(states)
         _check_count("Pipeline.init(states=...)", given, stages)
         optimizers = optimizers_for(self._optimizer, stages)
+        loss_scale_of(optimizers)
         placed = jax.tree.map(jnp.copy, self.place(params))
         kept: list[Any] = [None] * stages
         for j in self.own:
-            kept[j] = optimizers[j].init(placed[j])
+            placed[j], kept[j] = started(optimizers[j], placed[j])
         return PipelineState(0, placed, kept, self.place(given), key)
 
     def train_step(
@@ -216,19 +213,16 @@ class Pipeline:
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        found, runs = self._run(state.params, batch, weights, state.states, key)
         params, kept = list(state.params), list(state.opt_states)
+        updates = Updates(optimizers, state.params, state.opt_states, self._max_norm)
+        found, runs = self._run(params, batch, weights, state.states, key, updates)
+        norm = None
         for j in self.own:
-            clipping = None
-            if self._max_norm is not None:
-                norm = moved(found.norm, self._places.devices[self._first(j)])
-                clipping = norm, self._max_norm
-            params[j], kept[j] = update(
-                optimizers[j], params[j], found.grads[j], kept[j], clipping
-            )
+            news = moved(found.news, self._places.devices[self._first(j)])
+            params[j], kept[j], norm = updates.apply(j, found.grads[j], news)
         after = self._after(runs)
         step = state.step + 1
-        metrics = Metrics(found.loss, found.norm)
+        metrics = Metrics(found.loss, norm)
         return PipelineState(step, params, kept, after, state.key), metrics
 
     def _run(
@@ -238,6 +232,7 @@ class Pipeline:
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
+        updates: Updates | None = None,
     ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
@@ -245,11 +240,14 @@ class Pipeline:
         _check_count(f"{call}(params)", params, stages)
         _check_count(f"{call}(states=...)", given, stages)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        runs = self._runs(params, given, key)
+        loss = self._loss
+        if updates is not None and updates.loss_scale is not None:
+            loss = loss.scaled(updates.scale, sum(part.total for part in parts))
+        runs = self._runs(params, given, key, loss.gradient_kind)
         number, self._steps = self._steps, self._steps + 1
         post = self.executor.open(number)
         try:
-            found = self._step(number, post, runs, parts)
+            found = self._step(number, post, runs, parts, loss, updates)
         except BaseException as error:
             post.end(error)
             raise
@@ -269,6 +267,8 @@ class Pipeline:
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
+        loss: PipelineLoss,
+        updates: Updates | None,
     ) -> "_Found":
         read = self._read(post, runs, parts[0].batch)
         step = Step(
@@ -277,7 +277,7 @@ class Pipeline:
             self._places,
             runs,
             post,
-            self._loss,
+            loss,
             read,
             parts,
         )
@@ -286,10 +286,11 @@ class Pipeline:
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             grads[j] = step.gradient(self._first(j), j)
-        norm = None
-        if self._max_norm is not None:
-            norm = step.norm({j: square_of(grads[j]) for j in self.own})
-        return _Found(step.loss(self._places.own[0]), grads, norm)
+        news = News(None, None)
+        if updates is not None and updates.together:
+            own = {j: updates.news(j, grads[j]) for j in self.own}
+            news = joined(step.from_all_stages(own))
+        return _Found(step.loss(self._places.own[0]), grads, news)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
@@ -316,7 +317,7 @@ class Pipeline:
         return self._checked[signature]
 
     def _runs(
-        self, params: Sequence[Any], states: Sequence[Any], key: Any
+        self, params: Sequence[Any], states: Sequence[Any], key: Any, kind: str
     ) -> dict[tuple[int, int], StageRun]:
         runs = {}
         for number in self.own:
@@ -333,7 +334,7 @@ class Pipeline:
                     moved(params[number], device),
                     moved(states[number], device),
                     moved(own, device),
-                    self._loss.kind,
+                    kind,
                 )
         return runs
 
@@ -344,12 +345,12 @@ class _Found(NamedTuple):
     Attributes:
       loss: Of the batch.
       grads: Of each stage of this process.
-      norm: Of all stages' gradients together, if it is asked for.
+      news: Of all stages' gradients together, as far as it is asked for.
     """
 
     loss: jax.Array
     grads: list[Any]
-    norm: jax.Array | None
+    news: News
 
 
 def _given(key: Any, number: int) -> Any:

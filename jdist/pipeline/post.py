@@ -14,7 +14,7 @@ class Parcel(NamedTuple):
 
     Attributes:
       kind: "F" for a value, "B" for a cotangent, "G" for a replica's gradient, "L" for
-        the loss, "S" for shapes, "N" for a part of the norm.
+        the loss, "S" for shapes, "N" for what a stage tells all.
       micro_batch: Number of the micro-batch; -1 for what belongs to none.
       name: Of the value.
       stage: For which stage; the number of stages for the loss.

@@ -209,4 +209,4 @@ class WorkerPost:
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "L": "the loss"}
-_KINDS |= {"S": "the shapes", "N": "the norm"}
+_KINDS |= {"S": "the shapes", "N": "the news"}

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jdist import optim, pipeline, rpc
-from tests.pipeline import trained
+from tests.pipeline import mixed, trained
 from tests.pipeline.models import losses, problem, stages
 
 NAMES = ["worker0", "worker1", "worker2"]
@@ -167,3 +167,17 @@ def one_saves(folder):
         finally:
             rpc.set_default_timeout(before)
     return "no error"
+
+
+def mixed_steps(booming):
+    """Training in 16 bits: this worker's stage, and the norms."""
+    pipe = mixed.made(
+        pipeline.one_f_one_b(3, 4), NAMES, mixed.SCALES["dynamic"], max_norm=1.0
+    )
+    state, norms = pipe.init(mixed.start()), []
+    for step, stage in enumerate(booming):
+        state, metrics = pipe.train_step(state, *mixed.batch_of(step, stage))
+        norms.append(float(metrics.grad_norm))
+    (own,) = pipe.own
+    found = state.params[own], state.opt_states[own], norms
+    return jax.tree.map(np.asarray, found)
