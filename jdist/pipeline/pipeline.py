@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
 from jdist.optim import Optimizer
+from jdist.pipeline.arguments import check_schedule, key_given, trees_of
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch, split_batch
@@ -19,6 +19,7 @@ from jdist.pipeline.shapes import check_shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
 from jdist.pipeline.updates import News, Updates, joined, loss_scale_of, started
 from jdist.pipeline.wiring import wire
@@ -85,8 +86,7 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
-        _check_schedule(schedule, len(self.wiring.stages))
-        _check_states(self.wiring.stages, schedule)
+        check_schedule(schedule, self.wiring.stages)
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
@@ -96,6 +96,7 @@ class Pipeline:
         ]
         self._optimizer = optimizer
         self._max_norm = max_norm
+        self._tied = Tied(self.stages)
         self._checked: dict[Any, tuple[str, ...]] = {}
         self._steps = 0
 
@@ -117,7 +118,7 @@ class Pipeline:
         Those of a stage with several workers are on the first one's; None takes the
         place of stages that run in other processes.
         """
-        _check_count("Pipeline.place(params)", params, len(self.stages))
+        params = trees_of("Pipeline.place(params)", params, len(self.stages))
         placed: list[Any] = [None] * len(self.stages)
         for number in self.own:
             device = self._places.devices[self._first(number)]
@@ -186,11 +187,11 @@ class Pipeline:
           ValueError, TypeError: No optimizer fits; or not one tree per stage.
         """
         stages = len(self.stages)
-        given = [None] * stages if states is None else list(states)
-        _check_count("Pipeline.init(states=...)", given, stages)
+        given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = optimizers_for(self._optimizer, stages)
         loss_scale_of(optimizers)
         placed = jax.tree.map(jnp.copy, self.place(params))
+        self._tied.check(placed, optimizers, self.executor)
         kept: list[Any] = [None] * stages
         for j in self.own:
             placed[j], kept[j] = started(optimizers[j], placed[j])
@@ -236,14 +237,13 @@ class Pipeline:
     ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
-        given = [None] * stages if states is None else list(states)
-        _check_count(f"{call}(params)", params, stages)
-        _check_count(f"{call}(states=...)", given, stages)
+        given = trees_of(f"{call}(states=...)", states, stages)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
+        given_params = trees_of(f"{call}(params)", params, stages)
         loss = self._loss
         if updates is not None and updates.loss_scale is not None:
             loss = loss.scaled(updates.scale, sum(part.total for part in parts))
-        runs = self._runs(params, given, key, loss.gradient_kind)
+        runs = self._runs(given_params, given, key, loss.gradient_kind)
         number, self._steps = self._steps, self._steps + 1
         post = self.executor.open(number)
         try:
@@ -286,10 +286,13 @@ class Pipeline:
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             grads[j] = step.gradient(self._first(j), j)
+        params = {j: runs[self._first(j), j].params for j in self.own}
+        grads = self._tied.summed(params, grads, self._places, post)
         news = News(None, None)
         if updates is not None and updates.together:
-            own = {j: updates.news(j, grads[j]) for j in self.own}
-            news = joined(step.from_all_stages(own))
+            counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
+            told = {j: updates.news(j, grads[j], own) for j, own in counted.items()}
+            news = joined(step.from_all_stages(told))
         return _Found(step.loss(self._places.own[0]), grads, news)
 
     def _first(self, stage: int) -> int:
@@ -323,7 +326,7 @@ class Pipeline:
         for number in self.own:
             stage, own = self.stages[number], None
             if stage.keyed:
-                own = jax.random.fold_in(_given(key, number), number)
+                own = jax.random.fold_in(key_given(key, number), number)
             for worker in self.schedule.placement[number]:
                 if worker not in self._places.own:
                     continue
@@ -351,37 +354,3 @@ class _Found(NamedTuple):
     loss: jax.Array
     grads: list[Any]
     news: News
-
-
-def _given(key: Any, number: int) -> Any:
-    if key is None:
-        rule = f"must be given, because stage {number} takes a PRNG key"
-        raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
-    return key
-
-
-def _check_schedule(schedule: Schedule, stages: int) -> None:
-    if schedule.stages != stages:
-        rule = f"must be one for the {stages} stages"
-        got = f"one for {schedule.stages}"
-        raise ValueError(requirement("Pipeline(schedule)", rule, got))
-    schedule.validate()
-    if schedule.forward_only or schedule.updates is not None:
-        rule = "must have a backward pass for each forward pass, and a flush"
-        raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
-
-
-def _check_states(stages: Sequence[Stage], schedule: Schedule) -> None:
-    for number, workers in enumerate(schedule.placement):
-        if stages[number].stateful and len(workers) > 1:
-            rule = f"must give stage {number} one worker, because it has a state"
-            got = f"workers {workers}"
-            raise ValueError(requirement("Pipeline(schedule)", rule, got))
-
-
-def _check_count(argument: str, trees: Sequence[Any], stages: int) -> None:
-    if not isinstance(trees, list | tuple) or len(trees) != stages:
-        rule = f"must be a list of {stages} trees, one per stage"
-        size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
-        got = f"a {type(trees).__name__}{size}"
-        raise ValueError(requirement(argument, rule, got))

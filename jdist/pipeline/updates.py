@@ -75,10 +75,16 @@ class Updates:
         last = self._opt_states[-1]
         return 1.0 if last is None else last.loss_scale.scale
 
-    def news(self, stage: int, grads: Any) -> News:
-        """What one stage has to tell."""
+    def news(self, stage: int, grads: Any, counted: Any) -> News:
+        """What one stage has to tell.
+
+        Args:
+          stage: Its number.
+          grads: Its gradient.
+          counted: What of it counts for the norm.
+        """
         return News(
-            None if self._max_norm is None else _square_of(grads),
+            None if self._max_norm is None else _square_of(counted),
             None
             if self.loss_scale is None
             else _all_finite(self._params[stage], grads, self._opt_states[stage]),
