@@ -21,7 +21,7 @@ class LossPasses(NamedTuple):
 
     Attributes:
       both: `(values, entries, weights)` to the losses' partial without a gradient, and
-        the cotangents of the values; times a fourth argument, if it is given.
+        the cotangents of the values; a fourth argument, `(scale, total)`, scales them.
       losses: `(values, entries, weights)` to the partial alone.
     """
 
@@ -68,7 +68,7 @@ class PipelineLoss:
           total: Of the weights of the batch.
         """
         made = copy.copy(self)
-        made._factor = scale / total if self.kind == "mean" else scale
+        made._factor = scale, total if self.kind == "mean" else 1.0
         return made
 
     def entries_read(self, values: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -152,7 +152,8 @@ def _compiled(
         )
         value, seeds, weight = reduction.seeds(found, weights, kind)
         if factor is not None:
-            seeds = seeds * jnp.asarray(factor, seeds.dtype)
+            scale, total = (jnp.asarray(x, seeds.dtype) for x in factor)
+            seeds = seeds * (scale / total)
         (d_values,) = pull_back(seeds.astype(found.dtype))
         return Partial(value, None, weight), d_values
 

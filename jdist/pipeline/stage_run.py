@@ -73,7 +73,7 @@ class StageRun:
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
-        key = None if self._key is None else _fold(self._key, micro)
+        key = None if self._key is None else fold(self._key, micro)
         given = tuple([inputs[name] for name in self._stage.inputs])
         (returned, self.state), residuals = self._compiled.forward(
             self.params, self.state, given, key
@@ -148,7 +148,8 @@ class StageRun:
 
 
 @jax.jit
-def _fold(key: Any, number: Any) -> Any:
+def fold(key: Any, number: Any) -> Any:
+    """`jax.random.fold_in`, compiled."""
     return jax.random.fold_in(key, number)
 
 

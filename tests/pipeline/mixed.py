@@ -13,8 +13,8 @@ from jdist._tree import wide_dtype
 RATE = 1 / 16
 """A power of two: steps divided by it are gradients again."""
 START = 2.0**12
-BOOM = (9.0, 2.0, 14.5)
-"""At this size a stage's sum overflows at `START` and not at half of it."""
+BOOM = 250.0
+"""At this size the sum of a stage overflows, scaled by `START`."""
 SCALES = {
     "static": START,
     "dynamic": optim.DynamicLossScale(START, growth_interval=2),
@@ -91,6 +91,6 @@ def batch_of(step, booming=None, examples=11):
         "target": rng.normal(size=(examples, 2)).astype(np.float32) + 2,
     }
     for stage in range(3):
-        size = BOOM[stage] if stage == booming else 0.0
+        size = BOOM if stage == booming else 0.0
         batch[f"boom{stage}"] = np.full(examples, size, np.float32)
     return batch, rng.uniform(0.5, 2, examples).astype(np.float32)

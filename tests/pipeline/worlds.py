@@ -181,3 +181,13 @@ def mixed_steps(booming):
     (own,) = pipe.own
     found = state.params[own], state.opt_states[own], norms
     return jax.tree.map(np.asarray, found)
+
+
+def evaluated():
+    """Before the first step of training, and after it."""
+    pipe = made(optimizer=optim.sgd(lr=0.0))
+    params, batch, weights = problem(7)
+    first = pipe.evaluate(pipe.place(params), batch, weights, outputs=True)
+    state, _ = pipe.train_step(pipe.init(params), batch, weights)
+    again = pipe.evaluate(state, batch, weights)
+    return jax.tree.map(np.asarray, (first, again))
