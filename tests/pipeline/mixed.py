@@ -4,6 +4,7 @@ The gradient of `extra` at stage j is a sum over the entries "boom<j>" of the ba
 is zero before and after, so that nothing else sees these entries.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -94,3 +95,15 @@ def batch_of(step, booming=None, examples=11):
         size = BOOM if stage == booming else 0.0
         batch[f"boom{stage}"] = np.full(examples, size, np.float32)
     return batch, rng.uniform(0.5, 2, examples).astype(np.float32)
+
+
+def steps(booming, places=None):
+    """Clipped steps with a dynamic scale, a stage overflowing here and there: of
+    this process the parameters and optimizer states at the end, and all norms."""
+    pipe = made(pipeline.one_f_one_b(3, 4), places, SCALES["dynamic"], max_norm=1.0)
+    state, norms = pipe.init(start()), []
+    for step, stage in enumerate(booming):
+        state, metrics = pipe.train_step(state, *batch_of(step, stage))
+        norms.append(float(metrics.grad_norm))
+    pairs = [(state.params[j], state.opt_states[j]) for j in pipe.own]
+    return jax.tree.map(np.asarray, (pairs, norms))
