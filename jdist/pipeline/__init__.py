@@ -1,6 +1,8 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
+from jdist.pipeline.checkpoint import Checkpoints as Checkpoints
 from jdist.pipeline.costs import Costs as Costs
+from jdist.pipeline.evaluation import Evaluation as Evaluation
 from jdist.pipeline.layer_profile import Layer as Layer
 from jdist.pipeline.layer_profile import Profile as Profile
 from jdist.pipeline.layer_profile import load_profile as load_profile
