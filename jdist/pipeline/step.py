@@ -24,7 +24,6 @@ from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stage_run import Share, StageRun, join
 from jdist.pipeline.stopwatch import Stopwatch
-from jdist.pipeline.training import norm_of
 from jdist.pipeline.wiring import BATCH, Wiring
 from jdist.reduction import Partial
 
@@ -157,21 +156,24 @@ class Step:
         joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
         return _finished(joined, self._loss.kind)
 
-    def norm(self, squares: Mapping[int, Any]) -> Any:
-        """The norm over all stages, from the squares of those of this process."""
+    def from_all_stages(self, own: Mapping[int, Any]) -> list[Any]:
+        """What each stage has to tell all workers, by stage.
+
+        Args:
+          own: Of the stages of this process.
+        """
         placement = self._places.schedule.placement
         here = self._places.own[0]
-        for stage, own in squares.items():
+        for stage, value in own.items():
             sender = min(placement[stage])
             if sender not in self._places.own:
                 continue  # Another replica tells it.
             for worker in range(self._places.schedule.workers):
-                self._post.put(Parcel("N", -1, "", stage, sender), worker, own)
-        found = [
+                self._post.put(Parcel("N", -1, "", stage, sender), worker, value)
+        return [
             self._last(here, Parcel("N", -1, "", stage, min(workers)))
             for stage, workers in enumerate(placement)
         ]
-        return norm_of(found)
 
     def _share_gradient(self, worker: int, stage: int) -> None:
         """Its last backward pass is done: the others that run the stage get its sum."""
