@@ -33,6 +33,9 @@ class Executor(Protocol):
     def open(self, step: int) -> Post:
         """The way of values in one step."""
 
+    def agree(self, what: str) -> None:
+        """Waits for all workers, and checks that they are about to do the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
@@ -44,6 +47,9 @@ class InProcess:
     def open(self, step: int) -> Post:
         """See `Executor`."""
         return InProcessPost(self.places.devices)
+
+    def agree(self, what: str) -> None:
+        """See `Executor`: nobody else is asked."""
 
 
 class Workers:
@@ -73,14 +79,18 @@ class Workers:
           ValueError: They have different schedules.
         """
         if step == 0:
-            self._meet()
+            self.agree(repr(self.places.schedule))
         address = (self._pipeline, step)
         own = self.places.own[0]
         return WorkerPost(self._agent, self._names, own, address)
 
-    def _meet(self) -> None:
-        schedule = self.places.schedule
-        mine = f"{schedule!r} as {self._pipeline}"
+    def agree(self, what: str) -> None:
+        """See `Executor`.
+
+        Raises:
+          ValueError: They are about to do different things.
+        """
+        mine = f"{what} as {self._pipeline}"
         found = self._agent.group.all_gather(mine, self._names, -1, "Pipeline")
         if len(set(found.values())) > 1:
             rule = "must be the same on all workers, made in the same order"

@@ -121,7 +121,10 @@ class StageRun:
           others: What other workers found for the same stage, by rank.
           rank: This worker's.
         """
-        found = {**others, rank: self.partial()}
+        return self.finished({**others, rank: self.partial()})
+
+    def finished(self, found: Mapping[int, Partial]) -> Any:
+        """The gradient that workers' partials make, by rank, as `gradient` gives it."""
         # By rank, so that all of them get the same bits.
         joined = functools.reduce(
             lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
@@ -129,6 +132,10 @@ class StageRun:
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
+
+    def clear(self) -> None:
+        """The gradient so far has been used; the next one grows from nothing."""
+        self._first = self._partial = None
 
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""

@@ -113,9 +113,13 @@ class Step:
         else:
             run.backward_params(action.micro_batch)
         if action.kind == ("W" if split else "B"):
-            self._left[worker, action.stage] -= 1
-            if not self._left[worker, action.stage]:
-                self._share_gradient(worker, action.stage)
+            self._passed_back(worker, action.stage)
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        """The gradient of a stage has grown by another micro-batch's."""
+        self._left[worker, stage] -= 1
+        if not self._left[worker, stage]:
+            self._share_gradient(worker, stage)
 
     # --- what several workers have to join ---
 
@@ -187,29 +191,40 @@ class Step:
 
     def _differentiate_loss(self, worker: int, micro: int) -> None:
         """The losses of a micro-batch; their cotangents start the way back."""
+        last, part = self._places.loss, self._parts[micro]
+        values, entries = self._taken_by_loss(worker, micro)
+        passes = self._loss.passes(part.batch, self._read)
+        found, d_values = passes.both(values, entries, part.weights)
+        self._add_loss(worker, micro, found)
+        share = Share(np.float32(0), part.total)
+        if self._loss.kind in ("max", "min"):
+            share = Share(found.value, found.weight)
+        for name, d_value in d_values.items():
+            self._send_back(worker, micro, name, last, (d_value, share))
+
+    def _taken_by_loss(
+        self, worker: int, micro: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values that the loss is given, and the entries that it reads."""
         last = self._places.loss
         values = {}
         for name, source in self._wiring.source[last].items():
             sender = self._places.worker(source, micro)
             parcel = Parcel("F", micro, name, last, sender)
             values[name] = self._post.take(parcel, worker)
-        part = self._parts[micro]
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
-        passes = self._loss.passes(part.batch, self._read)
-        found, d_values = passes.both(values, entries, part.weights)
+        return values, entries
+
+    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
+        """The losses so far; once they are complete, all workers get them."""
         before = self._losses.get(worker)
         joined = found if before is None else join(before, found, self._loss.kind)
         self._losses[worker] = joined
         self._losses_left[worker] -= 1
         if not self._losses_left[worker]:
             for other in range(self._places.schedule.workers):
-                parcel = Parcel("L", -1, "", last, worker)
+                parcel = Parcel("L", -1, "", self._places.loss, worker)
                 self._post.put(parcel, other, joined)
-        share = Share(np.float32(0), part.total)
-        if self._loss.kind in ("max", "min"):
-            share = Share(found.value, found.weight)
-        for name, d_value in d_values.items():
-            self._send_back(worker, micro, name, last, (d_value, share))
 
     # --- backward ---
 

@@ -1,0 +1,193 @@
+"""One epoch of an asynchronous pipeline: a step in which the stages update themselves.
+
+A stage's updates are numbered. For each its workers contribute `every` micro-batches
+each, in the order of their backward passes; the last update of an epoch takes what is
+left. With several workers each sends its sum to the others, and goes on with the stage
+once it has all of them: so all have the same version at the same point of their lists.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdist.pipeline.loss import PipelineLoss
+from jdist.pipeline.micro_batch import MicroBatch
+from jdist.pipeline.places import Places
+from jdist.pipeline.post import Parcel, Post, receive
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.schedule_actions import Action
+from jdist.pipeline.stashed_run import StashedRun
+from jdist.pipeline.step import Step
+from jdist.pipeline.wiring import Wiring
+from jdist.reduction import Partial
+
+
+class Pass(NamedTuple):
+    """What a worker did, and with which weights.
+
+    Versions are numbered from the beginning of the epoch: version v is what v updates
+    have made of the weights that it began with.
+
+    Attributes:
+      kind: "F" or "B".
+      worker: Rank of the worker.
+      stage: The stage.
+      micro_batch: The micro-batch.
+      version: The version that it used.
+      newest: The newest version there when it began; `newest - version` is the
+        staleness of what it used.
+      held: Versions that the stage keeps on this worker afterwards.
+    """
+
+    kind: str
+    worker: int
+    stage: int
+    micro_batch: int
+    version: int
+    newest: int
+    held: int
+
+
+class Epoch(Step):
+    """What the workers of this process do in one epoch.
+
+    Args:
+      number: Of the epoch.
+      wiring: Which value goes where.
+      places: Who runs which stage for which micro-batch, and on what device.
+      runs: By worker and stage, of the workers of this process.
+      post: Brings values to other stages.
+      loss: The loss function.
+      read: The entries of the batch that the loss reads.
+      parts: The micro-batches.
+
+    Attributes:
+      passes: What was done here, in order.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        wiring: Wiring,
+        places: Places,
+        runs: Mapping[tuple[int, int], StashedRun],
+        post: Post,
+        loss: PipelineLoss,
+        read: tuple[str, ...],
+        parts: Sequence[MicroBatch],
+    ) -> None:
+        super().__init__(number, wiring, places, runs, post, loss, read, parts)
+        self.passes: list[Pass] = []
+        self._stashed = runs
+        self._updates = {stage: updates(places.schedule, stage) for _, stage in runs}
+        self._losses_of: dict[int, dict[int, Partial]] = {}
+
+    def finish(self) -> None:
+        """The drain: every stage makes the updates that are left."""
+        for (worker, stage), run in self._stashed.items():
+            while run.stash.version < len(self._updates[stage]):
+                self._update(worker, stage)
+
+    def losses(self, worker: int) -> tuple[np.ndarray, np.ndarray]:
+        """The weighted sum of each micro-batch's losses, and the sum of its weights."""
+        for sender, found in self._losses_of.items():
+            order = sorted(found)
+            values = np.stack([np.asarray(found[i].value) for i in order])
+            weights = np.stack([np.asarray(found[i].weight) for i in order])
+            parcel = Parcel("L", -1, "", self._places.loss, sender)
+            for other in range(self._places.schedule.workers):
+                self._post.put(parcel, other, (values, weights))
+        senders = self._places.schedule.placement[-1]
+        count = self._places.schedule.micro_batches
+        parts = [
+            self._last(worker, Parcel("L", -1, "", self._places.loss, sender))
+            for sender in senders[:count]
+        ]
+        joined = [np.empty(count, np.asarray(each).dtype) for each in parts[0]]
+        for turn, part in enumerate(parts):
+            for whole, own in zip(joined, part, strict=True):
+                whole[turn :: len(senders)] = own
+        return joined[0], joined[1]
+
+    # --- passes ---
+
+    def _missing(self, worker: int, action: Action) -> list[Parcel]:
+        due = (
+            self._due(worker, action.stage) if self._full(worker, action.stage) else []
+        )
+        late = [parcel for parcel in due if not self._post.has(parcel, worker)]
+        return late or super()._missing(worker, action)
+
+    def _do(self, worker: int, action: Action) -> None:
+        kind, stage, micro = action
+        if self._full(worker, stage):
+            self._update(worker, stage)
+        run = self._stashed[worker, stage]
+        newest = run.stash.version
+        super()._do(worker, action)
+        used = run.used[micro] if kind == "F" else run.used.pop(micro)
+        held = len(run.stash.kept)
+        self.passes.append(Pass(kind, worker, stage, micro, used, newest, held))
+
+    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
+        self._losses_of.setdefault(worker, {})[micro] = found
+
+    # --- updates ---
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        if not self._full(worker, stage):
+            return
+        for other in self._replicas(worker, stage):
+            parcel = self._gradient_of(worker, stage)
+            self._post.put(parcel, other, self._stashed[worker, stage].partial())
+        if not self._due(worker, stage):  # Before it waits for anything else.
+            self._update(worker, stage)
+
+    def _full(self, worker: int, stage: int) -> bool:
+        """Whether a worker has contributed all it has to, and not updated yet."""
+        run = self._stashed[worker, stage]
+        if run.stash.version == len(self._updates[stage]):
+            return False
+        wanted = self._updates[stage][run.stash.version][worker]
+        return 0 < wanted == run.grown
+
+    def _due(self, worker: int, stage: int) -> list[Parcel]:
+        """What others contribute to the next update."""
+        contributors = self._updates[stage][self._stashed[worker, stage].stash.version]
+        return [
+            self._gradient_of(other, stage, of=worker)
+            for other in sorted(contributors)
+            if other != worker
+        ]
+
+    def _gradient_of(self, sender: int, stage: int, of: int | None = None) -> Parcel:
+        run = self._stashed[sender if of is None else of, stage]
+        return Parcel("G", run.stash.version, "", stage, sender)
+
+    def _update(self, worker: int, stage: int) -> None:
+        others = {
+            parcel.sender: receive(self._post, parcel, worker, "an update")
+            for parcel in self._due(worker, stage)
+        }
+        self._stashed[worker, stage].update(others, worker)
+
+
+def updates(schedule: Schedule, stage: int) -> list[Counter[int]]:
+    """How many micro-batches each worker contributes to each update of a stage.
+
+    Example:
+      >>> from jdist.pipeline.schedules import pipedream
+      >>> schedule = pipedream(2, 5, replicas=(2, 1), update_every=2)
+      >>> [dict(each) for each in updates(schedule, 0)]
+      [{0: 2, 1: 2}, {0: 1}]
+    """
+    assert schedule.updates is not None
+    workers, every = schedule.placement[stage], schedule.updates.every
+    found: list[Counter[int]] = []
+    for micro in range(schedule.micro_batches):
+        if micro % (every * len(workers)) == 0:
+            found.append(Counter())
+        found[-1][schedule.worker(stage, micro)] += 1
+    return found
