@@ -1,5 +1,6 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
+from jdist.pipeline.checkpoint import Checkpoints as Checkpoints
 from jdist.pipeline.costs import Costs as Costs
 from jdist.pipeline.layer_profile import Layer as Layer
 from jdist.pipeline.layer_profile import Profile as Profile

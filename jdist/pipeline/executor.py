@@ -6,7 +6,7 @@ values get to the others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -33,8 +33,13 @@ class Executor(Protocol):
     def open(self, step: int) -> Post:
         """The way of values in one step."""
 
-    def agree(self, what: str) -> None:
-        """Waits for all workers, and checks that they are about to do the same."""
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """What every process of the pipeline gave, once all of them have.
+
+        Raises:
+          WorkerLost: A worker will not come.
+          RpcTimeout: Nor did it within the default timeout; the message names it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,9 @@ class InProcess:
         """See `Executor`."""
         return InProcessPost(self.places.devices)
 
-    def agree(self, what: str) -> None:
-        """See `Executor`: nobody else is asked."""
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """See `Executor`."""
+        return [value]
 
 
 class Workers:
@@ -79,22 +85,24 @@ class Workers:
           ValueError: They have different schedules.
         """
         if step == 0:
-            self.agree(repr(self.places.schedule))
+            self._meet()
         address = (self._pipeline, step)
         own = self.places.own[0]
         return WorkerPost(self._agent, self._names, own, address)
 
-    def agree(self, what: str) -> None:
-        """See `Executor`.
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """See `Executor`."""
+        found = self._agent.group.all_gather(value, self._names, -1, purpose)
+        return [found[name] for name in self._names]
 
-        Raises:
-          ValueError: They are about to do different things.
-        """
-        mine = f"{what} as {self._pipeline}"
-        found = self._agent.group.all_gather(mine, self._names, -1, "Pipeline")
-        if len(set(found.values())) > 1:
+    def _meet(self) -> None:
+        schedule = self.places.schedule
+        mine = f"{schedule!r} as {self._pipeline}"
+        found = self.gather(mine, "Pipeline")
+        if len(set(found)) > 1:
             rule = "must be the same on all workers, made in the same order"
-            shown = "; ".join(f"{name}: {text}" for name, text in found.items())
+            pairs = zip(self._names, found, strict=True)
+            shown = "; ".join(f"{name}: {text}" for name, text in pairs)
             raise ValueError(requirement("Pipeline(schedule)", rule, shown))
 
 

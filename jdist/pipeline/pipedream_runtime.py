@@ -112,6 +112,11 @@ class PipeDream(Pipeline):
         def schedule(m: int) -> Schedule:
             return schedule_of_epoch(policy, len(stages), m, replicas, update_every)
 
+        for number, stage in enumerate(stages):
+            if stage.tied:
+                rule = "must not be tied: stages update at different times"
+                got = f"stage {number} with {dict(stage.tied)}"
+                raise ValueError(requirement("PipeDream(stages)", rule, got))
         self.epoch_schedule = schedule
         self.passes: list[Pass] = []
         self._policy = policy
@@ -151,7 +156,7 @@ class PipeDream(Pipeline):
         """
         schedule = self.epoch_schedule(len(batches))
         parts = _parts(batches, weights, "PipeDream.train_epoch")
-        self._executor.agree(f"{schedule!r} of {schedule.updates}")
+        self._agree(f"{schedule!r} with {schedule.updates}")
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         runs = self._stashed_runs(schedule, state, key)
         metrics = self._through(schedule, runs, parts)
@@ -163,6 +168,14 @@ class PipeDream(Pipeline):
         after = PipelineState(state.step + 1, params, opt_states, states, state.key)
         return after, metrics
 
+    def _agree(self, what: str) -> None:
+        """Waits for all workers; refuses an epoch that is not the same for all."""
+        found = self.executor.gather(what, "beginning an epoch")
+        if len(set(found)) > 1:
+            rule = "must be the same number of batches on all workers"
+            got = "; ".join(found)
+            raise ValueError(requirement("PipeDream.train_epoch(batches)", rule, got))
+
     def _through(
         self,
         schedule: Schedule,
@@ -170,7 +183,7 @@ class PipeDream(Pipeline):
         parts: Sequence[MicroBatch],
     ) -> EpochMetrics:
         number, self._steps = self._steps, self._steps + 1
-        post = self._executor.open(number)
+        post = self.executor.open(number)
         try:
             read = self._read(post, runs, parts[0].batch)
             places = replace(self._places, schedule=schedule)

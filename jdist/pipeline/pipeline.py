@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
 from jdist.optim import Optimizer
+from jdist.pipeline.arguments import check_schedule, key_given, trees_of
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch, split_batch
@@ -19,6 +19,7 @@ from jdist.pipeline.shapes import check_shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import (
     Metrics,
     PipelineState,
@@ -90,10 +91,9 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
-        _check_schedule(schedule, len(self.wiring.stages))
-        _check_states(self.wiring.stages, schedule)
-        self._executor = executor_for(schedule, workers_or_devices)
-        self._places = self._executor.places
+        check_schedule(schedule, self.wiring.stages)
+        self.executor = executor_for(schedule, workers_or_devices)
+        self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
         self._compiled = [
             stage.compiled(self.wiring.from_batch(number), number)
@@ -101,6 +101,7 @@ class Pipeline:
         ]
         self._optimizer = optimizer
         self._max_norm = max_norm
+        self._tied = Tied(self.stages)
         self._checked: dict[Any, tuple[str, ...]] = {}
         self._steps = 0
 
@@ -122,7 +123,7 @@ class Pipeline:
         Those of a stage with several workers are on the first one's; None takes the
         place of stages that run in other processes.
         """
-        _check_count("Pipeline.place(params)", params, len(self.stages))
+        params = trees_of("Pipeline.place(params)", params, len(self.stages))
         placed: list[Any] = [None] * len(self.stages)
         for number in self.own:
             device = self._places.devices[self._first(number)]
@@ -190,10 +191,10 @@ class Pipeline:
           ValueError, TypeError: No optimizer fits; or not one tree per stage.
         """
         stages = len(self.stages)
-        given = [None] * stages if states is None else list(states)
-        _check_count("Pipeline.init(states=...)", given, stages)
+        given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = optimizers_for(self._optimizer, stages)
         placed = jax.tree.map(jnp.copy, self.place(params))
+        self._tied.check(placed, optimizers, self.executor)
         kept: list[Any] = [None] * stages
         for j in self.own:
             kept[j] = optimizers[j].init(placed[j])
@@ -241,13 +242,11 @@ class Pipeline:
     ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
-        given = [None] * stages if states is None else list(states)
-        _check_count(f"{call}(params)", params, stages)
-        _check_count(f"{call}(states=...)", given, stages)
+        given = trees_of(f"{call}(states=...)", states, stages)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        runs = self._runs(params, given, key)
+        runs = self._runs(trees_of(f"{call}(params)", params, stages), given, key)
         number, self._steps = self._steps, self._steps + 1
-        post = self._executor.open(number)
+        post = self.executor.open(number)
         try:
             found = self._step(number, post, runs, parts)
         except BaseException as error:
@@ -286,9 +285,12 @@ class Pipeline:
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             grads[j] = step.gradient(self._first(j), j)
+        params = {j: runs[self._first(j), j].params for j in self.own}
+        grads = self._tied.summed(params, grads, self._places, post)
         norm = None
         if self._max_norm is not None:
-            norm = step.norm({j: square_of(grads[j]) for j in self.own})
+            counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
+            norm = step.norm({j: square_of(own) for j, own in counted.items()})
         return _Found(step.loss(self._places.own[0]), grads, norm)
 
     def _first(self, stage: int) -> int:
@@ -308,7 +310,7 @@ class Pipeline:
         trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
         leaves, structure = jax.tree.flatten((trees, dict(batch)))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = (kinds, structure) if self._executor.sees_all else None
+        signature = (kinds, structure) if self.executor.sees_all else None
         if signature not in self._checked:
             self._checked[signature] = check_shapes(
                 self.wiring, self._places, post, self._loss, trees, batch
@@ -322,7 +324,7 @@ class Pipeline:
         for number in self.own:
             stage, own = self.stages[number], None
             if stage.keyed:
-                own = jax.random.fold_in(_given(key, number), number)
+                own = jax.random.fold_in(key_given(key, number), number)
             for worker in self.schedule.placement[number]:
                 if worker not in self._places.own:
                     continue
@@ -350,37 +352,3 @@ class _Found(NamedTuple):
     loss: jax.Array
     grads: list[Any]
     norm: jax.Array | None
-
-
-def _given(key: Any, number: int) -> Any:
-    if key is None:
-        rule = f"must be given, because stage {number} takes a PRNG key"
-        raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
-    return key
-
-
-def _check_schedule(schedule: Schedule, stages: int) -> None:
-    if schedule.stages != stages:
-        rule = f"must be one for the {stages} stages"
-        got = f"one for {schedule.stages}"
-        raise ValueError(requirement("Pipeline(schedule)", rule, got))
-    schedule.validate()
-    if schedule.forward_only or schedule.updates is not None:
-        rule = "must have a backward pass for each forward pass, and a flush"
-        raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
-
-
-def _check_states(stages: Sequence[Stage], schedule: Schedule) -> None:
-    for number, workers in enumerate(schedule.placement):
-        if stages[number].stateful and len(workers) > 1:
-            rule = f"must give stage {number} one worker, because it has a state"
-            got = f"workers {workers}"
-            raise ValueError(requirement("Pipeline(schedule)", rule, got))
-
-
-def _check_count(argument: str, trees: Sequence[Any], stages: int) -> None:
-    if not isinstance(trees, list | tuple) or len(trees) != stages:
-        rule = f"must be a list of {stages} trees, one per stage"
-        size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
-        got = f"a {type(trees).__name__}{size}"
-        raise ValueError(requirement(argument, rule, got))

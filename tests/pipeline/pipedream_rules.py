@@ -94,7 +94,9 @@ def adam(t, grad, moments):
 
 
 OPTIMIZERS = {
-    momentum: optim.sgd(lr=lambda t: 0.125 * jnp.minimum(1.0, (t + 1) / 4), momentum=0.9),
+    momentum: optim.sgd(
+        lr=lambda t: 0.125 * jnp.minimum(1.0, (t + 1) / 4), momentum=0.9
+    ),
     adam: optim.adam(lr=0.02),
 }
 """By the change that each makes, in NumPy: `(t, grad, moments) -> change, moments`."""

@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 
-from jdist import pipeline, rpc
+from jdist import optim, pipeline, rpc
+from tests.pipeline import trained
 from tests.pipeline.models import losses, problem, stages
 
 NAMES = ["worker0", "worker1", "worker2"]
@@ -33,7 +34,7 @@ def steps(family, reduction, count):
     return found, sent
 
 
-def replicated(reduction):
+def with_replicas(reduction, **options):
     """Two workers for the second stage, which take micro-batches in turn."""
     programs = [
         [f"0F{i}" for i in range(4)] + [f"0B{i}" for i in range(4)],
@@ -43,7 +44,14 @@ def replicated(reduction):
     ]
     schedule = pipeline.Schedule.of(programs, placement=((0,), (1, 2), (3,)))
     names = [*NAMES, "worker3"]
-    pipe = pipeline.Pipeline(stages(), losses, schedule, names, reduction=reduction)
+    return pipeline.Pipeline(
+        stages(), losses, schedule, names, reduction=reduction, **options
+    )
+
+
+def replicated(reduction):
+    """A gradient by them."""
+    pipe = with_replicas(reduction)
     params, batch, weights = problem(9)
     found = pipe.value_and_grad(pipe.place(params), batch, weights)
     return jax.tree.map(np.asarray, found)
@@ -120,3 +128,42 @@ def first_step():
     pipe = made()
     params, batch, weights = problem(7)
     pipe.value_and_grad(pipe.place(params), batch, weights)
+
+
+def resumed(folder):
+    """Two more steps from what is on disk, saved again; the losses, and the state."""
+    pipe = trained.made(NAMES[:2])
+    with pipeline.Checkpoints(folder, pipe) as saved:
+        state = saved.restore(trained.start(pipe, seed=2))
+        state, found = trained.steps(pipe, state, 2)
+        saved.save(state)
+    return found, trained.numbers(state)
+
+
+def restored_replicas(folder):
+    """A step with two workers for a stage, saved and restored."""
+    pipe = with_replicas("mean", optimizer=optim.adam(lr=0.1))
+    params, batch, weights = problem(9)
+    state, _ = pipe.train_step(pipe.init(params), batch, weights)
+    with pipeline.Checkpoints(folder, pipe) as saved:
+        saved.save(state)
+        again = saved.restore(pipe.init(params))
+    return again.step, trained.numbers(state), trained.numbers(again)
+
+
+def one_saves(folder):
+    """The second worker has left when the first one saves."""
+    pipe = trained.made(NAMES[:2])
+    state = trained.start(pipe)
+    with pipeline.Checkpoints(folder, pipe) as saved:
+        if rpc.get_worker_info().name == "worker1":
+            return "left"
+        before = rpc.get_rpc_timeout()
+        rpc.set_default_timeout(2.0)
+        try:
+            saved.save(state)
+        except rpc.RpcTimeout as error:
+            return str(error)
+        finally:
+            rpc.set_default_timeout(before)
+    return "no error"
