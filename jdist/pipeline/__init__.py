@@ -5,6 +5,7 @@ from jdist.pipeline.costs import Costs as Costs
 from jdist.pipeline.layer_profile import Layer as Layer
 from jdist.pipeline.layer_profile import Profile as Profile
 from jdist.pipeline.layer_profile import load_profile as load_profile
+from jdist.pipeline.module_stages import stages_from_modules as stages_from_modules
 from jdist.pipeline.nnx_stages import stages_from_nnx as stages_from_nnx
 from jdist.pipeline.partition import partition as partition
 from jdist.pipeline.pipedream_runtime import EpochMetrics as EpochMetrics

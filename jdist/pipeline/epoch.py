@@ -10,18 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, receive
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_actions import Action
+from jdist.pipeline.separate_losses import SeparateLosses
 from jdist.pipeline.stashed_run import StashedRun
-from jdist.pipeline.step import Step
 from jdist.pipeline.wiring import Wiring
-from jdist.reduction import Partial
 
 
 class Pass(NamedTuple):
@@ -50,7 +47,7 @@ class Pass(NamedTuple):
     held: int
 
 
-class Epoch(Step):
+class Epoch(SeparateLosses):
     """What the workers of this process do in one epoch.
 
     Args:
@@ -82,34 +79,13 @@ class Epoch(Step):
         self.passes: list[Pass] = []
         self._stashed = runs
         self._updates = {stage: updates(places.schedule, stage) for _, stage in runs}
-        self._losses_of: dict[int, dict[int, Partial]] = {}
 
-    def finish(self) -> None:
-        """The drain: every stage makes the updates that are left."""
+    def run(self) -> None:
+        """All passes; and the drain, in which stages make the updates that are left."""
+        super().run()
         for (worker, stage), run in self._stashed.items():
             while run.stash.version < len(self._updates[stage]):
                 self._update(worker, stage)
-
-    def losses(self, worker: int) -> tuple[np.ndarray, np.ndarray]:
-        """The weighted sum of each micro-batch's losses, and the sum of its weights."""
-        for sender, found in self._losses_of.items():
-            order = sorted(found)
-            values = np.stack([np.asarray(found[i].value) for i in order])
-            weights = np.stack([np.asarray(found[i].weight) for i in order])
-            parcel = Parcel("L", -1, "", self._places.loss, sender)
-            for other in range(self._places.schedule.workers):
-                self._post.put(parcel, other, (values, weights))
-        senders = self._places.schedule.placement[-1]
-        count = self._places.schedule.micro_batches
-        parts = [
-            self._last(worker, Parcel("L", -1, "", self._places.loss, sender))
-            for sender in senders[:count]
-        ]
-        joined = [np.empty(count, np.asarray(each).dtype) for each in parts[0]]
-        for turn, part in enumerate(parts):
-            for whole, own in zip(joined, part, strict=True):
-                whole[turn :: len(senders)] = own
-        return joined[0], joined[1]
 
     # --- passes ---
 
@@ -130,9 +106,6 @@ class Epoch(Step):
         used = run.used[micro] if kind == "F" else run.used.pop(micro)
         held = len(run.stash.kept)
         self.passes.append(Pass(kind, worker, stage, micro, used, newest, held))
-
-    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
-        self._losses_of.setdefault(worker, {})[micro] = found
 
     # --- updates ---
 

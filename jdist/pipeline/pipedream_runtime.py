@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,21 @@ from jdist.optim import Optimizer
 from jdist.pipeline.epoch import Epoch, Pass
 from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.policy import Policy, schedule_of_epoch
+from jdist.pipeline.policy import Policy, forwards_of, schedule_of_epoch
 from jdist.pipeline.post import moved
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_versions import live_versions, versions_used
+from jdist.pipeline.separate_losses import Evaluation, SeparateLosses
 from jdist.pipeline.stage import Stage
+from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.stashed_run import Rule, StashedRun
 from jdist.pipeline.training import PipelineState, optimizers_for
 from jdist.pipeline.weight_stashing import with_weight_stashing
+
+AT_A_TIME = 64
+"""Batches that are evaluated together: what the first stage can run ahead."""
+
+Each = TypeVar("Each", bound=SeparateLosses)
 
 
 class EpochMetrics(NamedTuple):
@@ -159,14 +166,42 @@ class PipeDream(Pipeline):
         self._agree(f"{schedule!r} with {schedule.updates}")
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         runs = self._stashed_runs(schedule, state, key)
-        metrics = self._through(schedule, runs, parts)
+        epoch, found = self._through(Epoch, schedule, runs, parts)
+        self.passes = epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
             params[j], opt_states[j] = run.stash.kept[-1], run.stash.opt_state
             states[j] = run.state
         after = PipelineState(state.step + 1, params, opt_states, states, state.key)
-        return after, metrics
+        return after, _metrics(*found)
+
+    def evaluate(
+        self,
+        state: PipelineState,
+        batches: Sequence[Mapping[str, Any]],
+        weights: Sequence[Any] | None = None,
+    ) -> EpochMetrics:
+        """The losses of batches with the newest weights; nothing changes.
+
+        Args:
+          state: From `init` or an epoch.
+          batches: As for `train_epoch`.
+          weights: As for `train_epoch`.
+
+        Raises: what `train_epoch` raises.
+        """
+        parts = _parts(batches, weights, "PipeDream.evaluate")
+        self._agree(f"{len(parts)} batches to evaluate")
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        found = []
+        for start in range(0, len(parts), AT_A_TIME):
+            some = parts[start : start + AT_A_TIME]
+            schedule = forwards_of(self.epoch_schedule(len(some)))
+            runs = self._runs(state.params, state.states, key)
+            found.append(self._through(Evaluation, schedule, runs, some)[1])
+        values, totals = map(np.concatenate, zip(*found, strict=True))
+        return _metrics(values, totals)
 
     def _agree(self, what: str) -> None:
         """Waits for all workers; refuses an epoch that is not the same for all."""
@@ -178,28 +213,28 @@ class PipeDream(Pipeline):
 
     def _through(
         self,
+        kind: type[Each],
         schedule: Schedule,
-        runs: Mapping[tuple[int, int], StashedRun],
+        runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
-    ) -> EpochMetrics:
+    ) -> tuple[Each, tuple[np.ndarray, np.ndarray]]:
+        """Runs a schedule; and the losses of its micro-batches."""
         number, self._steps = self._steps, self._steps + 1
         post = self.executor.open(number)
         try:
             read = self._read(post, runs, parts[0].batch)
             places = replace(self._places, schedule=schedule)
-            epoch = Epoch(
+            step = kind(
                 number, self.wiring, places, runs, post, self._loss, read, parts
             )
-            epoch.run()
-            epoch.finish()
-            found = epoch.losses(self._places.own[0])
+            step.run()
+            found = step.separate(self._places.own[0])
         except BaseException as error:
             post.end(error)
             raise
         post.end(None)
-        self.record, self.passes = epoch.passages, epoch.passes
-        values, totals = found
-        return EpochMetrics(values / totals, float(values.sum() / totals.sum()))
+        self.record = step.passages
+        return step, found
 
     def _stashed_runs(
         self, schedule: Schedule, state: PipelineState, key: Any
@@ -235,3 +270,7 @@ def _parts(
         micro_batch_of(number, batch, own, call)
         for number, (batch, own) in enumerate(zip(batches, given, strict=True))
     ]
+
+
+def _metrics(values: np.ndarray, weights: np.ndarray) -> EpochMetrics:
+    return EpochMetrics(values / weights, float(values.sum() / weights.sum()))

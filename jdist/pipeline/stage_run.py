@@ -126,17 +126,21 @@ class StageRun:
           others: What other workers found for the same stage, by rank.
           rank: This worker's.
         """
-        return self.finished({**others, rank: self.partial()})
-
-    def finished(self, found: Mapping[int, Partial]) -> Any:
-        """The gradient that workers' partials make, by rank, as `gradient` gives it."""
-        # By rank, so that all of them get the same bits.
-        joined = functools.reduce(
-            lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
-        )
+        joined = self.joined({**others, rank: self.partial()})
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
+
+    def joined(self, found: Mapping[int, Partial]) -> Partial:
+        """The partial that those of several workers make."""
+        # By rank, so that all of them get the same bits.
+        return functools.reduce(
+            lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
+        )
+
+    def forget(self, micro: int) -> None:
+        """No backward pass of this micro-batch will come."""
+        del self._residuals[micro]
 
     def clear(self) -> None:
         """The gradient so far has been used; the next one grows from nothing."""

@@ -1,5 +1,6 @@
 """One stage on one worker during an epoch: passes with versions, and its updates."""
 
+import functools
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,6 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jdist import reduction
+from jdist._tree import split_inexact
+from jdist.optim import Optimizer
 from jdist.pipeline.stage_run import Share, StageRun
 from jdist.pipeline.weight_stashing import StashState, WeightStashing
 from jdist.reduction import Partial
@@ -83,11 +87,25 @@ class StashedRun(StageRun):
           rank: This worker's.
         """
         found = {**others, rank: self.partial()} if self.grown else others
-        grads = self.finished(found)
+        joined = self.joined(found)
         self.clear()
         self.grown = 0
-        self.stash = self._rule.stashing.step(grads, self.stash)
+        stashing = self._rule.stashing
+        params = stashing.load_new_params(self.stash)
+        made = _updated(
+            stashing.optimizer, params, joined, self.stash.opt_state, self._kind
+        )
+        self.stash = stashing.append(self.stash, *made)
         self._load(self.stash.version)
 
     def _load(self, version: int) -> None:
         self.params = self._rule.stashing.load_old_params(self.stash, version)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
+def _updated(
+    optimizer: Optimizer, params: Any, part: Partial, opt_state: Any, kind: str
+) -> tuple[Any, Any]:
+    """The division and the step in one: each array is read once."""
+    grads = reduction.finish(part, kind, split_inexact(params)[0])[1]
+    return optimizer.step(params, grads, opt_state)

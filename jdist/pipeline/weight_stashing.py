@@ -102,6 +102,10 @@ class WeightStashing:
         params, opt_state = _stepped(
             self.optimizer, state.kept[-1], grads, state.opt_state, overrides
         )
+        return self.append(state, params, opt_state)
+
+    def append(self, state: StashState, params: Any, opt_state: Any) -> StashState:
+        """What `step` does with an update that was made elsewhere."""
         kept = (*state.kept, params)[-self.versions :]
         return StashState(state.version + 1, kept, opt_state)
 

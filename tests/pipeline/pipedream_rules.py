@@ -53,12 +53,18 @@ def problem(n, m, seed=0, dtype=np.float64):
 
 
 VERSIONS = {
-    # The version that micro-batch i meets at stage j of n, with an update every k.
-    "stashing": lambda n, k, j, i: (i - (n - 1 - j)) // k,
-    "vertical_sync": lambda n, k, j, i: (i - (n - 1)) // k,
-    "2bw": lambda n, k, j, i: i // k - 1,
-    "flush": lambda n, k, j, i: i // k,
+    # What a worker's i-th micro-batch meets: `ahead` forward passes before the first
+    # backward pass, n stages, an update every k.
+    "stashing": lambda ahead, n, k, i: (i - ahead) // k,
+    "vertical_sync": lambda ahead, n, k, i: (i - (n - 1)) // k,
+    "2bw": lambda ahead, n, k, i: i // k - 1,
+    "flush": lambda ahead, n, k, i: i // k,
 }
+
+
+def version(policy, n, k, j, i):
+    """What micro-batch i meets at stage j, without replicas."""
+    return max(0, VERSIONS[policy](n - 1 - j, n, k, i))
 
 
 def backward(old, new, batch, weights):
@@ -102,31 +108,43 @@ OPTIMIZERS = {
 """By the change that each makes, in NumPy: `(t, grad, moments) -> change, moments`."""
 
 
-def serial(policy, params, batches, weights, change=momentum, k=1):
+def serial(policy, params, batches, weights, change=momentum, k=1, replicas=None):
     """w(t+1) = w(t) + change(grad f(w_1(v_1), .., w_n(v_n))): all versions by stage.
 
-    The gradient of an update is the mean over the examples of its k micro-batches.
+    The gradient of an update is the mean over the examples of its micro-batches: k
+    from each worker of the stage, fewer in the last update.
     """
-    n, m = len(params), len(batches)
+    n = len(params)
+    workers = replicas or (1,) * n
     history = [[jax.tree.map(np.asarray, p)] for p in params]
     moments = [dict.fromkeys(p, (0.0, 0.0)) for p in params]
+    due = [[] for _ in params]
 
     def met(policy, i):
-        return [history[j][max(0, VERSIONS[policy](n, k, j, i))] for j in range(n)]
-
-    for t, start in enumerate(range(0, m, k)):
-        group = range(start, min(start + k, m))
-        total = sum(weights[i].sum() for i in group)
+        """A worker runs micro-batches ahead, and counts its own."""
         found = []
-        for i in group:
-            old = met("stashing" if policy == "none" else policy, i)
-            new = met("flush", i) if policy == "none" else old
-            found.append(backward(old, new, batches[i], weights[i] / total))
-        for j, newest in enumerate([versions[-1] for versions in history]):
-            after = {}
-            for name in newest:
-                grad = sum(each[j][name] for each in found)
-                step, moments[j][name] = change(t, grad, moments[j][name])
-                after[name] = newest[name] + step
-            history[j].append(after)
+        for j, own in enumerate(workers):
+            ahead = (sum(workers[j:]) - 1) // own
+            version = VERSIONS[policy](ahead, n, k, i // own)
+            found.append(history[j][max(0, version)])
+        return found
+
+    def update(j):
+        total = sum(weight for _, weight in due[j])
+        newest, after = history[j][-1], {}
+        for name in newest:
+            grad = sum(found[name] for found, _ in due[j]) / total
+            step, moments[j][name] = change(len(history[j]) - 1, grad, moments[j][name])
+            after[name] = newest[name] + step
+        history[j].append(after)
+        due[j].clear()
+
+    for i, (batch, own) in enumerate(zip(batches, weights, strict=True)):
+        old = met("stashing" if policy == "none" else policy, i)
+        new = met("flush", i) if policy == "none" else old
+        for j, found in enumerate(backward(old, new, batch, own)):
+            due[j].append((found, own.sum()))
+        for j in range(n):
+            if len(due[j]) == k * workers[j] or i == len(batches) - 1:
+                update(j)
     return history
