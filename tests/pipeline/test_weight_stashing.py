@@ -50,9 +50,7 @@ def test_versions_are_those_of_the_optimizer(name, rng):
             assert bits(found) == bits(history[version])
         # A version is a reference, and what was kept before is still there.
         assert before.kept[-1] is state.kept[-2]
-    with pytest.raises(
-        ValueError, match="must be one of 3 to 5, which are kept. Got 2"
-    ):
+    with pytest.raises(ValueError, match="must be one of 3 to 5, which are kept"):
         stash.load_old_params(state, 2)
     with pytest.raises(ValueError, match="Got 6"):
         stash.load_old_params(state, 6)
@@ -85,7 +83,7 @@ def test_a_learning_rate_for_one_step():
 
 
 def test_what_is_refused():
-    with pytest.raises(TypeError, match="made by jdist.optim. Got a float"):
+    with pytest.raises(TypeError, match=r"made by jdist\.optim\. Got a float"):
         with_weight_stashing(0.1, versions=2)
-    with pytest.raises(ValueError, match="versions=.*at least 1. Got 0"):
+    with pytest.raises(ValueError, match=r"versions=.*at least 1\. Got 0"):
         with_weight_stashing(optim.sgd(lr=0.1), versions=0)
