@@ -133,7 +133,7 @@ class Alone:
         run = StashedRun(plain, rule, SGD.init(self._params))
         for i in range(length):
             self._pass(run, i)
-        return run.stash.kept
+        return run.params
 
     def _pass(self, run: StashedRun, i: int) -> None:
         ((name, output),) = run.forward(i, {self._stage.inputs[0]: self._input}).items()

@@ -171,7 +171,7 @@ class PipeDream(Pipeline):
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
-            params[j], opt_states[j] = run.stash.kept[-1], run.stash.opt_state
+            params[j], opt_states[j] = run.params, run.stash.opt_state
             states[j] = run.state
         after = PipelineState(state.step + 1, params, opt_states, states, state.key)
         return after, _metrics(*found)

@@ -3,6 +3,7 @@
 import functools
 from collections import deque
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,7 @@ class StashedRun(StageRun):
     def __init__(self, plain: StageRun, rule: Rule, opt_state: Any) -> None:
         made_of = plain._stage, plain._compiled, plain.params, plain.state
         super().__init__(*made_of, plain._key, plain._kind)
-        self.stash = StashState(0, (plain.params,), opt_state)
+        self.stash = StashState(0, {0: plain.params}, opt_state)
         self.grown = 0
         self.used: dict[int, int] = {}
         self._rule = rule
@@ -74,8 +75,7 @@ class StashedRun(StageRun):
         d_inputs = super().backward(micro, cotangents, share, split)
         self.grown += 1
         self._to_come.popleft()
-        needed = int(self._rule.versions[self._to_come[0]]) if self._to_come else newest
-        self.stash = self._rule.stashing.release(self.stash, needed)
+        self.stash = self._rule.stashing.release(self.stash, self._needed())
         self._load(newest)
         return d_inputs
 
@@ -91,12 +91,20 @@ class StashedRun(StageRun):
         self.clear()
         self.grown = 0
         stashing = self._rule.stashing
-        params = stashing.load_new_params(self.stash)
-        made = _updated(
-            stashing.optimizer, params, joined, self.stash.opt_state, self._kind
+        before = stashing.load_new_params(self.stash)
+        params, opt_state = _updated(
+            stashing.optimizer, before, joined, self.stash.opt_state, self._kind
         )
-        self.stash = stashing.append(self.stash, *made)
+        self.stash = stashing.append(self.stash, params, opt_state, self._needed())
         self._load(self.stash.version)
+
+    def _needed(self) -> set[int]:
+        """Versions that are there, and that some micro-batch will still use."""
+        if not self._rule.consistent:
+            return set()
+        coming = (int(self._rule.versions[micro]) for micro in self._to_come)
+        # They do not decrease: what comes later needs versions that come later.
+        return set(takewhile(lambda version: version <= self.stash.version, coming))
 
     def _load(self, version: int) -> None:
         self.params = self._rule.stashing.load_old_params(self.stash, version)

@@ -16,6 +16,7 @@ who asks for one gets w(0), as in the first steps of the published rule.
 """
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,18 +33,13 @@ class StashState(NamedTuple):
 
     Attributes:
       version: Number of the newest one.
-      kept: The versions themselves, oldest first; the last one is the newest.
+      kept: The versions by number, the newest among them.
       opt_state: As the optimizer left it.
     """
 
     version: int
-    kept: tuple[Any, ...]
+    kept: dict[int, Any]
     opt_state: Any
-
-    @property
-    def oldest(self) -> int:
-        """Number of the oldest version that is kept."""
-        return self.version - len(self.kept) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +56,11 @@ class WeightStashing:
 
     def init(self, params: Any) -> StashState:
         """Version 0. Refers to the parameters, and never donates them."""
-        return StashState(0, (params,), self.optimizer.init(params))
+        return StashState(0, {0: params}, self.optimizer.init(params))
 
     def load_new_params(self, state: StashState) -> Any:
         """The newest version: what a forward pass uses, and what a step starts from."""
-        return state.kept[-1]
+        return state.kept[state.version]
 
     def load_old_params(self, state: StashState, version: int | None = None) -> Any:
         """An older version: what a backward pass uses.
@@ -80,19 +76,19 @@ class WeightStashing:
         """
         if version is None:
             version = state.version - self.versions + 1
-        place = max(version, 0) - state.oldest
-        if not 0 <= place < len(state.kept):
-            rule = f"must be one of {state.oldest} to {state.version}, which are kept"
+        version = max(version, 0)
+        if version not in state.kept:
+            rule = f"must be one of {sorted(state.kept)}, which are kept"
             remedy = "Keep more versions, if a micro-batch under way still needs it."
             call = "load_old_params(version=...)"
             raise ValueError(requirement(call, rule, version, remedy))
-        return state.kept[place]
+        return state.kept[version]
 
     def step(self, grads: Any, state: StashState, **overrides: Any) -> StashState:
         """An update of the newest version, which becomes another version.
 
         No version is donated, since a micro-batch may be using it; the optimizer's
-        own state, which none uses, is.
+        own state, which none uses, is. Of more than `versions` the oldest is dropped.
 
         Args:
           grads: Tree like the parameters, with respect to any of the versions.
@@ -100,28 +96,50 @@ class WeightStashing:
           **overrides: As for `Optimizer.step`.
         """
         params, opt_state = _stepped(
-            self.optimizer, state.kept[-1], grads, state.opt_state, overrides
+            self.optimizer,
+            self.load_new_params(state),
+            grads,
+            state.opt_state,
+            overrides,
         )
-        return self.append(state, params, opt_state)
+        last = range(state.version + 2 - self.versions, state.version + 1)
+        return self.append(state, params, opt_state, last)
 
-    def append(self, state: StashState, params: Any, opt_state: Any) -> StashState:
-        """What `step` does with an update that was made elsewhere."""
-        kept = (*state.kept, params)[-self.versions :]
+    def append(
+        self, state: StashState, params: Any, opt_state: Any, needed: Collection[int]
+    ) -> StashState:
+        """A version that was made elsewhere becomes the newest.
+
+        Args:
+          state: What `init` or the last step returned.
+          params: The version.
+          opt_state: What the optimizer left.
+          needed: Numbers of the older versions that are still needed.
+
+        Raises:
+          ValueError: With the new one these are more than `versions`.
+        """
+        kept = {v: state.kept[v] for v in state.kept if v in needed}
+        if len(kept) >= self.versions:
+            rule = f"must be less than the {self.versions} versions that are kept"
+            raise ValueError(requirement("append(needed)", rule, sorted(kept)))
+        kept[state.version + 1] = params
         return StashState(state.version + 1, kept, opt_state)
 
-    def release(self, state: StashState, before: int) -> StashState:
+    def release(self, state: StashState, needed: Collection[int]) -> StashState:
         """Forgets what no micro-batch needs any more; the newest version stays.
 
         Args:
           state: What `init` or the last step returned.
-          before: Number of the oldest version that is still needed.
+          needed: Numbers of the versions that are still needed.
         """
-        unneeded = min(before - state.oldest, len(state.kept) - 1)
-        return state._replace(kept=state.kept[max(unneeded, 0) :])
+        wanted = {*needed, state.version}
+        kept = {v: params for v, params in state.kept.items() if v in wanted}
+        return state._replace(kept=kept)
 
     def drain(self, state: StashState) -> StashState:
         """No micro-batch is under way: the newest version is number 0 from now on."""
-        return StashState(0, state.kept[-1:], state.opt_state)
+        return StashState(0, {0: self.load_new_params(state)}, state.opt_state)
 
 
 def with_weight_stashing(optimizer: Optimizer, versions: int) -> WeightStashing:

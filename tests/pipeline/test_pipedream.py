@@ -53,7 +53,7 @@ def made(n, policy="stashing", k=1, optimizer=OPTIMIZERS[momentum], **options):
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     policy=st.sampled_from(POLICIES),
     n=st.integers(1, 4),
@@ -190,7 +190,9 @@ def test_replicas_are_bit_identical(monkeypatch):
     def watched(epoch, worker, stage):
         do(epoch, worker, stage)
         stash = epoch._stashed[worker, stage].stash
-        found = [np.asarray(x).tobytes() for x in jax.tree.leaves(stash.kept[-1])]
+        found = [
+            np.asarray(x).tobytes() for x in jax.tree.leaves(stash.kept[stash.version])
+        ]
         versions.setdefault((stage, stash.version), {})[worker] = found
 
     monkeypatch.setattr(Epoch, "_update", watched)
@@ -214,9 +216,9 @@ def held(runtime):
     return tuple(most[worker] for worker in sorted(most))
 
 
-@pytest.mark.parametrize(("n", "k"), [(3, 1), (4, 1), (4, 2), (4, 3)])
-def test_versions_needed(n, k):
-    m = 12
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_versions_needed(k):
+    n, m = 4, 12
     params, batches, _ = problem(n, m)
     runtime = made(n, k=k)
     runtime.train_epoch(runtime.init(params), batches)
@@ -264,6 +266,7 @@ def test_memory_is_that_of_distinct_versions(monkeypatch):
     states = [runtime.init(params)]  # An epoch may drop the only reference.
     runtime.train_epoch(states.pop(), batches, weights)
     assert seen == {(j, kept) for j in range(n) for kept in range(1, n - j + 1)}
+    assert held(runtime) == pipeline.simulate(runtime.epoch_schedule(m)).weight_versions
 
 
 def test_what_is_donated_is_never_in_flight(monkeypatch):

@@ -11,6 +11,9 @@ from tests.rpc import hosts as processes_of
 from tests.rpc.hosts import names
 
 
+CASES = [("processes", 2, 4), ("processes", 3, 5), ("threads", 2, 4)]
+
+
 def same_bits(found, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(a, b)
@@ -21,8 +24,9 @@ def on_each(cluster, count, body, *args):
     return [task.result() for task in tasks]
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 5), (3, 7)])
-def test_every_policy_has_the_bits_of_one_process(cluster, n, m):
+@pytest.mark.parametrize(("kind", "n", "m"), CASES)
+def test_every_policy_has_the_bits_of_one_process(request, kind, n, m):
+    cluster = request.getfixturevalue(kind)
     found = on_each(cluster, n, worlds.every_policy, n, m, names(n))
     alone = worlds.every_policy(n, m)
     for policy in worlds.POLICIES:

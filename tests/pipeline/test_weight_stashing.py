@@ -49,8 +49,8 @@ def test_versions_are_those_of_the_optimizer(name, rng):
             found = stash.load_old_params(state, version)
             assert bits(found) == bits(history[version])
         # A version is a reference, and what was kept before is still there.
-        assert before.kept[-1] is state.kept[-2]
-    with pytest.raises(ValueError, match="must be one of 3 to 5, which are kept"):
+        assert before.kept[t] is state.kept[t]
+    with pytest.raises(ValueError, match=r"one of \[3, 4, 5\], which are kept"):
         stash.load_old_params(state, 2)
     with pytest.raises(ValueError, match="Got 6"):
         stash.load_old_params(state, 6)
@@ -69,11 +69,13 @@ def test_release_and_drain():
     state = stash.init(first("sgd"))
     for _ in range(3):
         state = stash.step(first("sgd"), state)
-    assert (stash.release(state, 2).oldest, stash.release(state, 0).oldest) == (2, 0)
-    assert stash.release(state, 99).kept == state.kept[-1:]
+    assert list(stash.release(state, {0, 2}).kept) == [0, 2, 3]
+    assert list(stash.release(state, ()).kept) == [3]
     drained = stash.drain(state)
-    assert (drained.version, drained.kept) == (0, state.kept[-1:])
-    assert stash.load_old_params(drained, -1) is state.kept[-1]
+    assert (drained.version, list(drained.kept)) == (0, [0])
+    assert stash.load_old_params(drained, -1) is state.kept[3]
+    with pytest.raises(ValueError, match="less than the 4 versions that are kept"):
+        stash.append(state, state.kept[3], state.opt_state, range(4))
 
 
 def test_a_learning_rate_for_one_step():
