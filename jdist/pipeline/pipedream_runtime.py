@@ -59,6 +59,7 @@ class PipeDream(Pipeline):
     and likewise for any optimizer. "none" is the control: its backward passes use the
     newest weights with activations that older ones have made, which is the gradient of
     nothing. Every epoch counts from 0: its w(0) are the weights that it begins with.
+    `value_and_grad` and `train_step` are those of a pipeline that flushes.
 
     Args:
       stages: The stages, as for `Pipeline`; see `stages_from_modules`.
@@ -163,7 +164,7 @@ class PipeDream(Pipeline):
         """
         schedule = self.epoch_schedule(len(batches))
         parts = _parts(batches, weights, "PipeDream.train_epoch")
-        self._agree(f"{schedule!r} with {schedule.updates}")
+        self._agree("train_epoch", f"{schedule!r} with {schedule.updates}")
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         runs = self._stashed_runs(schedule, state, key)
         epoch, found = self._through(Epoch, schedule, runs, parts)
@@ -192,7 +193,7 @@ class PipeDream(Pipeline):
         Raises: what `train_epoch` raises.
         """
         parts = _parts(batches, weights, "PipeDream.evaluate")
-        self._agree(f"{len(parts)} batches to evaluate")
+        self._agree("evaluate", f"{len(parts)} batches")
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         found = []
         for start in range(0, len(parts), AT_A_TIME):
@@ -203,13 +204,13 @@ class PipeDream(Pipeline):
         values, totals = map(np.concatenate, zip(*found, strict=True))
         return _metrics(values, totals)
 
-    def _agree(self, what: str) -> None:
-        """Waits for all workers; refuses an epoch that is not the same for all."""
-        found = self.executor.gather(what, "beginning an epoch")
+    def _agree(self, call: str, what: str) -> None:
+        """Waits for all workers; refuses what is not the same for all."""
+        found = self.executor.gather(what, f"PipeDream.{call}")
         if len(set(found)) > 1:
             rule = "must be the same number of batches on all workers"
             got = "; ".join(found)
-            raise ValueError(requirement("PipeDream.train_epoch(batches)", rule, got))
+            raise ValueError(requirement(f"PipeDream.{call}(batches)", rule, got))
 
     def _through(
         self,

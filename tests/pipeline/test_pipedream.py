@@ -156,6 +156,33 @@ def test_evaluation_is_that_of_the_newest_weights():
     assert again.step == 2
 
 
+def noisy(params, state, x, key):
+    noise = jax.random.normal(key, x.shape, x.dtype)
+    return (x + noise) @ params + state, state + x.mean()
+
+
+def test_states_and_keys():
+    """The state goes from micro-batch to micro-batch; each epoch has its own keys."""
+    params, batches, weights = problem(1, 5)
+    key = jax.random.key(7)
+    stage = pipeline.Stage(noisy, ("x",), ("y",), stateful=True, keyed=True)
+    runtime = pipeline.PipeDream([stage], losses, optimizer=optim.sgd(lr=0.1))
+    state = runtime.init([params[0]["w"]], [jnp.zeros(())], key)
+    w, kept = params[0]["w"], jnp.zeros(())
+    for epoch in range(2):
+        state, _ = runtime.train_epoch(state, batches, weights)
+        own = jax.random.fold_in(jax.random.fold_in(key, epoch), 0)
+        for i, (batch, each) in enumerate(zip(batches, weights, strict=True)):
+            drawn = batch["x"] + jax.random.normal(
+                jax.random.fold_in(own, i), batch["x"].shape
+            )
+            error = np.asarray(drawn @ w + kept - batch["target"])
+            w = w - 0.1 * drawn.T @ (2 * error * each[:, None]) / each.sum()
+            kept = kept + batch["x"].mean()
+    np.testing.assert_allclose(state.params[0], w, rtol=1e-11)
+    np.testing.assert_allclose(state.states[0], kept, rtol=1e-12)
+
+
 # --- replicas ---
 
 REPLICAS = [(1, 2, 1), (2, 1, 1), (3, 2, 1), (1, 1, 2), (2, 3, 1)]
