@@ -29,7 +29,7 @@ class Line:
     writes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Program:
     """What a stage computes: `program(params, *inputs)`, line by line.
 

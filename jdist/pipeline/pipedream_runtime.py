@@ -167,6 +167,8 @@ class PipeDream(Pipeline):
         self._agree("train_epoch", f"{schedule!r} with {schedule.updates}")
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         runs = self._stashed_runs(schedule, state, key)
+        step, own_key = state.step + 1, state.key
+        del state  # Unless the caller keeps it, versions go when nobody needs them.
         epoch, found = self._through(Epoch, schedule, runs, parts)
         self.passes = epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
@@ -174,7 +176,7 @@ class PipeDream(Pipeline):
             run = runs[self._first(j), j]
             params[j], opt_states[j] = run.params, run.stash.opt_state
             states[j] = run.state
-        after = PipelineState(state.step + 1, params, opt_states, states, state.key)
+        after = PipelineState(step, params, opt_states, states, own_key)
         return after, _metrics(*found)
 
     def evaluate(

@@ -45,7 +45,7 @@ def problem(n, m, seed=0, dtype=np.float64):
     ]
     batches, weights = [], []
     for i in range(m):
-        rows = 3 - (i == 1)
+        rows = 6 if i == 1 else 4  # no stage has weights of such a shape
         batches.append({"x": normal(rows, SIZES[0]), "target": normal(rows, SIZES[-1])})
         weights.append(rng.uniform(0.1, 2, rows).astype(dtype))
         weights[-1][i % rows] = 0
