@@ -8,7 +8,9 @@ once it has all of them: so all have the same version at the same point of their
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch
@@ -16,9 +18,11 @@ from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, receive
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_actions import Action
-from jdist.pipeline.separate_losses import SeparateLosses
 from jdist.pipeline.stashed_run import StashedRun
+from jdist.pipeline.step import Step
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.wiring import Wiring
+from jdist.reduction import Partial
 
 
 class Pass(NamedTuple):
@@ -47,7 +51,7 @@ class Pass(NamedTuple):
     held: int
 
 
-class Epoch(SeparateLosses):
+class Epoch(Step):
     """What the workers of this process do in one epoch.
 
     Args:
@@ -78,14 +82,49 @@ class Epoch(SeparateLosses):
         super().__init__(number, wiring, places, runs, post, loss, read, parts)
         self.passes: list[Pass] = []
         self._stashed = runs
+        self._found: dict[int, dict[int, Partial]] = {}
         self._updates = {stage: updates(places.schedule, stage) for _, stage in runs}
 
-    def run(self) -> None:
-        """All passes; and the drain, in which stages make the updates that are left."""
-        super().run()
+    def run(self, stopwatch: Stopwatch | None = None) -> None:
+        """See `Step`; then the drain: stages make the updates that are left."""
+        super().run(stopwatch)
         for (worker, stage), run in self._stashed.items():
             while run.stash.version < len(self._updates[stage]):
                 self._update(worker, stage)
+
+    def losses(self, worker: int) -> tuple[np.ndarray, np.ndarray]:
+        """The weighted sum of each micro-batch's losses, and the sum of its weights.
+
+        Args:
+          worker: One of this process. Every process asks, and gets all of them.
+        """
+        schedule = self._places.schedule
+        for sender, found in self._found.items():
+            order = sorted(found)
+            told = tuple(
+                np.stack([np.asarray(getattr(found[i], field)) for i in order])
+                for field in ("value", "weight")
+            )
+            for other in range(schedule.workers):
+                self._post.put(self._losses_of(sender), other, told)
+        senders = schedule.placement[-1]
+        # With fewer micro-batches than workers some had none.
+        parts = [
+            self._last(worker, self._losses_of(sender))
+            for sender in senders[: schedule.micro_batches]
+        ]
+        values, weights = (
+            np.empty(schedule.micro_batches, np.asarray(x).dtype) for x in parts[0]
+        )
+        for turn, part in enumerate(parts):
+            values[turn :: len(senders)], weights[turn :: len(senders)] = part
+        return values, weights
+
+    def _losses_of(self, sender: int) -> Parcel:
+        return Parcel("L", -1, "", self._places.loss, sender)
+
+    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
+        self._found.setdefault(worker, {})[micro] = found
 
     # --- passes ---
 
@@ -96,16 +135,17 @@ class Epoch(SeparateLosses):
         late = [parcel for parcel in due if not self._post.has(parcel, worker)]
         return late or super()._missing(worker, action)
 
-    def _do(self, worker: int, action: Action) -> None:
+    def _do(self, worker: int, action: Action) -> Any:
         kind, stage, micro = action
         if self._full(worker, stage):
             self._update(worker, stage)
         run = self._stashed[worker, stage]
         newest = run.stash.version
-        super()._do(worker, action)
+        computed = super()._do(worker, action)
         used = run.used[micro] if kind == "F" else run.used.pop(micro)
         held = len(run.stash.kept)
         self.passes.append(Pass(kind, worker, stage, micro, used, newest, held))
+        return computed
 
     # --- updates ---
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,14 @@ from jdist.optim import Optimizer
 from jdist.pipeline.epoch import Epoch, Pass
 from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.policy import Policy, forwards_of, schedule_of_epoch
+from jdist.pipeline.policy import Policy, schedule_of_epoch
 from jdist.pipeline.post import moved
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_versions import live_versions, versions_used
-from jdist.pipeline.separate_losses import Evaluation, SeparateLosses
 from jdist.pipeline.stage import Stage
-from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.stashed_run import Rule, StashedRun
 from jdist.pipeline.training import PipelineState, optimizers_for
 from jdist.pipeline.weight_stashing import with_weight_stashing
-
-AT_A_TIME = 64
-"""Batches that are evaluated together: what the first stage can run ahead."""
-
-Each = TypeVar("Each", bound=SeparateLosses)
 
 
 class EpochMetrics(NamedTuple):
@@ -59,7 +52,8 @@ class PipeDream(Pipeline):
     and likewise for any optimizer. "none" is the control: its backward passes use the
     newest weights with activations that older ones have made, which is the gradient of
     nothing. Every epoch counts from 0: its w(0) are the weights that it begins with.
-    `value_and_grad` and `train_step` are those of a pipeline that flushes.
+    `evaluate`, `value_and_grad` and `train_step` are those of a pipeline that flushes,
+    with as many micro-batches as workers.
 
     Args:
       stages: The stages, as for `Pipeline`; see `stages_from_modules`.
@@ -128,12 +122,13 @@ class PipeDream(Pipeline):
         self.epoch_schedule = schedule
         self.passes: list[Pass] = []
         self._policy = policy
-        # In place of an epoch, for what `Pipeline` does: every worker has something.
-        synchronous = replace(schedule(max(replicas or (1,))), updates=None)
+        # For what `Pipeline` does: no worker idles, and nobody updates by itself.
+        workers = schedule(1).workers
+        synchronous = schedule_of_epoch("stashing", len(stages), workers, replicas, 1)
         super().__init__(
             stages,
             loss_fn,
-            synchronous,
+            replace(synchronous, updates=None),
             workers_or_devices,
             optimizer=optimizer,
             loss_inputs=loss_inputs,
@@ -169,42 +164,23 @@ class PipeDream(Pipeline):
         runs = self._stashed_runs(schedule, state, key)
         step, own_key = state.step + 1, state.key
         del state  # Unless the caller keeps it, versions go when nobody needs them.
-        epoch, found = self._through(Epoch, schedule, runs, parts)
-        self.passes = epoch.passes
+        places = replace(self._places, schedule=schedule)
+        with self._opened() as (number, post):
+            read = self._shapes.read(post, runs, parts[0].batch)
+            epoch = Epoch(
+                number, self.wiring, places, runs, post, self._loss, read, parts
+            )
+            epoch.run(self.stopwatch)
+            values, totals = epoch.losses(self._places.own[0])
+        self.record, self.passes = epoch.passages, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
             params[j], opt_states[j] = run.params, run.stash.opt_state
             states[j] = run.state
         after = PipelineState(step, params, opt_states, states, own_key)
-        return after, _metrics(*found)
-
-    def evaluate(
-        self,
-        state: PipelineState,
-        batches: Sequence[Mapping[str, Any]],
-        weights: Sequence[Any] | None = None,
-    ) -> EpochMetrics:
-        """The losses of batches with the newest weights; nothing changes.
-
-        Args:
-          state: From `init` or an epoch.
-          batches: As for `train_epoch`.
-          weights: As for `train_epoch`.
-
-        Raises: what `train_epoch` raises.
-        """
-        parts = _parts(batches, weights, "PipeDream.evaluate")
-        self._agree("evaluate", f"{len(parts)} batches")
-        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        found = []
-        for start in range(0, len(parts), AT_A_TIME):
-            some = parts[start : start + AT_A_TIME]
-            schedule = forwards_of(self.epoch_schedule(len(some)))
-            runs = self._runs(state.params, state.states, key)
-            found.append(self._through(Evaluation, schedule, runs, some)[1])
-        values, totals = map(np.concatenate, zip(*found, strict=True))
-        return _metrics(values, totals)
+        loss = float(values.sum() / totals.sum())
+        return after, EpochMetrics(values / totals, loss)
 
     def _agree(self, call: str, what: str) -> None:
         """Waits for all workers; refuses what is not the same for all."""
@@ -213,31 +189,6 @@ class PipeDream(Pipeline):
             rule = "must be the same number of batches on all workers"
             got = "; ".join(found)
             raise ValueError(requirement(f"PipeDream.{call}(batches)", rule, got))
-
-    def _through(
-        self,
-        kind: type[Each],
-        schedule: Schedule,
-        runs: Mapping[tuple[int, int], StageRun],
-        parts: Sequence[MicroBatch],
-    ) -> tuple[Each, tuple[np.ndarray, np.ndarray]]:
-        """Runs a schedule; and the losses of its micro-batches."""
-        number, self._steps = self._steps, self._steps + 1
-        post = self.executor.open(number)
-        try:
-            read = self._read(post, runs, parts[0].batch)
-            places = replace(self._places, schedule=schedule)
-            step = kind(
-                number, self.wiring, places, runs, post, self._loss, read, parts
-            )
-            step.run()
-            found = step.separate(self._places.own[0])
-        except BaseException as error:
-            post.end(error)
-            raise
-        post.end(None)
-        self.record = step.passages
-        return step, found
 
     def _stashed_runs(
         self, schedule: Schedule, state: PipelineState, key: Any
@@ -273,7 +224,3 @@ def _parts(
         micro_batch_of(number, batch, own, call)
         for number, (batch, own) in enumerate(zip(batches, given, strict=True))
     ]
-
-
-def _metrics(values: np.ndarray, weights: np.ndarray) -> EpochMetrics:
-    return EpochMetrics(values / weights, float(values.sum() / weights.sum()))

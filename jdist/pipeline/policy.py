@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import numpy as np
-
 from jdist._errors import requirement
 from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_actions import Columns, F
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.schedules.pipedream_2bw import pipedream_2bw
 from jdist.pipeline.schedules.pipedream_flush import pipedream_flush
@@ -56,26 +53,3 @@ def schedule_of_epoch(
     if policy == "flush":
         return pipedream_flush(n, m, update_every=every)
     return pipedream(n, m, update_every=every, uses="entry")
-
-
-def forwards_of(schedule: Schedule) -> Schedule:
-    """The forward passes of a schedule alone, for evaluation.
-
-    Example:
-      >>> print(forwards_of(schedule_of_epoch("stashing", 2, 3, None, None)))
-      worker 0 | 0F0 0F1 0F2  .
-      worker 1 |  .  1F0 1F1 1F2
-    """
-    columns = schedule.columns
-    kept = columns.kind == F
-    first = np.concatenate([[0], np.cumsum(kept)])[columns.first]
-    forwards = Columns(
-        columns.kind[kept], columns.stage[kept], columns.micro_batch[kept], first
-    )
-    return Schedule(
-        schedule.name,
-        schedule.micro_batches,
-        schedule.placement,
-        forwards,
-        forward_only=True,
-    )

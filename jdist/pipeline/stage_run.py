@@ -71,9 +71,18 @@ class StageRun:
         """See the class."""
         return sorted({*self._residuals, *self._rests})
 
+    def arrays(self) -> Any:
+        """All arrays that it has at the moment, beside parameters and keys."""
+        return self._residuals, self._rests, self._partial, self.state
+
+    def nbytes(self) -> int:
+        """Bytes kept for backward passes still to come, each array counted once."""
+        kept = jax.tree.leaves((self._residuals, self._rests))
+        return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
+
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
-        key = None if self._key is None else _fold(self._key, micro)
+        key = None if self._key is None else fold(self._key, micro)
         given = tuple([inputs[name] for name in self._stage.inputs])
         (returned, self.state), residuals = self._compiled.forward(
             self.params, self.state, given, key
@@ -138,10 +147,6 @@ class StageRun:
             lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
         )
 
-    def forget(self, micro: int) -> None:
-        """No backward pass of this micro-batch will come."""
-        del self._residuals[micro]
-
     def clear(self) -> None:
         """The gradient so far has been used; the next one grows from nothing."""
         self._partial = None
@@ -159,7 +164,8 @@ class StageRun:
 
 
 @jax.jit
-def _fold(key: Any, number: Any) -> Any:
+def fold(key: Any, number: Any) -> Any:
+    """`jax.random.fold_in`, compiled."""
     return jax.random.fold_in(key, number)
 
 

@@ -55,6 +55,10 @@ class StashedRun(StageRun):
         self._rule = rule
         self._to_come = deque(np.flatnonzero(rule.versions >= 0).tolist())
 
+    def arrays(self) -> Any:
+        """See `StageRun`; and all versions."""
+        return super().arrays(), self.stash.kept, self.stash.opt_state
+
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """See `StageRun`."""
         self.used[micro] = int(self._rule.versions[micro])

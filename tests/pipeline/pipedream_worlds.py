@@ -34,9 +34,14 @@ def epoch(n, m, policy, k=1, places=None, replicas=None):
     runtime = runtime_of(n, policy, k, workers_or_devices=places, replicas=replicas)
     params, batches, weights = problem(n, m, dtype=np.float32)
     state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
-    evaluated = runtime.evaluate(state, batches, weights)
+    evaluated = runtime.evaluate(state, batches[0], weights[0])
     found = jax.tree.map(np.asarray, (state.params, state.opt_states))
-    return found, metrics.losses, [tuple(p) for p in runtime.passes], evaluated.losses
+    return (
+        found,
+        metrics.losses,
+        [tuple(p) for p in runtime.passes],
+        np.asarray(evaluated.loss),
+    )
 
 
 def every_policy(n, m, places=None):

@@ -167,3 +167,30 @@ def one_saves(folder):
         finally:
             rpc.set_default_timeout(before)
     return "no error"
+
+
+ROUND_TRIP = 0.05
+"""Seconds; that of a busy machine."""
+
+
+def timed():
+    """The records of a timed step, after one that compiled."""
+    pipe = made()
+    params, batch, weights = problem(7)
+    placed = pipe.place(params)
+
+    def step():
+        return pipe.value_and_grad(placed, batch, weights)
+
+    step()
+    return [tuple(record) for record in pipeline.timed(pipe, step)[1].records()]
+
+
+def evaluated():
+    """Before the first step of training, and after it."""
+    pipe = made(optimizer=optim.sgd(lr=0.0))
+    params, batch, weights = problem(7)
+    first = pipe.evaluate(pipe.place(params), batch, weights, outputs=True)
+    state, _ = pipe.train_step(pipe.init(params), batch, weights)
+    again = pipe.evaluate(state, batch, weights)
+    return jax.tree.map(np.asarray, (first, again))
