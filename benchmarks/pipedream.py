@@ -11,7 +11,7 @@ from benchmarks._harness import Case, timing
 from benchmarks._pair import Pair
 from jdist.rpc import ProcessSettings
 
-ROUNDS = 4
+ROUNDS = 3
 GOALS = {jobs.ALONE: 0.97, jobs.SYNCHRONOUS: 1.1}
 
 

@@ -51,7 +51,7 @@ class Pass(NamedTuple):
     held: int
 
 
-class Epoch(Step):
+class EpochStep(Step):
     """What the workers of this process do in one epoch.
 
     Args:

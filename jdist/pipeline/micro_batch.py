@@ -89,6 +89,14 @@ def _examples(batch: Any, call: str) -> int:
     return examples_in(batch, call)
 
 
+def size_of_batch(batch: Any, weights: Any) -> tuple[int, float]:
+    """The examples of a batch that can be cut, and the sum of their weights."""
+    examples = len(jax.tree.leaves(batch)[0])
+    if weights is None:
+        return examples, float(examples)
+    return examples, float(np.asarray(weights).sum(dtype=np.float64))
+
+
 def check_weights(weights: Any, examples: int, call: str) -> np.ndarray:
     """The weights of a batch, as an array on the host.
 

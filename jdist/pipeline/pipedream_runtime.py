@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.pipeline.epoch import Epoch, Pass
+from jdist.pipeline.epoch import EpochStep, Pass
 from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.policy import Policy, schedule_of_epoch
@@ -167,7 +167,7 @@ class PipeDream(Pipeline):
         places = replace(self._places, schedule=schedule)
         with self._opened() as (number, post):
             read = self._shapes.read(post, runs, parts[0].batch)
-            epoch = Epoch(
+            epoch = EpochStep(
                 number, self.wiring, places, runs, post, self._loss, read, parts
             )
             epoch.run(self.stopwatch)
@@ -197,7 +197,8 @@ class PipeDream(Pipeline):
         used = versions_used(schedule)
         kept = live_versions(schedule.columns, schedule.updates)
         runs = {}
-        for (worker, j), plain in self._runs(state.params, state.states, key).items():
+        plain_runs = self._runs(state.params, state.states, key, self._loss.kind)
+        for (worker, j), plain in plain_runs.items():
             own = schedule.owner[j] == worker
             consistent = self._policy != "none"
             versions = int(kept[j, worker]) if consistent and own.any() else 1

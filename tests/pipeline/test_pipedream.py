@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist import optim, pipeline, verify
-from jdist.pipeline.epoch import Epoch
+from jdist.pipeline.epoch import EpochStep
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
     adam,
@@ -210,7 +210,7 @@ def test_replicas_follow_their_formula(replicas, k):
 
 def test_replicas_are_bit_identical(monkeypatch):
     """After each update, on one device and on several."""
-    do, versions = Epoch._update, {}
+    do, versions = EpochStep._update, {}
 
     def watched(epoch, worker, stage):
         do(epoch, worker, stage)
@@ -220,7 +220,7 @@ def test_replicas_are_bit_identical(monkeypatch):
         ]
         versions.setdefault((stage, stash.version), {})[worker] = found
 
-    monkeypatch.setattr(Epoch, "_update", watched)
+    monkeypatch.setattr(EpochStep, "_update", watched)
     params, batches, weights = problem(3, 11)
     runtime = made(3, replicas=(2, 1, 3), workers_or_devices=jax.devices()[:6])
     runtime.train_epoch(runtime.init(params), batches, weights)
@@ -276,7 +276,7 @@ def test_memory_is_that_of_distinct_versions(monkeypatch):
     shapes = [params[j]["w"].shape for j in range(n)]
     assert len(set(shapes)) == n
     outside = [sum(x.shape == shape for x in jax.live_arrays()) for shape in shapes]
-    do, seen = Epoch._do, set()
+    do, seen = EpochStep._do, set()
 
     def watched(epoch, worker, action):
         do(epoch, worker, action)
@@ -287,7 +287,7 @@ def test_memory_is_that_of_distinct_versions(monkeypatch):
             assert sum(x.nbytes for x in live) == kept * one
             seen.add((j, len(run.stash.kept)))
 
-    monkeypatch.setattr(Epoch, "_do", watched)
+    monkeypatch.setattr(EpochStep, "_do", watched)
     states = [runtime.init(params)]  # An epoch may drop the only reference.
     runtime.train_epoch(states.pop(), batches, weights)
     assert seen == {(j, kept) for j in range(n) for kept in range(1, n - j + 1)}
@@ -299,7 +299,7 @@ def test_what_is_donated_is_never_in_flight(monkeypatch):
     n = 3
     params, batches, weights = problem(n, 7)
     runtime = made(n, optimizer=OPTIMIZERS[adam])
-    do, states = Epoch._do, []
+    do, states = EpochStep._do, []
 
     def watched(epoch, worker, action):
         states.append(epoch._stashed[worker, action.stage].stash.opt_state)
@@ -308,7 +308,7 @@ def test_what_is_donated_is_never_in_flight(monkeypatch):
             leaves = jax.tree.leaves((run.stash.kept, run.stash.opt_state, params))
             assert not any(leaf.is_deleted() for leaf in leaves)
 
-    monkeypatch.setattr(Epoch, "_do", watched)
+    monkeypatch.setattr(EpochStep, "_do", watched)
     state = runtime.init(params)
     after, _ = runtime.train_epoch(state, batches, weights)
     donated = [leaf.is_deleted() for leaf in jax.tree.leaves(states)]
