@@ -20,6 +20,7 @@ from jdist.pipeline.schedule_versions import live_versions, versions_used
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stashed_run import Rule, StashedRun
 from jdist.pipeline.training import PipelineState, optimizers_for
+from jdist.pipeline.updates import loss_scale_of
 from jdist.pipeline.weight_stashing import with_weight_stashing
 
 
@@ -114,11 +115,7 @@ class PipeDream(Pipeline):
         def schedule(m: int) -> Schedule:
             return schedule_of_epoch(policy, len(stages), m, replicas, update_every)
 
-        for number, stage in enumerate(stages):
-            if stage.tied:
-                rule = "must not be tied: stages update at different times"
-                got = f"stage {number} with {dict(stage.tied)}"
-                raise ValueError(requirement("PipeDream(stages)", rule, got))
+        _check_apart(stages, optimizer)
         self.epoch_schedule = schedule
         self.passes: list[Pass] = []
         self._policy = policy
@@ -212,6 +209,24 @@ class PipeDream(Pipeline):
             opt_state = jax.tree.map(jnp.copy, moved(state.opt_states[j], device))
             runs[worker, j] = StashedRun(plain, rule, opt_state)
         return runs
+
+
+def _check_apart(
+    stages: Sequence[Stage], optimizer: Optimizer | Sequence[Optimizer] | None
+) -> None:
+    """Refuses what stages would have to do at the same time."""
+    for number, stage in enumerate(stages):
+        if stage.tied:
+            rule = "must not be tied: stages update at different times"
+            got = f"stage {number} with {dict(stage.tied)}"
+            raise ValueError(requirement("PipeDream(stages)", rule, got))
+    found = [] if optimizer is None else optimizers_for(optimizer, len(stages))
+    if loss_scale_of(found) is not None:
+        rule = "must not scale the loss: stages update at different times, so that "
+        rule += "they cannot skip together"
+        remedy = "Compute in bfloat16, which needs no scale."
+        call = "PipeDream(optimizer=...)"
+        raise ValueError(requirement(call, rule, "a loss scale", remedy))
 
 
 def _parts(

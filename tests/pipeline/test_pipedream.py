@@ -154,6 +154,23 @@ def test_evaluation_is_that_of_the_newest_weights():
     np.testing.assert_allclose(metrics.losses[0], expected, rtol=1e-12)
 
 
+def test_masters_in_an_asynchronous_stage():
+    """Stages compute in bfloat16; what they hand on is a copy of the masters."""
+    params, batches, weights = problem(2, 5, dtype=np.float32)
+    kept = optim.with_master_weights(optim.sgd(lr=0.1), compute_dtype=jnp.bfloat16)
+    runtime = made(2, optimizer=kept)
+    bf16 = [{name: x.astype(jnp.bfloat16) for name, x in b.items()} for b in batches]
+    state = runtime.init(params)
+    after, _ = runtime.train_epoch(state, bf16, weights)
+    pairs = zip(after.params, after.opt_states, state.params, strict=True)
+    for own, opt_state, before in pairs:
+        for name, x in own.items():
+            assert x.dtype == jnp.bfloat16
+            assert opt_state.masters[name].dtype == jnp.float32
+            assert np.array_equal(x, opt_state.masters[name].astype(jnp.bfloat16))
+            assert not np.array_equal(x, before[name])
+
+
 def noisy(params, state, x, key):
     noise = jax.random.normal(key, x.shape, x.dtype)
     return (x + noise) @ params + state, state + x.mean()
@@ -370,3 +387,8 @@ def test_arguments_that_are_refused():
         pipeline.PipeDream(tied, losses)
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
+    scaled = optim.with_master_weights(
+        optim.sgd(lr=0.1), compute_dtype=jnp.float16, loss_scale=8.0
+    )
+    with pytest.raises(ValueError, match="must not scale the loss"):
+        made(3, optimizer=scaled)
