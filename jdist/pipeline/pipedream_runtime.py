@@ -220,8 +220,9 @@ def _check_apart(
             rule = "must not be tied: stages update at different times"
             got = f"stage {number} with {dict(stage.tied)}"
             raise ValueError(requirement("PipeDream(stages)", rule, got))
-    found = [] if optimizer is None else optimizers_for(optimizer, len(stages))
-    if loss_scale_of(found) is not None:
+    if optimizer is None:
+        return
+    if loss_scale_of(optimizers_for(optimizer, len(stages))) is not None:
         rule = "must not scale the loss: stages update at different times, so that "
         rule += "they cannot skip together"
         remedy = "Compute in bfloat16, which needs no scale."
