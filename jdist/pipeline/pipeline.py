@@ -1,32 +1,30 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jdist._tree import examples_in
 from jdist.optim import Optimizer
 from jdist.pipeline.arguments import check_schedule, key_given, trees_of
+from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.micro_batch import MicroBatch, split_batch
+from jdist.pipeline.micro_batch import MicroBatch, size_of_batch, split_batch
 from jdist.pipeline.passage import Passage
 from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.shapes import check_shapes
+from jdist.pipeline.shapes import Shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
-from jdist.pipeline.training import (
-    Metrics,
-    PipelineState,
-    optimizers_for,
-    square_of,
-    update,
-)
+from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
+from jdist.pipeline.updates import News, Updates, joined, loss_scale_of, started
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -91,6 +89,7 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
+        self.stopwatch: Stopwatch | None = None
         check_schedule(schedule, self.wiring.stages)
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
@@ -102,7 +101,8 @@ class Pipeline:
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._tied = Tied(self.stages)
-        self._checked: dict[Any, tuple[str, ...]] = {}
+        self._shapes = Shapes(self.wiring, self.executor, self._loss)
+        self._evaluator = Evaluator(self.wiring, self._places, self._loss)
         self._steps = 0
 
     @property
@@ -183,7 +183,8 @@ class Pipeline:
 
         Args:
           params: One pytree per stage; copied, because training steps donate theirs.
-            Those of stages that run in other processes are not looked at.
+            In full precision: an optimizer with masters rounds the copies. Those of
+            stages that run in other processes are not looked at.
           states: One per stage, None where there is none.
           key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
 
@@ -193,11 +194,12 @@ class Pipeline:
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = optimizers_for(self._optimizer, stages)
+        loss_scale_of(optimizers)
         placed = jax.tree.map(jnp.copy, self.place(params))
         self._tied.check(placed, optimizers, self.executor)
         kept: list[Any] = [None] * stages
         for j in self.own:
-            kept[j] = optimizers[j].init(placed[j])
+            placed[j], kept[j] = started(optimizers[j], placed[j])
         return PipelineState(0, placed, kept, self.place(given), key)
 
     def train_step(
@@ -217,20 +219,55 @@ class Pipeline:
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        found, runs = self._run(state.params, batch, weights, state.states, key)
         params, kept = list(state.params), list(state.opt_states)
+        updates = Updates(optimizers, state.params, state.opt_states, self._max_norm)
+        found, runs = self._run(params, batch, weights, state.states, key, updates)
+        norm = None
         for j in self.own:
-            clipping = None
-            if self._max_norm is not None:
-                norm = moved(found.norm, self._places.devices[self._first(j)])
-                clipping = norm, self._max_norm
-            params[j], kept[j] = update(
-                optimizers[j], params[j], found.grads[j], kept[j], clipping
-            )
+            news = moved(found.news, self._places.devices[self._first(j)])
+            params[j], kept[j], norm = updates.apply(j, found.grads[j], news)
         after = self._after(runs)
         step = state.step + 1
-        metrics = Metrics(found.loss, found.norm)
+        metrics = Metrics(found.loss, norm, *size_of_batch(batch, weights))
         return PipelineState(step, params, kept, after, state.key), metrics
+
+    def evaluate(
+        self,
+        params: Sequence[Any] | PipelineState,
+        batch: Mapping[str, Any],
+        weights: Any = None,
+        *,
+        states: Sequence[Any] | None = None,
+        key: Any = None,
+        outputs: bool = False,
+    ) -> Evaluation:
+        """The loss of a batch, by forward passes alone; nothing is changed by it.
+
+        Args:
+          params: One pytree per stage, or a training state.
+          batch: As for `value_and_grad`; it may have fewer examples than there are
+            micro-batches.
+          weights: As for `value_and_grad`.
+          states: As for `value_and_grad`; a training state has its own.
+          key: A PRNG key, if a stage takes one and has no function for evaluation.
+          outputs: Whether what the loss is given is wanted, too.
+
+        Raises: what `value_and_grad` raises.
+        """
+        if isinstance(params, PipelineState):
+            states, params = params.states, params.params
+        call, stages = "Pipeline.evaluate", len(self.stages)
+        given = trees_of(f"{call}(states=...)", states, stages)
+        trees = trees_of(f"{call}(params)", params, stages)
+        count = min(self.schedule.micro_batches, examples_in(batch, call))
+        parts = split_batch(batch, weights, count)
+        runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
+        with self._opened() as (number, post):
+            read = self._shapes.read(post, runs, parts[0].batch)
+            self.record, found = self._evaluator.run(
+                number, post, runs, parts, read, outputs
+            )
+        return found
 
     def _run(
         self,
@@ -239,21 +276,32 @@ class Pipeline:
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
+        updates: Updates | None = None,
     ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        runs = self._runs(trees_of(f"{call}(params)", params, stages), given, key)
+        given_params = trees_of(f"{call}(params)", params, stages)
+        loss = self._loss
+        if updates is not None and updates.loss_scale is not None:
+            loss = loss.scaled(updates.scale, sum(part.total for part in parts))
+        runs = self._runs(given_params, given, key, loss.gradient_kind)
+        with self._opened() as (number, post):
+            found = self._step(number, post, runs, parts, loss, updates)
+        return found, runs
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[int, Post]]:
+        """A step: its number, and the way of its values, which ends with it."""
         number, self._steps = self._steps, self._steps + 1
         post = self.executor.open(number)
         try:
-            found = self._step(number, post, runs, parts)
+            yield number, post
         except BaseException as error:
             post.end(error)
             raise
         post.end(None)
-        return found, runs
 
     def _after(self, runs: Mapping[tuple[int, int], StageRun]) -> list[Any]:
         """What stateful stages were left with."""
@@ -268,74 +316,62 @@ class Pipeline:
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
+        loss: PipelineLoss,
+        updates: Updates | None,
     ) -> "_Found":
-        read = self._read(post, runs, parts[0].batch)
+        read = self._shapes.read(post, runs, parts[0].batch)
         step = Step(
             number,
             self.wiring,
             self._places,
             runs,
             post,
-            self._loss,
+            loss,
             read,
             parts,
         )
-        step.run()
+        step.run(self.stopwatch)
         self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             grads[j] = step.gradient(self._first(j), j)
         params = {j: runs[self._first(j), j].params for j in self.own}
         grads = self._tied.summed(params, grads, self._places, post)
-        norm = None
-        if self._max_norm is not None:
+        news = News(None, None)
+        if updates is not None and updates.together:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
-            norm = step.norm({j: square_of(own) for j, own in counted.items()})
-        return _Found(step.loss(self._places.own[0]), grads, norm)
+            told = {j: updates.news(j, grads[j], own) for j, own in counted.items()}
+            news = joined(step.from_all_stages(told))
+        return _Found(step.loss(self._places.own[0]), grads, news)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
         return min(set(self.schedule.placement[stage]).intersection(self._places.own))
 
-    def _read(
-        self,
-        post: Post,
-        runs: Mapping[tuple[int, int], StageRun],
-        batch: Mapping[str, Any],
-    ) -> tuple[str, ...]:
-        """Checks what does not need numbers, once for all steps of equal shapes.
-
-        Between processes only in the first step: nobody sees others' shapes change.
-        """
-        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
-        leaves, structure = jax.tree.flatten((trees, dict(batch)))
-        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = (kinds, structure) if self.executor.sees_all else None
-        if signature not in self._checked:
-            self._checked[signature] = check_shapes(
-                self.wiring, self._places, post, self._loss, trees, batch
-            )
-        return self._checked[signature]
-
     def _runs(
-        self, params: Sequence[Any], states: Sequence[Any], key: Any
+        self,
+        params: Sequence[Any],
+        states: Sequence[Any],
+        key: Any,
+        kind: str,
+        made: type[StageRun] = StageRun,
     ) -> dict[tuple[int, int], StageRun]:
         runs = {}
         for number in self.own:
             stage, own = self.stages[number], None
-            if stage.keyed:
+            if draws(stage) if made is EvaluationRun else stage.keyed:
                 own = jax.random.fold_in(key_given(key, number), number)
             for worker in self.schedule.placement[number]:
                 if worker not in self._places.own:
                     continue
                 device = self._places.devices[worker]
-                runs[worker, number] = StageRun(
+                runs[worker, number] = made(
                     stage,
                     self._compiled[number],
                     moved(params[number], device),
                     moved(states[number], device),
                     moved(own, device),
-                    self._loss.kind,
+                    kind,
                 )
         return runs
 
@@ -346,9 +382,9 @@ class _Found(NamedTuple):
     Attributes:
       loss: Of the batch.
       grads: Of each stage of this process.
-      norm: Of all stages' gradients together, if it is asked for.
+      news: Of all stages' gradients together, as far as it is asked for.
     """
 
     loss: jax.Array
     grads: list[Any]
-    norm: jax.Array | None
+    news: News

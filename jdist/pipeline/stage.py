@@ -34,6 +34,10 @@ class Stage:
         leaf or a subtree, to a name, which is the same for all stages that share it.
         The gradient of every copy is the sum over the stages, so that copies that begin
         equal stay equal.
+      in_evaluation: What `Pipeline.evaluate` calls instead of `fn`:
+        `in_evaluation(params, *inputs)`, or `in_evaluation(params, state, *inputs)`
+        where the stage is stateful, returns the outputs alone and takes no key. By
+        default `fn` itself is called, and the state that it returns is dropped.
 
     Raises:
       TypeError: `fn` is not callable, or a name is none.
@@ -53,10 +57,15 @@ class Stage:
     keyed: bool = False
     recompute: Any = False
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
+    in_evaluation: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise TypeError(requirement("Stage(fn)", "must be callable", self.fn))
+        other: Any = self.in_evaluation
+        if other is not None and not callable(other):
+            call = "Stage(in_evaluation=...)"
+            raise TypeError(requirement(call, "must be callable", other))
         for given in ("inputs", "outputs"):
             names = getattr(self, given)
             call = f"Stage({given}=...)"

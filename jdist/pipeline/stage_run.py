@@ -71,9 +71,18 @@ class StageRun:
         """See the class."""
         return sorted({*self._residuals, *self._rests})
 
+    def arrays(self) -> Any:
+        """All arrays that it has at the moment, beside parameters and keys."""
+        return self._residuals, self._rests, self._partial, self.state
+
+    def nbytes(self) -> int:
+        """Bytes kept for backward passes still to come, each array counted once."""
+        kept = jax.tree.leaves((self._residuals, self._rests))
+        return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
+
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
-        key = None if self._key is None else _fold(self._key, micro)
+        key = None if self._key is None else fold(self._key, micro)
         given = tuple([inputs[name] for name in self._stage.inputs])
         (returned, self.state), residuals = self._compiled.forward(
             self.params, self.state, given, key
@@ -119,18 +128,15 @@ class StageRun:
             _ADD[self._kind], self._partial, share, rest
         )
 
-    def gradient(self, others: Mapping[int, Partial], rank: int) -> Any:
-        """The finished gradient, in the dtypes of the parameters.
-
-        Args:
-          others: What other workers found for the same stage, by rank.
-          rank: This worker's.
-        """
-        found = {**others, rank: self.partial()}
+    def joined(self, found: Mapping[int, Partial]) -> Partial:
+        """The partial that those of several workers make, by rank."""
         # By rank, so that all of them get the same bits.
-        joined = functools.reduce(
+        return functools.reduce(
             lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
         )
+
+    def finished(self, joined: Partial) -> Any:
+        """The gradient that a partial makes, in the dtypes of the parameters."""
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
@@ -148,7 +154,8 @@ class StageRun:
 
 
 @jax.jit
-def _fold(key: Any, number: Any) -> Any:
+def fold(key: Any, number: Any) -> Any:
+    """`jax.random.fold_in`, compiled."""
     return jax.random.fold_in(key, number)
 
 

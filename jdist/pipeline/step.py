@@ -15,6 +15,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none
+from jdist.pipeline.buckets import buckets_of, whole
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch
 from jdist.pipeline.passage import Passage, size_of
@@ -22,7 +23,7 @@ from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stage_run import Share, StageRun, join
-from jdist.pipeline.training import norm_of
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.wiring import BATCH, Wiring
 from jdist.reduction import Partial
 
@@ -72,19 +73,29 @@ class Step:
         }
         self._losses_left = {w: int((owner[-1] == w).sum()) for w in places.own}
 
-    def run(self) -> None:
+    def run(self, stopwatch: Stopwatch | None = None) -> None:
         """Does all actions of this process's workers, each worker's in its order.
+
+        Args:
+          stopwatch: Times each of them.
 
         Raises:
           ValueError: The workers wait for each other.
         """
+        if stopwatch is not None:
+            stopwatch.clear()
         schedule = self._places.schedule
         queues = {w: deque(schedule.actions(w)) for w in self._places.own}
         while any(queues.values()):
             moved_on = False
             for worker, queue in queues.items():
                 while queue and not self._missing(worker, queue[0]):
-                    self._do(worker, queue.popleft())
+                    action = queue.popleft()
+                    if stopwatch is None:
+                        self._do(worker, action)
+                    else:
+                        do = functools.partial(self._do, worker, action)
+                        stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
             if not moved_on:
                 self._post.wait(
@@ -102,11 +113,12 @@ class Step:
         needed = self._inputs(action) if action.kind == "F" else self._taken_by(action)
         return [parcel for parcel in needed if not self._post.has(parcel, worker)]
 
-    def _do(self, worker: int, action: Action) -> None:
+    def _do(self, worker: int, action: Action) -> Any:
+        """Starts an action; what it computes beside what its stage keeps."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
             self._forward(worker, run, action)
-            return
+            return self._losses.get(worker)
         split = bool(self._places.schedule.split[action.stage, action.micro_batch])
         if action.kind == "B":
             self._backward(worker, run, action, split)
@@ -116,49 +128,61 @@ class Step:
             self._left[worker, action.stage] -= 1
             if not self._left[worker, action.stage]:
                 self._share_gradient(worker, action.stage)
+        return None
 
     # --- what several workers have to join ---
 
     def gradient(self, worker: int, stage: int) -> Any:
         """The finished gradient of a stage, over all workers that run it."""
-        run = self._runs[worker, stage]
-        others = {
-            other: self._last(worker, Parcel("G", -1, "", stage, other))
-            for other in self._replicas(worker, stage)
-        }
-        return run.gradient(others, worker)
+        run, replicas = self._runs[worker, stage], self._replicas(worker, stage)
+        own = run.partial()
+        if not replicas:
+            return run.finished(own)
+        sums = []
+        for number, bucket in enumerate(buckets_of(own)):
+            found = {worker: bucket}
+            for other in replicas:
+                parcel = Parcel("G", number, "", stage, other)
+                found[other] = self._last(worker, parcel)
+            sums.append(run.joined(found))
+        return run.finished(whole(sums, own))
 
     def loss(self, worker: int) -> Any:
         """The loss of the whole batch, over all workers that run the last stage."""
         found = []
-        for sender in sorted(self._places.schedule.placement[-1]):
+        for sender in sorted({*self._places.schedule.owner[-1].tolist()}):
             parcel = Parcel("L", -1, "", self._places.loss, sender)
             found.append(self._last(worker, parcel))
         joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
         return _finished(joined, self._loss.kind)
 
-    def norm(self, squares: Mapping[int, Any]) -> Any:
-        """The norm over all stages, from the squares of those of this process."""
+    def from_all_stages(self, own: Mapping[int, Any]) -> list[Any]:
+        """What each stage has to tell all workers, by stage.
+
+        Args:
+          own: Of the stages of this process.
+        """
         placement = self._places.schedule.placement
         here = self._places.own[0]
-        for stage, own in squares.items():
+        for stage, value in own.items():
             sender = min(placement[stage])
             if sender not in self._places.own:
                 continue  # Another replica tells it.
             for worker in range(self._places.schedule.workers):
-                self._post.put(Parcel("N", -1, "", stage, sender), worker, own)
-        found = [
+                self._post.put(Parcel("N", -1, "", stage, sender), worker, value)
+        return [
             self._last(here, Parcel("N", -1, "", stage, min(workers)))
             for stage, workers in enumerate(placement)
         ]
-        return norm_of(found)
 
     def _share_gradient(self, worker: int, stage: int) -> None:
         """Its last backward pass is done: the others that run the stage get its sum."""
-        for other in self._replicas(worker, stage):
-            parcel = Parcel("G", -1, "", stage, worker)
-            partial = self._runs[worker, stage].partial()
-            self._post.put(parcel, other, partial)
+        replicas = self._replicas(worker, stage)
+        buckets = buckets_of(self._runs[worker, stage].partial()) if replicas else []
+        for number, bucket in enumerate(buckets):
+            for other in replicas:
+                parcel = Parcel("G", number, "", stage, worker)
+                self._post.put(parcel, other, bucket)
 
     def _replicas(self, worker: int, stage: int) -> list[int]:
         workers = sorted(self._places.schedule.placement[stage])
@@ -187,29 +211,40 @@ class Step:
 
     def _differentiate_loss(self, worker: int, micro: int) -> None:
         """The losses of a micro-batch; their cotangents start the way back."""
+        last, part = self._places.loss, self._parts[micro]
+        values, entries = self._taken_by_loss(worker, micro)
+        passes = self._loss.passes(part.batch, self._read)
+        found, d_values = passes.both(values, entries, part.weights)
+        self._add_loss(worker, micro, found)
+        share = Share(np.float32(0), part.total)
+        if self._loss.kind in ("max", "min"):
+            share = Share(found.value, found.weight)
+        for name, d_value in d_values.items():
+            self._send_back(worker, micro, name, last, (d_value, share))
+
+    def _taken_by_loss(
+        self, worker: int, micro: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values that the loss is given, and the entries that it reads."""
         last = self._places.loss
         values = {}
         for name, source in self._wiring.source[last].items():
             sender = self._places.worker(source, micro)
             parcel = Parcel("F", micro, name, last, sender)
             values[name] = self._post.take(parcel, worker)
-        part = self._parts[micro]
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
-        passes = self._loss.passes(part.batch, self._read)
-        found, d_values = passes.both(values, entries, part.weights)
+        return values, entries
+
+    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
+        """The losses so far; once they are complete, all workers get them."""
         before = self._losses.get(worker)
         joined = found if before is None else join(before, found, self._loss.kind)
         self._losses[worker] = joined
         self._losses_left[worker] -= 1
         if not self._losses_left[worker]:
             for other in range(self._places.schedule.workers):
-                parcel = Parcel("L", -1, "", last, worker)
+                parcel = Parcel("L", -1, "", self._places.loss, worker)
                 self._post.put(parcel, other, joined)
-        share = Share(np.float32(0), part.total)
-        if self._loss.kind in ("max", "min"):
-            share = Share(found.value, found.weight)
-        for name, d_value in d_values.items():
-            self._send_back(worker, micro, name, last, (d_value, share))
 
     # --- backward ---
 
