@@ -15,6 +15,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none
+from jdist.pipeline.buckets import buckets_of, whole
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch
 from jdist.pipeline.passage import Passage, size_of
@@ -133,12 +134,18 @@ class Step:
 
     def gradient(self, worker: int, stage: int) -> Any:
         """The finished gradient of a stage, over all workers that run it."""
-        run = self._runs[worker, stage]
-        others = {
-            other: self._last(worker, Parcel("G", -1, "", stage, other))
-            for other in self._replicas(worker, stage)
-        }
-        return run.gradient(others, worker)
+        run, replicas = self._runs[worker, stage], self._replicas(worker, stage)
+        own = run.partial()
+        if not replicas:
+            return run.finished(own)
+        sums = []
+        for number, bucket in enumerate(buckets_of(own)):
+            found = {worker: bucket}
+            for other in replicas:
+                parcel = Parcel("G", number, "", stage, other)
+                found[other] = self._last(worker, parcel)
+            sums.append(run.joined(found))
+        return run.finished(whole(sums, own))
 
     def loss(self, worker: int) -> Any:
         """The loss of the whole batch, over all workers that run the last stage."""
@@ -170,10 +177,12 @@ class Step:
 
     def _share_gradient(self, worker: int, stage: int) -> None:
         """Its last backward pass is done: the others that run the stage get its sum."""
-        for other in self._replicas(worker, stage):
-            parcel = Parcel("G", -1, "", stage, worker)
-            partial = self._runs[worker, stage].partial()
-            self._post.put(parcel, other, partial)
+        replicas = self._replicas(worker, stage)
+        buckets = buckets_of(self._runs[worker, stage].partial()) if replicas else []
+        for number, bucket in enumerate(buckets):
+            for other in replicas:
+                parcel = Parcel("G", number, "", stage, worker)
+                self._post.put(parcel, other, bucket)
 
     def _replicas(self, worker: int, stage: int) -> list[int]:
         workers = sorted(self._places.schedule.placement[stage])
