@@ -7,7 +7,12 @@ import pytest
 
 from jdist import rpc
 from tests.rpc.elastic.common import greet, greet_all, infos, lost, who
-from tests.rpc.rref.common import NOTHING, references, wait_for_references
+from tests.rpc.rref.common import (
+    NOTHING,
+    references,
+    wait_for,
+    wait_for_references,
+)
 
 _kept = {}
 _gates = {}
@@ -183,10 +188,15 @@ def test_rank_0_leaves_last(elastic):
         elastic.everywhere(greet_all, elastic.names)
 
 
+def await_departure(name):
+    assert wait_for(lambda: name not in [info.name for info in infos()])
+
+
 def test_rank_0_has_no_patience(elastic):
     elastic.join("worker1")
     text = r"timed out after 0\.10 seconds: rank 0 .* leaves last. Still there: worker1"
     with pytest.raises(rpc.RpcTimeout, match=text):
         elastic.leave("worker0", timeout=0.1)
+    elastic.run("worker1", await_departure, "worker0")
     with pytest.raises(rpc.WorkerLost, match=r"worker0.* as coordinator, it was shut"):
         elastic.leave("worker1")
