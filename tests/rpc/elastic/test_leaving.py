@@ -6,6 +6,7 @@ import warnings
 import pytest
 
 from jdist import rpc
+from jdist.rpc import current
 from tests.rpc.elastic.common import greet, greet_all, infos, lost, who
 from tests.rpc.rref.common import (
     NOTHING,
@@ -188,8 +189,9 @@ def test_rank_0_leaves_last(elastic):
         elastic.everywhere(greet_all, elastic.names)
 
 
-def await_departure(name):
-    assert wait_for(lambda: name not in [info.name for info in infos()])
+def await_the_coordinators_end():
+    """It is told a moment after rank 0 itself has left."""
+    assert wait_for(lambda: current.agent().group._alone is not None)
 
 
 def test_rank_0_has_no_patience(elastic):
@@ -197,6 +199,6 @@ def test_rank_0_has_no_patience(elastic):
     text = r"timed out after 0\.10 seconds: rank 0 .* leaves last. Still there: worker1"
     with pytest.raises(rpc.RpcTimeout, match=text):
         elastic.leave("worker0", timeout=0.1)
-    elastic.run("worker1", await_departure, "worker0")
+    elastic.run("worker1", await_the_coordinators_end)
     with pytest.raises(rpc.WorkerLost, match=r"worker0.* as coordinator, it was shut"):
         elastic.leave("worker1")
