@@ -1,15 +1,13 @@
-"""What a pipeline's training step hands to the next, and how its stages are updated."""
+"""What a pipeline's training step hands to the next, and what it says."""
 
-import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.optim.clipping import scaled, shrinking, square, sum_of
+from jdist.reduction import check_reduction
 
 
 class PipelineState(NamedTuple):
@@ -42,19 +40,84 @@ class Metrics(NamedTuple):
     """The whole batch's loss, scalar, the same on every worker."""
 
     grad_norm: jax.Array | None = None
-    """Norm of the gradient over all stages before clipping; None without clipping."""
+    """Norm of the gradient over all stages before clipping, without the loss scale;
+    infinite or NaN where it overflowed. None without clipping."""
+
+    examples: int = 0
+    """How many examples the batch has."""
+
+    weight: float = 0.0
+    """The sum of their weights."""
+
+
+class Epoch(NamedTuple):
+    """What the steps or evaluations of an epoch found out together."""
+
+    loss: float
+    """As if all examples were one batch; for steps each at its own parameters."""
+
+    examples: int
+    """How many there were."""
+
+    weight: float
+    """The sum of their weights."""
+
+
+class _Counted(Protocol):
+    """`Metrics`, or an `Evaluation`."""
+
+    @property
+    def loss(self) -> Any: ...
+
+    @property
+    def examples(self) -> int: ...
+
+    @property
+    def weight(self) -> float: ...
+
+
+def over_epoch(found: Sequence[_Counted], reduction: str = "mean") -> Epoch:
+    """Joins the losses of batches, each by its weight; waits until they are computed.
+
+    Args:
+      found: `Metrics` of training steps, or `Evaluation`s.
+      reduction: That of the pipeline.
+
+    Raises:
+      ValueError: There are none, or `reduction` is unknown.
+
+    Example:
+      >>> parts = [Metrics(2.0, None, 3, 3.0), Metrics(6.0, None, 1, 1.0)]
+      >>> over_epoch(parts)
+      Epoch(loss=3.0, examples=4, weight=4.0)
+    """
+    check_reduction("over_epoch", reduction)
+    if not found:
+        rule = "must have one entry at least"
+        raise ValueError(requirement("over_epoch(found)", rule, "none"))
+    weight = sum(part.weight for part in found)
+    losses = [float(part.loss) for part in found]
+    if reduction == "mean":
+        pairs = zip(found, losses, strict=True)
+        loss = sum(part.weight * loss for part, loss in pairs) / weight
+    else:
+        joins: dict[str, Callable[[list[float]], float]]
+        joins = {"sum": sum, "max": max, "min": min}
+        loss = joins[reduction](losses)
+    return Epoch(loss, sum(part.examples for part in found), weight)
 
 
 def optimizers_for(
-    optimizer: Optimizer | Sequence[Optimizer] | None, stages: int
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    stages: int,
+    call: str = "Pipeline(optimizer=...)",
 ) -> list[Optimizer]:
-    """One optimizer for each stage.
+    """One optimizer for each stage; `call` is who asks, for the error's text.
 
     Raises:
       ValueError: None was given, or not one for each stage.
       TypeError: Something is no optimizer.
     """
-    call = "Pipeline(optimizer=...)"
     if optimizer is None:
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
@@ -69,34 +132,3 @@ def optimizers_for(
         rule = "must be made by jdist.optim"
         raise TypeError(requirement(call, rule, f"a {strangers[0]}"))
     return found
-
-
-@jax.jit
-def square_of(grads: Any) -> jax.Array:
-    """The sum of |g|^2 over one stage's gradient; 0 for a stage without one."""
-    squares = [square(leaf) for leaf in jax.tree.leaves(grads)]
-    return sum_of([jnp.zeros((), jnp.float32), *squares])
-
-
-@jax.jit
-def norm_of(squares: Sequence[jax.Array]) -> jax.Array:
-    """The norm over all stages, their squares added in the order of the stages."""
-    return jnp.sqrt(sum_of(squares))
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 3))
-def update(
-    optimizer: Optimizer,
-    params: Any,
-    grads: Any,
-    opt_state: Any,
-    clipping: tuple[jax.Array, float] | None,
-) -> tuple[Any, Any]:
-    """One stage's step, after clipping by the norm over all stages.
-
-    The parameters and the optimizer's state are donated: nothing is in flight any more.
-    """
-    if clipping is not None:
-        factor = shrinking(*clipping)
-        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
-    return optimizer.step(params, grads, opt_state)
