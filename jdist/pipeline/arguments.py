@@ -41,6 +41,21 @@ def check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
             raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
 
+def check_joining(stages: Sequence[Stage], reduction: str) -> None:
+    """Refuses to join the weight gradients of an extreme, which few examples hold.
+
+    Raises:
+      ValueError: A stage asks for it.
+    """
+    joining = [j for j, stage in enumerate(stages) if stage.join_weight_gradients]
+    if joining and reduction in ("max", "min"):
+        rule = (
+            f"must be 'mean' or 'sum', because stage {joining[0]} joins weight "
+            "gradients: which micro-batches hold the extreme is known too late"
+        )
+        raise ValueError(requirement("Pipeline(reduction=...)", rule, repr(reduction)))
+
+
 def trees_of(argument: str, trees: Sequence[Any] | None, stages: int) -> list[Any]:
     """A tree for each stage; None for each if none were given.
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reduction
-from jdist._tree import split_inexact, wide_dtype
+from jdist._tree import is_none, split_inexact, wide_dtype
 from jdist.pipeline.stage import Stage
 from jdist.reduction import Partial
-from jdist.segment import Segment
+from jdist.segment import Deferred, Segment
 
 
 class Share(NamedTuple):
@@ -64,12 +64,13 @@ class StageRun:
         self._kind = kind
         self._residuals: dict[int, Any] = {}
         self._rests: dict[int, tuple[Any, Share]] = {}
+        self._deferred: dict[int, Deferred] = {}
         self._partial: Partial | None = None
 
     @property
     def live(self) -> list[int]:
         """See the class."""
-        return sorted({*self._residuals, *self._rests})
+        return sorted({*self._residuals, *self._rests, *self._deferred})
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
@@ -94,29 +95,35 @@ class StageRun:
         """
         residuals, returned = self._residuals.pop(micro)
         d_outputs = self._cotangent(returned, cotangents)
-        if split:
-            (_, d_inputs, _), rest = self._compiled.backward_inputs(
-                self.params, residuals, d_outputs
-            )
+        passes, given = self._compiled, (self.params, residuals, d_outputs)
+        add = _ADD[self._kind], self._partial, share
+        if self._stage.join_weight_gradients:
+            found = passes.backward_deferring_then(*add, *given)
+            self._partial, (_, d_inputs, _), self._deferred[micro] = found
+        elif split:
+            (_, d_inputs, _), rest = passes.backward_inputs(*given)
             self._rests[micro] = rest, share
         else:
-            self._partial, (_, d_inputs, _) = self._compiled.backward_then(
-                _ADD[self._kind],
-                self._partial,
-                share,
-                self.params,
-                residuals,
-                d_outputs,
-            )
+            self._partial, (_, d_inputs, _) = passes.backward_then(*add, *given)
         if d_inputs is None:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
 
     def backward_params(self, micro: int) -> None:
-        """The other half of a split backward pass."""
+        """The other half of a split backward pass, if it is not for `finish`."""
+        if micro in self._deferred:
+            return
         rest, share = self._rests.pop(micro)
         self._partial = self._compiled.backward_params_then(
             _ADD[self._kind], self._partial, share, rest
+        )
+
+    def finish(self) -> None:
+        """After the last backward pass: the weight gradients of all, if joined."""
+        deferred = list(self._deferred.values())
+        self._deferred.clear()
+        self._partial = self._compiled.joined_then(
+            _completed, self._partial, None, deferred
         )
 
     def gradient(self, others: Mapping[int, Partial], rank: int) -> Any:
@@ -137,6 +144,7 @@ class StageRun:
 
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""
+        self.finish()
         assert self._partial is not None
         return self._partial
 
@@ -162,6 +170,17 @@ def _added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Pa
         # say, would be passed through as it is; the next addition donates it.
         return jax.lax.optimization_barrier(own)
     return reduction.combine(so_far, own, kind)
+
+
+def _completed(so_far: Partial, joined: Any, given: None) -> Partial:
+    """The gradient with what was put off; its weights are there already."""
+    gradient = jax.tree.map(
+        lambda a, b: b if a is None else a if b is None else a + b,
+        so_far.gradient,
+        jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined),
+        is_leaf=is_none,
+    )
+    return so_far._replace(gradient=gradient)
 
 
 _ADD = {kind: functools.partial(_added, kind) for kind in reduction.REDUCTIONS}

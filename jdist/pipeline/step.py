@@ -115,6 +115,7 @@ class Step:
         if action.kind == ("W" if split else "B"):
             self._left[worker, action.stage] -= 1
             if not self._left[worker, action.stage]:
+                run.finish()
                 self._share_gradient(worker, action.stage)
 
     # --- what several workers have to join ---
