@@ -4,6 +4,8 @@ The program of a step is one (`Step`); an executor says which workers are here, 
 values get to the others.
 """
 
+import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +16,8 @@ from jdist._errors import requirement
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import InProcessPost, Post
 from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.worker_post import WorkerPost, mailbox_of
+from jdist.pipeline.stopwatch import clock_offset
+from jdist.pipeline.worker_post import CLOCK, WorkerPost, mailbox_of
 from jdist.rpc import current
 from jdist.rpc.agent import Agent
 
@@ -41,6 +44,14 @@ class Executor(Protocol):
           RpcTimeout: Nor did it within the default timeout; the message names it.
         """
 
+    def clock_offset(self) -> float:
+        """What to add to this process's `time.perf_counter` for the first worker's.
+
+        Raises:
+          WorkerLost: That worker is gone.
+          RpcTimeout: It does not answer.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
@@ -56,6 +67,10 @@ class InProcess:
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """See `Executor`."""
         return [value]
+
+    def clock_offset(self) -> float:
+        """See `Executor`: it is the same."""
+        return 0.0
 
 
 class Workers:
@@ -94,6 +109,15 @@ class Workers:
         """See `Executor`."""
         found = self._agent.group.all_gather(value, self._names, -1, purpose)
         return [found[name] for name in self._names]
+
+    def clock_offset(self) -> float:
+        """See `Executor`; all come first, so that the one asked is not computing."""
+        self.gather(None, "comparing clocks")
+        first = self._names[0]
+        if first == self._agent.info.name:
+            return 0.0
+        ask = functools.partial(self._agent.call, first, CLOCK, None)
+        return clock_offset(ask, time.perf_counter)
 
     def _meet(self) -> None:
         schedule = self.places.schedule

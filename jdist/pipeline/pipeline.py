@@ -18,7 +18,7 @@ from jdist.pipeline.arguments import (
 from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.micro_batch import MicroBatch, split_batch
+from jdist.pipeline.micro_batch import MicroBatch, size_of_batch, split_batch
 from jdist.pipeline.passage import Passage
 from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
@@ -26,6 +26,7 @@ from jdist.pipeline.shapes import Shapes
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import (
     Metrics,
@@ -98,6 +99,7 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
+        self.stopwatch: Stopwatch | None = None
         check_schedule(schedule, self.wiring.stages)
         check_joining(self.wiring.stages, reduction)
         self.executor = executor_for(schedule, workers_or_devices)
@@ -238,7 +240,7 @@ class Pipeline:
             )
         after = self._after(runs)
         step = state.step + 1
-        metrics = Metrics(found.loss, found.norm)
+        metrics = Metrics(found.loss, found.norm, *size_of_batch(batch, weights))
         return PipelineState(step, params, kept, after, state.key), metrics
 
     def evaluate(
@@ -333,7 +335,7 @@ class Pipeline:
             read,
             parts,
         )
-        step.run()
+        step.run(self.stopwatch)
         self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:

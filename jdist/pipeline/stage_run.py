@@ -72,6 +72,15 @@ class StageRun:
         """See the class."""
         return sorted({*self._residuals, *self._rests, *self._deferred})
 
+    def arrays(self) -> Any:
+        """All arrays that it has at the moment, beside parameters and keys."""
+        return self._residuals, self._rests, self._partial, self.state
+
+    def nbytes(self) -> int:
+        """Bytes kept for backward passes still to come, each array counted once."""
+        kept = jax.tree.leaves((self._residuals, self._rests))
+        return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
+
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
         key = None if self._key is None else fold(self._key, micro)

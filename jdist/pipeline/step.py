@@ -22,6 +22,7 @@ from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stage_run import Share, StageRun, join
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.training import norm_of
 from jdist.pipeline.wiring import BATCH, Wiring
 from jdist.reduction import Partial
@@ -72,19 +73,29 @@ class Step:
         }
         self._losses_left = {w: int((owner[-1] == w).sum()) for w in places.own}
 
-    def run(self) -> None:
+    def run(self, stopwatch: Stopwatch | None = None) -> None:
         """Does all actions of this process's workers, each worker's in its order.
+
+        Args:
+          stopwatch: Times each of them.
 
         Raises:
           ValueError: The workers wait for each other.
         """
+        if stopwatch is not None:
+            stopwatch.clear()
         schedule = self._places.schedule
         queues = {w: deque(schedule.actions(w)) for w in self._places.own}
         while any(queues.values()):
             moved_on = False
             for worker, queue in queues.items():
                 while queue and not self._missing(worker, queue[0]):
-                    self._do(worker, queue.popleft())
+                    action = queue.popleft()
+                    if stopwatch is None:
+                        self._do(worker, action)
+                    else:
+                        do = functools.partial(self._do, worker, action)
+                        stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
             if not moved_on:
                 self._post.wait(
@@ -102,11 +113,12 @@ class Step:
         needed = self._inputs(action) if action.kind == "F" else self._taken_by(action)
         return [parcel for parcel in needed if not self._post.has(parcel, worker)]
 
-    def _do(self, worker: int, action: Action) -> None:
+    def _do(self, worker: int, action: Action) -> Any:
+        """Starts an action; what it computes beside what its stage keeps."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
             self._forward(worker, run, action)
-            return
+            return self._losses.get(worker)
         split = bool(self._places.schedule.split[action.stage, action.micro_batch])
         if action.kind == "B":
             self._backward(worker, run, action, split)
@@ -117,6 +129,7 @@ class Step:
             if not self._left[worker, action.stage]:
                 run.finish()
                 self._share_gradient(worker, action.stage)
+        return None
 
     # --- what several workers have to join ---
 

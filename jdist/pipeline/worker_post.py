@@ -15,6 +15,9 @@ from jdist.rpc.agent import Agent
 from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.remote_exception import describe, rebuild
 
+CLOCK = "pipeline.clock"
+"""Kind of the request that asks what a worker's clock shows."""
+
 _PARCEL, _FAILED = "pipeline.parcel", "pipeline.failed"
 Address = tuple[str, int]
 """A pipeline, by its workers and its number among theirs; and the number of a step."""
@@ -37,6 +40,7 @@ class Mailbox:
         self._functions = agent.codec.functions
         agent.register(_PARCEL, self._receive)
         agent.register(_FAILED, self._fail)
+        agent.register(CLOCK, lambda caller, body, meta: time.perf_counter())
         agent.group.on_lost(self._lose)
 
     def new_pipeline(self, names: Sequence[str]) -> str:

@@ -1,11 +1,15 @@
 """What a worker of a pipeline does in the tests, as a user's program would."""
 
+import os
+import signal
+
 import jax
 import numpy as np
 
 from jdist import optim, pipeline, rpc
+from jdist._checkpoint import StepFolder
 from tests.pipeline import trained
-from tests.pipeline.models import losses, problem, stages
+from tests.pipeline.models import losses, middle, problem, stages
 
 NAMES = ["worker0", "worker1", "worker2"]
 FAMILIES = {"1F1B": pipeline.one_f_one_b, "zero bubble": pipeline.zero_bubble}
@@ -124,10 +128,84 @@ def until_somebody_dies():
             return error.worker, str(error)
 
 
-def first_step():
-    pipe = made()
+def dies_in_the_second_step():
+    """Killed while its stage computes."""
+    steps = iter(range(10))
+
+    def middle_once(params, h):
+        def check(x):
+            if next(steps) >= 3:  # Three micro-batches are a step.
+                os.kill(os.getpid(), signal.SIGKILL)
+            return x
+
+        shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
+        return middle(params, seen(check, shape, h))
+
+    whole = stages()
+    whole[1] = pipeline.Stage(middle_once, ("h",), ("m",))
+    pipe = pipeline.Pipeline(whole, losses, FAMILIES["1F1B"](3, 3), NAMES)
     params, batch, weights = problem(7)
-    pipe.value_and_grad(pipe.place(params), batch, weights)
+    while True:
+        pipe.value_and_grad(pipe.place(params), batch, weights)
+
+
+def seen(check, shape, h):
+    """`h`, looked at by the host; its cotangent is passed on."""
+
+    @jax.custom_vjp
+    def look(h):
+        return jax.pure_callback(check, shape, h)
+
+    look.defvjp(lambda h: (look(h), None), lambda _, d: (d,))
+    return look(h)
+
+
+TWO_BY_TWO = pipeline.Schedule.of(
+    [
+        ["0F0", "0F2", "0B0", "0B2"],
+        ["0F1", "0F3", "0B1", "0B3"],
+        ["1F0", "2F0", "2B0", "1B0", "1F2", "2F2", "2B2", "1B2"],
+        ["1F1", "2F1", "2B1", "1B1", "1F3", "2F3", "2B3", "1B3"],
+    ],
+    placement=((0, 1), (2, 3), (2, 3)),
+)
+
+
+def two_by_two(names, count=2):
+    """Steps of two parts with two workers each; the parameters after them."""
+    pipe = pipeline.Pipeline(
+        stages(),
+        losses,
+        TWO_BY_TWO,
+        names,
+        optimizer=optim.adam(lr=0.05),
+        max_norm=0.5,
+    )
+    params, _, _ = problem(9)
+    state = pipe.init(params)
+    for seed in range(count):
+        _, batch, weights = problem(9, seed)
+        state, _ = pipe.train_step(state, batch, weights)
+    return jax.tree.map(np.asarray, state.params)
+
+
+def saves_each_step(folder, dies_at=None):
+    """Steps, each of them saved, until somebody dies; the name of who it was."""
+    pipe = trained.made(NAMES[:2])
+    state = trained.start(pipe)
+    with pipeline.Checkpoints(folder, pipe, keep=1) as saved:
+        while True:
+            state, _ = trained.steps(pipe, state, 1)
+            if state.step == dies_at:
+                StepFolder.write = killed
+            try:
+                saved.save(state)
+            except rpc.WorkerLost as error:
+                return error.worker
+
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def resumed(folder):
@@ -167,6 +245,23 @@ def one_saves(folder):
         finally:
             rpc.set_default_timeout(before)
     return "no error"
+
+
+ROUND_TRIP = 0.05
+"""Seconds; that of a busy machine."""
+
+
+def timed():
+    """The records of a timed step, after one that compiled."""
+    pipe = made()
+    params, batch, weights = problem(7)
+    placed = pipe.place(params)
+
+    def step():
+        return pipe.value_and_grad(placed, batch, weights)
+
+    step()
+    return [tuple(record) for record in pipeline.timed(pipe, step)[1].records()]
 
 
 def evaluated():
