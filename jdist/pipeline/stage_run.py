@@ -70,15 +70,20 @@ class StageRun:
     @property
     def live(self) -> list[int]:
         """See the class."""
-        return sorted({*self._residuals, *self._rests, *self._deferred})
+        return sorted(set().union(*self._kept))
+
+    @property
+    def _kept(self) -> tuple[dict[int, Any], ...]:
+        """What waits for something of the backward pass, by micro-batch."""
+        return self._residuals, self._rests, self._deferred
 
     def arrays(self) -> Any:
         """All arrays that it has at the moment, beside parameters and keys."""
-        return self._residuals, self._rests, self._partial, self.state
+        return self._kept, self._partial, self.state
 
     def nbytes(self) -> int:
         """Bytes kept for backward passes still to come, each array counted once."""
-        kept = jax.tree.leaves((self._residuals, self._rests))
+        kept = jax.tree.leaves(self._kept)
         return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Weight gradients joined over micro-batches."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import pipeline, verify
+from jdist import pipeline, rpc, verify
 from jdist.pipeline.stage_run import StageRun
 from jdist.segment._deferred import Term
 from tests.pipeline.models import losses, problem, stages, whole_losses
@@ -47,6 +48,26 @@ def test_bits_do_not_depend_on_the_devices():
     ]
     for result in found[1:]:
         pairs = zip(jax.tree.leaves(result), jax.tree.leaves(found[0]), strict=True)
+        for a, b in pairs:
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_bits_do_not_depend_on_the_executor():
+    """Three workers, with what they send each other."""
+    params, batch, weights = problem(7)
+    names = [f"joins{number}" for number in range(3)]
+
+    def work(name):
+        with rpc.use_worker(name):
+            pipe = made(SCHEDULES["1F1B"], names)
+            return pipe.value_and_grad(pipe.place(params), batch, weights)
+
+    with rpc.local_cluster(names), ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(work, names))
+    loss, grads = made(SCHEDULES["1F1B"]).value_and_grad(params, batch, weights)
+    for j, (own_loss, own) in enumerate(found):
+        assert own_loss == loss
+        pairs = zip(jax.tree.leaves(own[j]), jax.tree.leaves(grads[j]), strict=True)
         for a, b in pairs:
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
