@@ -100,10 +100,14 @@ def test_equal_micro_batches_are_one_product(monkeypatch):
         return total(term, calls)
 
     monkeypatch.setattr(Term, "total", counted)
-    params, batch, weights = problem(11)
-    # In 5 micro-batches: 3, 2, 2, 2, 2. Compiled here for the first time.
-    pipe = made(pipeline.one_f_one_b(3, 5))
-    pipe.value_and_grad(params, batch, weights)
+
+    def own(params, x):  # Which nobody else has compiled.
+        return jnp.sin(x @ params)
+
+    stage = pipeline.Stage(own, ("x",), ("y",), join_weight_gradients=True)
+    pipe = pipeline.Pipeline([stage], losses, pipeline.gpipe(1, 5))
+    params, batch, _ = problem(11)  # Micro-batches of 3, 2, 2, 2, 2.
+    pipe.value_and_grad([params[0]["w"][:, :2]], batch)
     assert set(joined) == {1, 4}
 
 
