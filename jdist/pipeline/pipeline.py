@@ -28,13 +28,8 @@ from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
-from jdist.pipeline.training import (
-    Metrics,
-    PipelineState,
-    optimizers_for,
-    square_of,
-    update,
-)
+from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
+from jdist.pipeline.updates import News, Updates, joined, loss_scale_of, started
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -194,7 +189,8 @@ class Pipeline:
 
         Args:
           params: One pytree per stage; copied, because training steps donate theirs.
-            Those of stages that run in other processes are not looked at.
+            In full precision: an optimizer with masters rounds the copies. Those of
+            stages that run in other processes are not looked at.
           states: One per stage, None where there is none.
           key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
 
@@ -204,11 +200,12 @@ class Pipeline:
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = optimizers_for(self._optimizer, stages)
+        loss_scale_of(optimizers)
         placed = jax.tree.map(jnp.copy, self.place(params))
         self._tied.check(placed, optimizers, self.executor)
         kept: list[Any] = [None] * stages
         for j in self.own:
-            kept[j] = optimizers[j].init(placed[j])
+            placed[j], kept[j] = started(optimizers[j], placed[j])
         return PipelineState(0, placed, kept, self.place(given), key)
 
     def train_step(
@@ -228,19 +225,16 @@ class Pipeline:
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        found, runs = self._run(state.params, batch, weights, state.states, key)
         params, kept = list(state.params), list(state.opt_states)
+        updates = Updates(optimizers, state.params, state.opt_states, self._max_norm)
+        found, runs = self._run(params, batch, weights, state.states, key, updates)
+        norm = None
         for j in self.own:
-            clipping = None
-            if self._max_norm is not None:
-                norm = moved(found.norm, self._places.devices[self._first(j)])
-                clipping = norm, self._max_norm
-            params[j], kept[j] = update(
-                optimizers[j], params[j], found.grads[j], kept[j], clipping
-            )
+            news = moved(found.news, self._places.devices[self._first(j)])
+            params[j], kept[j], norm = updates.apply(j, found.grads[j], news)
         after = self._after(runs)
         step = state.step + 1
-        metrics = Metrics(found.loss, found.norm, *size_of_batch(batch, weights))
+        metrics = Metrics(found.loss, norm, *size_of_batch(batch, weights))
         return PipelineState(step, params, kept, after, state.key), metrics
 
     def evaluate(
@@ -273,7 +267,7 @@ class Pipeline:
         trees = trees_of(f"{call}(params)", params, stages)
         count = min(self.schedule.micro_batches, examples_in(batch, call))
         parts = split_batch(batch, weights, count)
-        runs = self._runs(trees, given, key, EvaluationRun)
+        runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
         with self._opened() as (number, post):
             read = self._shapes.read(post, runs, parts[0].batch)
             self.record, found = self._evaluator.run(
@@ -288,14 +282,19 @@ class Pipeline:
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
+        updates: Updates | None = None,
     ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        runs = self._runs(trees_of(f"{call}(params)", params, stages), given, key)
+        given_params = trees_of(f"{call}(params)", params, stages)
+        loss = self._loss
+        if updates is not None and updates.loss_scale is not None:
+            loss = loss.scaled(updates.scale, sum(part.total for part in parts))
+        runs = self._runs(given_params, given, key, loss.gradient_kind)
         with self._opened() as (number, post):
-            found = self._step(number, post, runs, parts)
+            found = self._step(number, post, runs, parts, loss, updates)
         return found, runs
 
     @contextlib.contextmanager
@@ -323,6 +322,8 @@ class Pipeline:
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
+        loss: PipelineLoss,
+        updates: Updates | None,
     ) -> "_Found":
         read = self._shapes.read(post, runs, parts[0].batch)
         step = Step(
@@ -331,7 +332,7 @@ class Pipeline:
             self._places,
             runs,
             post,
-            self._loss,
+            loss,
             read,
             parts,
         )
@@ -342,11 +343,12 @@ class Pipeline:
             grads[j] = step.gradient(self._first(j), j)
         params = {j: runs[self._first(j), j].params for j in self.own}
         grads = self._tied.summed(params, grads, self._places, post)
-        norm = None
-        if self._max_norm is not None:
+        news = News(None, None)
+        if updates is not None and updates.together:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
-            norm = step.norm({j: square_of(own) for j, own in counted.items()})
-        return _Found(step.loss(self._places.own[0]), grads, norm)
+            told = {j: updates.news(j, grads[j], own) for j, own in counted.items()}
+            news = joined(step.from_all_stages(told))
+        return _Found(step.loss(self._places.own[0]), grads, news)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
@@ -357,6 +359,7 @@ class Pipeline:
         params: Sequence[Any],
         states: Sequence[Any],
         key: Any,
+        kind: str,
         made: type[StageRun] = StageRun,
     ) -> dict[tuple[int, int], StageRun]:
         runs = {}
@@ -374,7 +377,7 @@ class Pipeline:
                     moved(params[number], device),
                     moved(states[number], device),
                     moved(own, device),
-                    self._loss.kind,
+                    kind,
                 )
         return runs
 
@@ -385,9 +388,9 @@ class _Found(NamedTuple):
     Attributes:
       loss: Of the batch.
       grads: Of each stage of this process.
-      norm: Of all stages' gradients together, if it is asked for.
+      news: Of all stages' gradients together, as far as it is asked for.
     """
 
     loss: jax.Array
     grads: list[Any]
-    norm: jax.Array | None
+    news: News

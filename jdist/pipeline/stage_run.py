@@ -140,21 +140,22 @@ class StageRun:
             _completed, self._partial, None, deferred
         )
 
-    def gradient(self, others: Mapping[int, Partial], rank: int) -> Any:
-        """The finished gradient, in the dtypes of the parameters.
-
-        Args:
-          others: What other workers found for the same stage, by rank.
-          rank: This worker's.
-        """
-        found = {**others, rank: self.partial()}
+    def joined(self, found: Mapping[int, Partial]) -> Partial:
+        """The partial that those of several workers make, by rank."""
         # By rank, so that all of them get the same bits.
-        joined = functools.reduce(
+        return functools.reduce(
             lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
         )
+
+    def finished(self, joined: Partial) -> Any:
+        """The gradient that a partial makes, in the dtypes of the parameters."""
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
+
+    def clear(self) -> None:
+        """The gradient so far has been used; the next one grows from nothing."""
+        self._partial = None
 
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""
