@@ -56,7 +56,7 @@ def bars(seconds: Seconds, names: Sequence[str], setup: str) -> Figure:
     spread = [statistics.stdev(seconds[name]) for name in names]
     _bars(left, means, spread, setup)
     theirs = [ONE, PARALLEL, "split 20"][: len(names)]
-    _bars(right, {name: SOURCE[name] for name in theirs}, None, f"the source:\n{GPUS}")
+    _bars(right, {name: SOURCE[name] for name in theirs}, None, f"the source\n{GPUS}")
     figure.tight_layout()
     return figure
 

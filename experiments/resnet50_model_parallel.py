@@ -71,7 +71,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     return Result(
         proved=proved(plan, found.seconds, where),
         claims=told,
-        pictures=pictures(found.seconds, f"{plan.network}:\n{where}", plan.batch),
+        pictures=pictures(found.seconds, f"{plan.network}\n{where}", plan.batch),
         tables={f"Seconds of a run: {plan.network}, {where}": rows(found.seconds)},
         data={
             "plan": str(plan),
