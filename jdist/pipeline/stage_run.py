@@ -76,9 +76,14 @@ class StageRun:
         return self._residuals, self._rests, self._partial, self.state
 
     def nbytes(self) -> int:
-        """Bytes kept for backward passes still to come, each array counted once."""
+        """Bytes kept for backward passes still to come, each array counted once.
+
+        Parameters, which pending weight gradients may refer to, are not among them.
+        """
+        own = {id(x) for x in jax.tree.leaves(self.params)}
         kept = jax.tree.leaves((self._residuals, self._rests))
-        return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
+        sizes = {id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}
+        return sum(size for number, size in sizes.items() if number not in own)
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
@@ -140,6 +145,10 @@ class StageRun:
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
+
+    def clear(self) -> None:
+        """The gradient so far has been used; the next one grows from nothing."""
+        self._partial = None
 
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""
