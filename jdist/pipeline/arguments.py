@@ -20,7 +20,19 @@ def key_given(key: Any, stage: int) -> Any:
     return key
 
 
-def check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
+def check_arguments(
+    schedule: Schedule, stages: Sequence[Stage], reduction: str
+) -> None:
+    """Refuses a schedule or a reduction that does not go with the stages.
+
+    Raises:
+      ValueError: It does not.
+    """
+    _check_schedule(schedule, stages)
+    _check_joining(stages, reduction)
+
+
+def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
     """Refuses a schedule that does not fit the stages, or not a pipeline that flushes.
 
     Raises:
@@ -41,7 +53,7 @@ def check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
             raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
 
-def check_joining(stages: Sequence[Stage], reduction: str) -> None:
+def _check_joining(stages: Sequence[Stage], reduction: str) -> None:
     """Refuses to join the weight gradients of an extreme, which few examples hold.
 
     Raises:
