@@ -216,6 +216,11 @@ def test_replicas_follow_their_formula(replicas, k):
     for each in runtime.passes:
         own = runtime.schedule.placement[each.stage]
         assert each.worker == own[each.micro_batch % len(own)]
+    for worker in range(sum(replicas)):
+        stage = next(j for j, w in enumerate(runtime.schedule.placement) if worker in w)
+        kinds = [p.kind for p in runtime.passes if p.worker == worker]
+        warm_up = (sum(replicas[stage:]) - 1) // replicas[stage]
+        assert kinds.index("B") == warm_up + 1  # its first one has a forward before it
     if k == 1:
         later = [sum(replicas[j:]) for j in range(3)]
         ahead = [1 + (w - 1) // r for w, r in zip(later, replicas, strict=True)]
