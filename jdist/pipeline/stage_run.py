@@ -141,6 +141,10 @@ class StageRun:
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
 
+    def clear(self) -> None:
+        """The gradient so far has been used; the next one grows from nothing."""
+        self._partial = None
+
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""
         assert self._partial is not None

@@ -125,10 +125,14 @@ class Step:
         else:
             run.backward_params(action.micro_batch)
         if action.kind == ("W" if split else "B"):
-            self._left[worker, action.stage] -= 1
-            if not self._left[worker, action.stage]:
-                self._share_gradient(worker, action.stage)
+            self._passed_back(worker, action.stage)
         return None
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        """The gradient of a stage has grown by another micro-batch's."""
+        self._left[worker, stage] -= 1
+        if not self._left[worker, stage]:
+            self._share_gradient(worker, stage)
 
     # --- what several workers have to join ---
 

@@ -108,15 +108,16 @@ def over_epoch(found: Sequence[_Counted], reduction: str = "mean") -> Epoch:
 
 
 def optimizers_for(
-    optimizer: Optimizer | Sequence[Optimizer] | None, stages: int
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    stages: int,
+    call: str = "Pipeline(optimizer=...)",
 ) -> list[Optimizer]:
-    """One optimizer for each stage.
+    """One optimizer for each stage; `call` is who asks, for the error's text.
 
     Raises:
       ValueError: None was given, or not one for each stage.
       TypeError: Something is no optimizer.
     """
-    call = "Pipeline(optimizer=...)"
     if optimizer is None:
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
