@@ -203,7 +203,11 @@ class Pipeline:
         return PipelineState(0, placed, kept, self.place(given), key)
 
     def train_step(
-        self, state: PipelineState, batch: Mapping[str, Any], weights: Any = None
+        self,
+        state: PipelineState,
+        batch: Mapping[str, Any],
+        weights: Any = None,
+        **overrides: Any,
     ) -> tuple[PipelineState, Metrics]:
         """One step: the gradient of the batch, and an update of every stage.
 
@@ -211,16 +215,20 @@ class Pipeline:
           state: From `init` or the step before; its arrays are donated.
           batch: As for `value_and_grad`.
           weights: As for `value_and_grad`.
+          **overrides: Of all optimizers for this step, such as `lr=1e-3`; as for
+            `Optimizer.step`. A new number compiles nothing.
 
         Returns:
           The next state, and what the step found out.
 
-        Raises: what `value_and_grad` raises.
+        Raises: what `value_and_grad` and `Optimizer.step` raise.
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         params, kept = list(state.params), list(state.opt_states)
-        updates = Updates(optimizers, state.params, state.opt_states, self._max_norm)
+        updates = Updates(
+            optimizers, state.params, state.opt_states, self._max_norm, overrides
+        )
         found, runs = self._run(params, batch, weights, state.states, key, updates)
         norm = None
         for j in self.own:

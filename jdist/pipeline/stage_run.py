@@ -76,9 +76,14 @@ class StageRun:
         return self._residuals, self._rests, self._partial, self.state
 
     def nbytes(self) -> int:
-        """Bytes kept for backward passes still to come, each array counted once."""
+        """Bytes kept for backward passes still to come, each array counted once.
+
+        Parameters, which pending weight gradients may refer to, are not among them.
+        """
+        own = {id(x) for x in jax.tree.leaves(self.params)}
         kept = jax.tree.leaves((self._residuals, self._rests))
-        return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
+        sizes = {id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}
+        return sum(size for number, size in sizes.items() if number not in own)
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
