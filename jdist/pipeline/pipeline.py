@@ -1,11 +1,12 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
@@ -16,10 +17,12 @@ from jdist.pipeline.passage import Passage
 from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.shapes import check_shapes
+from jdist.pipeline.spmd import OneProgram
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
 from jdist.pipeline.training import (
+    Found,
     Metrics,
     PipelineState,
     optimizers_for,
@@ -46,7 +49,8 @@ class Pipeline:
       schedule: Who does what in which order; see `gpipe`, `one_f_one_b` and the others.
       workers_or_devices: One for each worker of the schedule: devices of this process,
         or names of rpc's workers, each of which makes the same pipeline and calls it.
-        By default all stages are on JAX's default device.
+        By default all stages are on JAX's default device. Or a mesh with one axis of
+        devices, of one process or several: then equal stages run as one SPMD program.
       optimizer: For `train_step`: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
@@ -79,7 +83,7 @@ class Pipeline:
         stages: Sequence[Stage],
         loss_fn: Callable[..., Any],
         schedule: Schedule,
-        workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
+        workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None = None,
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         max_norm: float | None = None,
@@ -95,6 +99,15 @@ class Pipeline:
         self._executor = executor_for(schedule, workers_or_devices)
         self._places = self._executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
+        self._one_program: OneProgram | None = None
+        if isinstance(workers_or_devices, Mesh):
+            self._one_program = OneProgram(
+                self.wiring,
+                self._places,
+                workers_or_devices,
+                self._loss,
+                max_norm is not None,
+            )
         self._compiled = [
             stage.compiled(self.wiring.from_batch(number), number)
             for number, stage in enumerate(self.wiring.stages)
@@ -167,10 +180,10 @@ class Pipeline:
             (`rpc.set_default_timeout`); their compilation counts.
           Exception: Whatever went wrong on another worker, with its name in a note.
         """
-        found, runs = self._run(params, batch, weights, states, key)
+        found = self._run(params, batch, weights, states, key)
         if states is None:
             return found.loss, found.grads
-        return found.loss, found.grads, self._after(runs)
+        return found.loss, found.grads, found.states
 
     def init(
         self,
@@ -216,7 +229,7 @@ class Pipeline:
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        found, runs = self._run(state.params, batch, weights, state.states, key)
+        found = self._run(state.params, batch, weights, state.states, key)
         params, kept = list(state.params), list(state.opt_states)
         for j in self.own:
             clipping = None
@@ -226,10 +239,9 @@ class Pipeline:
             params[j], kept[j] = update(
                 optimizers[j], params[j], found.grads[j], kept[j], clipping
             )
-        after = self._after(runs)
         step = state.step + 1
         metrics = Metrics(found.loss, found.norm)
-        return PipelineState(step, params, kept, after, state.key), metrics
+        return PipelineState(step, params, kept, found.states, state.key), metrics
 
     def _run(
         self,
@@ -238,12 +250,14 @@ class Pipeline:
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
-    ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
+    ) -> Found:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = [None] * stages if states is None else list(states)
         _check_count(f"{call}(params)", params, stages)
         _check_count(f"{call}(states=...)", given, stages)
+        if self._one_program is not None:
+            return self._one_program(params, batch, weights)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
         runs = self._runs(params, given, key)
         number, self._steps = self._steps, self._steps + 1
@@ -254,7 +268,7 @@ class Pipeline:
             post.end(error)
             raise
         post.end(None)
-        return found, runs
+        return found
 
     def _after(self, runs: Mapping[tuple[int, int], StageRun]) -> list[Any]:
         """What stateful stages were left with."""
@@ -269,7 +283,7 @@ class Pipeline:
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
-    ) -> "_Found":
+    ) -> Found:
         read = self._read(post, runs, parts[0].batch)
         step = Step(
             number,
@@ -289,7 +303,7 @@ class Pipeline:
         norm = None
         if self._max_norm is not None:
             norm = step.norm({j: square_of(grads[j]) for j in self.own})
-        return _Found(step.loss(self._places.own[0]), grads, norm)
+        return Found(step.loss(self._places.own[0]), grads, norm, self._after(runs))
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
@@ -336,20 +350,6 @@ class Pipeline:
                     self._loss.kind,
                 )
         return runs
-
-
-class _Found(NamedTuple):
-    """What a step has found.
-
-    Attributes:
-      loss: Of the batch.
-      grads: Of each stage of this process.
-      norm: Of all stages' gradients together, if it is asked for.
-    """
-
-    loss: jax.Array
-    grads: list[Any]
-    norm: jax.Array | None
 
 
 def _given(key: Any, number: int) -> Any:

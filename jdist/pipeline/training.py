@@ -45,6 +45,22 @@ class Metrics(NamedTuple):
     """Norm of the gradient over all stages before clipping; None without clipping."""
 
 
+class Found(NamedTuple):
+    """What the passes of one step have found.
+
+    Attributes:
+      loss: Of the batch.
+      grads: Of each stage of this process; None for the others.
+      norm: Of all stages' gradients together, if it is asked for.
+      states: What stateful stages of this process were left with.
+    """
+
+    loss: jax.Array
+    grads: list[Any]
+    norm: jax.Array | None
+    states: list[Any]
+
+
 def optimizers_for(
     optimizer: Optimizer | Sequence[Optimizer] | None, stages: int
 ) -> list[Optimizer]:
