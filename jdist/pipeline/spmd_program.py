@@ -59,13 +59,11 @@ class State(NamedTuple):
     """What a device carries from clock to clock."""
 
     mail: Message
-    """What has arrived, by slot."""
+    """What waits for its action, by slot; in the last one what is to be sent."""
     activations: list[jax.Array]
     """The residuals of forward passes, by slot."""
     rests: tuple[list[jax.Array], Share | None]
     """What split backward passes have left, by slot."""
-    outbox: Message
-    """The result of the last action."""
     partials: list[Partial]
     """The gradient so far of each of the device's stages."""
     loss: Partial
@@ -174,7 +172,6 @@ class _Device:
             _empty(message, slots.mail),
             _empty(residuals, slots.activations),
             _empty((rest, share), slots.rests),
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), message),
             [
                 reduction.empty(Partial(counted.value, d_own, counted.weight), model.kind)
                 for d_own in d_params
@@ -208,19 +205,18 @@ class _Device:
         }
         for chunk, own in enumerate(self._params):
             for kind in (kind for kind in acts if kind in self._model.table.kinds):
-                act = partial(acts[kind], at, chunk, own)
-                state = when((at.kind == kind) & (at.chunk == chunk), act, state)
+                act = partial(acts[kind], chunk, own)
+                wanted = (at.kind == kind) & (at.chunk == chunk)
+                state = when(wanted, act, at, state)
         worker, chunk = self._model.last
         ended = (at.kind == F) & (at.chunk == chunk) & (self._rank == worker)
-        state = when(ended, partial(self._lose, at), state)
-        kept = (at.keep != NOTHING) & ~ended
-        state = when(kept, lambda s: _delivered(s, at.keep, s.outbox), state)
+        state = when(ended, self._lose, at, state)
         for number in range(len(self._model.table.distances)):
-            pass_on = partial(self._pass_on, number, at.receive[number])
-            state = when(travels[number] != 0, pass_on, state)
+            pass_on = partial(self._pass_on, number)
+            state = when(travels[number] != 0, pass_on, at, state)
         return state
 
-    def _forward(self, at: Row, chunk: int, own: Any, state: State) -> State:
+    def _forward(self, chunk: int, own: Any, at: Row, state: State) -> State:
         from_batch = take(self._feed.values, at.micro_batch)
         value = jax.tree.map(
             lambda a, b: jnp.where(at.mail == NOTHING, a, b),
@@ -229,33 +225,32 @@ class _Device:
         )
         (output, _), residuals = self._model.segment.forward(own, None, (value,), None)
         self._plan, kept = residuals.plan, list(residuals.arrays)
-        return state._replace(
-            activations=put(state.activations, at.activation, kept),
-            outbox=state.outbox._replace(value=output),
-        )
+        state = state._replace(activations=put(state.activations, at.activation, kept))
+        mail = state.mail._replace(value=put(state.mail.value, at.result, output))
+        return state._replace(mail=mail)
 
     def _lose(self, at: Row, state: State) -> State:
-        """The losses of a micro-batch; their cotangents start the way back."""
+        """The losses of a micro-batch; their cotangent takes the output's place."""
         feed, name = self._feed, self._model.name
         entries, weights = take((feed.entries, feed.weights), at.micro_batch)
         found, d_values = self._model.loss.both(
-            {name: state.outbox.value}, entries, weights
+            {name: take(state.mail.value, at.result)}, entries, weights
         )
         share = Share(found.value, found.weight) if self._shares_travel else None
-        state = _delivered(state, at.keep, Message(d_values[name], share))
         return state._replace(
-            loss=reduction.combine(state.loss, found, self._model.kind)
+            mail=put(state.mail, at.result, Message(d_values[name], share)),
+            loss=reduction.combine(state.loss, found, self._model.kind),
         )
 
-    def _backward(self, at: Row, chunk: int, own: Any, state: State) -> State:
+    def _backward(self, chunk: int, own: Any, at: Row, state: State) -> State:
         cotangent, residuals = self._called_back(at, state)
         d_own, d_inputs = self._model.segment.backward(
             own, residuals, (cotangent.value, None)
         )
         state = self._added(state, at, chunk, d_own, cotangent.share)
-        return _answered(state, d_inputs, cotangent.share)
+        return _answered(state, at, d_inputs, cotangent)
 
-    def _backward_inputs(self, at: Row, chunk: int, own: Any, state: State) -> State:
+    def _backward_inputs(self, chunk: int, own: Any, at: Row, state: State) -> State:
         cotangent, residuals = self._called_back(at, state)
         d_inputs, rest = self._model.segment.backward_inputs(
             own, residuals, (cotangent.value, None)
@@ -263,9 +258,9 @@ class _Device:
         self._split = rest.split
         left = _computed(rest), cotangent.share
         state = state._replace(rests=put(state.rests, at.rest, left))
-        return _answered(state, d_inputs, cotangent.share)
+        return _answered(state, at, d_inputs, cotangent)
 
-    def _backward_params(self, at: Row, chunk: int, own: Any, state: State) -> State:
+    def _backward_params(self, chunk: int, own: Any, at: Row, state: State) -> State:
         computed, share = take(state.rests, at.rest)
         groups = jax.tree.leaves(own), take(state.activations, at.activation)
         given = iter(computed)
@@ -290,22 +285,37 @@ class _Device:
         partials = [*state.partials[:chunk], joined, *state.partials[chunk + 1 :]]
         return state._replace(partials=partials)
 
-    def _pass_on(self, number: int, slot: jax.Array, state: State) -> State:
+    def _pass_on(self, number: int, at: Row, state: State) -> State:
         """A collective: all devices come here at the same clocks."""
         table = self._model.table
         distance, workers = table.distances[number], len(table.stages)
         receivers = np.flatnonzero(table.row.receive[:, :, number].max(0) != NOTHING)
         pairs = [(int(w - distance) % workers, int(w)) for w in receivers]
         arrived = jax.tree.map(
-            lambda x: jax.lax.ppermute(x, self._model.axis, pairs), state.outbox
+            lambda x: jax.lax.ppermute(x, self._model.axis, pairs),
+            take(state.mail, at.result),
         )
-        return when(slot != NOTHING, lambda s: _delivered(s, slot, arrived), state)
+
+        def deliver(at: Row, state: State) -> State:
+            return state._replace(mail=put(state.mail, at.receive[number], arrived))
+
+        return when(at.receive[number] != NOTHING, deliver, at, state)
 
 
-def when(wanted: jax.Array, act: Callable[[State], State], state: State) -> State:
-    """`act(state)` if it is wanted: a loop of one turn, or of none."""
+def when(
+    wanted: jax.Array, act: Callable[[Row, State], State], at: Row, state: State
+) -> State:
+    """`act(at, state)` if it is wanted: a loop of one turn, or of none.
+
+    XLA takes out of a loop what is the same in all turns, and then it would be done
+    without being wanted. So all places are counted from the number of the turn, 0.
+    """
     turns = wanted.astype(jnp.int32)
-    return jax.lax.fori_loop(jnp.int32(0), turns, lambda _, s: act(s), state)
+
+    def turn(number: jax.Array, state: State) -> State:
+        return act(Row(*(place + number for place in at)), state)
+
+    return jax.lax.fori_loop(jnp.int32(0), turns, turn, state)
 
 
 def put(slots: Any, slot: jax.Array, value: Any) -> Any:
@@ -326,20 +336,17 @@ def _empty(value: Any, count: int) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), value)
 
 
-def _delivered(state: State, slot: jax.Array, message: Message) -> State:
-    return state._replace(mail=put(state.mail, slot, message))
-
-
-def _answered(state: State, d_inputs: Any, share: Share | None) -> State:
+def _answered(state: State, at: Row, d_inputs: Any, cotangent: Message) -> State:
     """The cotangent of the stage's input is its message; zeros where none flows."""
     _, (d_value,), _ = d_inputs
     value = jax.tree.map(
         lambda d, x: jnp.zeros_like(x) if d is None else d,
         d_value,
-        state.outbox.value,
+        cotangent.value,
         is_leaf=is_none,
     )
-    return state._replace(outbox=Message(value, share))
+    mail = put(state.mail, at.result, cotangent._replace(value=value))
+    return state._replace(mail=mail)
 
 
 def _computed(rest: Rest) -> list[Any]:

@@ -41,9 +41,10 @@ class Row(NamedTuple):
     """Slot of what the backward pass needs."""
     rest: np.ndarray
     """Slot of what a split backward pass leaves for W."""
-    keep: np.ndarray
-    """Slot of the worker's own mail for the result. After a forward pass of the last
-    stage the loss follows, and what is kept is its cotangent."""
+    result: np.ndarray
+    """Slot for what the action makes: where the worker itself needs it (after a forward
+    pass of the last stage the loss puts its cotangent there), or the last slot of all,
+    from which it is sent."""
     receive: np.ndarray
     """`(clocks, workers, distances)`: slot for what arrives at the end of the clock."""
 
@@ -52,7 +53,7 @@ class Slots(NamedTuple):
     """How many slots every worker has."""
 
     mail: int
-    """Values and cotangents that wait for their action."""
+    """Values and cotangents that wait for their action, and one to be sent."""
     activations: int
     """Of micro-batches between F and the last of B and W."""
     rests: int
@@ -99,7 +100,7 @@ def tabulate(schedule: Schedule) -> Table:
       >>> from jdist.pipeline.schedules import one_f_one_b
       >>> table = tabulate(one_f_one_b(3, 8))
       >>> table.distances, table.slots
-      ((1, 2), Slots(mail=2, activations=3, rests=0))
+      ((1, 2), Slots(mail=3, activations=3, rests=0))
       >>> table.row.kind[:7, 1].tolist()  # waits, 1F0, 1F1, waits, 1B0, 1F2, 1B1
       [-1, 0, 0, -1, 1, 0, 1]
     """
@@ -111,17 +112,18 @@ def tabulate(schedule: Schedule) -> Table:
     distances = tuple(np.unique(far[far > 0]).tolist())
     row = _actions(schedule, stages, len(distances))
     travels = np.zeros((schedule.clocks, len(distances)), np.int32)
-    slot, mail = assign_slots(sent.receiver, sent.made, sent.used)
+    slot, waiting = assign_slots(sent.receiver, sent.made, sent.used)
     row.mail[sent.used, sent.receiver] = slot
     here = far == 0
-    row.keep[sent.made[here], sent.receiver[here]] = slot[here]
+    row.result[row.kind != NOTHING] = waiting
+    row.result[sent.made[here], sent.receiver[here]] = slot[here]
     for number, distance in enumerate(distances):
         there = far == distance
         row.receive[sent.made[there], sent.receiver[there], number] = slot[there]
         travels[sent.made[there], number] = 1
     activations, rests = _kept(schedule, row, workers, clocks)
     kinds = tuple(np.unique(row.kind[row.kind != NOTHING]).tolist())
-    slots = Slots(mail, activations, rests)
+    slots = Slots(waiting + 1, activations, rests)
     return Table(row, travels, distances, stages, kinds, slots)
 
 
