@@ -95,7 +95,7 @@ def _barrier(mesh: Mesh) -> Callable[[], Any]:
     batch, weights = data_parallel.shard_batch(
         np.ones((1, 1), np.float32), mesh, rows=1, axis="stage"
     )
-    summed = data_parallel.value_and_grad(lambda w, x: (x @ w), mesh, axis="stage")
+    summed = data_parallel.value_and_grad(lambda w, x: x @ w, mesh, axis="stage")
     w = np.ones(1, np.float32)
     return lambda: jax.block_until_ready(summed(w, batch, weights))
 

@@ -72,6 +72,24 @@ class OneProgram:
 
         Raises: what `Pipeline.value_and_grad` raises.
         """
+        program, arguments = self._prepared(params, batch, weights)
+        loss, grads, norm = program.run(*arguments)
+        found: list[Any] = [None] * len(self._stages)
+        for index, rank in enumerate(self._places.own):
+            for chunk, stage in enumerate(self._table.stages[rank]):
+                found[stage] = _like(_here(grads[chunk], index), program.shapes)
+        return Found(_here(loss, 0), found, _here(norm, 0), [None] * len(found))
+
+    def lower(
+        self, params: Sequence[Any], batch: Any, weights: Any = None
+    ) -> jax.stages.Lowered:
+        """The program, for a look at what is compiled and what it needs."""
+        program, arguments = self._prepared(params, batch, weights)
+        return program.run.lower(*arguments)
+
+    def _prepared(
+        self, params: Sequence[Any], batch: Any, weights: Any
+    ) -> tuple["_Program", tuple[list[Any], Feed]]:
         cut = lots(batch, weights, self._places.schedule.micro_batches)
         own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
         program = self._program(own, batch, cut)
@@ -79,13 +97,7 @@ class OneProgram:
             jax.tree.map(lambda *parts: self._spread.together(parts), *trees)
             for trees in self._by_chunk(own)
         ]
-        feed = self._feed(batch, cut, program.read)
-        loss, grads, norm = program.run(whole, feed)
-        found: list[Any] = [None] * len(self._stages)
-        for index, rank in enumerate(self._places.own):
-            for chunk, stage in enumerate(self._table.stages[rank]):
-                found[stage] = _like(_here(grads[chunk], index), program.shapes)
-        return Found(_here(loss, 0), found, _here(norm, 0), [None] * len(found))
+        return program, (whole, self._feed(batch, cut, program.read))
 
     def _by_chunk(self, own: Mapping[int, Any]) -> list[list[Any]]:
         """For each chunk the parameters of this process's workers."""

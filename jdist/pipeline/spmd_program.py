@@ -173,7 +173,9 @@ class _Device:
             _empty(residuals, slots.activations),
             _empty((rest, share), slots.rests),
             [
-                reduction.empty(Partial(counted.value, d_own, counted.weight), model.kind)
+                reduction.empty(
+                    Partial(counted.value, d_own, counted.weight), model.kind
+                )
                 for d_own in d_params
             ],
             reduction.empty(found, model.kind),

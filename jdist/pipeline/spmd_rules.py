@@ -17,8 +17,8 @@ from jdist.segment._contents import contents_of
 
 _STAGES = "Pipeline(stages, .., mesh)"
 _REMEDY = (
-    "Or give a list of devices, or names of workers, in place of the mesh: there stages "
-    "may differ."
+    "Or give a list of devices, or names of workers, in place of the mesh: there "
+    "stages may differ."
 )
 
 
@@ -99,10 +99,6 @@ def check_params(params: Mapping[int, Any]) -> None:
     first = min(params)
     expected = describe(params[first])
     for number, tree in params.items():
-        if jax.tree.structure(tree) != jax.tree.structure(params[first]):
-            got = f"{jax.tree.structure(tree)} in stage {number}"
-            shown = jax.tree.structure(params[first])
-            _refuse(f"have parameters of one structure, as {shown}", got)
         if kinds_of(tree) != kinds_of(params[first]):
             got = f"{describe(tree)} in stage {number}"
             _refuse(f"have parameters like those of stage {first}, {expected}", got)

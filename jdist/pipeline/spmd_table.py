@@ -14,7 +14,7 @@ one: at the others no device has to wait for another.
 
 import heapq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,24 +28,27 @@ NOTHING = -1
 
 
 class Row(NamedTuple):
-    """What workers do at each clock, int32, `(clocks, workers)`; or -1 for nothing."""
+    """What workers do at each clock: int32, `(clocks, workers)`, -1 for nothing.
 
-    kind: np.ndarray
+    In a program one worker's numbers at one clock, as JAX's arrays.
+    """
+
+    kind: Any
     """F, B (without a W), `INPUTS` or W."""
-    chunk: np.ndarray
+    chunk: Any
     """Which of the worker's own stages."""
-    micro_batch: np.ndarray
-    mail: np.ndarray
+    micro_batch: Any
+    mail: Any
     """Slot of the value or cotangent that is needed; -1: it comes from the batch."""
-    activation: np.ndarray
+    activation: Any
     """Slot of what the backward pass needs."""
-    rest: np.ndarray
+    rest: Any
     """Slot of what a split backward pass leaves for W."""
-    result: np.ndarray
+    result: Any
     """Slot for what the action makes: where the worker itself needs it (after a forward
     pass of the last stage the loss puts its cotangent there), or the last slot of all,
     from which it is sent."""
-    receive: np.ndarray
+    receive: Any
     """`(clocks, workers, distances)`: slot for what arrives at the end of the clock."""
 
 
@@ -190,10 +193,9 @@ def _flat(parts: list[np.ndarray]) -> np.ndarray:
 def _actions(schedule: Schedule, stages: np.ndarray, distances: int) -> Row:
     """The rows with the actions in them, and no slot yet."""
     shape = (schedule.clocks, schedule.workers)
-    row = Row(
-        *(np.full(shape, NOTHING, np.int32) for _ in range(7)),
-        np.full((*shape, distances), NOTHING, np.int32),
-    )
+    tables = [np.full(shape, NOTHING, np.int32) for _ in Row._fields[:-1]]
+    tables.append(np.full((*shape, distances), NOTHING, np.int32))
+    row = Row._make(tables)
     columns = schedule.columns
     place = schedule.clock, columns.worker_of_each()
     split = schedule.split[columns.stage, columns.micro_batch]
