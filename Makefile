@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Files of tests go to so many processes, each file to one of them. Most tests trace and
+# compile, which uses one core; more than two processes need 5 GiB of memory each.
+PROCESSES ?= 2
+PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test lint parity bench clean help
 .DEFAULT_GOAL := help
@@ -15,7 +19,7 @@ run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal o
 	$(BIN)/python -m experiments data_parallel_equivalence --quick
 
 test: $(VENV)/.test  ## set up, then run the tests
-	$(BIN)/python -m pytest -m "not parity"
+	$(PYTEST) -m "not parity"
 
 lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture test
 	$(BIN)/ruff format --check .
@@ -24,7 +28,7 @@ lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture t
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 parity: $(VENV)/.parity  ## set up with torch, then compare with it side by side
-	$(BIN)/python -m pytest -m parity tests
+	$(PYTEST) -m parity tests
 
 bench: $(VENV)/.parity  ## measure speed; prints tables and writes results/bench.json
 	$(BIN)/python -m benchmarks

@@ -6,6 +6,7 @@ the strict promotions.
 """
 
 import gc
+import itertools
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -34,6 +35,7 @@ BUDGET = {
     "experiments": 240,
     "ground": 60,
 }
+_modules = itertools.count()
 PARTS = {"data_parallel": "reduction and data_parallel"} | {
     part: part for part in BUDGET
 }
@@ -50,8 +52,16 @@ def _as_a_user_sees_it(request):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_was_before_is_not_collected():
-    """After thousands of tests looking at all objects would take seconds each time."""
+def _what_was_before():
+    """Compiled programs are dropped now and then: all of them take several GiB.
+
+    What stays is not collected: to look at the objects of thousands of tests would take
+    seconds each time.
+    """
+    if next(_modules) % 25 == 24:
+        jax.clear_caches()
+        gc.unfreeze()
+        gc.collect()
     gc.freeze()
 
 

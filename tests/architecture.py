@@ -13,9 +13,10 @@ NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
-    "data_parallel": GROUND | {"reduction", "optim", "segment"},
-    "autograd": GROUND | {"rpc", "segment", "optim"},
-    "pipeline": GROUND | {"rpc", "segment", "reduction", "optim"},
+    "_checkpoint": GROUND,
+    "data_parallel": GROUND | {"_checkpoint", "reduction", "optim", "segment"},
+    "autograd": GROUND | {"_checkpoint", "rpc", "segment", "optim"},
+    "pipeline": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "launch": GROUND | {"rpc"},
     "__init__": GROUND,
 }

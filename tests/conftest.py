@@ -7,6 +7,7 @@ of workers. A test that ends a group, or kills somebody, takes `hosts` or `fresh
 
 import contextlib
 
+import jax
 import pytest
 
 from jdist import rpc
@@ -19,12 +20,21 @@ from tests.rpc.hosts import (
     in_threads,
     names,
 )
+from tests.rpc.nursery import Nursery
 
 
 @pytest.fixture(scope="session")
-def host_processes():
+def nursery():
+    """Where processes come from."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def host_processes(nursery):
     """Four processes for the tests of the session."""
-    started = Hosts(WORKERS)
+    started = Hosts(nursery, WORKERS)
     yield started
     started.close()
 
@@ -37,12 +47,12 @@ def hosts(host_processes):
 
 
 @pytest.fixture
-def fresh_hosts():
+def fresh_hosts(nursery):
     """`fresh_hosts(n)`: n processes of this test alone, to be killed as it likes."""
     with contextlib.ExitStack() as stack:
 
         def make(count):
-            made = Hosts(count)
+            made = Hosts(nursery, count)
             stack.callback(made.close)
             return made
 
@@ -55,6 +65,8 @@ def processes(host_processes):
     host_processes.everywhere(become_worker, leaks="error")
     yield Cluster("process", names(), host_processes.start)
     host_processes.everywhere(rpc.shutdown)
+    # The next module has other programs, and all of them would take several GiB.
+    host_processes.everywhere(jax.clear_caches)
 
 
 @pytest.fixture

@@ -46,10 +46,10 @@ def context() -> Iterator[int]:
         )
     made = container.new()
     try:
-        with recording.active(Recording(made)):
+        with Recording(made):
             yield made.id
     finally:
-        container.releases.release(made.id)
+        container.releases.leave(made.id)
 
 
 def current_context() -> Context:

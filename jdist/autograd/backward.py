@@ -137,6 +137,8 @@ def _begin(
 
 def _wait(part: Part, context: Context, worker: str) -> None:
     """Until the pass is over; its deadline ends it."""
+    if part.done.done():
+        return
     over = threading.Event()
     if watch(part.done, over.set) or over.wait(part.deadline.remaining()):
         return

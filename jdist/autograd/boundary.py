@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 from jdist.autograd.container import Container
 from jdist.autograd.context import Context
 from jdist.autograd.eager import is_pure
-from jdist.autograd.ids import maker
 from jdist.autograd.node import Edge, Reach, RecvNode, SendNode, join
 from jdist.autograd.recorded import Recorded, record
 from jdist.autograd.recording import (
     LAST,
     Recording,
-    active,
     current,
     next_order,
     refuse_in_pure,
@@ -70,10 +68,19 @@ class Header(NamedTuple):
             return None
         if type(row) is list and len(row) == len(cls._fields):
             *numbers, reach = row
-            ids = numbers if reach is None else [*numbers, *_checked(reach)]
-            if all(type(n) is int and 0 <= n < 1 << 64 for n in ids):
+            beyond = [] if reach is None else reach
+            if type(beyond) is list and _are_ids(numbers + beyond):
                 return cls(*row)
         raise ProtocolError("The autograd part of a message is malformed.")
+
+
+def _row(context: int, answers: int, message: int) -> list[Any]:
+    """A `Header` that is still to be filled in, as it travels."""
+    return [context, answers, message, 0, []]
+
+
+_ANSWERS, _MESSAGE, _SLOTS, _REACH = 1, 2, 3, 4
+"""Places in a row."""
 
 
 class Boundary:
@@ -98,8 +105,8 @@ class Boundary:
             return call, {}
         context = recording.context
         context.meet(to.name)
-        header = Header(context.id, 0, self._container.ids.message(), 0, [])
-        return call, {META: list(header), NEEDS: _NEEDED}
+        row = _row(context.id, 0, self._container.ids.message())
+        return call, {META: row, NEEDS: _NEEDED}
 
     def execute(
         self,
@@ -117,10 +124,11 @@ class Boundary:
         if self._container.is_gone(caller.number):
             self._container.releases.seek_end([context])
         if header.slots and is_pure(call.function):
-            call = call._replace(function=_recording(call.function))
-        with active(Recording(context, header.message)):
+            kind, function, args, kwargs = call
+            call = Invocation(kind, _Applied(function), args, kwargs)
+        with Recording(context, header.message):
             value = run(call)
-        return value, {META: list(Header(context.id, header.message, 0, 0, []))}
+        return value, {META: _row(context.id, header.message, 0)}
 
     def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
         """An answer has come; the codec has seen to what is recorded in it."""
@@ -133,11 +141,16 @@ class Boundary:
         row = None if parcel is None else parcel.meta.get(META)
         if row is None or parcel is None:
             return value.value
-        send = self._send_function(row, parcel)
-        slot = send.slot(value.edge, value.value)
-        mine = (self._container.ids.worker, send.message_id)
-        row[3:] = [send.outputs, _packed(join(frozenset((mine,)), send.reach))]
-        return (slot, value.value)
+        send = parcel.crossing
+        if send is None:
+            send = parcel.crossing = self._send_function(row, parcel)
+        array, before = value.value, send.reach
+        slot = send.slot(value.edge, array)
+        row[_SLOTS] = send.outputs
+        if send.reach is not before or not slot:
+            mine = frozenset((send.message_id,))
+            row[_REACH] = _packed(join(mine, send.reach))
+        return (slot, array)
 
     def give_variable(self, variable: Variable, parcel: Parcel | None) -> Any:
         """A variable is sent: its tree, recorded or not."""
@@ -146,37 +159,38 @@ class Boundary:
 
     def take(self, row: Any, parcel: Parcel | None) -> Any:
         """A recorded value has come, or only its array."""
-        header = None if parcel is None else Header.of(parcel.meta)
         if type(row) is not tuple:
             return row
-        if header is None or parcel is None or len(row) != 2:
+        if parcel is None or parcel.meta.get(META) is None or len(row) != 2:
             raise ProtocolError("A recorded value belongs to a context.")
+        receive = parcel.crossing
+        if receive is None:
+            receive = parcel.crossing = self._receive_function(parcel)
         slot, array = row
-        if type(slot) is not int or not 0 <= slot < header.slots:
+        if type(slot) is not int or not 0 <= slot < receive.outputs:
             raise ProtocolError("A recorded value has a slot of its message.")
-        return Recorded(array, Edge(self._receive_function(header, parcel), slot))
+        return Recorded(array, Edge(receive, slot))
 
     def _send_function(self, row: list[Any], parcel: Parcel) -> SendNode:
         context = self._container.retrieve(row[0])
         with context.lock:
             context.check()
-            known = context.sends.get(row[2])
-            if known is not None:
-                return known
-            answers = row[1]
+            answers = row[_ANSWERS]
             if answers:
-                row[2] = self._container.ids.message()
+                row[_MESSAGE] = self._container.ids.message()
             order = (answers, LAST) if answers else next_order()
             label = (
                 f"answer of {parcel.operation}" if answers else str(parcel.operation)
             )
-            made = SendNode(row[2], parcel.worker.name, label, order)
-            context.sends[row[2]] = made
-        lost = functools.partial(_forget, context, row[2])
+            made = SendNode(row[_MESSAGE], parcel.worker.name, label, order)
+            context.sends[made.message_id] = made
+        lost = functools.partial(_forget, context, made.message_id)
         parcel.if_lost = [*parcel.if_lost, lost]
         return made
 
-    def _receive_function(self, header: Header, parcel: Parcel) -> RecvNode:
+    def _receive_function(self, parcel: Parcel) -> RecvNode:
+        header = Header.of(parcel.meta)
+        assert header is not None
         context: Context | None
         if header.answers:
             # After the end of the context it leads nowhere, and is told so if used.
@@ -188,7 +202,7 @@ class Boundary:
             header.message,
             parcel.worker.name,
             header.slots,
-            _unpacked(header.reach),
+            None if header.reach is None else frozenset(header.reach),
         )
         if context is None:
             return made
@@ -198,14 +212,17 @@ class Boundary:
             return context.recvs.setdefault(header.message, made)
 
 
-def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as `apply` runs it."""
+class _Applied:
+    """A function as `apply` runs it, under its own name."""
 
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        return record(function, args, kwargs)
+    __slots__ = ("__qualname__", "_function")
 
-    return recorded
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__qualname__ = getattr(function, "__qualname__", "call")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return record(self._function, args, kwargs)
 
 
 def _forget(context: Context, message_id: int) -> None:
@@ -214,18 +231,9 @@ def _forget(context: Context, message_id: int) -> None:
         context.sends.pop(message_id, None)
 
 
+def _are_ids(values: list[Any]) -> bool:
+    return set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 1 << 64
+
+
 def _packed(reach: Reach | None) -> list[int] | None:
-    return None if reach is None else sorted([message for _, message in reach])
-
-
-def _unpacked(numbers: list[int] | None) -> Reach | None:
-    if numbers is None:
-        return None
-    # A send function is on the worker that made the message, and with it the id.
-    return frozenset([(maker(message), message) for message in numbers])
-
-
-def _checked(reach: Any) -> list[Any]:
-    if type(reach) is not list:
-        raise ProtocolError("The autograd part of a message is malformed.")
-    return reach
+    return None if reach is None else sorted(reach)

@@ -87,8 +87,7 @@ class Container:
 
     def find(self, context_id: int) -> Context | None:
         """The context of this id, if this worker has it."""
-        with self._lock:
-            return self._contexts.get(context_id)
+        return self._contexts.get(context_id)
 
     def retrieve(self, context_id: int) -> Context:
         """The context of this id.

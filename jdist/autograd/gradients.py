@@ -44,7 +44,7 @@ def gradient_of(variable: Variable, cotangents: Sequence[Any]) -> Any:
       ValueError: A hook returned something of another structure, shape or dtype.
       Exception: Whatever a hook raised.
     """
-    gradient = jax.tree.unflatten(jax.tree.structure(variable.value), cotangents)
+    gradient = variable.structure.unflatten(cotangents)
     for hook in variable.hooks:
         changed = hook(gradient)
         if changed is not None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Order = tuple[int, int]
 """The message id of the call in which a node was made, or 0; a counter within it."""
 
-Reach = frozenset[tuple[int, int]]
-"""Send functions, as number of their worker and message id."""
+Reach = frozenset[int]
+"""Send functions, by their message ids, which tell their workers too."""
 
 REACH = 256
 """So many send functions a value knows below it; beyond, they are to be asked for."""
@@ -88,7 +88,7 @@ class SegmentNode(Node):
       name: Of the function.
       inputs: An edge or None for each array that it was given.
       order: See `Node`.
-      segment: The function's halves; its first input is static.
+      segment: The function's halves.
       residuals: What the forward half kept.
       structure: Of the outputs.
     """
@@ -118,9 +118,9 @@ class SegmentNode(Node):
                 f"{self.name} had kept for it was let go after the first time. Say "
                 "retain_graph=True in every backward pass but the last."
             )
-        d_outputs = jax.tree.unflatten(self._structure, list(cotangents))
+        d_outputs = self._structure.unflatten(cotangents)
         _, d_inputs = self._segment.backward((), residuals, d_outputs)
-        return d_inputs[1:]
+        return d_inputs
 
     def release(self) -> None:
         """See `Node`."""
@@ -230,7 +230,7 @@ def below(inputs: Iterable[Edge | None]) -> Reach | None:
     """What the nodes of these edges reach, together."""
     found: Reach | None = NOWHERE
     for edge in inputs:
-        if edge is not None:
+        if edge is not None and edge.node.reach is not found:
             found = join(found, edge.node.reach)
     return found
 

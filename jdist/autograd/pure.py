@@ -14,7 +14,6 @@ import enum
 import functools
 import threading
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,8 +50,8 @@ class Recordable:
 
     __slots__ = ()
 
-    def flat(self) -> tuple[Sequence[Any], Any, Sequence[Edge | None]]:
-        """Its arrays, their tree, and for each array where its cotangent goes."""
+    def flat(self) -> tuple["Differentiated", Sequence[Any], Sequence[Edge | None]]:
+        """What it is to a function, its arrays, and where each one's cotangent goes."""
         raise NotImplementedError
 
 
@@ -101,15 +100,14 @@ def call(
     name = _name(fn)
     refuse_in_pure(f"a call of {name} with recorded values")
     _refuse_closure(fn)
-    program = _program_of(fn)
-    outputs, residuals = program.segment.forward((), Spec(structure, kinds), *arrays)
+    segment = _program_of(fn).segment(Spec(structure, kinds))
+    outputs, residuals = segment.forward((), *arrays)
     found, made = jax.tree.flatten(outputs)
-    recorded = tuple([edge is not None for edge in edges])
-    live = program.live(residuals.plan, recorded)
+    live = _live(residuals.plan, tuple([edge is not None for edge in edges]))
     node = None
-    if any(live):
+    if True in live:
         inputs = tuple(edges)
-        node = SegmentNode(name, inputs, next_order(), program.segment, residuals, made)
+        node = SegmentNode(name, inputs, next_order(), segment, residuals, made)
     return Call(found, made, node, live)
 
 
@@ -130,30 +128,39 @@ def _program_of_library(fn: Callable[..., Any]) -> "Program":
 
 
 class Program:
-    """The compiled halves of one function."""
+    """One function, compiled for each way in which its arguments are made of arrays."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        name = _name(fn)
-
-        def run(_: Any, spec: "Spec", *arrays: Any) -> Any:
-            args, kwargs = spec.arguments(arrays)
-            with tracing(f"apply({name})"):
-                return fn(*args, **kwargs)
-
-        run.__name__ = name
-        self.segment = Segment(run, halves(run, False), (1,))
-        self._live: weakref.WeakKeyDictionary[Plan, dict[Any, tuple[bool, ...]]]
-        self._live = weakref.WeakKeyDictionary()
+        self._fn = fn
         self._lock = threading.Lock()
+        self._segments: dict[Spec, Segment] = {}
 
-    def live(self, plan: Plan, recorded: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Which outputs depend on the inputs that are recorded, and are floating."""
-        with self._lock:
-            known = self._live.setdefault(plan, {})
-            found = known.get(recorded)
-            if found is None:
-                found = known[recorded] = _live(plan, recorded)
+    def segment(self, spec: "Spec") -> Segment:
+        """The function of the arrays alone, in two halves.
+
+        To give the spec to one compiled function as a static argument would have JAX
+        compare it in each call.
+        """
+        found = self._segments.get(spec)
+        if found is not None:
             return found
+        with self._lock:
+            found = self._segments.setdefault(spec, _segment(self._fn, spec))
+            if len(self._segments) > _SPECS:
+                del self._segments[next(iter(self._segments))]
+        return found
+
+
+def _segment(fn: Callable[..., Any], spec: "Spec") -> Segment:
+    name = _name(fn)
+
+    def run(_: Any, *arrays: Any) -> Any:
+        args, kwargs = spec.arguments(arrays)
+        with tracing(f"apply({name})"):
+            return fn(*args, **kwargs)
+
+    run.__name__ = name
+    return Segment(run, halves(run, False), ())
 
 
 class Spec(NamedTuple):
@@ -170,13 +177,14 @@ class Spec(NamedTuple):
         )
 
 
-class _Recorded(NamedTuple):
+class Differentiated(NamedTuple):
     """A tree of arrays of which those with a derivative are `wanted`."""
 
     structure: Any
     wanted: tuple[bool, ...]
 
     def value(self, given: Any) -> Any:
+        """The tree, made of the next arrays of an iterator."""
         arrays = [_given(given, wanted) for wanted in self.wanted]
         return jax.tree.unflatten(self.structure, arrays)
 
@@ -211,8 +219,12 @@ class _Static:
 
 
 _PLAIN = _Plain()
-_ONE = _Recorded(jax.tree.structure(0), (True,))
+ONE = Differentiated(jax.tree.structure(0), (True,))
+"""A single array with a derivative."""
+
 _PROGRAMS: Cache[Program] = Cache("apply", size=256)
+_SPECS = 256
+"""For so many ways to be called each of them is compiled at a time."""
 
 
 def _given(given: Any, wanted: bool) -> Any:
@@ -231,12 +243,10 @@ def _take(
 ) -> Any:
     """Puts the arrays of one leaf where they belong; what the leaf is."""
     if isinstance(leaf, Recordable):
-        found, structure, to = leaf.flat()
+        kind, found, to = leaf.flat()
         arrays += found
         edges += to
-        if structure is _ONE.structure:
-            return _ONE
-        return _Recorded(structure, tuple([edge is not None for edge in to]))
+        return kind
     if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
         if is_traced(leaf):
             rule = "must not be given traced arrays beside recorded values"
@@ -283,7 +293,9 @@ def _refuse_closure(fn: Callable[..., Any]) -> None:
             raise TypeError(requirement("apply(fn)", rule, _name(fn), remedy))
 
 
+@functools.lru_cache(maxsize=1024)
 def _live(plan: Plan, recorded: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which outputs depend on the inputs that are recorded, and are floating."""
     jaxpr = plan.program.jaxpr
     sources = [
         var for var, wanted in zip(jaxpr.invars, recorded, strict=True) if wanted

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist.autograd import pure
 from jdist.autograd.node import Edge
-from jdist.autograd.pure import Recordable
+from jdist.autograd.pure import ONE, Recordable
 from jdist.autograd.recording import refuse_in_pure
 
 Axis = int | tuple[int, ...] | None
@@ -217,13 +217,10 @@ class Recorded(Operators):
 
     def flat(self) -> Any:
         """See `Recordable`."""
-        return (self._value,), _ARRAY, (self._edge,)
+        return ONE, (self._value,), (self._edge,)
 
     def __repr__(self) -> str:
         return f"Recorded({described(self._value)} of {self._edge.node.name})"
-
-
-_ARRAY = jax.tree.structure(0)
 
 
 def described(array: Any) -> str:

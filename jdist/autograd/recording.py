@@ -7,7 +7,7 @@ and never with the thread that happens to run them.
 import contextlib
 import itertools
 from collections.abc import Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 from jdist._errors import requirement
@@ -24,14 +24,16 @@ _outside = itertools.count()
 
 
 class Recording:
-    """One thread of control within a context.
+    """One thread of control within a context: who says `with recording:` is.
 
     Args:
       context: The context.
       message_id: Of the request that is being executed; 0 where the context was made.
     """
 
-    __slots__ = ("_numbers", "context", "message_id")
+    __slots__ = ("_numbers", "_token", "context", "message_id")
+
+    _token: Token["Recording | None"]
 
     def __init__(self, context: "Context", message_id: int = 0) -> None:
         self.context = context
@@ -42,6 +44,12 @@ class Recording:
     def order(self) -> Order:
         """The place of the next node."""
         return (self.message_id, next(self._numbers))
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self)
+
+    def __exit__(self, *details: object) -> None:
+        _current.reset(self._token)
 
 
 _current: ContextVar[Recording | None] = ContextVar(
@@ -62,16 +70,6 @@ def next_order() -> Order:
     """The place of a node that is made now."""
     found = _current.get()
     return (0, next(_outside)) if found is None else found.order()
-
-
-@contextlib.contextmanager
-def active(recording: Recording) -> Iterator[None]:
-    """Within it, this thread of control records into that."""
-    token = _current.set(recording)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 # --- pure functions ---

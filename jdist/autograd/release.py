@@ -6,6 +6,10 @@ long as its receiver belongs to the group. Nobody has to be alive for a context 
 the workers hold it on behalf of the one that made it, and when that one is gone, they
 let it go. Whoever learned of a context from a worker that is gone now asks the one that
 made it to be told of the end instead.
+
+Nobody waits for the end of a context whose block is left, and to tell each end by
+itself would cost as much as a call. So those gather for a moment, and every worker is
+told of all of them in one message.
 """
 
 import contextlib
@@ -28,9 +32,13 @@ if TYPE_CHECKING:
 
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
+_GATHERING = 0.01
+"""Seconds for which the end of a context may wait for others to be told with it."""
+
 _FIRST_PATIENCE = 1.0
 _LONGEST_PATIENCE = 30.0
 _FIRST_PAUSE = 0.01
+_RELEASED = "It was released."
 _LONGEST_PAUSE = 10.0
 
 
@@ -59,6 +67,7 @@ class Releases:
         self._agent: Agent = container.agent
         self._lock = threading.Lock()
         self._forwarded: dict[tuple[str, int], Future[None]] = {}
+        self._gathered: dict[Peer, list[int]] = {}
         self._unanswered: set[Future[Any]] = set()
         self._agent.register(_RELEASE, self._on_release)
         self._agent.register(_HOLD, self._on_hold)
@@ -67,25 +76,48 @@ class Releases:
 
     def release(self, context_id: int) -> Future[None]:
         """Ends a context; done when all workers that took part have ended it."""
-        return self._end(context_id, "It was released.", self._agent.info.name)
+        return self._end(context_id, _RELEASED, "")
+
+    def leave(self, context_id: int) -> None:
+        """Ends a context here at once, and soon on all workers that took part."""
+        peers = self._end_here(context_id, _RELEASED)
+        with self._lock:
+            first = not self._gathered
+            for peer in peers:
+                self._gathered.setdefault(peer, []).append(context_id)
+        if first and peers:
+            self._agent.references.later(_GATHERING, self._tell_gathered)
+
+    def _tell_gathered(self) -> None:
+        with self._lock:
+            gathered, self._gathered = self._gathered, {}
+        for peer, contexts in gathered.items():
+            self._persist(peer, _RELEASE, contexts)
 
     def _end(self, context_id: int, reason: str, told_by: str) -> Future[None]:
+        """Ends a context here, and at once on all workers but the one that told."""
+        peers = self._end_here(context_id, reason, told_by)
+        told = [self._persist(peer, _RELEASE, [context_id]) for peer in peers]
+        return _all_of(told)
+
+    def _end_here(self, context_id: int, reason: str, told_by: str = "") -> list[Peer]:
+        """Those that have to be told, in the order of their names."""
         known = self._container.end(context_id, reason)
         tell = sorted(known - {told_by, self._agent.info.name})
-        peers = map(self._agent.directory.find, tell)
-        told = [self._persist(peer, _RELEASE, context_id) for peer in peers]
-        return _quietly(lambda: collect_all(told).then(lambda done: None))
+        return list(map(self._agent.directory.find, tell))
 
     # --- what others say ---
 
     def _on_release(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        context_id = _id(body)
+        return _all_of([self._told(caller, context_id) for context_id in _ids(body)])
+
+    def _told(self, caller: WorkerInfo, context_id: int) -> Future[None]:
         key = (caller.name, context_id)
         with self._lock:
             # It is told again when the answer was lost: then it waits for the same.
             again = self._forwarded.get(key)
             if again is not None:
-                return again.then(lambda done: None)
+                return again
             forwarded: Future[None] = _quietly(Future)
             self._forwarded[key] = forwarded
         ended = self._end(context_id, f"{caller.name!r} released it.", caller.name)
@@ -102,10 +134,8 @@ class Releases:
         self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
     ) -> list[int]:
         """Which of these contexts of ours are over; the others' end will be told."""
-        if type(body) is not list:
-            raise ProtocolError("Contexts are named by their ids.")
         over = []
-        for context_id in map(_id, body):
+        for context_id in _ids(body):
             context = self._container.find(context_id)
             if context is None:
                 over.append(context_id)
@@ -141,8 +171,8 @@ class Releases:
 
     def _let_go(self, asked: Future[Any]) -> None:
         if error_of(asked) is None:
-            for context_id in asked.value() or ():
-                self._end(_id(context_id), "It was released.", "")
+            for context_id in _ids(asked.value() or []):
+                self._end(context_id, _RELEASED, "")
 
     def _on_close(self) -> None:
         for context in self._container.contexts():
@@ -198,10 +228,18 @@ class Releases:
             result.set_result(value)
 
 
-def _id(body: Any) -> int:
-    if type(body) is not int or not 0 <= body < 1 << 64:
-        raise ProtocolError("A context is named by its id.")
+def _ids(body: Any) -> list[int]:
+    """Ids of contexts that another worker has named."""
+    if type(body) is not list or not all(
+        type(named) is int and 0 <= named < 1 << 64 for named in body
+    ):
+        raise ProtocolError("Contexts are named by their ids.")
     return body
+
+
+def _all_of(futures: list[Future[Any]]) -> Future[None]:
+    """Done when all of them are."""
+    return _quietly(lambda: collect_all(futures).then(lambda done: None))
 
 
 def _quietly(make: Callable[[], Any]) -> Any:

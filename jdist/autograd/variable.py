@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,27 @@ from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves, path_of
 from jdist.autograd.eager import eager
 from jdist.autograd.node import Edge, LeafNode
+from jdist.autograd.pure import Differentiated
 from jdist.autograd.recorded import Operators, Recorded, described
 from jdist.autograd.recording import refuse_in_pure
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
+
+
+class _Held(NamedTuple):
+    """What a variable holds, taken apart once for all its uses."""
+
+    tree: Any
+    kind: Differentiated
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Held":
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(
+            tree, Differentiated(structure, tuple(map(is_inexact, leaves))), leaves
+        )
 
 
 class Variable(Operators):
@@ -33,11 +49,11 @@ class Variable(Operators):
         in its place. A backward pass uses the one that its forward pass has used.
     """
 
-    __slots__ = ("__weakref__", "_hooks", "_lock", "_node", "_value")
+    __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node")
 
     def __init__(self, tree: Any) -> None:
-        self._value = jax.tree.map_with_path(_array, tree)
-        if not any(map(is_inexact, jax.tree.leaves(self._value))):
+        self._held = _Held.of(jax.tree.map_with_path(_array, tree))
+        if not any(self._held.kind.wanted):
             rule = "must have at least one floating array"
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
@@ -48,12 +64,12 @@ class Variable(Operators):
     def value(self) -> Any:
         """The tree of arrays."""
         refuse_in_pure("the value of a variable that is no argument")
-        return self._value
+        return self._held.tree
 
     @value.setter
     def value(self, tree: Any) -> None:
         new = jax.tree.map_with_path(_array, tree)
-        before, after = named_leaves(self._value), named_leaves(new)
+        before, after = named_leaves(self._held.tree), named_leaves(new)
         if before.keys() != after.keys():
             rule = f"must have the leaves {', '.join(before)}, as before"
             raise ValueError(requirement("Variable.value", rule, ", ".join(after)))
@@ -62,24 +78,32 @@ class Variable(Operators):
                 rule = f"must be {described(old)} at {path}, as before"
                 got = described(after[path])
                 raise ValueError(requirement("Variable.value", rule, got))
-        self._value = new
+        self._held = _Held.of(new)
+
+    @property
+    def structure(self) -> Any:
+        """That of its tree."""
+        return self._held.kind.structure
 
     @property
     def node(self) -> LeafNode:
         """Its node in the graph; the same as long as any history leads to it."""
+        found = None if self._node is None else self._node()
+        if found is not None:
+            return found
         with self._lock:
             found = None if self._node is None else self._node()
             if found is None:
-                found = LeafNode(self, len(jax.tree.leaves(self._value)))
+                found = LeafNode(self, len(self._held.leaves))
                 self._node = weakref.ref(found)
             return found
 
     def recorded(self) -> Any:
         """Its tree, with recorded values in place of the floating arrays."""
-        leaves, structure, edges = self.flat()
+        kind, leaves, edges = self.flat()
         pairs = zip(leaves, edges, strict=True)
         values = [leaf if to is None else Recorded(leaf, to) for leaf, to in pairs]
-        return jax.tree.unflatten(structure, values)
+        return kind.structure.unflatten(values)
 
     def register_hook(self, hook: Hook) -> Callable[[], None]:
         """Has `hook(gradient)` called in every backward pass that reaches the variable.
@@ -113,16 +137,16 @@ class Variable(Operators):
 
     def flat(self) -> Any:
         """See `Recordable`."""
-        leaves, structure = jax.tree.flatten(self._value)
+        _, kind, leaves = self._held
         node = self.node
         edges = [
-            Edge(node, index) if is_inexact(leaf) else None
-            for index, leaf in enumerate(leaves)
+            Edge(node, index) if wanted else None
+            for index, wanted in enumerate(kind.wanted)
         ]
-        return leaves, structure, edges
+        return kind, leaves, edges
 
     def __repr__(self) -> str:
-        shown = jax.tree.map(_Described, self._value)
+        shown = jax.tree.map(_Described, self._held.tree)
         return f"Variable({shown})"
 
 

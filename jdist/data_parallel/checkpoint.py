@@ -5,11 +5,10 @@ its description and divided in the file, so that no device ever holds the whole 
 Restored is what has the same paths, shapes and dtypes, laid out like a state that was
 made for the devices at hand.
 
-orbax writes into a folder of another name and renames it when all is there: a process
-that is killed while it saves leaves the last complete checkpoint to resume from.
+A process that is killed while it saves leaves the last complete checkpoint to resume
+from (`jdist._checkpoint`).
 """
 
-import importlib
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +16,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import Unavailable, requirement
+from jdist._checkpoint import StepFolder, check_same, described, unworded, words
 from jdist._tree import path_of
 from jdist.data_parallel.train_state import TrainState
 from jdist.data_parallel.zero import Sharded
@@ -57,31 +56,20 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep: int | None = 3) -> None:
         """Opens the folder."""
-        self._orbax = _orbax()
-        options = self._orbax.CheckpointManagerOptions(max_to_keep=keep)
-        self._manager = self._orbax.CheckpointManager(
-            Path(folder).absolute(), options=options
-        )
+        self._folder = StepFolder(folder, keep)
 
     def save(self, state: TrainState) -> None:
         """Writes the state under its step, and returns when it is on disk.
 
         Not before: the next step donates the buffers that are being read.
         """
-        arguments = self._orbax.args
-        leaves = {path: _words(_array(x)) for path, x in _leaves(state).items()}
-        items = {
-            name: arguments.StandardSave(part)
-            for name, part in _by_item(leaves).items()
-        }
-        items["description"] = arguments.JsonSave(_description(state))
-        self._manager.save(int(state.step), args=arguments.Composite(**items))
-        self._manager.wait_until_finished()
+        leaves = _leaves(state)
+        saved = {path: words(_array(leaf)) for path, leaf in leaves.items()}
+        self._folder.write(int(state.step), _by_item(saved), _description(state))
 
     def latest(self) -> int | None:
         """The last step that was saved completely, or None."""
-        found = self._manager.latest_step()
-        return None if found is None else int(found)
+        return max(self._folder.steps(), default=None)
 
     def restore(self, like: TrainState, step: int | None = None) -> TrainState:
         """Reads a state.
@@ -100,33 +88,24 @@ class Checkpoints:
           ValueError: There is none; or it was saved from a state with other paths,
             shapes or dtypes, and the message names the first.
         """
-        step = self.latest() if step is None else step
-        if step is None or step not in self._manager.all_steps():
-            rule = f"must be a step that was saved, {self._manager.all_steps()}"
-            raise ValueError(requirement("restore(step=...)", rule, step))
-        arguments = self._orbax.args
-        items = {"description": arguments.JsonRestore()}
-        saved = self._manager.restore(step, args=arguments.Composite(**items))
-        description = saved.description
+        step = self._folder.chosen("restore", step)
+        description = self._folder.description(step)
         if like.hook_state is None:
             description = _by_item(description)["arrays"]
-        _check_same(description, _description(like))
-        wanted = {path: _placed(_array(leaf)) for path, leaf in _leaves(like).items()}
+        leaves = _leaves(like)
+        check_same("restore", description, _description(like))
+        wanted = {path: _placed(_array(leaf)) for path, leaf in leaves.items()}
         # Padding depends on the number of devices: orbax cuts it off or adds zeros.
-        items = {
-            name: arguments.StandardRestore(part, strict=False)
-            for name, part in _by_item(wanted).items()
-        }
-        read = self._manager.restore(step, args=arguments.Composite(**items))
-        found = {path: x for name in items for path, x in read[name].items()}
+        read = self._folder.read(step, _by_item(wanted))
+        found = {path: x for part in read.values() for path, x in part.items()}
         structure: Any = jax.tree.structure(like, is_leaf=_is_sharded)
         return structure.unflatten(
-            _refilled(found[path], leaf) for path, leaf in _leaves(like).items()
+            _refilled(found[path], leaf) for path, leaf in leaves.items()
         )
 
     def close(self) -> None:
         """Ends what orbax runs in the background."""
-        self._manager.close()
+        self._folder.close()
 
     def __enter__(self) -> Self:
         """The object itself."""
@@ -140,15 +119,6 @@ class Checkpoints:
     ) -> None:
         """Closes it."""
         self.close()
-
-
-def _orbax() -> Any:
-    try:
-        return importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise Unavailable(
-            "checkpoints need orbax-checkpoint: pip install 'jdist[checkpoint]'"
-        ) from error
 
 
 def _is_sharded(leaf: Any) -> bool:
@@ -174,39 +144,22 @@ def _array(leaf: Any) -> jax.Array:
     return leaf.array if _is_sharded(leaf) else jnp.asarray(leaf)
 
 
-def _is_key(array: jax.Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
-
-
-def _words(array: jax.Array) -> jax.Array:
-    """Keys are saved as their words."""
-    return jax.random.key_data(array) if _is_key(array) else array
-
-
 def _placed(array: jax.Array) -> jax.ShapeDtypeStruct:
-    words = _words(array)
-    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=words.sharding)
+    saved = words(array)
+    return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=saved.sharding)
 
 
 def _refilled(array: jax.Array, like: Any) -> Any:
     if _is_sharded(like):
         return Sharded(array, like.shape)
-    if _is_key(like):
-        key = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
-        return jax.device_put(key, like.sharding)
-    return array
+    found = unworded(array, like)
+    return found if found is array else jax.device_put(found, like.sharding)
 
 
 def _description(state: TrainState) -> dict[str, str]:
-    return {
-        path: f"{_array(leaf).dtype} of shape {tuple(leaf.shape)}"
-        for path, leaf in _leaves(state).items()
-    }
-
-
-def _check_same(saved: dict[str, str], wanted: dict[str, str]) -> None:
-    for path in sorted(saved.keys() | wanted.keys()):
-        there, here = (d.get(path, "no leaf") for d in (saved, wanted))
-        if there != here:
-            rule = f"must be like the state that was saved, {there} at {path}"
-            raise ValueError(requirement("restore(like=...)", rule, here))
+    return described(
+        {
+            path: jax.ShapeDtypeStruct(leaf.shape, _array(leaf).dtype)
+            for path, leaf in _leaves(state).items()
+        }
+    )

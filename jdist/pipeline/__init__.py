@@ -1,6 +1,9 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
+from jdist.pipeline.checkpoint import Checkpoints as Checkpoints
 from jdist.pipeline.costs import Costs as Costs
+from jdist.pipeline.evaluation import Evaluation as Evaluation
+from jdist.pipeline.fit import fit as fit
 from jdist.pipeline.layer_profile import Layer as Layer
 from jdist.pipeline.layer_profile import Profile as Profile
 from jdist.pipeline.layer_profile import load_profile as load_profile
@@ -31,5 +34,10 @@ from jdist.pipeline.schedules import zbv as zbv
 from jdist.pipeline.schedules import zero_bubble as zero_bubble
 from jdist.pipeline.simulate import simulate as simulate
 from jdist.pipeline.stage import Stage as Stage
+from jdist.pipeline.timed import timed as timed
 from jdist.pipeline.timeline import Record as Record
 from jdist.pipeline.timeline import Timeline as Timeline
+from jdist.pipeline.training import Epoch as Epoch
+from jdist.pipeline.training import Metrics as Metrics
+from jdist.pipeline.training import PipelineState as PipelineState
+from jdist.pipeline.training import over_epoch as over_epoch

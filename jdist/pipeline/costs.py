@@ -90,11 +90,12 @@ class Costs:
 
     @classmethod
     def measured(cls, timeline: Timeline, **others: Any) -> "Costs":
-        """Takes the medians of a run's actions, per stage and kind.
+        """Takes the medians of a run's actions, per stage and kind, and its latencies.
 
         Args:
           timeline: Of a run; its first micro-batch is left out where there are others.
-          others: Costs that a timeline does not show, such as `latency`.
+          others: Costs that a timeline does not show, such as bytes; or that are to
+            take the place of what it shows.
 
         Raises:
           ValueError: A stage has no forward passes.
@@ -118,7 +119,7 @@ class Costs:
             "backward_params": columns.kind == W,
         }
         seconds = timeline.end - timeline.start
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"latency": timeline.latencies}
         for name, mask in masks.items():
             rows = [
                 seconds[mask & warm & (columns.stage == stage)]
@@ -129,4 +130,4 @@ class Costs:
                 raise ValueError(requirement("Costs.measured(timeline)", rule, "none"))
             if all(map(len, rows)):
                 found[name] = np.array([np.median(row) for row in rows])
-        return cls(**found, **others)
+        return cls(**found | others)

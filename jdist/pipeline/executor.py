@@ -4,19 +4,21 @@ The program of a step is one (`Step`); an executor says which workers are here, 
 values get to the others.
 """
 
+import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
 
 from jdist._errors import requirement
-from jdist.pipeline.places import Places
+from jdist.pipeline.places import Places, places_on
 from jdist.pipeline.post import InProcessPost, Post
 from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.spmd_rules import check_places
-from jdist.pipeline.worker_post import WorkerPost, mailbox_of
+from jdist.pipeline.stopwatch import clock_offset
+from jdist.pipeline.worker_post import CLOCK, WorkerPost, mailbox_of
 from jdist.rpc import current
 from jdist.rpc.agent import Agent
 
@@ -35,6 +37,22 @@ class Executor(Protocol):
     def open(self, step: int) -> Post:
         """The way of values in one step."""
 
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """What every process of the pipeline gave, once all of them have.
+
+        Raises:
+          WorkerLost: A worker will not come.
+          RpcTimeout: Nor did it within the default timeout; the message names it.
+        """
+
+    def clock_offset(self) -> float:
+        """What to add to this process's `time.perf_counter` for the first worker's.
+
+        Raises:
+          WorkerLost: That worker is gone.
+          RpcTimeout: It does not answer.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
@@ -46,6 +64,14 @@ class InProcess:
     def open(self, step: int) -> Post:
         """See `Executor`."""
         return InProcessPost(self.places.devices)
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """See `Executor`."""
+        return [value]
+
+    def clock_offset(self) -> float:
+        """See `Executor`: it is the same."""
+        return 0.0
 
 
 class Workers:
@@ -80,13 +106,28 @@ class Workers:
         own = self.places.own[0]
         return WorkerPost(self._agent, self._names, own, address)
 
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """See `Executor`."""
+        found = self._agent.group.all_gather(value, self._names, -1, purpose)
+        return [found[name] for name in self._names]
+
+    def clock_offset(self) -> float:
+        """See `Executor`; all come first, so that the one asked is not computing."""
+        self.gather(None, "comparing clocks")
+        first = self._names[0]
+        if first == self._agent.info.name:
+            return 0.0
+        ask = functools.partial(self._agent.call, first, CLOCK, None)
+        return clock_offset(ask, time.perf_counter)
+
     def _meet(self) -> None:
         schedule = self.places.schedule
         mine = f"{schedule!r} as {self._pipeline}"
-        found = self._agent.group.all_gather(mine, self._names, -1, "Pipeline")
-        if len(set(found.values())) > 1:
+        found = self.gather(mine, "Pipeline")
+        if len(set(found)) > 1:
             rule = "must be the same on all workers, made in the same order"
-            shown = "; ".join(f"{name}: {text}" for name, text in found.items())
+            pairs = zip(self._names, found, strict=True)
+            shown = "; ".join(f"{name}: {text}" for name, text in pairs)
             raise ValueError(requirement("Pipeline(schedule)", rule, shown))
 
 
@@ -105,11 +146,7 @@ def executor_for(
         devices: list[jax.Device | None] = [None] * schedule.workers
         return InProcess(Places(schedule, devices, range(schedule.workers)))
     if isinstance(workers_or_devices, Mesh):
-        check_places(schedule, workers_or_devices)
-        found = list(workers_or_devices.devices)
-        here = jax.process_index()
-        own = [rank for rank, one in enumerate(found) if one.process_index == here]
-        return InProcess(Places(schedule, found, own))
+        return InProcess(places_on(schedule, workers_or_devices))
     given = list(workers_or_devices)
     if len(given) != schedule.workers:
         rule = f"must be one for each of the {schedule.workers} workers"

@@ -69,6 +69,14 @@ def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
     return parts
 
 
+def size_of_batch(batch: Any, weights: Any) -> tuple[int, float]:
+    """The examples of a batch that can be cut, and the sum of their weights."""
+    examples = len(jax.tree.leaves(batch)[0])
+    if weights is None:
+        return examples, float(examples)
+    return examples, float(np.asarray(weights).sum(dtype=np.float64))
+
+
 def check_weights(weights: Any, examples: int) -> np.ndarray:
     """The weights of a batch, as an array on the host.
 

@@ -37,7 +37,8 @@ def stages_from_nnx(
 
     A module's `nnx.Param`s are the stage's parameters. Its random streams, such as
     those of dropout, make the stage take a key: every micro-batch then draws from
-    streams of its own. All its other variables are the stage's state.
+    streams of its own. All its other variables are the stage's state. In evaluation the
+    module is put into evaluation mode (`Module.eval`).
 
     Args:
       modules: The modules, in order; they are read, not changed.
@@ -81,6 +82,7 @@ def stages_from_nnx(
             stateful=stateful,
             keyed=keyed,
             recompute=recompute,
+            in_evaluation=_evaluator(graph, None if stateful else state, streams),
         )
         made.stages.append(stage)
         made.params.append(params)
@@ -108,10 +110,7 @@ def _caller(graph: Any, empty: Any, streams: Any, keyed: bool) -> Callable[..., 
     from flax import nnx
 
     structure = jax.tree.structure(streams)
-    kinds = [
-        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        for leaf in jax.tree.leaves(streams)
-    ]
+    kinds = _kinds(streams)
 
     def call(params: Any, *given: Any) -> Any:
         arguments = list(given)
@@ -125,6 +124,36 @@ def _caller(graph: Any, empty: Any, streams: Any, keyed: bool) -> Callable[..., 
         return output, _taken_apart(module)[3]
 
     return call
+
+
+def _evaluator(graph: Any, empty: Any, streams: Any) -> Callable[..., Any]:
+    """The stage's function in evaluation, `(params, [state,] x)`: see `_caller`.
+
+    `Module.eval` lets dropout pass everything and batch normalisation use its averages.
+    """
+    from flax import nnx
+
+    structure = jax.tree.structure(streams)
+    kinds = _kinds(streams)
+
+    def call(params: Any, *given: Any) -> Any:
+        arguments = list(given)
+        # The streams are there because the structure has them; nobody draws from them.
+        drawn = _streams(structure, kinds, jax.random.key(0))
+        state = arguments.pop(0) if empty is None else empty
+        module = nnx.merge(graph, params, drawn, state)
+        module.eval()
+        return module(*arguments)
+
+    return call
+
+
+def _kinds(streams: Any) -> list[bool]:
+    """Of each leaf of the streams, whether it is a key."""
+    return [
+        bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+        for leaf in jax.tree.leaves(streams)
+    ]
 
 
 def _streams(structure: Any, kinds: Sequence[bool], key: Any) -> Any:

@@ -1,26 +1,30 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from jdist._errors import requirement
+from jdist._tree import examples_in
 from jdist.optim import Optimizer
+from jdist.pipeline.arguments import check_schedule, key_given, trees_of
+from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.micro_batch import MicroBatch, split_batch
+from jdist.pipeline.micro_batch import MicroBatch, size_of_batch, split_batch
 from jdist.pipeline.passage import Passage
 from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.shapes import check_shapes
+from jdist.pipeline.shapes import Shapes
 from jdist.pipeline.spmd import OneProgram
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
+from jdist.pipeline.stopwatch import Stopwatch
+from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import (
     Found,
     Metrics,
@@ -94,10 +98,10 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.record: list[Passage] = []
-        _check_schedule(schedule, len(self.wiring.stages))
-        _check_states(self.wiring.stages, schedule)
-        self._executor = executor_for(schedule, workers_or_devices)
-        self._places = self._executor.places
+        self.stopwatch: Stopwatch | None = None
+        check_schedule(schedule, self.wiring.stages)
+        self.executor = executor_for(schedule, workers_or_devices)
+        self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
         self._one_program: OneProgram | None = None
         if isinstance(workers_or_devices, Mesh):
@@ -114,7 +118,9 @@ class Pipeline:
         ]
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._checked: dict[Any, tuple[str, ...]] = {}
+        self._tied = Tied(self.stages)
+        self._shapes = Shapes(self.wiring, self.executor, self._loss)
+        self._evaluator = Evaluator(self.wiring, self._places, self._loss)
         self._steps = 0
 
     @property
@@ -135,7 +141,7 @@ class Pipeline:
         Those of a stage with several workers are on the first one's; None takes the
         place of stages that run in other processes.
         """
-        _check_count("Pipeline.place(params)", params, len(self.stages))
+        params = trees_of("Pipeline.place(params)", params, len(self.stages))
         placed: list[Any] = [None] * len(self.stages)
         for number in self.own:
             device = self._places.devices[self._first(number)]
@@ -203,10 +209,10 @@ class Pipeline:
           ValueError, TypeError: No optimizer fits; or not one tree per stage.
         """
         stages = len(self.stages)
-        given = [None] * stages if states is None else list(states)
-        _check_count("Pipeline.init(states=...)", given, stages)
+        given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = optimizers_for(self._optimizer, stages)
         placed = jax.tree.map(jnp.copy, self.place(params))
+        self._tied.check(placed, optimizers, self.executor)
         kept: list[Any] = [None] * stages
         for j in self.own:
             kept[j] = optimizers[j].init(placed[j])
@@ -240,8 +246,48 @@ class Pipeline:
                 optimizers[j], params[j], found.grads[j], kept[j], clipping
             )
         step = state.step + 1
-        metrics = Metrics(found.loss, found.norm)
+        metrics = Metrics(found.loss, found.norm, *size_of_batch(batch, weights))
         return PipelineState(step, params, kept, found.states, state.key), metrics
+
+    def evaluate(
+        self,
+        params: Sequence[Any] | PipelineState,
+        batch: Mapping[str, Any],
+        weights: Any = None,
+        *,
+        states: Sequence[Any] | None = None,
+        key: Any = None,
+        outputs: bool = False,
+    ) -> Evaluation:
+        """The loss of a batch, by forward passes alone; nothing is changed by it.
+
+        Args:
+          params: One pytree per stage, or a training state.
+          batch: As for `value_and_grad`; it may have fewer examples than there are
+            micro-batches.
+          weights: As for `value_and_grad`.
+          states: As for `value_and_grad`; a training state has its own.
+          key: A PRNG key, if a stage takes one and has no function for evaluation.
+          outputs: Whether what the loss is given is wanted, too.
+
+        Raises: what `value_and_grad` raises.
+        """
+        if isinstance(params, PipelineState):
+            states, params = params.states, params.params
+        call, stages = "Pipeline.evaluate", len(self.stages)
+        given = trees_of(f"{call}(states=...)", states, stages)
+        trees = trees_of(f"{call}(params)", params, stages)
+        if self._one_program is not None:
+            self._one_program.check_alone(call)
+        count = min(self.schedule.micro_batches, examples_in(batch, call))
+        parts = split_batch(batch, weights, count)
+        runs = self._runs(trees, given, key, EvaluationRun)
+        with self._opened() as (number, post):
+            read = self._shapes.read(post, runs, parts[0].batch)
+            self.record, found = self._evaluator.run(
+                number, post, runs, parts, read, outputs
+            )
+        return found
 
     def _run(
         self,
@@ -253,22 +299,26 @@ class Pipeline:
     ) -> Found:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
-        given = [None] * stages if states is None else list(states)
-        _check_count(f"{call}(params)", params, stages)
-        _check_count(f"{call}(states=...)", given, stages)
+        given = trees_of(f"{call}(states=...)", states, stages)
+        trees = trees_of(f"{call}(params)", params, stages)
         if self._one_program is not None:
-            return self._one_program(params, batch, weights)
+            return self._one_program(trees, batch, weights)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        runs = self._runs(params, given, key)
+        runs = self._runs(trees, given, key)
+        with self._opened() as (number, post):
+            return self._step(number, post, runs, parts)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[int, Post]]:
+        """A step: its number, and the way of its values, which ends with it."""
         number, self._steps = self._steps, self._steps + 1
-        post = self._executor.open(number)
+        post = self.executor.open(number)
         try:
-            found = self._step(number, post, runs, parts)
+            yield number, post
         except BaseException as error:
             post.end(error)
             raise
         post.end(None)
-        return found
 
     def _after(self, runs: Mapping[tuple[int, int], StageRun]) -> list[Any]:
         """What stateful stages were left with."""
@@ -284,7 +334,7 @@ class Pipeline:
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
     ) -> Found:
-        read = self._read(post, runs, parts[0].batch)
+        read = self._shapes.read(post, runs, parts[0].batch)
         step = Step(
             number,
             self.wiring,
@@ -295,53 +345,40 @@ class Pipeline:
             read,
             parts,
         )
-        step.run()
+        step.run(self.stopwatch)
         self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             grads[j] = step.gradient(self._first(j), j)
+        params = {j: runs[self._first(j), j].params for j in self.own}
+        grads = self._tied.summed(params, grads, self._places, post)
         norm = None
         if self._max_norm is not None:
-            norm = step.norm({j: square_of(grads[j]) for j in self.own})
+            counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
+            norm = step.norm({j: square_of(own) for j, own in counted.items()})
         return Found(step.loss(self._places.own[0]), grads, norm, self._after(runs))
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
         return min(set(self.schedule.placement[stage]).intersection(self._places.own))
 
-    def _read(
-        self,
-        post: Post,
-        runs: Mapping[tuple[int, int], StageRun],
-        batch: Mapping[str, Any],
-    ) -> tuple[str, ...]:
-        """Checks what does not need numbers, once for all steps of equal shapes.
-
-        Between processes only in the first step: nobody sees others' shapes change.
-        """
-        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
-        leaves, structure = jax.tree.flatten((trees, dict(batch)))
-        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = (kinds, structure) if self._executor.sees_all else None
-        if signature not in self._checked:
-            self._checked[signature] = check_shapes(
-                self.wiring, self._places, post, self._loss, trees, batch
-            )
-        return self._checked[signature]
-
     def _runs(
-        self, params: Sequence[Any], states: Sequence[Any], key: Any
+        self,
+        params: Sequence[Any],
+        states: Sequence[Any],
+        key: Any,
+        made: type[StageRun] = StageRun,
     ) -> dict[tuple[int, int], StageRun]:
         runs = {}
         for number in self.own:
             stage, own = self.stages[number], None
-            if stage.keyed:
-                own = jax.random.fold_in(_given(key, number), number)
+            if draws(stage) if made is EvaluationRun else stage.keyed:
+                own = jax.random.fold_in(key_given(key, number), number)
             for worker in self.schedule.placement[number]:
                 if worker not in self._places.own:
                     continue
                 device = self._places.devices[worker]
-                runs[worker, number] = StageRun(
+                runs[worker, number] = made(
                     stage,
                     self._compiled[number],
                     moved(params[number], device),
@@ -350,37 +387,3 @@ class Pipeline:
                     self._loss.kind,
                 )
         return runs
-
-
-def _given(key: Any, number: int) -> Any:
-    if key is None:
-        rule = f"must be given, because stage {number} takes a PRNG key"
-        raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
-    return key
-
-
-def _check_schedule(schedule: Schedule, stages: int) -> None:
-    if schedule.stages != stages:
-        rule = f"must be one for the {stages} stages"
-        got = f"one for {schedule.stages}"
-        raise ValueError(requirement("Pipeline(schedule)", rule, got))
-    schedule.validate()
-    if schedule.forward_only or schedule.updates is not None:
-        rule = "must have a backward pass for each forward pass, and a flush"
-        raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
-
-
-def _check_states(stages: Sequence[Stage], schedule: Schedule) -> None:
-    for number, workers in enumerate(schedule.placement):
-        if stages[number].stateful and len(workers) > 1:
-            rule = f"must give stage {number} one worker, because it has a state"
-            got = f"workers {workers}"
-            raise ValueError(requirement("Pipeline(schedule)", rule, got))
-
-
-def _check_count(argument: str, trees: Sequence[Any], stages: int) -> None:
-    if not isinstance(trees, list | tuple) or len(trees) != stages:
-        rule = f"must be a list of {stages} trees, one per stage"
-        size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
-        got = f"a {type(trees).__name__}{size}"
-        raise ValueError(requirement(argument, rule, got))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -15,6 +15,9 @@ from jdist.pipeline.costs import Costs
 from jdist.pipeline.layer_profile import Profile
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedules.pipedream import pipedream
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMAT = "jdist.pipeline.plan/1"
 
@@ -87,6 +90,37 @@ class Plan:
             for flight, stage in zip(self.in_flight, self.stages, strict=True)
         )
 
+    @property
+    def reduction_seconds(self) -> tuple[float, ...]:
+        """Per stage: what its replicas' gradients cost a worker for one micro-batch.
+
+        The planner adds what a level's reduction takes to the time of the level inside:
+
+            T_d = (T_(d-1) + 4 (r_d - 1) P_d / (B_d r_d) / M_d) / r_d
+
+        with r_d replicas at level d of the P_d bytes that one machine of that level
+        holds. So of r_0 r_1 ... T seconds, which a worker has for a micro-batch until
+        its turn comes again, these are the reductions':
+
+            sum over d of r_0 ... r_(d-1) * 4 (r_d - 1) P_d / (B_d r_d) / M_d
+        """
+        found = [0.0] * len(self.stages)
+        size, inside = 1, 1
+        for count, bandwidth in zip(self.workers, self.bandwidths, strict=True):
+            machines = [{rank // size for rank in s.ranks} for s in self.stages]
+            outside = [{unit // count for unit in own} for own in machines]
+            for j, own in enumerate(machines):
+                held = math.fsum(
+                    stage.parameter_bytes
+                    for stage, other in zip(self.stages, machines, strict=True)
+                    if other == own
+                )
+                replicas = len(own) // len(outside[j])
+                seconds = 4 * (replicas - 1) * held / (bandwidth * replicas) / inside
+                found[j] += len(self.stages[j].ranks) / len(own) * seconds
+            size, inside = size * count, count
+        return tuple(found)
+
     def schedule(self, micro_batches: int) -> Schedule:
         """PipeDream's schedule for it; workers are numbered stage by stage.
 
@@ -96,15 +130,21 @@ class Plan:
         replicas = [len(stage.ranks) for stage in self.stages]
         return pipedream(len(self.stages), micro_batches, replicas=replicas)
 
-    def costs(self, **others: Any) -> Costs:
-        """What its schedule costs in a simulation, without reductions of gradients.
+    def costs(self, *, reductions: bool = False, **others: Any) -> Costs:
+        """What its schedule costs in a simulation.
 
         Args:
+          reductions: Whether backward passes take the time, too, in which replicas join
+            their gradients (`reduction_seconds`).
           others: Further costs, such as `bandwidth` or `latency`.
         """
+        backward = [stage.backward for stage in self.stages]
+        if reductions:
+            pairs = zip(backward, self.reduction_seconds, strict=True)
+            backward = [own + reducing for own, reducing in pairs]
         return Costs(
             forward=[stage.forward for stage in self.stages],
-            backward=[stage.backward for stage in self.stages],
+            backward=backward,
             message_bytes=[stage.output_bytes for stage in self.stages[:-1]],
             activation_bytes=[stage.activation_bytes for stage in self.stages],
             weight_bytes=[stage.parameter_bytes for stage in self.stages],
@@ -151,7 +191,17 @@ class Plan:
         return Path(path)
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draws each stage's seconds per micro-batch into a file, PNG by default.
+        """Draws `picture` into a file, PNG unless its name says otherwise.
+
+        Raises:
+          Unavailable: matplotlib is not installed.
+        """
+        path = Path(path)
+        self.picture().savefig(path, dpi=150, format=path.suffix[1:] or "png")
+        return path
+
+    def picture(self) -> "Figure":
+        """Each stage's seconds per micro-batch as bars, beside the bottleneck.
 
         Raises:
           Unavailable: matplotlib is not installed.
@@ -167,19 +217,22 @@ class Plan:
             f"stage {i}: {len(stage.layers)} layers x {len(stage.ranks)} workers"
             for i, stage in enumerate(self.stages)
         ]
-        milliseconds = [1e3 * stage.share for stage in self.stages]
-        axes.barh(names, milliseconds, color="#4c78a8")
+        computing = [1e3 * stage.share for stage in self.stages]
+        joining = [
+            1e3 * seconds / len(stage.ranks)
+            for stage, seconds in zip(self.stages, self.reduction_seconds, strict=True)
+        ]
+        axes.barh(names, computing, color="#4c78a8", label="passes")
+        axes.barh(names, joining, left=computing, color="#9ecae9", label="reductions")
         bottleneck = 1e3 * self.bottleneck_time
         axes.axvline(bottleneck, color="#f58518", label="bottleneck")
         beside = 1e3 * self.data_parallel_time
         axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
         axes.invert_yaxis()
-        axes.set_xlabel("milliseconds of computation per micro-batch and worker")
-        figure.legend(loc="outside lower right", ncols=2)
+        axes.set_xlabel("milliseconds per micro-batch, divided by the stage's workers")
+        figure.legend(loc="outside lower right", ncols=4)
         axes.set_title(str(self))
-        path = Path(path)
-        figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
-        return path
+        return figure
 
     def __str__(self) -> str:
         machine = " x ".join(map(str, self.workers))

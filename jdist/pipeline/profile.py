@@ -94,7 +94,8 @@ def profile(
 def _measured(
     module: Module, inputs: Sequence[Any], repeats: int
 ) -> tuple[Layer, tuple[Any, ...]]:
-    halves = segment(module.fn)
+    # Layers of one factory share code: each is compiled on purpose.
+    halves = segment(module.fn, label=("profile", module.name))
     given, residuals = halves.forward(module.params, *inputs)
     outputs = given if isinstance(given, tuple) else (given,)
     if len(outputs) != len(module.outputs):

@@ -4,14 +4,54 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jdist._errors import requirement
+from jdist.pipeline.executor import Executor
 from jdist.pipeline.kind import is_kind, kinds_of
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, receive
 from jdist.pipeline.stage import Stage
+from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.wiring import BATCH, Wiring
+
+
+class Shapes:
+    """Checks a pipeline's values, once for all steps of equal shapes.
+
+    Between processes only in the first step: nobody sees others' shapes change.
+
+    Args:
+      wiring: Which value goes where.
+      executor: Who is where.
+      loss: The loss function.
+    """
+
+    def __init__(self, wiring: Wiring, executor: Executor, loss: PipelineLoss) -> None:
+        self._wiring = wiring
+        self._executor = executor
+        self._loss = loss
+        self._checked: dict[Any, tuple[str, ...]] = {}
+
+    def read(
+        self,
+        post: Post,
+        runs: Mapping[tuple[int, int], StageRun],
+        batch: Mapping[str, Any],
+    ) -> tuple[str, ...]:
+        """What `check_shapes` returns; and raises, where the shapes are new."""
+        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
+        leaves, structure = jax.tree.flatten((trees, dict(batch)))
+        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        signature = (kinds, structure) if self._executor.sees_all else None
+        if signature not in self._checked:
+            places = self._executor.places
+            self._checked[signature] = check_shapes(
+                self._wiring, places, post, self._loss, trees, batch
+            )
+        return self._checked[signature]
 
 
 def check_shapes(

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import map_shards
+from jdist._errors import requirement
 from jdist._tree import is_none
 from jdist.pipeline.kind import Kind
 from jdist.pipeline.loss import PipelineLoss
@@ -27,6 +28,7 @@ from jdist.pipeline.spmd_program import Feed, Model, run
 from jdist.pipeline.spmd_rules import (
     check_agreement,
     check_params,
+    check_shares,
     check_stages,
     check_value,
 )
@@ -46,7 +48,7 @@ class OneProgram:
       with_norm: Whether the norm of the whole gradient is wanted.
 
     Raises:
-      ValueError: The stages are not equal.
+      ValueError: The stages, or the shares of the workers, are not equal.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class OneProgram:
         with_norm: bool,
     ) -> None:
         check_stages(wiring)
+        check_shares(places.schedule)
         self._places = places
         self._stages = wiring.stages
         self._mesh = mesh
@@ -86,6 +89,18 @@ class OneProgram:
         """The program, for a look at what is compiled and what it needs."""
         program, arguments = self._prepared(params, batch, weights)
         return program.run.lower(*arguments)
+
+    def check_alone(self, call: str) -> None:
+        """Refuses what only a process with all the devices can do.
+
+        Raises:
+          ValueError: Other processes have some of them.
+        """
+        if len(self._places.own) < self._places.schedule.workers:
+            rule = "must be called where one process has all devices of the mesh"
+            got = f"the devices of workers {list(self._places.own)} alone"
+            remedy = "Evaluate by a pipeline over rpc's workers."
+            raise ValueError(requirement(call, rule, got, remedy))
 
     def _prepared(
         self, params: Sequence[Any], batch: Any, weights: Any

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist._tree import is_inexact
@@ -26,8 +25,8 @@ def check_stages(wiring: Wiring) -> None:
     """Refuses stages that one program cannot stand for.
 
     Raises:
-      ValueError: Their functions or recomputation differ, one has a state or takes a
-        key, or they are no chain of one value each that ends in the loss.
+      ValueError: Their functions or recomputation differ; one has a state, takes a key
+        or shares parameters; they are no chain of one value each, up to the loss.
     """
     first, *others = wiring.stages
     contents = contents_of(first.fn, "Pipeline")
@@ -41,6 +40,8 @@ def check_stages(wiring: Wiring) -> None:
         if stage.stateful or stage.keyed:
             what = "a state" if stage.stateful else "a key"
             _refuse("have neither state nor key", f"{what} in stage {number}")
+        if stage.tied:
+            _refuse("share no parameters", f"{dict(stage.tied)} in stage {number}")
         _check_chain(wiring, number, stage)
     last = wiring.stages[-1].outputs
     if tuple(wiring.loss_inputs) != tuple(last):
@@ -59,21 +60,13 @@ def _check_chain(wiring: Wiring, number: int, stage: Stage) -> None:
         _refuse("take what the stage before puts out, the first from the batch", got)
 
 
-def check_places(schedule: Schedule, mesh: Mesh) -> None:
-    """Refuses a mesh or a schedule that does not put equal shares on all devices.
+def check_shares(schedule: Schedule) -> None:
+    """Refuses a schedule that does not put equal shares on all workers.
 
     Raises:
-      ValueError: The mesh has not one axis as long as the schedule has workers, or no
-        device of this process; or the schedule gives a stage several workers, or a
-        worker more stages than another.
+      ValueError: It gives a stage several workers, or one worker more stages than
+        another.
     """
-    call = "Pipeline(mesh)"
-    if mesh.devices.shape != (schedule.workers,):
-        rule = f"must have one axis, of the schedule's {schedule.workers} workers"
-        raise ValueError(requirement(call, rule, dict(mesh.shape)))
-    if not any(d.process_index == jax.process_index() for d in mesh.devices):
-        rule = "must have a device of each process that calls it"
-        raise ValueError(requirement(call, rule, f"{list(mesh.devices)}"))
     call = "Pipeline(schedule, .., mesh)"
     shares = [0] * schedule.workers
     for stage, workers in enumerate(schedule.placement):

@@ -1,7 +1,7 @@
 """A stage: a pure function with named inputs and outputs."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,6 +30,14 @@ class Stage:
       keyed: Whether it takes a PRNG key, another one for each micro-batch.
       recompute: What the backward pass computes again instead of keeping it: see
         `jdist.segment.segment`.
+      tied: Parameters that it shares with other stages: from the path of its copy, a
+        leaf or a subtree, to a name, which is the same for all stages that share it.
+        The gradient of every copy is the sum over the stages, so that copies that begin
+        equal stay equal.
+      in_evaluation: What `Pipeline.evaluate` calls instead of `fn`:
+        `in_evaluation(params, *inputs)`, or `in_evaluation(params, state, *inputs)`
+        where the stage is stateful, returns the outputs alone and takes no key. By
+        default `fn` itself is called, and the state that it returns is dropped.
 
     Raises:
       TypeError: `fn` is not callable, or a name is none.
@@ -48,18 +56,25 @@ class Stage:
     stateful: bool = False
     keyed: bool = False
     recompute: Any = False
+    tied: Mapping[str, str] = field(default_factory=dict, hash=False)
+    in_evaluation: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise TypeError(requirement("Stage(fn)", "must be callable", self.fn))
-        for field in ("inputs", "outputs"):
-            names = getattr(self, field)
-            call = f"Stage({field}=...)"
+        other: Any = self.in_evaluation
+        if other is not None and not callable(other):
+            call = "Stage(in_evaluation=...)"
+            raise TypeError(requirement(call, "must be callable", other))
+        for given in ("inputs", "outputs"):
+            names = getattr(self, given)
+            call = f"Stage({given}=...)"
             if isinstance(names, str) or not all(isinstance(n, str) for n in names):
                 raise TypeError(requirement(call, "must be a tuple of names", names))
-            object.__setattr__(self, field, tuple(names))
+            object.__setattr__(self, given, tuple(names))
             if len(set(names)) != len(names):
                 raise ValueError(requirement(call, "must be different names", names))
+        _check_tied(self.tied)
         if not self.outputs:
             rule = "must name one value at least"
             raise ValueError(requirement("Stage(outputs=...)", rule, self.outputs))
@@ -93,6 +108,21 @@ class Stage:
         code = getattr(self.fn, "__code__", type(self.fn))
         meant = ("stage", label, code, self.stateful, self.keyed, constant)
         return segment(_body(self, constant), recompute=self.recompute, label=meant)
+
+
+def _check_tied(tied: Any) -> None:
+    call = "Stage(tied=...)"
+    names = list(tied.values()) if isinstance(tied, Mapping) else [None]
+    if not all(isinstance(text, str) for text in [*tied, *names]):
+        rule = "must be a dict from paths to names"
+        raise TypeError(requirement(call, rule, tied))
+    if len(set(names)) != len(names):
+        rule = "must have a name of its own for each path"
+        raise ValueError(requirement(call, rule, names))
+    within = [(a, b) for a in tied for b in tied if b.startswith(f"{a}/")]
+    if within:
+        rule = "must not have a path within another one"
+        raise ValueError(requirement(call, rule, f"{within[0][1]} in {within[0][0]}"))
 
 
 def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., Any]:

@@ -64,7 +64,6 @@ class StageRun:
         self._kind = kind
         self._residuals: dict[int, Any] = {}
         self._rests: dict[int, tuple[Any, Share]] = {}
-        self._first: tuple[Any, Share] | None = None
         self._partial: Partial | None = None
 
     @property
@@ -72,9 +71,18 @@ class StageRun:
         """See the class."""
         return sorted({*self._residuals, *self._rests})
 
+    def arrays(self) -> Any:
+        """All arrays that it has at the moment, beside parameters and keys."""
+        return self._residuals, self._rests, self._partial, self.state
+
+    def nbytes(self) -> int:
+        """Bytes kept for backward passes still to come, each array counted once."""
+        kept = jax.tree.leaves((self._residuals, self._rests))
+        return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
+
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
-        key = None if self._key is None else _fold(self._key, micro)
+        key = None if self._key is None else fold(self._key, micro)
         given = tuple([inputs[name] for name in self._stage.inputs])
         (returned, self.state), residuals = self._compiled.forward(
             self.params, self.state, given, key
@@ -101,10 +109,14 @@ class StageRun:
             )
             self._rests[micro] = rest, share
         else:
-            d_params, (_, d_inputs, _) = self._compiled.backward(
-                self.params, residuals, d_outputs
+            self._partial, (_, d_inputs, _) = self._compiled.backward_then(
+                _ADD[self._kind],
+                self._partial,
+                share,
+                self.params,
+                residuals,
+                d_outputs,
             )
-            self._add(d_params, share)
         if d_inputs is None:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
@@ -112,7 +124,9 @@ class StageRun:
     def backward_params(self, micro: int) -> None:
         """The other half of a split backward pass."""
         rest, share = self._rests.pop(micro)
-        self._add(self._compiled.backward_params(rest), share)
+        self._partial = self._compiled.backward_params_then(
+            _ADD[self._kind], self._partial, share, rest
+        )
 
     def gradient(self, others: Mapping[int, Partial], rank: int) -> Any:
         """The finished gradient, in the dtypes of the parameters.
@@ -132,8 +146,6 @@ class StageRun:
 
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""
-        if self._first is not None:
-            return _widened(*self._first)
         assert self._partial is not None
         return self._partial
 
@@ -143,43 +155,31 @@ class StageRun:
             return cotangents[names[0]], None
         return type(returned)([cotangents[name] for name in names]), None
 
-    def _add(self, d_params: Any, share: Share) -> None:
-        if self._partial is not None:
-            self._partial = _added(self._partial, d_params, share, self._kind)
-        elif self._first is None:
-            self._first = d_params, share
-        else:
-            # What came first is not ours to donate: it may be a cotangent, too.
-            self._partial = _joined(*self._first, d_params, share, self._kind)
-            self._first = None
-
 
 @jax.jit
-def _fold(key: Any, number: Any) -> Any:
+def fold(key: Any, number: Any) -> Any:
+    """`jax.random.fold_in`, compiled."""
     return jax.random.fold_in(key, number)
 
 
-@jax.jit
-def _widened(d_params: Any, share: Share) -> Partial:
+def _added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Partial:
+    """The gradient with another micro-batch's; earlier ones come first in the sum."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
-    return Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
+    own = Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
+    if so_far is None:
+        # Without the barrier a gradient that is an array of the caller, a cotangent
+        # say, would be passed through as it is; the next addition donates it.
+        return jax.lax.optimization_barrier(own)
+    return reduction.combine(so_far, own, kind)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _joined(d_first: Any, first: Share, d_second: Any, second: Share, kind: str) -> Any:
-    return reduction.combine(_widened(d_first, first), _widened(d_second, second), kind)
+_ADD = {kind: functools.partial(_added, kind) for kind in reduction.REDUCTIONS}
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def join(first: Partial, second: Partial, kind: str) -> Partial:
     """The partial of both, compiled."""
     return reduction.combine(first, second, kind)
-
-
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _added(so_far: Partial, d_params: Any, share: Share, kind: str) -> Partial:
-    # Earlier micro-batches first: the order of sums is the schedule's.
-    return reduction.combine(so_far, _widened(d_params, share), kind)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

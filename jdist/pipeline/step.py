@@ -22,6 +22,7 @@ from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stage_run import Share, StageRun, join
+from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.training import norm_of
 from jdist.pipeline.wiring import BATCH, Wiring
 from jdist.reduction import Partial
@@ -72,19 +73,29 @@ class Step:
         }
         self._losses_left = {w: int((owner[-1] == w).sum()) for w in places.own}
 
-    def run(self) -> None:
+    def run(self, stopwatch: Stopwatch | None = None) -> None:
         """Does all actions of this process's workers, each worker's in its order.
+
+        Args:
+          stopwatch: Times each of them.
 
         Raises:
           ValueError: The workers wait for each other.
         """
+        if stopwatch is not None:
+            stopwatch.clear()
         schedule = self._places.schedule
         queues = {w: deque(schedule.actions(w)) for w in self._places.own}
         while any(queues.values()):
             moved_on = False
             for worker, queue in queues.items():
                 while queue and not self._missing(worker, queue[0]):
-                    self._do(worker, queue.popleft())
+                    action = queue.popleft()
+                    if stopwatch is None:
+                        self._do(worker, action)
+                    else:
+                        do = functools.partial(self._do, worker, action)
+                        stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
             if not moved_on:
                 self._post.wait(
@@ -102,11 +113,12 @@ class Step:
         needed = self._inputs(action) if action.kind == "F" else self._taken_by(action)
         return [parcel for parcel in needed if not self._post.has(parcel, worker)]
 
-    def _do(self, worker: int, action: Action) -> None:
+    def _do(self, worker: int, action: Action) -> Any:
+        """Starts an action; what it computes beside what its stage keeps."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
             self._forward(worker, run, action)
-            return
+            return self._losses.get(worker)
         split = bool(self._places.schedule.split[action.stage, action.micro_batch])
         if action.kind == "B":
             self._backward(worker, run, action, split)
@@ -116,6 +128,7 @@ class Step:
             self._left[worker, action.stage] -= 1
             if not self._left[worker, action.stage]:
                 self._share_gradient(worker, action.stage)
+        return None
 
     # --- what several workers have to join ---
 
@@ -131,7 +144,7 @@ class Step:
     def loss(self, worker: int) -> Any:
         """The loss of the whole batch, over all workers that run the last stage."""
         found = []
-        for sender in sorted(self._places.schedule.placement[-1]):
+        for sender in sorted({*self._places.schedule.owner[-1].tolist()}):
             parcel = Parcel("L", -1, "", self._places.loss, sender)
             found.append(self._last(worker, parcel))
         joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
@@ -187,29 +200,40 @@ class Step:
 
     def _differentiate_loss(self, worker: int, micro: int) -> None:
         """The losses of a micro-batch; their cotangents start the way back."""
+        last, part = self._places.loss, self._parts[micro]
+        values, entries = self._taken_by_loss(worker, micro)
+        passes = self._loss.passes(part.batch, self._read)
+        found, d_values = passes.both(values, entries, part.weights)
+        self._add_loss(worker, micro, found)
+        share = Share(np.float32(0), part.total)
+        if self._loss.kind in ("max", "min"):
+            share = Share(found.value, found.weight)
+        for name, d_value in d_values.items():
+            self._send_back(worker, micro, name, last, (d_value, share))
+
+    def _taken_by_loss(
+        self, worker: int, micro: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values that the loss is given, and the entries that it reads."""
         last = self._places.loss
         values = {}
         for name, source in self._wiring.source[last].items():
             sender = self._places.worker(source, micro)
             parcel = Parcel("F", micro, name, last, sender)
             values[name] = self._post.take(parcel, worker)
-        part = self._parts[micro]
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
-        passes = self._loss.passes(part.batch, self._read)
-        found, d_values = passes.both(values, entries, part.weights)
+        return values, entries
+
+    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
+        """The losses so far; once they are complete, all workers get them."""
         before = self._losses.get(worker)
         joined = found if before is None else join(before, found, self._loss.kind)
         self._losses[worker] = joined
         self._losses_left[worker] -= 1
         if not self._losses_left[worker]:
             for other in range(self._places.schedule.workers):
-                parcel = Parcel("L", -1, "", last, worker)
+                parcel = Parcel("L", -1, "", self._places.loss, worker)
                 self._post.put(parcel, other, joined)
-        share = Share(np.float32(0), part.total)
-        if self._loss.kind in ("max", "min"):
-            share = Share(found.value, found.weight)
-        for name, d_value in d_values.items():
-            self._send_back(worker, micro, name, last, (d_value, share))
 
     # --- backward ---
 

@@ -12,7 +12,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.pipeline import timeline_picture, timeline_trace
 from jdist.pipeline.schedule import Updates
-from jdist.pipeline.schedule_actions import Action, Columns, Kind
+from jdist.pipeline.schedule_actions import Action, B, Columns, F, Kind
 from jdist.pipeline.schedule_rules import live_activations
 from jdist.pipeline.schedule_versions import live_versions
 
@@ -153,6 +153,32 @@ class Timeline:
             return None
         pairs = zip(self.activation_bytes, self.weight_bytes, strict=True)
         return tuple(a + w for a, w in pairs)
+
+    @cached_property
+    def latencies(self) -> np.ndarray:
+        """Median seconds from a result to the action that had waited for it.
+
+        Per pair of neighbouring stages, `(stages - 1,)`, both ways taken together; only
+        where the other worker was free before the result was there, so that nothing
+        else can have kept it. 0 where that never happened.
+        """
+        columns = self.columns
+        shape = (int(columns.stage.max()) + 1, int(columns.micro_batch.max()) + 1)
+        worker = columns.worker_of_each()
+        first = np.concatenate([[True], worker[1:] != worker[:-1]])
+        free = np.where(first, -np.inf, np.roll(self.end, 1))
+        samples: list[list[float]] = [[] for _ in range(shape[0] - 1)]
+        for kind, there, back in ((F, 0, 1), (B, 1, 0)):
+            at = columns.index_of(kind, *shape)
+            for pair, found in enumerate(samples):
+                before, after = at[pair + there], at[pair + back]
+                both = (before >= 0) & (after >= 0)
+                before, after = before[both], after[both]
+                waited = free[after] < self.end[before]
+                away = worker[before] != worker[after]
+                gaps = self.start[after] - self.end[before]
+                found += gaps[waited & away].tolist()
+        return np.array([max(0.0, np.median(s)) if s else 0.0 for s in samples])
 
     def records(self) -> Iterator[Record]:
         """Its actions, one worker's after the other's, in order."""

@@ -7,11 +7,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jdist.pipeline.post import Parcel
 from jdist.rpc import RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.agent import Agent
-from jdist.rpc.future import call_when_done
+from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.remote_exception import describe, rebuild
+
+CLOCK = "pipeline.clock"
+"""Kind of the request that asks what a worker's clock shows."""
 
 _PARCEL, _FAILED = "pipeline.parcel", "pipeline.failed"
 Address = tuple[str, int]
@@ -35,6 +40,7 @@ class Mailbox:
         self._functions = agent.codec.functions
         agent.register(_PARCEL, self._receive)
         agent.register(_FAILED, self._fail)
+        agent.register(CLOCK, lambda caller, body, meta: time.perf_counter())
         agent.group.on_lost(self._lose)
 
     def new_pipeline(self, names: Sequence[str]) -> str:
@@ -116,35 +122,43 @@ class WorkerPost:
         self._address = address
         self._timeout = agent.default_timeout
         self._mailbox = mailbox_of(agent)
+        device = agent.device or jax.devices()[0]
+        self._computes_here = device.platform == "cpu"
 
     @property
     def _operation(self) -> str:
         return f"step {self._address[1]} of a pipeline"
 
     def put(self, parcel: Parcel, worker: int, value: Any) -> None:
-        """See `Post`. Another thread waits for the value, and sends it."""
+        """See `Post`.
+
+        On a CPU this thread waits for the value and sends it before the next action
+        begins: the core that would compute is the one that would send, so that a value
+        sent "meanwhile" would wait for a turn of the scheduler, and the other worker
+        with it. Next to an accelerator another thread waits and sends.
+        """
         body = (*self._address, tuple(parcel), value)
         if worker == self._own:
             with self._mailbox.changed:
                 found = self._mailbox.arrived.setdefault(self._address, {})
                 found[parcel] = value
             return
-        self._agent.crew.run(lambda: self._send(worker, body))
+        if self._computes_here:
+            self._send(worker, body)
+        else:
+            self._agent.crew.run(lambda: self._send(worker, body))
 
     def _send(self, worker: int, body: Any) -> None:
+        agent, to = self._agent, self._names[worker]
         try:
-            sent = self._agent.call_async(self._names[worker], _PARCEL, body)
+            sent = agent.outgoing(to, _PARCEL, body, DEFAULT)
+            agent.request(sent._replace(ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the step's
             self._failed(error)
-            return
 
-        def check() -> None:
-            try:
-                sent.value()
-            except BaseException as error:  # noqa: BLE001 - the step's
-                self._failed(error)
-
-        call_when_done(sent, check)
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
         """A value could not be sent."""
@@ -209,4 +223,4 @@ class WorkerPost:
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "L": "the loss"}
-_KINDS |= {"S": "the shapes", "N": "the norm"}
+_KINDS |= {"S": "the shapes", "N": "the norm", "T": "a tied gradient"}

@@ -193,10 +193,14 @@ def outgoing(
         return found
     info = found.peer.info
     call, meta = interceptor.request(info, Invocation(kind, *body))
-    return found._replace(
-        body=(call.function, call.args, call.kwargs),
-        meta=meta,
-        receive=lambda value, meta: interceptor.reply(info, value, meta),
+    return Outgoing(
+        found.peer,
+        kind,
+        (call.function, call.args, call.kwargs),
+        meta,
+        found.deadline,
+        found.operation,
+        lambda value, meta: interceptor.reply(info, value, meta),
     )
 
 

@@ -25,12 +25,14 @@ class Parcel:
     Attributes:
       forks: The references that are sent in it.
       unsettled: What must be complete before what has arrived may be used.
+      crossing: What a part built upon rpc keeps for the message while its values pass.
       if_lost: Called when the call that it is of has failed: encoding it, on its way,
         or on the callee. Of answers, when encoding one failed.
     """
 
     __slots__ = (
-        "__weakref__", "forks", "if_lost", "meta", "operation", "unsettled", "worker",
+        "__weakref__", "crossing", "forks", "if_lost", "meta", "operation", "unsettled",
+        "worker",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +44,7 @@ class Parcel:
         self.worker = worker
         self.operation = operation
         self.meta: dict[str, Any] = {} if meta is None else meta
+        self.crossing: Any = None
         self.forks: Sequence[GloballyUniqueId] = ()
         self.unsettled: Sequence[Future[Any]] = ()
         self.if_lost: Sequence[Callable[[], None]] = ()

@@ -20,6 +20,9 @@ from jdist.segment._split import split
 
 Static = tuple[tuple[int, type, Any], ...]
 
+Then = Callable[[Any, Any, Any], Any]
+"""`then(carry, d_params, given)`: what is made of gradients as they are computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Halves:
@@ -33,6 +36,10 @@ class Halves:
       first: `(params, residuals, d_outputs, layout) -> (d_inputs, rest)`; of the rest
         only what nobody else holds.
       second: `(rest, layout) -> gradients`, those that are not in the rest.
+      backward_then: `(then, carry, given, params, residuals, d_outputs, layout) ->
+        (then(carry, d_params, given), d_inputs)`; the carry is donated.
+      second_then: `(then, carry, given, rest, layout) -> then(carry, d_params, given)`;
+        the carry is donated.
     """
 
     owner: object
@@ -40,6 +47,8 @@ class Halves:
     backward: Callable[..., Any]
     first: Callable[..., Any]
     second: Callable[..., Any]
+    backward_then: Callable[..., Any]
+    second_then: Callable[..., Any]
 
 
 def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
@@ -76,7 +85,8 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
         return rest.split.finish(rest.arrays, layout)
 
     name = getattr(fn, "__name__", type(fn).__name__)
-    for half in (forward, backward, first, second):
+    backward_then, second_then = _continued(backward)
+    for half in (forward, backward, first, second, backward_then, second_then):
         half.__name__ = f"{name}_{half.__name__}"
     return Halves(
         owner,
@@ -84,7 +94,33 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
         jax.jit(backward, static_argnums=3),
         jax.jit(first, static_argnums=3),
         jax.jit(second, static_argnums=1),
+        jax.jit(backward_then, static_argnums=(0, 6), donate_argnums=1),
+        jax.jit(second_then, static_argnums=(0, 4), donate_argnums=1),
     )
+
+
+def _continued(backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """The whole backward pass, and the second half, with what is made of gradients."""
+
+    def backward_then(
+        then: Then,
+        carry: Any,
+        given: Any,
+        params: Any,
+        residuals: Residuals,
+        d_outputs: Any,
+        layout: Layout,
+    ) -> Any:
+        d_params, d_inputs = backward(params, residuals, d_outputs, layout)
+        return then(carry, d_params, given), d_inputs
+
+    def second_then(
+        then: Then, carry: Any, given: Any, rest: Rest, layout: Layout
+    ) -> Any:
+        finished = rest.split.finish(rest.arrays, layout)
+        return then(carry, rest.split.gradients(rest.arrays, finished), given)
+
+    return backward_then, second_then
 
 
 def _differentiable(

@@ -9,7 +9,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.segment._cache import Cache
-from jdist.segment._halves import Halves, Static, halves
+from jdist.segment._halves import Halves, Static, Then, halves
 from jdist.segment._repeat import POLICIES, Policy
 from jdist.segment._residuals import (
     Residuals,
@@ -103,6 +103,39 @@ class Segment:
         arguments = (params, residuals, d_outputs)
         return self._pull_back("backward", self._halves.backward, arguments)
 
+    def backward_then(
+        self,
+        then: Then,
+        carry: Any,
+        given: Any,
+        params: Any,
+        residuals: Residuals,
+        d_outputs: Any,
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """`backward`, compiled together with what is made of the gradients.
+
+        Each gradient is then read while it is in the cache: adding those of one call
+        after another to a sum costs a fraction of what it costs on its own.
+
+        Args:
+          then: `then(carry, d_params, given)`, pure. It is known by its identity: a
+            new function each time compiles each time.
+          carry: Pytree of arrays, which are donated.
+          given: Pytree of arrays, which are not.
+          params, residuals, d_outputs: As for `backward`.
+
+        Returns:
+          `(what `then` returned, d_inputs)`.
+
+        Raises: what `backward` raises.
+        """
+
+        def half(*arguments: Any) -> Any:
+            return self._halves.backward_then(then, carry, given, *arguments)
+
+        arguments = (params, residuals, d_outputs)
+        return self._pull_back("backward_then", half, arguments)
+
     def backward_inputs(
         self, params: Any, residuals: Residuals, d_outputs: Any
     ) -> tuple[tuple[Any, ...], Rest]:
@@ -154,6 +187,21 @@ class Segment:
                 explain_deleted("backward_params", error, {"rest": rest})
                 raise
         return rest.split.gradients(rest.arrays, finished)
+
+    def backward_params_then(
+        self, then: Then, carry: Any, given: Any, rest: Rest
+    ) -> Any:
+        """`backward_params`, compiled together with `then`: see `backward_then`.
+
+        Raises: what `backward_params` raises.
+        """
+        call = "backward_params_then"
+        check_origin(call, rest, Rest, self._halves.owner)
+        try:
+            return self._halves.second_then(then, carry, given, rest, rest.layout)
+        except (RuntimeError, ValueError) as error:
+            explain_deleted(call, error, {"rest": rest})
+            raise
 
     def _pull_back(
         self, call: str, half: Callable[..., Any], arguments: tuple[Any, Residuals, Any]

@@ -280,7 +280,7 @@ def reaches():
         two = rpc.rpc_sync(name(2), nested, args=(one, t2, 1))
         unused = rpc.rpc_sync(name(1), add, args=(t1, t2))
         ids = {
-            (who.id, message)
+            message
             for who in rpc.get_worker_infos()
             for message in rpc.rpc_sync(who, sent, args=(context_id,))
         }

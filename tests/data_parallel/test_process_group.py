@@ -19,9 +19,9 @@ from tests.rpc.hosts import Hosts
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(nursery):
     """Two processes that have joined; they part in peace."""
-    hosts = Hosts(2)
+    hosts = Hosts(nursery, 2)
     try:
         hosts.joined = hosts.everywhere(runs.join)
         yield hosts

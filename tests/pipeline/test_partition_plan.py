@@ -2,7 +2,9 @@
 
 import builtins
 import json
+import math
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -125,6 +127,33 @@ def test_a_simulation_reaches_the_bottleneck(rng):
         plan = partition(profile, 3, 1e9, transfers=False, replicate=False)
         found = [simulate(plan.schedule(m), plan.costs()).makespan for m in (400, 800)]
         assert (found[1] - found[0]) / 400 == pytest.approx(plan.bottleneck_time)
+
+
+@pytest.mark.parametrize(
+    ("workers", "bandwidths"),
+    [((5,), (9.0,)), ((3, 2), (30.0, 5.0)), ((2, 2, 3), (90.0, 20.0, 4.0))],
+)
+def test_reductions_make_up_the_bottleneck(rng, workers, bandwidths):
+    """The slowest stage, computing and joining gradients, takes the planner's time;
+    a simulation is never faster, and not slower where all replicas do the same."""
+    replicated = 0
+    for layers in (1, 4, 4, 4, 4, 4):
+        profile = random_profile(rng, layers, chain=True)
+        plan = partition(profile, workers, bandwidths, transfers=False)
+        costs = plan.costs(reductions=True)
+        counts = [len(stage.ranks) for stage in plan.stages]
+        busy = (costs.forward + np.array(costs.backward)) / counts
+        assert max(busy) == pytest.approx(plan.bottleneck_time, rel=1e-12)
+        assert [r > 0 for r in plan.reduction_seconds] == [n > 1 for n in counts]
+        replicated += len(counts) > 1 and max(counts) > 1
+        micro_batches = 20 * math.lcm(*counts)
+        found = simulate(plan.schedule(micro_batches), costs).makespan
+        least = micro_batches * plan.bottleneck_time
+        assert found >= least * (1 - 1e-12)
+        if layers == 1:
+            assert plan.bottleneck_time == pytest.approx(plan.data_parallel_time)
+            assert found == pytest.approx(least)
+    assert replicated
 
 
 def test_in_flight_is_what_the_schedule_keeps(vgg):

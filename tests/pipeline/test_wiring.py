@@ -126,6 +126,18 @@ def test_stages_that_do_not_fit_together(made, message):
         step(pipe_of(*made))
 
 
+def test_a_dtype_that_does_not_fit():
+    """Between two stages, found by the one that cannot take it."""
+    single = jnp.ones((2, 3), jnp.float32)
+    stages = [
+        S(lambda w, x: x.astype(jnp.float16) @ w, ("x",), ("h",)),
+        S(lambda w, h: jax.lax.mul(h, w), ("h",), ("y",)),
+    ]
+    message = r"stage 1 cannot take h: float16\[2,3\]. Got TypeError: .*16.*float32"
+    with pytest.raises(ValueError, match=message):
+        step(pipe_of(*stages), [jnp.ones((3, 3), jnp.float16), single])
+
+
 def chain():
     return S(double, ("x",), ("h",)), S(double, ("h",), ("y",))
 

@@ -1,14 +1,15 @@
 """A pipeline whose workers are processes, or threads of a local cluster."""
 
 import re
-import signal
 
 import jax
 import numpy as np
 import pytest
 
 from jdist import pipeline
-from tests.pipeline import worlds
+from jdist.pipeline.post import InProcessPost
+from jdist.pipeline.step import Step
+from tests.pipeline import trained, worlds
 from tests.pipeline.models import losses, problem, stages
 from tests.rpc import hosts as processes_of
 
@@ -95,15 +96,68 @@ def test_a_worker_that_does_not_come(cluster):
         assert "F0 for an output of 'worker0'" in text
 
 
-def test_a_lost_worker_is_named_on_the_others(fresh_hosts):
+def test_a_worker_killed_in_its_stage_is_named_on_the_others(fresh_hosts):
+    """They are in the middle of the step, and wait for what it would have sent."""
     group = fresh_hosts(3)
     group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
-    group.everywhere(worlds.first_step)
     tasks = {r: group.start(r, worlds.until_somebody_dies) for r in (0, 2)}
-    group.start(1, worlds.until_somebody_dies)
-    assert not tasks[0].done(1.0)
-    group.signal(1, signal.SIGKILL)
+    group.start(1, worlds.dies_in_the_second_step)
+    group.alive.discard(1)
     for task in tasks.values():
         name, text = task.result()
         assert name == "worker1"
-        assert "of a pipeline" in text
+        assert "step 1 of a pipeline" in text
+
+
+def test_a_killed_saver_leaves_the_last_complete_step(fresh_hosts, tmp_path):
+    """It dies between two stages of a step: the step before is there, every bit."""
+    group = fresh_hosts(2)
+    group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
+    task = group.start(0, worlds.saves_each_step, str(tmp_path))
+    group.start(1, worlds.saves_each_step, str(tmp_path), 3)
+    group.alive.discard(1)
+    assert task.result() == "worker1"
+    assert (tmp_path / "stage0" / "3").exists()
+    pipe = trained.made()
+    with pipeline.Checkpoints(tmp_path, pipe) as saved:
+        assert saved.latest() == 2
+        found = saved.restore(trained.start(pipe, seed=1))
+    expected, _ = trained.steps(pipe, trained.start(pipe), 2)
+    trained.same(trained.numbers(found), trained.numbers(expected))
+
+
+def test_replicated_stages_train_alike(cluster):
+    """Two workers for each part of the model: the same bits, and one process's."""
+    expected = worlds.two_by_two(None)
+    found = cluster.everywhere(worlds.two_by_two, cluster.names)
+    for rank, stages_there in enumerate([{0}, {0}, {1, 2}, {1, 2}]):
+        for stage in range(3):
+            assert (found[rank][stage] is not None) == (stage in stages_there)
+        for stage in stages_there:
+            same_bits(found[rank][stage], expected[stage])
+
+
+def test_a_sum_leaves_when_its_stage_is_done(monkeypatch):
+    """Before the worker's other stage, and the stages before it, go back."""
+    events = []
+    put, backward = InProcessPost.put, Step._backward
+
+    def noted_put(post, parcel, worker, value):
+        if parcel.kind == "G":
+            events.append(("sum", parcel.stage, parcel.sender))
+        put(post, parcel, worker, value)
+
+    def noted_backward(step, worker, run, action, split):
+        events.append(("backward", action.stage, worker))
+        backward(step, worker, run, action, split)
+
+    monkeypatch.setattr(InProcessPost, "put", noted_put)
+    monkeypatch.setattr(Step, "_backward", noted_backward)
+    worlds.two_by_two(None, count=1)
+    for stage, workers in enumerate(worlds.TWO_BY_TWO.placement):
+        for worker in workers:
+            sent = events.index(("sum", stage, worker))
+            own = ("backward", stage, worker)
+            assert sent == max(n for n, event in enumerate(events) if event == own) + 1
+            before = [n for n, (_, j, _) in enumerate(events) if j < stage]
+            assert max(before, default=sent + 1) > sent

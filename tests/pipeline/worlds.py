@@ -1,10 +1,15 @@
 """What a worker of a pipeline does in the tests, as a user's program would."""
 
+import os
+import signal
+
 import jax
 import numpy as np
 
-from jdist import pipeline, rpc
-from tests.pipeline.models import losses, problem, stages
+from jdist import optim, pipeline, rpc
+from jdist._checkpoint import StepFolder
+from tests.pipeline import trained
+from tests.pipeline.models import losses, middle, problem, stages
 
 NAMES = ["worker0", "worker1", "worker2"]
 FAMILIES = {"1F1B": pipeline.one_f_one_b, "zero bubble": pipeline.zero_bubble}
@@ -33,7 +38,7 @@ def steps(family, reduction, count):
     return found, sent
 
 
-def replicated(reduction):
+def with_replicas(reduction, **options):
     """Two workers for the second stage, which take micro-batches in turn."""
     programs = [
         [f"0F{i}" for i in range(4)] + [f"0B{i}" for i in range(4)],
@@ -43,7 +48,14 @@ def replicated(reduction):
     ]
     schedule = pipeline.Schedule.of(programs, placement=((0,), (1, 2), (3,)))
     names = [*NAMES, "worker3"]
-    pipe = pipeline.Pipeline(stages(), losses, schedule, names, reduction=reduction)
+    return pipeline.Pipeline(
+        stages(), losses, schedule, names, reduction=reduction, **options
+    )
+
+
+def replicated(reduction):
+    """A gradient by them."""
+    pipe = with_replicas(reduction)
     params, batch, weights = problem(9)
     found = pipe.value_and_grad(pipe.place(params), batch, weights)
     return jax.tree.map(np.asarray, found)
@@ -116,7 +128,147 @@ def until_somebody_dies():
             return error.worker, str(error)
 
 
-def first_step():
+def dies_in_the_second_step():
+    """Killed while its stage computes."""
+    steps = iter(range(10))
+
+    def middle_once(params, h):
+        def check(x):
+            if next(steps) >= 3:  # Three micro-batches are a step.
+                os.kill(os.getpid(), signal.SIGKILL)
+            return x
+
+        shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
+        return middle(params, seen(check, shape, h))
+
+    whole = stages()
+    whole[1] = pipeline.Stage(middle_once, ("h",), ("m",))
+    pipe = pipeline.Pipeline(whole, losses, FAMILIES["1F1B"](3, 3), NAMES)
+    params, batch, weights = problem(7)
+    while True:
+        pipe.value_and_grad(pipe.place(params), batch, weights)
+
+
+def seen(check, shape, h):
+    """`h`, looked at by the host; its cotangent is passed on."""
+
+    @jax.custom_vjp
+    def look(h):
+        return jax.pure_callback(check, shape, h)
+
+    look.defvjp(lambda h: (look(h), None), lambda _, d: (d,))
+    return look(h)
+
+
+TWO_BY_TWO = pipeline.Schedule.of(
+    [
+        ["0F0", "0F2", "0B0", "0B2"],
+        ["0F1", "0F3", "0B1", "0B3"],
+        ["1F0", "2F0", "2B0", "1B0", "1F2", "2F2", "2B2", "1B2"],
+        ["1F1", "2F1", "2B1", "1B1", "1F3", "2F3", "2B3", "1B3"],
+    ],
+    placement=((0, 1), (2, 3), (2, 3)),
+)
+
+
+def two_by_two(names, count=2):
+    """Steps of two parts with two workers each; the parameters after them."""
+    pipe = pipeline.Pipeline(
+        stages(),
+        losses,
+        TWO_BY_TWO,
+        names,
+        optimizer=optim.adam(lr=0.05),
+        max_norm=0.5,
+    )
+    params, _, _ = problem(9)
+    state = pipe.init(params)
+    for seed in range(count):
+        _, batch, weights = problem(9, seed)
+        state, _ = pipe.train_step(state, batch, weights)
+    return jax.tree.map(np.asarray, state.params)
+
+
+def saves_each_step(folder, dies_at=None):
+    """Steps, each of them saved, until somebody dies; the name of who it was."""
+    pipe = trained.made(NAMES[:2])
+    state = trained.start(pipe)
+    with pipeline.Checkpoints(folder, pipe, keep=1) as saved:
+        while True:
+            state, _ = trained.steps(pipe, state, 1)
+            if state.step == dies_at:
+                StepFolder.write = killed
+            try:
+                saved.save(state)
+            except rpc.WorkerLost as error:
+                return error.worker
+
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resumed(folder):
+    """Two more steps from what is on disk, saved again; the losses, and the state."""
+    pipe = trained.made(NAMES[:2])
+    with pipeline.Checkpoints(folder, pipe) as saved:
+        state = saved.restore(trained.start(pipe, seed=2))
+        state, found = trained.steps(pipe, state, 2)
+        saved.save(state)
+    return found, trained.numbers(state)
+
+
+def restored_replicas(folder):
+    """A step with two workers for a stage, saved and restored."""
+    pipe = with_replicas("mean", optimizer=optim.adam(lr=0.1))
+    params, batch, weights = problem(9)
+    state, _ = pipe.train_step(pipe.init(params), batch, weights)
+    with pipeline.Checkpoints(folder, pipe) as saved:
+        saved.save(state)
+        again = saved.restore(pipe.init(params))
+    return again.step, trained.numbers(state), trained.numbers(again)
+
+
+def one_saves(folder):
+    """The second worker has left when the first one saves."""
+    pipe = trained.made(NAMES[:2])
+    state = trained.start(pipe)
+    with pipeline.Checkpoints(folder, pipe) as saved:
+        if rpc.get_worker_info().name == "worker1":
+            return "left"
+        before = rpc.get_rpc_timeout()
+        rpc.set_default_timeout(2.0)
+        try:
+            saved.save(state)
+        except rpc.RpcTimeout as error:
+            return str(error)
+        finally:
+            rpc.set_default_timeout(before)
+    return "no error"
+
+
+ROUND_TRIP = 0.05
+"""Seconds; that of a busy machine."""
+
+
+def timed():
+    """The records of a timed step, after one that compiled."""
     pipe = made()
     params, batch, weights = problem(7)
-    pipe.value_and_grad(pipe.place(params), batch, weights)
+    placed = pipe.place(params)
+
+    def step():
+        return pipe.value_and_grad(placed, batch, weights)
+
+    step()
+    return [tuple(record) for record in pipeline.timed(pipe, step)[1].records()]
+
+
+def evaluated():
+    """Before the first step of training, and after it."""
+    pipe = made(optimizer=optim.sgd(lr=0.0))
+    params, batch, weights = problem(7)
+    first = pipe.evaluate(pipe.place(params), batch, weights, outputs=True)
+    state, _ = pipe.train_step(pipe.init(params), batch, weights)
+    again = pipe.evaluate(state, batch, weights)
+    return jax.tree.map(np.asarray, (first, again))

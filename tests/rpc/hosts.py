@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import os
 import secrets
+import select
 import signal
 import tempfile
 import threading
@@ -22,7 +23,6 @@ from jdist.rpc.rendezvous import Rendezvous, ReservedPort, fresh_key
 
 PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
 WORKERS = 4
-_END = None
 
 
 class Task:
@@ -82,11 +82,14 @@ class Cluster:
 class Hosts:
     """Processes, each of which runs one body at a time on its main thread.
 
-    They are started once and may become workers of one group after the other. Each is
-    spawned by itself, so that the death of one does not end the others.
+    They are started once and may become workers of one group after the other.
+
+    Args:
+      nursery: Where they come from.
+      count: How many.
     """
 
-    def __init__(self, count):
+    def __init__(self, nursery, count):
         self._stack = contextlib.ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         ports = [self._stack.enter_context(ReservedPort()).port for _ in range(2)]
@@ -94,18 +97,20 @@ class Hosts:
             nprocs=count, port=ports[0], jax_port=ports[1], key=fresh_key()
         )
         key = secrets.token_bytes(16)
-        listener = Listener(str(Path(folder) / "hosts"), authkey=key)
-        started = []
-        with listener:
+        self._pipes, pids = {}, {}
+        with Listener(str(Path(folder) / "hosts"), authkey=key) as listener:
             for rank in range(count):
-                arguments = (listener.address, key, dict(meeting.variables(rank)))
-                one = rpc.spawn(serve, arguments, nprocs=1, join=False)
-                started.append(self._stack.enter_context(one))
-            self._pipes = {}
+                variables = dict(meeting.variables(rank))
+                nursery.fork(serve, listener.address, key, variables)
             for _ in range(count):
                 pipe = self._stack.enter_context(listener.accept())
-                self._pipes[pipe.recv()] = pipe
-        self.pids = [one.pids[0] for one in started]
+                rank, pid = pipe.recv()
+                self._pipes[rank], pids[rank] = pipe, pid
+        self.pids = [pids[rank] for rank in range(count)]
+        # A number may be another process's by the time that this one has ended.
+        self._processes = [os.pidfd_open(pid) for pid in self.pids]
+        for process in self._processes:
+            self._stack.callback(os.close, process)
         self.alive = set(range(count))
 
     def start(self, rank, body, *args, **kwargs):
@@ -125,14 +130,17 @@ class Hosts:
 
     def signal(self, rank, number):
         """Sends a signal; after SIGKILL the process is not expected to answer."""
-        os.kill(self.pids[rank], number)
+        signal.pidfd_send_signal(self._processes[rank], number)
         if number == signal.SIGKILL:
             self.alive.discard(rank)
 
     def close(self):
-        for rank in self.alive:
-            with contextlib.suppress(OSError):
-                self._pipes[rank].send(_END)
+        """Ends them, whatever they do."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        for process in self._processes:
+            select.select([process], [], [])
         self._stack.close()
 
     def _receive(self, rank, timeout):
@@ -140,14 +148,13 @@ class Hosts:
         return pipe.recv() if pipe.poll(timeout) else None
 
 
-def serve(_, address, key, variables):
-    """What a host process does: body after body, until it is told to end."""
+def serve(address, key, variables):
+    """What a host process does: body after body, until it is killed."""
     os.environ.update(variables)
     with Client(address, authkey=key) as pipe:
-        pipe.send(int(variables["RANK"]))
-        while (told := pipe.recv()) is not _END:
-            _answer(pipe, *told)
-            del told
+        pipe.send((int(variables["RANK"]), os.getpid()))
+        while True:
+            _answer(pipe, *pipe.recv())
 
 
 def _answer(pipe, body, args, kwargs):

@@ -168,7 +168,7 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=repr)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda one: one.__name__)
 def test_functions_and_classes(there, function):
     """The receiver's own object of that name."""
     assert there({"f": function})["f"] is function

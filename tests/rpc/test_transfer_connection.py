@@ -272,7 +272,8 @@ def resident():
 def test_receivers_that_never_pull_cost_no_more_than_the_budget(new_port):
     """What is beyond goes by the wire; the memory comes back with the connection."""
     # Pieces of memory beyond 32 MiB go back to the system as soon as they are free.
-    array = jax.block_until_ready(jnp.zeros(40 << 20, jnp.uint8) + jnp.uint8(7))
+    # One program makes the array: XLA would free another array when it likes.
+    array = jax.block_until_ready(jax.jit(lambda x: jnp.full(40 << 20, x))(np.uint8(7)))
     port = new_port(Transfer(least_bytes=LEAST, most_bytes=3 * array.nbytes, cpu=True))
     gc.collect()
     before = resident()

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import weakref
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def test_traced_once(rng):
         (jnp.sin, jnp.cos),
         (None, ...),
     ],
-    ids=repr,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)),
 )
 def test_different_contents(first, second):
     """Whatever could make two functions differ makes their keys differ."""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 PART = "jdist.autograd.engine"
 """Under which an agent has its engine."""
 
+_BACKWARD = Operation("autograd.backward")
+
 _ENDED = 1024
 """So many ended passes are remembered, for messages that were overtaken by the end."""
 
@@ -170,12 +172,9 @@ class Engine:
     def _outgoing(self, part: Part, peer: str, request: Request) -> Outgoing:
         body, meta = request.pack()
         seconds = 0.0 if part.deadline.firm or part.deadline.at is None else DEFAULT
-        outgoing = self.agent.outgoing(peer, KIND, body, seconds, meta)
-        if part.deadline.firm:
-            outgoing = outgoing._replace(deadline=part.deadline)
-        return outgoing._replace(
-            receive=Answer.unpack, operation=Operation("autograd.backward")
-        )
+        found = self.agent.outgoing(peer, KIND, body, seconds, meta, _BACKWARD)
+        limit = part.deadline if part.deadline.firm else found.deadline
+        return Outgoing(found.peer, KIND, body, meta, limit, _BACKWARD, Answer.unpack)
 
     # --- messages in ---
 

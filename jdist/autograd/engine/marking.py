@@ -35,7 +35,7 @@ def lead_to(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
             continue
         seen.add(node)
         if node.reach is not None:
-            known.update(message_id for _, message_id in node.reach)
+            known |= node.reach
         elif isinstance(node, RecvNode):
             known.add(node.message_id)
             beyond.add(node.message_id)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from jdist._tree import is_none
 from jdist.autograd.engine.engagement import Engagement, Held
 from jdist.autograd.engine.failure import Failure, UnusedSend
 from jdist.autograd.engine.mailbox import Mailbox
@@ -273,9 +274,10 @@ class Part:
             gradient = Gradient(node.message_id, cotangents)
             self._outbox.setdefault(node.worker, []).append(gradient)
         else:
-            absent = all(value is None for value in cotangents)
             nothing = (None,) * len(node.inputs)
-            sweep.pass_on(node, nothing if absent else node.pull(cotangents))
+            absent = all(map(is_none, cotangents))
+            pulled = nothing if absent else node.pull(cotangents)
+            sweep.pass_on(node, pulled)
             if not self.terms.retain_graph:
                 node.release()
             if recording():
@@ -283,7 +285,7 @@ class Part:
                 note(Event(self._me, RAN, node.name, *known))
 
     def _stage(self, node: LeafNode, cotangents: list[Cotangent]) -> None:
-        if any(value is not None for value in cotangents):
+        if not all(map(is_none, cotangents)):
             self._staged[node.variable] = gradient_of(node.variable, cotangents)
             if recording():
                 note(Event(self._me, ACCUMULATED, node.name))

@@ -39,21 +39,14 @@ def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
     Args:
       starts: Where cotangents come from outside; once for each that will come.
     """
+    arrivals = list(starts)
     counts: dict[Node, int] = {}
-    found: list[Node] = []
-
-    def arrive(node: Node) -> None:
-        if node not in counts:
-            counts[node] = 0
-            found.append(node)
-        counts[node] += 1
-
-    for start in starts:
-        arrive(start)
-    while found:
-        for edge in found.pop().inputs:
-            if edge is not None:
-                arrive(edge.node)
+    while arrivals:
+        node = arrivals.pop()
+        known = counts.get(node, 0)
+        counts[node] = known + 1
+        if not known:
+            arrivals += [edge.node for edge in node.inputs if edge is not None]
     return counts
 
 
@@ -72,19 +65,18 @@ class Sweep:
         self.counts = dependencies(starts)
         self.left = len(self.counts)
         self._expected = dict(self.counts)
-        self._summands: dict[Node, dict[int, list[Contribution]]] = {}
+        self._summands: dict[tuple[Node, int], list[Contribution]] = {}
         self._ready: deque[Node] = deque()
 
     def add(self, node: Node, index: int, contribution: Contribution) -> None:
         """A summand of the cotangent of output `index`; absent ones count as none."""
         if contribution.value is not None:
-            slots = self._summands.setdefault(node, {})
-            slots.setdefault(index, []).append(contribution)
+            self._summands.setdefault((node, index), []).append(contribution)
 
     def arrive(self, node: Node) -> None:
         """One of the arrivals that the function waits for is there, or stays away."""
-        self._expected[node] -= 1
-        if self._expected[node] == 0:
+        missing = self._expected[node] = self._expected[node] - 1
+        if not missing:
             self._ready.append(node)
 
     def next(self) -> tuple[Node, list[Cotangent]] | None:
@@ -93,18 +85,21 @@ class Sweep:
             return None
         node = self._ready.popleft()
         self.left -= 1
-        slots = self._summands.pop(node, {})
-        return node, [total(slots.get(index, ())) for index in range(node.outputs)]
+        take = self._summands.pop
+        return node, [total(take((node, i), ())) for i in range(node.outputs)]
 
     def pass_on(self, node: Node, cotangents: Sequence[Cotangent]) -> None:
         """The function ran: these are the cotangents of its inputs."""
+        order, summands = node.order, self._summands
         for position, (edge, value) in enumerate(
             zip(node.inputs, cotangents, strict=True)
         ):
-            if edge is not None:
-                contribution = Contribution(node.order, position, value)
-                self.add(edge.node, edge.index, contribution)
-                self.arrive(edge.node)
+            if edge is None:
+                continue
+            if value is not None:  # as `add`: an edge is where the cotangent goes
+                contribution = Contribution(order, position, value)
+                summands.setdefault(edge, []).append(contribution)
+            self.arrive(edge.node)
 
 
 def total(contributions: Sequence[Contribution]) -> Cotangent:

@@ -5,16 +5,13 @@ and a checkpoint is there as a whole or not at all. Arrays are saved under numbe
 beside them a description says whose each is.
 """
 
-import contextlib
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import Unavailable, requirement
+from jdist._checkpoint import StepFolder
+from jdist._errors import requirement
 
 State = dict[str, dict[str, np.ndarray]]
 """Worker's name to path to numbers."""
@@ -34,17 +31,12 @@ def save(folder: str | Path, step: int, state: State, keep: int | None) -> None:
     ]
     arrays = {str(i): array for i, (_, _, array) in enumerate(entries)}
     description = [[w, p, x.dtype.name, list(x.shape)] for w, p, x in entries]
-    with _manager(folder, keep) as (orbax, manager):
-        if step in manager.all_steps():
-            rule = f"must be a step that is not among those saved, {_steps(manager)}"
+    with StepFolder(folder, keep) as saved:
+        if step in saved.steps():
+            rule = f"must be a step that is not among those saved, {saved.steps()}"
             argument = "DistributedOptimizer.save(step)"
             raise ValueError(requirement(argument, rule, step))
-        items = orbax.args.Composite(
-            arrays=orbax.args.StandardSave(arrays),
-            description=orbax.args.JsonSave({"leaves": description}),
-        )
-        manager.save(step, args=items)
-        manager.wait_until_finished()
+        saved.write(step, {"arrays": arrays}, {"leaves": description})
 
 
 def restore(folder: str | Path, step: int | None) -> tuple[int, State]:
@@ -54,41 +46,15 @@ def restore(folder: str | Path, step: int | None) -> tuple[int, State]:
       Unavailable: orbax-checkpoint is not installed.
       ValueError: There is none of that step, or none at all.
     """
-    with _manager(folder, None) as (orbax, manager):
-        step = manager.latest_step() if step is None else step
-        if step is None or step not in manager.all_steps():
-            rule = f"must be a step that was saved, {_steps(manager)}"
-            argument = "DistributedOptimizer.restore(step)"
-            raise ValueError(requirement(argument, rule, step))
-        items = orbax.args.Composite(description=orbax.args.JsonRestore())
-        leaves = manager.restore(step, args=items).description["leaves"]
+    with StepFolder(folder) as saved:
+        step = saved.chosen("DistributedOptimizer.restore", step)
+        leaves = saved.description(step)["leaves"]
         wanted = {
             str(i): np.empty(shape, jnp.dtype(dtype))
             for i, (_, _, dtype, shape) in enumerate(leaves)
         }
-        items = orbax.args.Composite(arrays=orbax.args.StandardRestore(wanted))
-        arrays = manager.restore(step, args=items).arrays
+        arrays = saved.read(step, {"arrays": wanted})["arrays"]
     state: State = {}
     for i, (worker, path, _, _) in enumerate(leaves):
         state.setdefault(worker, {})[path] = arrays[str(i)]
-    return int(step), state
-
-
-def _steps(manager: Any) -> list[int]:
-    return sorted(manager.all_steps())
-
-
-@contextlib.contextmanager
-def _manager(folder: str | Path, keep: int | None) -> Iterator[tuple[Any, Any]]:
-    try:
-        orbax = importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise Unavailable(
-            "checkpoints need orbax-checkpoint: pip install 'jdist[checkpoint]'"
-        ) from error
-    options = orbax.CheckpointManagerOptions(max_to_keep=keep)
-    manager = orbax.CheckpointManager(Path(folder).absolute(), options=options)
-    try:
-        yield orbax, manager
-    finally:
-        manager.close()
+    return step, state

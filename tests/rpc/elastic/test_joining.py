@@ -99,6 +99,8 @@ def test_a_rank_of_somebody_who_lives(processes):
 def test_ranks_need_no_order(processes):
     for name, rank in (("x", 17), ("y", 3), ("z", 65_535)):
         assert processes.join(name, rank).id == rank
+    # Who has called a newcomer has been told that it came, not only that it comes.
+    processes.everywhere(greet_all, processes.names)
     told = processes.everywhere(infos)
     assert [info.id for info in told["y"]] == [0, 3, 17, 65_535]
     assert processes.run("x", rpc.rpc_sync, 3, who) == "y"

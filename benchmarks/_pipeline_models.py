@@ -1,0 +1,40 @@
+"""The model on which pipelines are timed: a stack of equal layers, squared error."""
+
+import numpy as np
+
+WIDTH = 1024
+LAYERS = 12
+SMALL, LARGE = 512, 2048
+"""Examples in a batch."""
+
+MICRO_BATCHES = (2, 4, 8, 16)
+WHOLE = "whole batch, one core"
+
+
+def unsplit(micro_batches: int) -> str:
+    """The job of one process that does all micro-batches by itself."""
+    return f"unsplit, m = {micro_batches}"
+
+
+def piped(family: str, micro_batches: int) -> str:
+    """The job of both processes, under a schedule."""
+    return f"{family}, m = {micro_batches}"
+
+
+def weights() -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each layer its matrix, `(inputs, outputs)`, and its bias."""
+    rng = np.random.default_rng(0)
+    return [
+        (
+            rng.normal(size=(WIDTH, WIDTH), scale=WIDTH**-0.5).astype(np.float32),
+            rng.normal(size=WIDTH, scale=0.1).astype(np.float32),
+        )
+        for _ in range(LAYERS)
+    ]
+
+
+def examples(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets."""
+    rng = np.random.default_rng(1)
+    x, y = (rng.normal(size=(count, WIDTH)).astype(np.float32) for _ in range(2))
+    return x, y

@@ -1,0 +1,184 @@
+"""Arrays on disk, each set of them under the number of a step: a folder of orbax's.
+
+orbax writes into a folder of another name and renames it when all is there: a process
+that is killed while it writes leaves what was complete before.
+"""
+
+import importlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import Unavailable, requirement
+
+Arrays = Mapping[str, Mapping[str, Any]]
+"""By the name of a group, which can be left unread, and by name within it."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""orbax counts what it saves by process: two threads would wait for each other's."""
+
+
+class StepFolder:
+    """A folder with arrays and a description for each step that was saved.
+
+    Use it as a context manager, or `close` it: orbax holds threads.
+
+    Args:
+      folder: Made if it is not there.
+      keep: How many of the last steps stay; None for all.
+
+    Raises:
+      Unavailable: orbax-checkpoint is not installed.
+
+    Example:
+      >>> import tempfile, numpy as np
+      >>> with tempfile.TemporaryDirectory() as folder, StepFolder(folder) as saved:
+      ...     saved.write(3, {"all": {"w": np.ones(2)}}, {"made by": "me"})
+      ...     print(saved.steps(), saved.read(3, {"all": {"w": np.empty(2)}}))
+      [3] {'all': {'w': array([1., 1.])}}
+    """
+
+    def __init__(self, folder: str | Path, keep: int | None = None) -> None:
+        """Opens the folder."""
+        self._orbax = _orbax()
+        options = self._orbax.CheckpointManagerOptions(max_to_keep=keep)
+        self._manager = self._orbax.CheckpointManager(
+            Path(folder).absolute(), options=options
+        )
+
+    def steps(self) -> list[int]:
+        """Those that are complete on disk, in order."""
+        self._manager.reload()  # Another process may have written.
+        return sorted(int(step) for step in self._manager.all_steps())
+
+    def chosen(self, call: str, step: int | None) -> int:
+        """A step that was saved; the last one for None.
+
+        Raises:
+          ValueError: There is no such one.
+        """
+        return chosen(call, self.steps(), step)
+
+    def write(self, step: int, arrays: Arrays, description: Any) -> None:
+        """Writes them; returns when all is on disk."""
+        saved = self._orbax.args
+        items = {name: saved.StandardSave(dict(part)) for name, part in arrays.items()}
+        items["description"] = saved.JsonSave(description)
+        # By force, or a step before the last one would be passed over in silence.
+        with _ONE_AT_A_TIME:
+            self._manager.save(step, args=saved.Composite(**items), force=True)
+            self._manager.wait_until_finished()
+
+    def description(self, step: int) -> Any:
+        """What was written beside the arrays."""
+        items = {"description": self._orbax.args.JsonRestore()}
+        composite = self._orbax.args.Composite(**items)
+        return self._manager.restore(step, args=composite).description
+
+    def read(self, step: int, like: Arrays) -> dict[str, dict[str, Any]]:
+        """Reads the arrays that `like` names.
+
+        Args:
+          step: One of `steps`.
+          like: Their shapes and dtypes, with a sharding where they are to be; NumPy's
+            arrays become such. Shapes that differ are cut off or filled with zeros.
+        """
+        items = {
+            name: self._orbax.args.StandardRestore(dict(part), strict=False)
+            for name, part in like.items()
+        }
+        found = self._manager.restore(step, args=self._orbax.args.Composite(**items))
+        return {name: found[name] for name in items}
+
+    def delete(self, step: int) -> None:
+        """Takes a step from the disk."""
+        self._manager.delete(step)
+
+    def close(self) -> None:
+        """Ends what orbax runs in the background."""
+        self._manager.close()
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+
+def _orbax() -> Any:
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise Unavailable(
+            "checkpoints need orbax-checkpoint: pip install 'jdist[checkpoint]'"
+        ) from error
+
+
+def chosen(call: str, steps: list[int], step: int | None) -> int:
+    """The step, which must be one of those saved; the last one for None.
+
+    Raises:
+      ValueError: It is none of them.
+    """
+    if step is None and steps:
+        return steps[-1]
+    if step is None or step not in steps:
+        rule = f"must be a step that was saved, {steps}"
+        raise ValueError(requirement(f"{call}(step=...)", rule, step))
+    return step
+
+
+# --- what a leaf is on disk ---
+
+
+def words(array: jax.Array) -> jax.Array:
+    """The array; PRNG keys are saved as their words."""
+    return jax.random.key_data(array) if _is_key(array) else array
+
+
+def unworded(array: Any, like: Any) -> Any:
+    """The array, as a PRNG key if `like` is one."""
+    if not _is_key(like):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
+
+
+def described(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Dtype and shape of every leaf, by path, as `check_same` compares them."""
+    return {
+        path: f"{jnp.result_type(leaf)} of shape {tuple(jnp.shape(leaf))}"
+        for path, leaf in leaves.items()
+    }
+
+
+def check_same(
+    call: str, saved: Mapping[str, str], wanted: Mapping[str, str], where: str = ""
+) -> None:
+    """Refuses a tree that is not like the saved one.
+
+    Raises:
+      ValueError: With the first path that differs.
+    """
+    for path in sorted(saved.keys() | wanted.keys()):
+        there, here = (d.get(path, "no leaf") for d in (saved, wanted))
+        if there != here:
+            rule = f"must be like the state that was saved, {there} at {where}{path}"
+            raise ValueError(requirement(f"{call}(like=...)", rule, here))
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))

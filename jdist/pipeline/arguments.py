@@ -1,0 +1,56 @@
+"""What a pipeline refuses before it begins: the rules for its arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jdist._errors import requirement
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.stage import Stage
+
+
+def key_given(key: Any, stage: int) -> Any:
+    """The key.
+
+    Raises:
+      ValueError: There is none.
+    """
+    if key is None:
+        rule = f"must be given, because stage {stage} takes a PRNG key"
+        raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
+    return key
+
+
+def check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
+    """Refuses a schedule that does not fit the stages, or not a pipeline that flushes.
+
+    Raises:
+      ValueError: It does not.
+    """
+    if schedule.stages != len(stages):
+        rule = f"must be one for the {len(stages)} stages"
+        got = f"one for {schedule.stages}"
+        raise ValueError(requirement("Pipeline(schedule)", rule, got))
+    schedule.validate()
+    if schedule.forward_only or schedule.updates is not None:
+        rule = "must have a backward pass for each forward pass, and a flush"
+        raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
+    for number, workers in enumerate(schedule.placement):
+        if stages[number].stateful and len(workers) > 1:
+            rule = f"must give stage {number} one worker, because it has a state"
+            got = f"workers {workers}"
+            raise ValueError(requirement("Pipeline(schedule)", rule, got))
+
+
+def trees_of(argument: str, trees: Sequence[Any] | None, stages: int) -> list[Any]:
+    """A tree for each stage; None for each if none were given.
+
+    Raises:
+      ValueError: There is not one for each stage.
+    """
+    if trees is None:
+        return [None] * stages
+    if not isinstance(trees, list | tuple) or len(trees) != stages:
+        rule = f"must be a list of {stages} trees, one per stage"
+        size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
+        raise ValueError(requirement(argument, rule, f"a {type(trees).__name__}{size}"))
+    return list(trees)

@@ -1,0 +1,323 @@
+"""The trees of stages on disk: a folder for each stage, and in it one for each step.
+
+A step counts as saved once *all* stages of it are on disk. `save` returns then, and
+only then takes away what is too old: whoever is killed while it saves, and whichever
+stages were written by then, the last step that all stages have is there to resume from.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._checkpoint import (
+    StepFolder,
+    check_same,
+    chosen,
+    described,
+    unworded,
+    words,
+)
+from jdist._errors import requirement
+from jdist._tree import named_leaves
+from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.training import PipelineState
+
+
+class Saved(NamedTuple):
+    """Which stages there are, and which of them this process has to do with.
+
+    Attributes:
+      stages: How many the model has.
+      own: Numbers of those whose trees are here.
+      written: Those of them that this process writes. Each stage has one writer.
+      gather: `gather(value, purpose)`: what every process gave, once all have.
+    """
+
+    stages: int
+    own: Collection[int]
+    written: Collection[int]
+    gather: Callable[[Any, str], list[Any]]
+
+    @classmethod
+    def of(cls, pipe: Pipeline) -> "Saved":
+        """Of a pipeline: the first worker of a stage writes it."""
+        here = pipe.executor.places.own
+        first = [min(workers) for workers in pipe.schedule.placement]
+        written = [j for j, worker in enumerate(first) if worker in here]
+        return cls(len(pipe.stages), pipe.own, written, pipe.executor.gather)
+
+
+class StageCheckpoints:
+    """Trees of stages, by the number of a step; every process calls every method.
+
+    Args:
+      folder: Made if it is not there. Workers may have one each, as long as each finds
+        there what it has to read.
+      saved: Which stages.
+      keep: How many of the last steps that all stages have stay; None for all.
+
+    Raises:
+      Unavailable: orbax-checkpoint is not installed.
+      WorkerLost, RpcTimeout: Not all processes came.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> alone = Saved(2, [0, 1], [0, 1], lambda value, purpose: [value])
+      >>> trees = {0: {"w": jnp.array([1.0, 2.0])}, 1: {"b": jnp.array(3)}}
+      >>> with (
+      ...     tempfile.TemporaryDirectory() as folder,
+      ...     StageCheckpoints(folder, alone) as checkpoints,
+      ... ):
+      ...     checkpoints.save(7, trees)
+      ...     step, again = checkpoints.restore(trees)
+      >>> step, int(again[1]["b"])
+      (7, 3)
+    """
+
+    def __init__(
+        self, folder: str | Path, saved: Saved, *, keep: int | None = 3
+    ) -> None:
+        """Opens the folder."""
+        if keep is not None and keep < 1:
+            call = "StageCheckpoints(keep=...)"
+            raise ValueError(requirement(call, "must be 1 at least", keep))
+        self._saved = saved
+        self._keep = keep
+        self._folders = {j: StepFolder(Path(folder) / f"stage{j}") for j in saved.own}
+        try:
+            self._complete = self._found()
+        except BaseException:
+            self.close()
+            raise
+
+    def steps(self) -> list[int]:
+        """The steps that all stages have, in order."""
+        return list(self._complete)
+
+    def save(self, step: int, trees: Mapping[int, Any]) -> None:
+        """Writes the trees of this process; returns when all stages' are on disk.
+
+        Args:
+          step: Later than all that were saved.
+          trees: By the number of the stage.
+
+        Raises:
+          ValueError: It is not later.
+          WorkerLost, RpcTimeout: Another worker did not save its stages.
+        """
+        if self._complete and step <= self._complete[-1]:
+            rule = f"must come after the last step that was saved, {self._complete[-1]}"
+            remedy = "Go on from there, or use another folder."
+            raise ValueError(requirement("save(step)", rule, step, remedy))
+        for j in self._saved.written:
+            leaves = _leaves(trees[j])
+            description = {"stages": self._saved.stages, "leaves": described(leaves)}
+            arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
+            # Left by a run that ended before the other stages had that step.
+            self._delete(j, lambda other: other >= step)
+            self._folders[j].write(step, {"arrays": arrays}, description)
+        self._complete = self._found()
+        kept = self._complete if self._keep is None else self._complete[-self._keep :]
+        for j in self._saved.written:
+            self._delete(j, lambda other: other not in kept)
+        self._complete = kept
+
+    def restore(
+        self, like: Mapping[int, Any], step: int | None = None
+    ) -> tuple[int, dict[int, Any]]:
+        """Reads trees.
+
+        Args:
+          like: Trees of the same structure, shapes and dtypes, by stage.
+          step: Which; None for the latest that all stages have.
+
+        Returns:
+          The step and the trees, bit for bit, each leaf where it is in `like`.
+
+        Raises:
+          ValueError: There is no such step; or it was saved from other trees, and the
+            message names the first path that differs.
+        """
+        step = chosen("restore", self._complete, step)
+        return step, {j: self._read(j, step, tree) for j, tree in like.items()}
+
+    def close(self) -> None:
+        """Ends what orbax runs in the background."""
+        for folder in self._folders.values():
+            folder.close()
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def _found(self) -> list[int]:
+        """The steps that all stages have, as their writers say."""
+        mine = [[j, self._folders[j].steps()] for j in self._saved.written]
+        told = self._saved.gather(mine, "a checkpoint of a pipeline")
+        there = [set(steps) for stages in told for _, steps in stages]
+        return sorted(set.intersection(*there))
+
+    def _delete(self, stage: int, old: Callable[[int], bool]) -> None:
+        folder = self._folders[stage]
+        for step in filter(old, folder.steps()):
+            folder.delete(step)
+
+    def _read(self, stage: int, step: int, like: Any) -> Any:
+        folder, leaves = self._folders[stage], _leaves(like)
+        description = folder.description(step)
+        if description["stages"] != self._saved.stages:
+            rule = f"must have the {description['stages']} stages that were saved"
+            raise ValueError(requirement("restore(like=...)", rule, self._saved.stages))
+        saved, where = description["leaves"], f"stage {stage}: "
+        check_same("restore", saved, described(leaves), where)
+        wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
+        found = folder.read(step, {"arrays": wanted})["arrays"]
+        structure: Any = jax.tree.structure(like)
+        return structure.unflatten(
+            _placed(unworded(found[path], leaf), leaf) for path, leaf in leaves.items()
+        )
+
+
+class Checkpoints:
+    """A folder of a pipeline's training states, one for each step that was saved.
+
+    Every process writes the stages that run in it (of a stage with several workers, the
+    first one) and reads them; they may be other processes than those that saved, and
+    more or fewer, if the stages are the same and the folder is theirs in common. Use it
+    as a context manager, or `close` it. Every process calls every method.
+
+    Args:
+      folder: Made if it is not there.
+      pipe: The pipeline.
+      keep: How many of the last checkpoints stay; None for all.
+
+    Raises:
+      Unavailable: orbax-checkpoint is not installed.
+      WorkerLost, RpcTimeout: Not all workers of the pipeline came.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> from jdist import optim, pipeline
+      >>> pipe = pipeline.Pipeline(
+      ...     [pipeline.Stage(lambda w, x: x * w, ("x",), ("y",))],
+      ...     lambda y, batch: y,
+      ...     pipeline.gpipe(1, 2),
+      ...     optimizer=optim.sgd(lr=0.1),
+      ... )
+      >>> params, batch = [jnp.array(3.0)], {"x": jnp.array([1.0, 2.0])}
+      >>> state, _ = pipe.train_step(pipe.init(params), batch)
+      >>> with (
+      ...     tempfile.TemporaryDirectory() as folder,
+      ...     pipeline.Checkpoints(folder, pipe) as saved,
+      ... ):
+      ...     saved.save(state)
+      ...     again = saved.restore(pipe.init(params))
+      >>> again.step, float(again.params[0]) == float(state.params[0])
+      (1, True)
+    """
+
+    def __init__(
+        self, folder: str | Path, pipe: Pipeline, *, keep: int | None = 3
+    ) -> None:
+        """Opens the folder."""
+        self._own = pipe.own
+        self._checkpoints = StageCheckpoints(folder, Saved.of(pipe), keep=keep)
+
+    def latest(self) -> int | None:
+        """The last step that all stages have, or None."""
+        return max(self._checkpoints.steps(), default=None)
+
+    def save(self, state: PipelineState) -> None:
+        """Writes the state under its step; returns when all stages are on disk.
+
+        Raises: what `StageCheckpoints.save` raises.
+        """
+        self._checkpoints.save(state.step, _by_stage(state, self._own))
+
+    def restore(self, like: PipelineState, step: int | None = None) -> PipelineState:
+        """Reads a state.
+
+        Args:
+          like: A state of the same stages and optimizers, from `Pipeline.init`; its
+            values do not matter.
+          step: Which; None for the latest.
+
+        Returns:
+          The state, bit for bit; its arrays are where those of `like` are.
+
+        Raises: what `StageCheckpoints.restore` raises.
+        """
+        found, trees = self._checkpoints.restore(_by_stage(like, self._own), step)
+        fields: dict[str, Any] = {"step": found}
+        for name, value in _fields(like).items():
+            if isinstance(value, list):
+                there = range(len(value))
+                fields[name] = [trees[j][name] if j in trees else None for j in there]
+            else:
+                fields[name] = trees[self._own[0]][name]
+        return PipelineState(**fields)
+
+    def close(self) -> None:
+        """Ends what orbax runs in the background."""
+        self._checkpoints.close()
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+
+def _fields(state: PipelineState) -> dict[str, Any]:
+    """All but the step, which is the number that it is saved under."""
+    return {name: x for name, x in state._asdict().items() if name != "step"}
+
+
+def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, Any]:
+    """What belongs to each stage; what belongs to all is saved with each of them."""
+    return {
+        j: {
+            name: value[j] if isinstance(value, list) else value
+            for name, value in _fields(state).items()
+        }
+        for j in own
+    }
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {path: x for path, x in named_leaves(tree).items() if x is not None}
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    like = jax.eval_shape(lambda: words(jnp.asarray(leaf)))
+    return np.empty(like.shape, like.dtype)
+
+
+def _placed(found: Any, like: Any) -> Any:
+    """On the device of `like`, if that was chosen: a place is part of a signature."""
+    # A copy, because steps donate, and NumPy's memory is not JAX's to give away.
+    array = jnp.array(found)
+    if isinstance(like, jax.Array) and like.committed:
+        return jax.device_put(array, like.sharding)
+    return array

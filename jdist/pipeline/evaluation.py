@@ -1,0 +1,167 @@
+"""Evaluation: the forward passes of a pipeline's schedule, where its workers are.
+
+Nothing is kept for a backward pass, and no state moves on: each micro-batch is given
+the states as training left them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.pipeline.loss import PipelineLoss
+from jdist.pipeline.micro_batch import MicroBatch
+from jdist.pipeline.passage import Passage
+from jdist.pipeline.places import Places
+from jdist.pipeline.post import Post
+from jdist.pipeline.schedule import Schedule
+from jdist.pipeline.stage import Stage
+from jdist.pipeline.stage_run import StageRun, fold
+from jdist.pipeline.step import Step
+from jdist.pipeline.wiring import Wiring
+from jdist.segment._cache import Cache
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found out."""
+
+    loss: jax.Array
+    """The whole batch's loss, scalar, the same on every worker."""
+
+    examples: int
+    """How many examples the batch has."""
+
+    weight: float
+    """The sum of their weights."""
+
+    outputs: Any = None
+    """What the loss was given, all examples in order, if that was asked for: one value,
+    or a dict by name. None where the loss did not run. Of a last stage with several
+    workers in other processes: those of the micro-batches that this one had."""
+
+
+_CACHE: Cache[Callable[..., Any]] = Cache("Pipeline.evaluate", size=256)
+
+
+class EvaluationRun(StageRun):
+    """The forward passes of one stage, of which nothing is kept."""
+
+    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs by name."""
+        given = [inputs[name] for name in self._stage.inputs]
+        if self._stage.stateful:
+            given.insert(0, self.state)
+        if self._key is not None:
+            given.append(fold(self._key, micro))
+        return self._stage.named(_forward_of(self._stage)(self.params, *given))
+
+
+def draws(stage: Stage) -> bool:
+    """Whether a stage takes a key in evaluation, too."""
+    return stage.keyed and stage.in_evaluation is None
+
+
+def _forward_of(stage: Stage) -> Callable[..., Any]:
+    """The compiled function of the parameters and inputs that puts out the outputs."""
+    drops_state = stage.stateful and stage.in_evaluation is None
+    fn = stage.fn if stage.in_evaluation is None else stage.in_evaluation
+
+    def build() -> Callable[..., Any]:
+        return jax.jit(lambda *given: fn(*given)[0] if drops_state else fn(*given))
+
+    # Stages of one factory share their code: what tells them apart are their names.
+    options = (stage.inputs, stage.outputs, drops_state)
+    return _CACHE.get(fn, options, build)
+
+
+class EvaluationStep(Step):
+    """One pass over a batch.
+
+    Attributes:
+      kept: By micro-batch, what the loss was given; None to keep nothing.
+    """
+
+    kept: dict[int, dict[str, Any]] | None = None
+
+    def _differentiate_loss(self, worker: int, micro: int) -> None:
+        """The losses of a micro-batch alone."""
+        values, entries = self._taken_by_loss(worker, micro)
+        part = self._parts[micro]
+        passes = self._loss.passes(part.batch, self._read)
+        self._add_loss(worker, micro, passes.losses(values, entries, part.weights))
+        if self.kept is not None:
+            self.kept[micro] = values
+
+    def outputs(self) -> Any:
+        """What was kept, all micro-batches as one."""
+        if not self.kept:
+            return None
+        parts = [self.kept[micro] for micro in sorted(self.kept)]
+        home = jax.tree.leaves(parts[0])[0].sharding
+        found = jax.tree.map(
+            lambda *rows: jnp.concatenate([jax.device_put(x, home) for x in rows]),
+            *parts,
+        )
+        return found if len(found) > 1 else next(iter(found.values()))
+
+
+class Evaluator:
+    """Runs a pipeline's forward passes.
+
+    Args:
+      wiring: Which value goes where.
+      places: Of the pipeline.
+      loss: The loss function.
+    """
+
+    def __init__(self, wiring: Wiring, places: Places, loss: PipelineLoss) -> None:
+        self._wiring = wiring
+        self._places = places
+        self._loss = loss
+        self._forward: dict[int, Places] = {}
+
+    def run(
+        self,
+        number: int,
+        post: Post,
+        runs: Mapping[tuple[int, int], StageRun],
+        parts: Sequence[MicroBatch],
+        read: tuple[str, ...],
+        outputs: bool,
+    ) -> tuple[list[Passage], Evaluation]:
+        """What was sent, and what was found; see `Step` and `Pipeline.evaluate`."""
+        if len(parts) not in self._forward:
+            self._forward[len(parts)] = forward_places(self._places, len(parts))
+        places = self._forward[len(parts)]
+        step = EvaluationStep(
+            number, self._wiring, places, runs, post, self._loss, read, parts
+        )
+        step.kept = {} if outputs else None
+        step.run()
+        examples = sum(len(part.weights) for part in parts)
+        weight = sum(part.total for part in parts)
+        loss = step.loss(places.own[0])
+        return step.passages, Evaluation(loss, examples, weight, step.outputs())
+
+
+def forward_places(places: Places, micro_batches: int) -> Places:
+    """The same places with a schedule of forward passes, in the order of training's.
+
+    Args:
+      places: Of a pipeline.
+      micro_batches: How many of its micro-batches there are.
+    """
+    schedule = places.schedule
+    programs = [
+        [
+            action
+            for action in schedule.actions(worker)
+            if action.kind == "F" and action.micro_batch < micro_batches
+        ]
+        for worker in range(schedule.workers)
+    ]
+    name = f"{schedule.name}, forward"
+    forward = Schedule.of(programs, name=name, placement=schedule.placement)
+    return dataclasses.replace(places, schedule=forward)

@@ -1,0 +1,202 @@
+"""A pipeline's training states on disk: a step is saved when all stages of it are."""
+
+import shutil
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jdist import Unavailable, optim
+from jdist.pipeline import Checkpoints
+from jdist.pipeline.checkpoint import Saved, StageCheckpoints
+from tests.pipeline import worlds
+from tests.pipeline.trained import made, numbers, same, start, steps
+
+ALONE = Saved(2, [0, 1], [0, 1], lambda value, purpose: [value])
+
+
+def trees(number):
+    return {0: {"w": jnp.full((2, 3), number)}, 1: [jnp.int32(number), None]}
+
+
+def saved_until(folder, last, keep=None):
+    with StageCheckpoints(folder, ALONE, keep=keep) as checkpoints:
+        for step in range(1, last + 1):
+            checkpoints.save(step, trees(step))
+
+
+@pytest.fixture(scope="module")
+def history():
+    """Four steps at once: the states after the second and the last, and the losses."""
+    pipe = made()
+    middle, before = steps(pipe, start(pipe), 2)
+    kept = numbers(middle)
+    last, after = steps(pipe, middle, 2)
+    return kept, numbers(last), before + after
+
+
+def test_a_resumed_run_repeats_every_bit(history, tmp_path):
+    """On other devices too: parameters, optimizers, states, key and step come back."""
+    middle, last, losses = history
+    pipe = made()
+    state, _ = steps(pipe, start(pipe), 2)
+    with Checkpoints(tmp_path, pipe) as saved:
+        assert saved.latest() is None
+        saved.save(state)
+        assert saved.latest() == 2
+    for places in (None, jax.devices()[3:5]):
+        again = made(places)
+        with Checkpoints(tmp_path, again) as saved:
+            state = saved.restore(start(again, seed=1))
+        same(numbers(state), middle)
+        if places:
+            where = [{x.device for x in jax.tree.leaves(p)} for p in state.params]
+            assert where == [{device} for device in places]
+        state, found = steps(again, state, 2)
+        assert found == losses[2:]
+        same(numbers(state), last)
+
+
+def test_nothing_compiles_again_after_a_restore(history, tmp_path, caplog):
+    pipe = made()
+    state, _ = steps(pipe, start(pipe), 1)
+    with Checkpoints(tmp_path, pipe) as saved:
+        saved.save(state)
+        state = saved.restore(state)
+    with jax.log_compiles():
+        steps(pipe, state, 1)
+    assert not [r for r in caplog.records if "Compiling" in r.message]
+
+
+def test_workers_go_on_where_one_process_stopped(cluster, history, tmp_path):
+    """And one process where they stopped: each reads and writes its own stages."""
+    _, last, losses = history
+    pipe = made()
+    state, _ = steps(pipe, start(pipe), 2)
+    with Checkpoints(tmp_path, pipe) as saved:
+        saved.save(state)
+    tasks = [cluster.start(r, worlds.resumed, str(tmp_path)) for r in range(2)]
+    for rank, task in enumerate(tasks):
+        found, numbers_there = task.result()
+        assert found == losses[2:]
+        own = {k for k in last if f"[{rank}]" in k or k in {".step", ".key"}}
+        same(numbers_there, {key: last[key] for key in own})
+    with Checkpoints(tmp_path, pipe) as saved:
+        assert saved.latest() == 4
+        same(numbers(saved.restore(start(pipe, seed=1))), last)
+
+
+def test_replicas_read_what_the_first_of_them_wrote(cluster, tmp_path):
+    found = cluster.everywhere(worlds.restored_replicas, str(tmp_path))
+    for step, own, again in found:
+        assert step == 1
+        same(again, own)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["stage0", "stage1", "stage2"]
+
+
+def test_a_step_without_all_its_stages_is_none(tmp_path):
+    """A saver was killed between two stages, or in the middle of one."""
+    saved_until(tmp_path, 3)
+    shutil.rmtree(tmp_path / "stage1" / "3")
+    (tmp_path / "stage1" / "3.orbax-checkpoint-tmp-0" / "arrays").mkdir(parents=True)
+    with StageCheckpoints(tmp_path, ALONE) as checkpoints:
+        assert checkpoints.steps() == [1, 2]
+        step, found = checkpoints.restore(trees(0))
+        assert (step, int(found[1][0]), float(found[0]["w"][1, 2])) == (2, 2, 2)
+        checkpoints.save(3, trees(30))
+        assert checkpoints.steps() == [1, 2, 3]
+        assert int(checkpoints.restore(trees(0))[1][1][0]) == 30
+        assert int(checkpoints.restore(trees(0), 1)[1][0]["w"][0, 0]) == 1
+
+
+def test_nothing_is_taken_away_before_the_next_is_complete(tmp_path):
+    """With keep=1, and a stage that is never written: its last step stays on disk."""
+    saved_until(tmp_path, 2, keep=1)
+    with StageCheckpoints(tmp_path, ALONE, keep=1) as checkpoints:
+        assert checkpoints.steps() == [2]
+
+        del checkpoints._folders[1]  # So that saving breaks off between two stages.
+        with pytest.raises(KeyError, match="1"):
+            checkpoints.save(3, trees(3))
+    with StageCheckpoints(tmp_path, ALONE, keep=1) as checkpoints:
+        assert checkpoints.steps() == [2]
+        assert int(checkpoints.restore(trees(0))[1][1][0]) == 2
+        checkpoints.save(5, trees(5))
+    found = {p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("*/*")}
+    assert found == {"stage0/5", "stage1/5"}
+
+
+def test_only_the_last_are_kept(tmp_path):
+    saved_until(tmp_path, 4, keep=2)
+    with StageCheckpoints(tmp_path, ALONE) as checkpoints:
+        assert checkpoints.steps() == [3, 4]
+        assert int(checkpoints.restore(trees(0), step=3)[1][1][0]) == 3
+        with pytest.raises(ValueError, match=r"that was saved, \[3, 4\]. Got 2"):
+            checkpoints.restore(trees(0), step=2)
+        with pytest.raises(ValueError, match=r"after the last step .* 4. Got 4"):
+            checkpoints.save(4, trees(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"optimizer": optim.sgd(lr=0.1, momentum=0.9)},
+            r"stage 0: opt_states/b/exp_avg\. Got no leaf",
+        ),
+        ({"optimizer": optim.adamw(lr=0.1)}, r"stage 1: opt_states/w/exp_avg. Got"),
+    ],
+)
+def test_another_state_is_refused(history, tmp_path, options, message):
+    pipe = made()
+    with Checkpoints(tmp_path, pipe) as saved:
+        saved.save(start(pipe))
+    other = made(**options)
+    with (
+        Checkpoints(tmp_path, other) as saved,
+        pytest.raises(ValueError, match=message),
+    ):
+        saved.restore(start(other))
+
+
+def test_another_number_of_stages_is_refused(tmp_path):
+    saved_until(tmp_path, 1)
+    one = Saved(1, [0], [0], lambda value, purpose: [value])
+    with (
+        StageCheckpoints(tmp_path, one) as checkpoints,
+        pytest.raises(ValueError, match=r"must have the 2 stages that were saved. Got"),
+    ):
+        checkpoints.restore({0: trees(0)[0]})
+
+
+def test_what_cannot_be_kept_or_found(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
+        StageCheckpoints(tmp_path, ALONE, keep=0)
+    with (
+        StageCheckpoints(tmp_path, ALONE) as checkpoints,
+        pytest.raises(ValueError, match=r"that was saved, \[\]. Got None"),
+    ):
+        checkpoints.restore(trees(0))
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(Unavailable, match=r"pip install 'jdist\[checkpoint\]'"):
+        StageCheckpoints(tmp_path, ALONE)
+
+
+def test_no_thread_stays_behind(tmp_path):
+    """Of what is closed; orbax's own pools for the process grow when they like."""
+    grown = []
+    for turn in range(4):
+        before = set(threading.enumerate())
+        saved_until(tmp_path / str(turn), 1)
+        grown.append(len(set(threading.enumerate()) - before))
+    assert min(grown) == 0
+
+
+def test_a_worker_that_does_not_save_is_named(cluster, tmp_path):
+    tasks = [cluster.start(r, worlds.one_saves, str(tmp_path)) for r in range(2)]
+    assert tasks[1].result() == "left"
+    assert "Did not arrive: worker1" in tasks[0].result()
+    with Checkpoints(tmp_path, made()) as saved:
+        assert saved.latest() is None

@@ -1,0 +1,67 @@
+"""Training over many batches: steps, checkpoints and a bar."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jdist import pipeline
+from jdist.pipeline import Checkpoints, Evaluation, Metrics, fit, over_epoch
+from tests.pipeline.trained import EXAMPLES, batch_of, made, numbers, same, start, steps
+
+
+def test_it_is_the_steps_one_by_one(tmp_path):
+    """Saved after every second step and at the end, and resumed in the middle."""
+    pipe = made()
+    expected, losses = steps(pipe, start(pipe), 3)
+    batches = [batch_of(step) for step in range(3)]
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    with Checkpoints(tmp_path, pipe) as saved:
+        state, found = fit(
+            pipe,
+            start(pipe),
+            batches,
+            checkpoints=saved,
+            save_every=2,
+            console=console,
+        )
+        same(numbers(state), numbers(expected))
+        assert [float(m.loss) for m in found] == losses
+        assert saved.latest() == 3
+        middle = saved.restore(start(pipe), step=2)
+        state, _ = fit(pipe, middle, iter(batches[2:]))
+        same(numbers(state), numbers(expected))
+    assert "step 3" in shown.getvalue()
+    assert "3/3" in shown.getvalue()
+    assert f"loss {losses[1]:.4g}" in shown.getvalue()
+
+
+def test_metrics_of_a_step():
+    pipe = made()
+    batch, weights = batch_of(0)
+    state, found = pipe.train_step(start(pipe), batch, weights)
+    assert found.examples == EXAMPLES
+    np.testing.assert_allclose(found.weight, weights.sum(dtype=np.float64))
+    _, found = pipe.train_step(state, batch)
+    assert (found.examples, found.weight) == (EXAMPLES, EXAMPLES)
+    assert float(found.grad_norm) > 0
+
+
+@pytest.mark.parametrize(
+    ("reduction", "loss"), [("mean", 3.5), ("sum", 8.0), ("max", 5.0), ("min", 3.0)]
+)
+def test_an_epoch_is_one_large_batch(reduction, loss):
+    parts = [Metrics(3.0, None, 4, 1.5), Evaluation(5.0, 2, 0.5)]
+    assert over_epoch(parts, reduction) == pipeline.Epoch(loss, 6, 2.0)
+
+
+def test_what_cannot_be_joined_or_saved():
+    with pytest.raises(ValueError, match=r"one entry at least. Got none"):
+        over_epoch([])
+    with pytest.raises(ValueError, match=r"must be one of 'mean'"):
+        over_epoch([Metrics(1.0)], "median")
+    pipe = made()
+    with pytest.raises(ValueError, match=r"save_every=.* 1 at least. Got 0"):
+        fit(pipe, None, [], save_every=0)
