@@ -1,4 +1,4 @@
-"""Equal stages that can tell: a parameter used twice, one unused, a scalar, an integer."""
+"""Equal stages that can tell: a parameter used twice, one unused, scalar, integer."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,33 @@ def whole_losses(params, batch):
     return losses(h, batch)
 
 
-def problem(count, examples, seed=0, dtype=np.float32):
+def whole_gradient(params, batch, weights, reduction):
+    """Loss and gradient of the model in one piece, written out by hand."""
+    fixed = [{"steps": own["steps"]} for own in params]
+    floating = [{k: x for k, x in own.items() if k != "steps"} for own in params]
+
+    def reduced(floating):
+        merged = [{**a, **b} for a, b in zip(floating, fixed, strict=True)]
+        found = whole_losses(merged, batch)
+        if reduction in ("max", "min"):
+            return getattr(found[weights > 0], reduction)()
+        total = (found * weights).sum()
+        return total if reduction == "sum" else total / weights.sum()
+
+    loss, grads = jax.jit(jax.value_and_grad(reduced))(floating)
+    return loss, [{**own, "steps": None} for own in grads]
+
+
+def close(found, expected):
+    """Equal to rounding in float64, in one structure."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.shape(a) == jnp.shape(b)
+        assert jnp.result_type(a) == jnp.result_type(b)
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+def problem(count, examples, seed=0, dtype=np.float32, width=WIDTH):
     """Parameters, a batch and weights; the batch has an entry that nobody reads."""
     rng = np.random.default_rng(seed)
 
@@ -46,8 +72,8 @@ def problem(count, examples, seed=0, dtype=np.float32):
 
     params = [
         {
-            "w": normal(WIDTH, WIDTH),
-            "b": normal(WIDTH),
+            "w": normal(width, width),
+            "b": normal(width),
             "scale": dtype(rng.normal() + 2),
             "unused": normal(2),
             "steps": np.int32(2),
@@ -55,8 +81,8 @@ def problem(count, examples, seed=0, dtype=np.float32):
         for _ in range(count)
     ]
     batch = {
-        "x": normal(examples, WIDTH),
-        "target": normal(examples, WIDTH),
+        "x": normal(examples, width),
+        "target": normal(examples, width),
         "name": rng.integers(0, 9, (examples, 4)),
     }
     weights = rng.uniform(0.1, 2, examples).astype(dtype)

@@ -9,7 +9,6 @@ from tests.pipeline.spmd_models import losses, problem, stages
 
 FAMILIES = {
     "1F1B": lambda: pipeline.one_f_one_b(2, 3),
-    "zero bubble": lambda: pipeline.zero_bubble(2, 3),
     "ZBV": lambda: pipeline.zbv(2, 3),
 }
 EXAMPLES = 7
@@ -28,7 +27,7 @@ def made(family, reduction, **options):
 def gradient(family, reduction):
     """Loss and gradients, as this process has them; and its stages."""
     pipe = made(family, reduction)
-    params, batch, weights = problem(len(pipe.stages), EXAMPLES)
+    params, batch, weights = problem(len(pipe.stages), EXAMPLES, dtype=np.float64)
     found = pipe.value_and_grad(pipe.place(params), batch, weights)
     return pipe.own, jax.tree.map(np.asarray, found)
 
@@ -50,6 +49,27 @@ def disagreeing():
     params, batch, weights = problem(2, EXAMPLES + 3 * jax.process_index())
     try:
         pipe.value_and_grad(pipe.place(params), batch, weights)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def evaluated():
+    """Evaluation reaches only the devices of this process."""
+    pipe = made("1F1B", "mean")
+    params, batch, _ = problem(2, EXAMPLES)
+    try:
+        pipe.evaluate(pipe.place(params), batch)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def elsewhere():
+    """A mesh of the first process's devices."""
+    mesh = Mesh(np.array(jax.devices())[:2], ("stage",))
+    try:
+        pipeline.Pipeline(stages(2), losses, FAMILIES["1F1B"](), mesh)
     except ValueError as error:
         return str(error)
     return "no error"
