@@ -21,6 +21,15 @@ def piped(family: str, micro_batches: int) -> str:
     return f"{family}, m = {micro_batches}"
 
 
+def predicted(micro_batches: int) -> str:
+    """The job that simulates 1F1B with the costs of a run of its own."""
+    return f"simulated, m = {micro_batches}"
+
+
+EMPTY, EMPTY_PIPED = "an action of nothing", "an action of nothing, two processes"
+"""Host time of one action where stages compute nothing."""
+
+
 def weights() -> list[tuple[np.ndarray, np.ndarray]]:
     """For each layer its matrix, `(inputs, outputs)`, and its bias."""
     rng = np.random.default_rng(0)

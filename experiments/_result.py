@@ -1,7 +1,8 @@
 """What an experiment returns: claims, each with what was measured, and the evidence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -51,6 +52,7 @@ class Result:
       tables: Title to rows; the first row is the header.
       data: Every number behind it, as JSON can hold it.
       notes: What was skipped, and what a reader must know.
+      files: By name, what writes a file of evidence to a path.
     """
 
     proved: str
@@ -59,6 +61,7 @@ class Result:
     tables: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:

@@ -78,6 +78,10 @@ def _write(
         picture.figure.savefig(folder / file, dpi=150, bbox_inches="tight")
         plt.close(picture.figure)
         pictures.append({"file": file, "caption": picture.caption})
+    evidence = folder / name
+    for file, write in result.files.items():
+        evidence.mkdir(exist_ok=True)
+        write(evidence / file)
     record: dict[str, Any] = {
         "name": name,
         "summary": summary(load(name)),
@@ -87,6 +91,7 @@ def _write(
         "tables": result.tables,
         "notes": result.notes,
         "pictures": pictures,
+        "files": [f"{name}/{file}" for file in result.files],
         "settings": asdict(settings),
         "seconds": seconds,
         "environment": asdict(Environment()),

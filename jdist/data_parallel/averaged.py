@@ -5,6 +5,7 @@ For a training loop that exists already, inside `jax.shard_map`, `jax.pmap` or
 """
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jdist.optim import Optimizer
@@ -49,6 +50,4 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
         whole = weighted_mean(grads, rest.pop("weight", 1.0), axis_name)
         return opt.step_tree(params, whole, state, rest)
 
-    return Optimizer(
-        opt.name, opt.init_tree, step_tree, opt.hyperparameters, opt.loss_factor
-    )
+    return replace(opt, step_tree=step_tree)

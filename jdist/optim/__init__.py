@@ -29,6 +29,7 @@ from jdist.optim.labels import by_label as by_label
 from jdist.optim.master_weights import DynamicLossScale as DynamicLossScale
 from jdist.optim.master_weights import LossScaleState as LossScaleState
 from jdist.optim.master_weights import MasterState as MasterState
+from jdist.optim.master_weights import all_finite as all_finite
 from jdist.optim.master_weights import compute_copies as compute_copies
 from jdist.optim.master_weights import with_master_weights as with_master_weights
 from jdist.optim.nadam import NAdamState as NAdamState

@@ -21,7 +21,7 @@ wider. A complex parameter is two real ones, as in torch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import is_inexact, is_none, path_of, wide_dtype
 from jdist.optim._hyper import Hyperparameter, check_overrides, resolved
+
+if TYPE_CHECKING:
+    from jdist.optim.master_weights import Precision
 
 InitLeaf: TypeAlias = Callable[[jax.Array], Any]
 StepLeaf: TypeAlias = Callable[
@@ -48,6 +51,7 @@ class Optimizer:
       step_tree: `step_tree(params, grads, state, overrides) -> (params, state)`.
       hyperparameters: What a step can override, and what is fixed, by torch's names.
       loss_factor: `loss_factor(state) -> factor` of `scale_loss`; None stands for 1.
+      precision: What `with_master_weights` was told; None: there are no masters.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Optimizer:
     step_tree: Callable[[Any, Any, Any, Mapping[str, Any]], tuple[Any, Any]]
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
     loss_factor: Callable[[Any], jax.Array] | None = None
+    precision: "Precision | None" = None
 
     def init(self, params: Any) -> Any:
         """The state before the first step.

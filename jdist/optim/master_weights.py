@@ -68,6 +68,16 @@ class DynamicLossScale:
                 raise ValueError(requirement(argument, rule, getattr(self, name)))
 
 
+class Precision(NamedTuple):
+    """What an optimizer with masters was told."""
+
+    compute_dtype: Any
+    """Of the compute copies."""
+
+    loss_scale: DynamicLossScale | None
+    """A static scale is one whose factors are 1. None: the loss is not scaled."""
+
+
 class LossScaleState(NamedTuple):
     """The loss scale and what happened to it."""
 
@@ -122,7 +132,9 @@ def with_master_weights(
 
     `init` takes the parameters in full precision and returns a `MasterState`; `step`
     takes and returns compute copies. A None gradient leaves its master and its copy as
-    they are.
+    they are. Where a model is in several places, each with an optimizer of its own, a
+    step with `finite=flag` is skipped unless the flag is true, too: given `all_finite`
+    of all places together, they skip together.
 
     Args:
       opt: Steps the masters; any optimizer of jdist, `by_label` and `from_optax` too.
@@ -174,12 +186,14 @@ def with_master_weights(
     ) -> tuple[Any, MasterState]:
         _check_state(call, state)
         _check_copies(call, params, compute_dtype)
-        scale = state.loss_scale
-        factor = None if scale is None else 1 / scale.scale
-        wide = _wide_gradients(params, grads, state.masters, factor)
+        scale, elsewhere = state.loss_scale, True
+        if scaling is not None:
+            overrides = dict(overrides)
+            elsewhere = overrides.pop("finite", True)
+        wide = _wide_gradients(params, grads, state)
         masters, inner = opt.step_tree(state.masters, wide, state.inner, overrides)
         if scaling is not None and scale is not None:
-            finite = _all_finite(wide, axis_name)
+            finite = _all_finite(wide, axis_name) & elsewhere
             masters, inner = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (masters, inner),
@@ -193,7 +207,33 @@ def with_master_weights(
         scale = state.loss_scale
         return jnp.ones((), jnp.float32) if scale is None else scale.scale
 
-    return Optimizer(call, init_tree, step_tree, opt.hyperparameters, loss_factor)
+    return Optimizer(
+        call,
+        init_tree,
+        step_tree,
+        opt.hyperparameters,
+        loss_factor,
+        Precision(compute_dtype, scaling),
+    )
+
+
+def all_finite(params: Any, grads: Any, state: MasterState) -> jax.Array:
+    """Whether a step would find these gradients finite, once the scale is off them.
+
+    Args:
+      params: As for `step`.
+      grads: As for `step`.
+      state: As for `step`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import optim
+      >>> opt = with_master_weights(optim.sgd(), loss_scale=8.0)
+      >>> params = jnp.ones(2, jnp.bfloat16)
+      >>> all_finite(params, jnp.array([1, jnp.inf], jnp.bfloat16), opt.init(params))
+      Array(False, dtype=bool)
+    """
+    return _all_finite(_wide_gradients(params, grads, state), None)
 
 
 def _scaling(
@@ -235,16 +275,15 @@ def _check_copies(call: str, params: Any, dtype: Any) -> None:
             raise ValueError(requirement(f"{call}.step(params=...)", rule, got, remedy))
 
 
-def _wide_gradients(
-    params: Any, grads: Any, masters: Any, factor: jax.Array | None
-) -> Any:
+def _wide_gradients(params: Any, grads: Any, state: MasterState) -> Any:
     """Gradients of the masters: widened, then divided by the loss scale."""
+    masters, scale = state.masters, state.loss_scale
 
     def widened(grad: Any, master: Any) -> jax.Array | None:
         if grad is None or master is None:
             return None
         wide = jnp.asarray(grad).astype(master.dtype)
-        return wide if factor is None else wide * factor.astype(wide.dtype)
+        return wide if scale is None else wide * (1 / scale.scale.astype(wide.dtype))
 
     structure: Any
     structure = jax.tree.structure(params)

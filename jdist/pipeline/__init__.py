@@ -7,8 +7,11 @@ from jdist.pipeline.fit import fit as fit
 from jdist.pipeline.layer_profile import Layer as Layer
 from jdist.pipeline.layer_profile import Profile as Profile
 from jdist.pipeline.layer_profile import load_profile as load_profile
+from jdist.pipeline.module_stages import stages_from_modules as stages_from_modules
 from jdist.pipeline.nnx_stages import stages_from_nnx as stages_from_nnx
 from jdist.pipeline.partition import partition as partition
+from jdist.pipeline.pipedream_runtime import EpochMetrics as EpochMetrics
+from jdist.pipeline.pipedream_runtime import PipeDream as PipeDream
 from jdist.pipeline.pipeline import Pipeline as Pipeline
 from jdist.pipeline.plan import Plan as Plan
 from jdist.pipeline.plan import PlannedStage as PlannedStage
@@ -30,6 +33,7 @@ from jdist.pipeline.schedules import looped_bfs as looped_bfs
 from jdist.pipeline.schedules import one_f_one_b as one_f_one_b
 from jdist.pipeline.schedules import pipedream as pipedream
 from jdist.pipeline.schedules import pipedream_2bw as pipedream_2bw
+from jdist.pipeline.schedules import pipedream_flush as pipedream_flush
 from jdist.pipeline.schedules import zbv as zbv
 from jdist.pipeline.schedules import zero_bubble as zero_bubble
 from jdist.pipeline.simulate import simulate as simulate
@@ -41,3 +45,6 @@ from jdist.pipeline.training import Epoch as Epoch
 from jdist.pipeline.training import Metrics as Metrics
 from jdist.pipeline.training import PipelineState as PipelineState
 from jdist.pipeline.training import over_epoch as over_epoch
+from jdist.pipeline.weight_stashing import StashState as StashState
+from jdist.pipeline.weight_stashing import WeightStashing as WeightStashing
+from jdist.pipeline.weight_stashing import with_weight_stashing as with_weight_stashing

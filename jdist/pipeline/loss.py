@@ -1,5 +1,6 @@
 """The loss at the end of a pipeline, differentiated by what it is given."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jdist import reduction
 from jdist._compat import trace, without_unread
 from jdist._tree import merge, split_inexact
 from jdist.pipeline.kind import Kind, is_kind, kinds_of
+from jdist.pipeline.post import moved
 from jdist.reduction import Partial
 from jdist.segment._cache import Cache
 
@@ -19,7 +21,7 @@ class LossPasses(NamedTuple):
 
     Attributes:
       both: `(values, entries, weights)` to the losses' partial without a gradient, and
-        the cotangents of the values.
+        the cotangents of the values; a fourth argument, `(scale, total)`, scales them.
       losses: `(values, entries, weights)` to the partial alone.
     """
 
@@ -46,7 +48,28 @@ class PipelineLoss:
     ) -> None:
         self._fn = fn
         self._names = names
+        self._factor: Any = None
         self.kind = kind
+
+    @property
+    def gradient_kind(self) -> str:
+        """The reduction by which the stages' gradients are finished."""
+        divided = self._factor is not None and self.kind == "mean"
+        return "sum" if divided else self.kind
+
+    def scaled(self, scale: Any, total: float) -> "PipelineLoss":
+        """The same loss, with gradients that are `scale` times as large.
+
+        A mean is divided where its cotangents start, and not at the end: those of the
+        sum would be larger by the weights' total, and overflow the sooner.
+
+        Args:
+          scale: A number, or a scalar on any device.
+          total: Of the weights of the batch.
+        """
+        made = copy.copy(self)
+        made._factor = scale, total if self.kind == "mean" else 1.0
+        return made
 
     def entries_read(self, values: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the entries of the batch that the losses depend on.
@@ -82,11 +105,21 @@ class PipelineLoss:
         }
         leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
         options = (self._names, self.kind, tuple(leaves), structure)
-        return _CACHE.get(
+        made = _CACHE.get(
             self._fn,
             options,
             lambda: _compiled(self._fn, self._names, self.kind, leaves, structure),
         )
+        return made if self._factor is None else self._with_factor(made)
+
+    def _with_factor(self, made: LossPasses) -> LossPasses:
+        def both(values: Any, entries: Any, weights: Any) -> Any:
+            # With several workers for the last stage the loss is on several devices.
+            arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
+            device = arrays[0].device if arrays else None
+            return made.both(values, entries, weights, moved(self._factor, device))
+
+        return made._replace(both=both)
 
 
 def _called(
@@ -110,12 +143,17 @@ def _compiled(
         reduction.check_losses(found, weights.shape)
         return found
 
-    def both(values: Any, entries: Any, weights: Any) -> tuple[Partial, dict[str, Any]]:
+    def both(
+        values: Any, entries: Any, weights: Any, factor: Any = None
+    ) -> tuple[Partial, dict[str, Any]]:
         floating, fixed = split_inexact(values)
         found, pull_back = jax.vjp(
             lambda v: losses_of(merge(v, fixed), entries, weights), floating
         )
         value, seeds, weight = reduction.seeds(found, weights, kind)
+        if factor is not None:
+            scale, total = (jnp.asarray(x, seeds.dtype) for x in factor)
+            seeds = seeds * (scale / total)
         (d_values,) = pull_back(seeds.astype(found.dtype))
         return Partial(value, None, weight), d_values
 

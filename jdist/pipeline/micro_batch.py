@@ -48,16 +48,13 @@ def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
       >>> [part.batch["x"].tolist() for part in parts]
       [[0.0, 1.0, 2.0], [3.0, 4.0]]
     """
-    call = "Pipeline.value_and_grad(batch)"
-    if not isinstance(batch, dict):
-        rule = "must be a dict of named arrays, from which stages and loss take theirs"
-        raise TypeError(requirement(call, rule, f"a {type(batch).__name__}"))
-    examples = examples_in(batch, "Pipeline.value_and_grad")
+    examples = _examples(batch, "Pipeline.value_and_grad")
     if examples < count:
         rule = f"must have an example for each of the {count} micro-batches"
         remedy = "Make the batch larger, or the schedule with fewer micro-batches."
+        call = "Pipeline.value_and_grad(batch)"
         raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
-    checked = check_weights(weights, examples)
+    checked = check_weights(weights, examples, "Pipeline.value_and_grad")
     sizes = [examples // count + (i < examples % count) for i in range(count)]
     bounds = [0, *np.cumsum(sizes).tolist()]
     parts = []
@@ -69,6 +66,29 @@ def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
     return parts
 
 
+def micro_batch_of(number: int, batch: Any, weights: Any, call: str) -> MicroBatch:
+    """A batch that is one micro-batch as it is.
+
+    Args:
+      number: Of the micro-batch.
+      batch: As for `split_batch`.
+      weights: As for `split_batch`.
+      call: The public function that asks, for the error's text.
+
+    Raises: what `split_batch` raises.
+    """
+    checked = check_weights(weights, _examples(batch, call), call)
+    return MicroBatch(number, batch, checked, float(checked.sum(dtype=np.float64)))
+
+
+def _examples(batch: Any, call: str) -> int:
+    if not isinstance(batch, dict):
+        rule = "must be a dict of named arrays, from which stages and loss take theirs"
+        got = f"a {type(batch).__name__}"
+        raise TypeError(requirement(f"{call}(batch)", rule, got))
+    return examples_in(batch, call)
+
+
 def size_of_batch(batch: Any, weights: Any) -> tuple[int, float]:
     """The examples of a batch that can be cut, and the sum of their weights."""
     examples = len(jax.tree.leaves(batch)[0])
@@ -77,7 +97,7 @@ def size_of_batch(batch: Any, weights: Any) -> tuple[int, float]:
     return examples, float(np.asarray(weights).sum(dtype=np.float64))
 
 
-def check_weights(weights: Any, examples: int) -> np.ndarray:
+def check_weights(weights: Any, examples: int, call: str) -> np.ndarray:
     """The weights of a batch, as an array on the host.
 
     Raises:
@@ -85,7 +105,7 @@ def check_weights(weights: Any, examples: int) -> np.ndarray:
     """
     if weights is None:
         return np.ones(examples, np.float32)
-    call = "Pipeline.value_and_grad(weights=...)"
+    call = f"{call}(weights=...)"
     found = np.asarray(weights)
     if found.dtype != np.float64:
         found = found.astype(np.float32)

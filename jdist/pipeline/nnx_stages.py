@@ -117,7 +117,7 @@ def _caller(graph: Any, empty: Any, streams: Any, keyed: bool) -> Callable[..., 
         key = arguments.pop() if keyed else None
         drawn = _streams(structure, kinds, key)
         state = arguments.pop(0) if empty is None else empty
-        module = nnx.merge(graph, params, drawn, state)
+        module = nnx.merge(graph, params, drawn, state, copy=True)
         output = module(*arguments)
         if empty is not None:
             return output

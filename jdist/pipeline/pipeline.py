@@ -25,13 +25,14 @@ from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
-from jdist.pipeline.training import (
+from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
+from jdist.pipeline.updates import (
     Found,
-    Metrics,
-    PipelineState,
-    optimizers_for,
-    square_of,
-    update,
+    News,
+    Updates,
+    joined,
+    loss_scale_of,
+    started,
 )
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
@@ -201,7 +202,8 @@ class Pipeline:
 
         Args:
           params: One pytree per stage; copied, because training steps donate theirs.
-            Those of stages that run in other processes are not looked at.
+            In full precision: an optimizer with masters rounds the copies. Those of
+            stages that run in other processes are not looked at.
           states: One per stage, None where there is none.
           key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
 
@@ -211,11 +213,12 @@ class Pipeline:
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = optimizers_for(self._optimizer, stages)
+        loss_scale_of(optimizers)
         placed = jax.tree.map(jnp.copy, self.place(params))
         self._tied.check(placed, optimizers, self.executor)
         kept: list[Any] = [None] * stages
         for j in self.own:
-            kept[j] = optimizers[j].init(placed[j])
+            placed[j], kept[j] = started(optimizers[j], placed[j])
         return PipelineState(0, placed, kept, self.place(given), key)
 
     def train_step(
@@ -235,18 +238,15 @@ class Pipeline:
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        found = self._run(state.params, batch, weights, state.states, key)
         params, kept = list(state.params), list(state.opt_states)
+        updates = Updates(optimizers, state.params, state.opt_states, self._max_norm)
+        found = self._run(params, batch, weights, state.states, key, updates)
+        norm = None
         for j in self.own:
-            clipping = None
-            if self._max_norm is not None:
-                norm = moved(found.norm, self._places.devices[self._first(j)])
-                clipping = norm, self._max_norm
-            params[j], kept[j] = update(
-                optimizers[j], params[j], found.grads[j], kept[j], clipping
-            )
+            news = moved(found.news, self._places.devices[self._first(j)])
+            params[j], kept[j], norm = updates.apply(j, found.grads[j], news)
         step = state.step + 1
-        metrics = Metrics(found.loss, found.norm, *size_of_batch(batch, weights))
+        metrics = Metrics(found.loss, norm, *size_of_batch(batch, weights))
         return PipelineState(step, params, kept, found.states, state.key), metrics
 
     def evaluate(
@@ -281,7 +281,7 @@ class Pipeline:
             self._one_program.check_alone(call)
         count = min(self.schedule.micro_batches, examples_in(batch, call))
         parts = split_batch(batch, weights, count)
-        runs = self._runs(trees, given, key, EvaluationRun)
+        runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
         with self._opened() as (number, post):
             read = self._shapes.read(post, runs, parts[0].batch)
             self.record, found = self._evaluator.run(
@@ -296,17 +296,22 @@ class Pipeline:
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
+        updates: Updates | None = None,
     ) -> Found:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
         if self._one_program is not None:
+            self._one_program.check_plain(updates)
             return self._one_program(trees, batch, weights)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        runs = self._runs(trees, given, key)
+        loss = self._loss
+        if updates is not None and updates.loss_scale is not None:
+            loss = loss.scaled(updates.scale, sum(part.total for part in parts))
+        runs = self._runs(trees, given, key, loss.gradient_kind)
         with self._opened() as (number, post):
-            return self._step(number, post, runs, parts)
+            return self._step(number, post, runs, parts, loss, updates)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, Post]]:
@@ -333,6 +338,8 @@ class Pipeline:
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
+        loss: PipelineLoss,
+        updates: Updates | None,
     ) -> Found:
         read = self._shapes.read(post, runs, parts[0].batch)
         step = Step(
@@ -341,7 +348,7 @@ class Pipeline:
             self._places,
             runs,
             post,
-            self._loss,
+            loss,
             read,
             parts,
         )
@@ -352,11 +359,12 @@ class Pipeline:
             grads[j] = step.gradient(self._first(j), j)
         params = {j: runs[self._first(j), j].params for j in self.own}
         grads = self._tied.summed(params, grads, self._places, post)
-        norm = None
-        if self._max_norm is not None:
+        news = News(None, None)
+        if updates is not None and updates.together:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
-            norm = step.norm({j: square_of(own) for j, own in counted.items()})
-        return Found(step.loss(self._places.own[0]), grads, norm, self._after(runs))
+            told = {j: updates.news(j, grads[j], own) for j, own in counted.items()}
+            news = joined(step.from_all_stages(told))
+        return Found(step.loss(self._places.own[0]), grads, news, self._after(runs))
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
@@ -367,6 +375,7 @@ class Pipeline:
         params: Sequence[Any],
         states: Sequence[Any],
         key: Any,
+        kind: str,
         made: type[StageRun] = StageRun,
     ) -> dict[tuple[int, int], StageRun]:
         runs = {}
@@ -384,6 +393,6 @@ class Pipeline:
                     moved(params[number], device),
                     moved(states[number], device),
                     moved(own, device),
-                    self._loss.kind,
+                    kind,
                 )
         return runs

@@ -77,6 +77,11 @@ class Plan:
         return "-".join(str(len(stage.ranks)) for stage in self.stages)
 
     @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers per stage, as `PipeDream` takes them."""
+        return tuple(len(stage.ranks) for stage in self.stages)
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """Micro-batches, and versions of the weights, on each stage's workers."""
         counts = [len(stage.ranks) for stage in self.stages]

@@ -14,9 +14,10 @@ class Parcel(NamedTuple):
 
     Attributes:
       kind: "F" for a value, "B" for a cotangent, "G" for a replica's gradient, "L" for
-        the loss, "S" for shapes, "N" for a part of the norm, "T" for a gradient of what
-        stages share.
+        the loss, "S" for shapes, "N" for what a stage tells all, "T" for a gradient of
+        what stages share.
       micro_batch: Number of the micro-batch; -1 for what belongs to none.
+        For "G" of the bucket.
       name: Of the value, or of what is shared.
       stage: For which stage; the number of stages for the loss.
       sender: Rank of the worker that sent it.

@@ -33,7 +33,7 @@ from jdist.pipeline.spmd_rules import (
     check_value,
 )
 from jdist.pipeline.spmd_table import tabulate
-from jdist.pipeline.training import Found
+from jdist.pipeline.updates import Found, News, Updates
 from jdist.pipeline.wiring import Wiring
 
 
@@ -45,7 +45,7 @@ class OneProgram:
       places: Who runs what; the devices are those of the mesh.
       mesh: A device for each worker.
       loss: The loss function.
-      with_norm: Whether the norm of the whole gradient is wanted.
+      with_square: Whether |g|^2 over all stages is wanted.
 
     Raises:
       ValueError: The stages, or the shares of the workers, are not equal.
@@ -57,7 +57,7 @@ class OneProgram:
         places: Places,
         mesh: Mesh,
         loss: PipelineLoss,
-        with_norm: bool,
+        with_square: bool,
     ) -> None:
         check_stages(wiring)
         check_shares(places.schedule)
@@ -65,7 +65,7 @@ class OneProgram:
         self._stages = wiring.stages
         self._mesh = mesh
         self._loss = loss
-        self._with_norm = with_norm
+        self._with_square = with_square
         self._table = tabulate(places.schedule)
         self._spread = Spread(places, mesh)
         self._programs: dict[Any, _Program] = {}
@@ -76,12 +76,13 @@ class OneProgram:
         Raises: what `Pipeline.value_and_grad` raises.
         """
         program, arguments = self._prepared(params, batch, weights)
-        loss, grads, norm = program.run(*arguments)
+        loss, grads, square = program.run(*arguments)
         found: list[Any] = [None] * len(self._stages)
         for index, rank in enumerate(self._places.own):
             for chunk, stage in enumerate(self._table.stages[rank]):
                 found[stage] = _like(_here(grads[chunk], index), program.shapes)
-        return Found(_here(loss, 0), found, _here(norm, 0), [None] * len(found))
+        news = News(_here(square, 0), None)
+        return Found(_here(loss, 0), found, news, [None] * len(found))
 
     def lower(
         self, params: Sequence[Any], batch: Any, weights: Any = None
@@ -89,6 +90,19 @@ class OneProgram:
         """The program, for a look at what is compiled and what it needs."""
         program, arguments = self._prepared(params, batch, weights)
         return program.run.lower(*arguments)
+
+    def check_plain(self, updates: Updates | None) -> None:
+        """Refuses what a program's loss cannot do.
+
+        Raises:
+          ValueError: The optimizers scale the loss.
+        """
+        if updates is not None and updates.loss_scale is not None:
+            rule = "must not scale the loss where one program runs all stages"
+            remedy = "Give a list of devices, or names of workers, in place of the mesh"
+            call = "Pipeline(optimizer=...)"
+            got = f"{updates.loss_scale}"
+            raise ValueError(requirement(call, rule, got, f"{remedy}."))
 
     def check_alone(self, call: str) -> None:
         """Refuses what only a process with all the devices can do.
@@ -167,13 +181,13 @@ class OneProgram:
             name,
             self._loss.kind,
             axis,
-            self._with_norm,
+            self._with_square,
         )
 
         def on_device(params: Sequence[Any], feed: Feed) -> Any:
             given = [_like(tree, shapes[number]) for tree in params]
-            loss, grads, norm = run(model, given, feed)
-            return loss, jax.tree.map(jnp.atleast_1d, grads), norm
+            loss, grads, square = run(model, given, feed)
+            return loss, jax.tree.map(jnp.atleast_1d, grads), square
 
         each, same = PartitionSpec(axis), PartitionSpec()
         mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
@@ -196,7 +210,7 @@ class _Program(NamedTuple):
     Attributes:
       read: The entries of the batch that the loss reads.
       shapes: Of a stage's parameters.
-      run: `(params, feed) -> (loss, grads, norm)`, jitted; all over the mesh.
+      run: `(params, feed) -> (loss, grads, square)`, jitted; all over the mesh.
     """
 
     read: tuple[str, ...]

@@ -23,11 +23,11 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none, split_inexact, wide_dtype
+from jdist.optim.clipping import square, sum_of
 from jdist.pipeline.loss import LossPasses
 from jdist.pipeline.schedule_actions import B, F, W
 from jdist.pipeline.spmd_table import INPUTS, NOTHING, Row, Table
 from jdist.pipeline.stage_run import Share
-from jdist.pipeline.training import norm_of, square_of
 from jdist.reduction import Partial
 from jdist.segment import Residuals, Rest, Segment
 
@@ -80,7 +80,7 @@ class Model(NamedTuple):
       name: Of the last stage's output.
       kind: The reduction.
       axis: Of the mesh.
-      with_norm: Whether the norm of the whole gradient is wanted.
+      with_square: Whether |g|^2 over all stages is wanted.
     """
 
     table: Table
@@ -89,7 +89,7 @@ class Model(NamedTuple):
     name: str
     kind: str
     axis: str
-    with_norm: bool
+    with_square: bool
 
     @property
     def last(self) -> tuple[int, int]:
@@ -109,8 +109,8 @@ def run(
       feed: What it takes from the batch.
 
     Returns:
-      The loss of the batch; the gradients of the device's stages; and the norm of all,
-      if it is wanted.
+      The loss of the batch; the gradients of the device's stages; and the sum of |g|^2
+      over all stages, if it is wanted.
     """
     rank = jax.lax.axis_index(model.axis)
     device = _Device(model, params, feed, rank)
@@ -130,15 +130,18 @@ def run(
         lambda x: jax.lax.psum(jnp.where(rank == model.last[0], x, 0), model.axis),
         state.loss,
     )
-    norm = _norm(model, grads) if model.with_norm else None
-    return reduction.finish(loss, model.kind, None)[0], grads, norm
+    squares = _square(model, grads) if model.with_square else None
+    return reduction.finish(loss, model.kind, None)[0], grads, squares
 
 
-def _norm(model: Model, grads: Sequence[Any]) -> jax.Array:
-    squares = jax.lax.all_gather([square_of(own) for own in grads], model.axis)
+def _square(model: Model, grads: Sequence[Any]) -> jax.Array:
+    """Added in the order of the stages."""
+    nothing = jnp.zeros((), jnp.float32)
+    own = [sum_of([nothing, *map(square, jax.tree.leaves(g))]) for g in grads]
+    squares = jax.lax.all_gather(own, model.axis)
     place = {stage: at for at, stage in np.ndenumerate(model.table.stages)}
     ordered = [place[stage] for stage in sorted(place)]
-    return norm_of([squares[chunk][worker] for worker, chunk in ordered])
+    return sum_of([squares[chunk][worker] for worker, chunk in ordered])
 
 
 class _Device:

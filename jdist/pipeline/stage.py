@@ -104,8 +104,11 @@ class Stage:
           constant: Names of inputs that no cotangent is wanted of.
           label: Tells stages of one factory apart.
         """
-        # All stages share the code of `body`; what varies by intent is in the label.
-        code = getattr(self.fn, "__code__", type(self.fn))
+        # All stages share the code of `body`; what varies by intent is in the label,
+        # such as a callable with an equality of its own.
+        kind: Any = type(self.fn)
+        by_value = kind.__eq__ is not object.__eq__
+        code = getattr(self.fn, "__code__", self.fn if by_value else kind)
         meant = ("stage", label, code, self.stateful, self.keyed, constant)
         return segment(_body(self, constant), recompute=self.recompute, label=meant)
 

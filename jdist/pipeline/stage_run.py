@@ -76,9 +76,14 @@ class StageRun:
         return self._residuals, self._rests, self._partial, self.state
 
     def nbytes(self) -> int:
-        """Bytes kept for backward passes still to come, each array counted once."""
+        """Bytes kept for backward passes still to come, each array counted once.
+
+        Parameters, which pending weight gradients may refer to, are not among them.
+        """
+        own = {id(x) for x in jax.tree.leaves(self.params)}
         kept = jax.tree.leaves((self._residuals, self._rests))
-        return sum({id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}.values())
+        sizes = {id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}
+        return sum(size for number, size in sizes.items() if number not in own)
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
@@ -128,21 +133,22 @@ class StageRun:
             _ADD[self._kind], self._partial, share, rest
         )
 
-    def gradient(self, others: Mapping[int, Partial], rank: int) -> Any:
-        """The finished gradient, in the dtypes of the parameters.
-
-        Args:
-          others: What other workers found for the same stage, by rank.
-          rank: This worker's.
-        """
-        found = {**others, rank: self.partial()}
+    def joined(self, found: Mapping[int, Partial]) -> Partial:
+        """The partial that those of several workers make, by rank."""
         # By rank, so that all of them get the same bits.
-        joined = functools.reduce(
+        return functools.reduce(
             lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
         )
+
+    def finished(self, joined: Partial) -> Any:
+        """The gradient that a partial makes, in the dtypes of the parameters."""
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
+
+    def clear(self) -> None:
+        """The gradient so far has been used; the next one grows from nothing."""
+        self._partial = None
 
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""

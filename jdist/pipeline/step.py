@@ -15,6 +15,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none
+from jdist.pipeline.buckets import buckets_of, whole
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch
 from jdist.pipeline.passage import Passage, size_of
@@ -23,7 +24,6 @@ from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stage_run import Share, StageRun, join
 from jdist.pipeline.stopwatch import Stopwatch
-from jdist.pipeline.training import norm_of
 from jdist.pipeline.wiring import BATCH, Wiring
 from jdist.reduction import Partial
 
@@ -125,21 +125,31 @@ class Step:
         else:
             run.backward_params(action.micro_batch)
         if action.kind == ("W" if split else "B"):
-            self._left[worker, action.stage] -= 1
-            if not self._left[worker, action.stage]:
-                self._share_gradient(worker, action.stage)
+            self._passed_back(worker, action.stage)
         return None
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        """The gradient of a stage has grown by another micro-batch's."""
+        self._left[worker, stage] -= 1
+        if not self._left[worker, stage]:
+            self._share_gradient(worker, stage)
 
     # --- what several workers have to join ---
 
     def gradient(self, worker: int, stage: int) -> Any:
         """The finished gradient of a stage, over all workers that run it."""
-        run = self._runs[worker, stage]
-        others = {
-            other: self._last(worker, Parcel("G", -1, "", stage, other))
-            for other in self._replicas(worker, stage)
-        }
-        return run.gradient(others, worker)
+        run, replicas = self._runs[worker, stage], self._replicas(worker, stage)
+        own = run.partial()
+        if not replicas:
+            return run.finished(own)
+        sums = []
+        for number, bucket in enumerate(buckets_of(own)):
+            found = {worker: bucket}
+            for other in replicas:
+                parcel = Parcel("G", number, "", stage, other)
+                found[other] = self._last(worker, parcel)
+            sums.append(run.joined(found))
+        return run.finished(whole(sums, own))
 
     def loss(self, worker: int) -> Any:
         """The loss of the whole batch, over all workers that run the last stage."""
@@ -150,28 +160,33 @@ class Step:
         joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
         return _finished(joined, self._loss.kind)
 
-    def norm(self, squares: Mapping[int, Any]) -> Any:
-        """The norm over all stages, from the squares of those of this process."""
+    def from_all_stages(self, own: Mapping[int, Any]) -> list[Any]:
+        """What each stage has to tell all workers, by stage.
+
+        Args:
+          own: Of the stages of this process.
+        """
         placement = self._places.schedule.placement
         here = self._places.own[0]
-        for stage, own in squares.items():
+        for stage, value in own.items():
             sender = min(placement[stage])
             if sender not in self._places.own:
                 continue  # Another replica tells it.
             for worker in range(self._places.schedule.workers):
-                self._post.put(Parcel("N", -1, "", stage, sender), worker, own)
-        found = [
+                self._post.put(Parcel("N", -1, "", stage, sender), worker, value)
+        return [
             self._last(here, Parcel("N", -1, "", stage, min(workers)))
             for stage, workers in enumerate(placement)
         ]
-        return norm_of(found)
 
     def _share_gradient(self, worker: int, stage: int) -> None:
         """Its last backward pass is done: the others that run the stage get its sum."""
-        for other in self._replicas(worker, stage):
-            parcel = Parcel("G", -1, "", stage, worker)
-            partial = self._runs[worker, stage].partial()
-            self._post.put(parcel, other, partial)
+        replicas = self._replicas(worker, stage)
+        buckets = buckets_of(self._runs[worker, stage].partial()) if replicas else []
+        for number, bucket in enumerate(buckets):
+            for other in replicas:
+                parcel = Parcel("G", number, "", stage, worker)
+                self._post.put(parcel, other, bucket)
 
     def _replicas(self, worker: int, stage: int) -> list[int]:
         workers = sorted(self._places.schedule.placement[stage])

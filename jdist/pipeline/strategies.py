@@ -16,6 +16,9 @@ import jax
 from jdist import rpc
 from jdist._compat import double_precision
 from jdist._errors import Unavailable
+from jdist.optim import Optimizer
+from jdist.pipeline.micro_batch import split_batch
+from jdist.pipeline.pipedream_runtime import PipeDream
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedules import (
@@ -50,7 +53,41 @@ def strategies() -> Mapping[str, Build]:
         "ZBV x2": _within(zbv(2, 4), 2, stages=4),
         "DualPipeV x2": _within(dualpipe_v(2, 4), 2, stages=4),
     }
+    rows |= {"PipeDream with a flush": _pipedream}
     return {f"pipeline {name}": row for name, row in rows.items()}
+
+
+def _pipedream(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..., Any]:
+    """One update of all micro-batches; its gradient is what the optimizer is given."""
+    if reduction != "mean":
+        raise Unavailable(f"PipeDream updates by means, not by {reduction}")
+
+    def candidate(params: Any, batch: Any, weights: Any) -> Any:
+        cut = _Cut(loss_fn, params, 3, False)
+        runtime = PipeDream(
+            cut.stages,
+            _losses,
+            optimizer=_GRADIENT,
+            policy="flush",
+            update_every=MICRO_BATCHES,
+        )
+        parts = split_batch({"batch": batch}, weights, MICRO_BATCHES)
+        state, metrics = runtime.train_epoch(
+            runtime.init(cut.params),
+            [part.batch for part in parts],
+            [part.weights for part in parts],
+        )
+        return metrics.loss, cut.whole(state.opt_states)
+
+    return candidate
+
+
+_GRADIENT = Optimizer(
+    "gradient",
+    init_tree=lambda params: None,
+    step_tree=lambda params, grads, state, overrides: (params, grads),
+)
+"""Keeps what it is given, and moves nothing."""
 
 
 def _within(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -195,6 +195,10 @@ class Timeline:
           Unavailable: matplotlib is not installed.
         """
         return timeline_picture.draw(self, Path(path))
+
+    def draw(self, axes: Any) -> None:
+        """Draws a Gantt chart on matplotlib's axes, without a legend."""
+        timeline_picture.draw_on(self, axes)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Writes JSON that chrome://tracing and ui.perfetto.dev show."""

@@ -29,13 +29,21 @@ def draw(timeline: "Timeline", path: Path) -> Path:
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         what = "a Gantt chart needs matplotlib: pip install 'jdist[experiments]'"
         raise Unavailable(what) from error
     height = min(2 + 0.35 * timeline.workers, 8)
     figure = Figure(figsize=(12, height), layout="constrained")
-    axes = figure.subplots()
+    draw_on(timeline, figure.subplots())
+    _legend(timeline, figure)
+    figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
+    return path
+
+
+def draw_on(timeline: "Timeline", axes: Any) -> None:
+    """Draws the chart without a legend."""
+    from matplotlib.ticker import MaxNLocator
+
     (_bars if len(timeline.columns) <= BARS else _image)(timeline, axes)
     axes.set_xlim(0, timeline.makespan or 1)
     axes.set_ylim(timeline.workers - 0.5, -0.5)
@@ -44,9 +52,6 @@ def draw(timeline: "Timeline", path: Path) -> Path:
     axes.set_ylabel("worker")
     idle = f"{timeline.makespan:.6g} s, bubble {timeline.bubble:.1%}"
     axes.set_title(f"{timeline.name}: {idle}")
-    _legend(timeline, figure)
-    figure.savefig(path, dpi=150, format=path.suffix[1:] or "png")
-    return path
 
 
 def _legend(timeline: "Timeline", figure: Any) -> None:

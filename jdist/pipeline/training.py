@@ -1,15 +1,12 @@
-"""What a pipeline's training step hands to the next, and how its stages are updated."""
+"""What a pipeline's training step hands to the next, and what it says."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.optim.clipping import scaled, shrinking, square, sum_of
 from jdist.reduction import check_reduction
 
 
@@ -43,7 +40,8 @@ class Metrics(NamedTuple):
     """The whole batch's loss, scalar, the same on every worker."""
 
     grad_norm: jax.Array | None = None
-    """Norm of the gradient over all stages before clipping; None without clipping."""
+    """Norm of the gradient over all stages before clipping, without the loss scale;
+    infinite or NaN where it overflowed. None without clipping."""
 
     examples: int = 0
     """How many examples the batch has."""
@@ -109,32 +107,17 @@ def over_epoch(found: Sequence[_Counted], reduction: str = "mean") -> Epoch:
     return Epoch(loss, sum(part.examples for part in found), weight)
 
 
-class Found(NamedTuple):
-    """What the passes of one step have found.
-
-    Attributes:
-      loss: Of the batch.
-      grads: Of each stage of this process; None for the others.
-      norm: Of all stages' gradients together, if it is asked for.
-      states: What stateful stages of this process were left with.
-    """
-
-    loss: jax.Array
-    grads: list[Any]
-    norm: jax.Array | None
-    states: list[Any]
-
-
 def optimizers_for(
-    optimizer: Optimizer | Sequence[Optimizer] | None, stages: int
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    stages: int,
+    call: str = "Pipeline(optimizer=...)",
 ) -> list[Optimizer]:
-    """One optimizer for each stage.
+    """One optimizer for each stage; `call` is who asks, for the error's text.
 
     Raises:
       ValueError: None was given, or not one for each stage.
       TypeError: Something is no optimizer.
     """
-    call = "Pipeline(optimizer=...)"
     if optimizer is None:
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
@@ -149,34 +132,3 @@ def optimizers_for(
         rule = "must be made by jdist.optim"
         raise TypeError(requirement(call, rule, f"a {strangers[0]}"))
     return found
-
-
-@jax.jit
-def square_of(grads: Any) -> jax.Array:
-    """The sum of |g|^2 over one stage's gradient; 0 for a stage without one."""
-    squares = [square(leaf) for leaf in jax.tree.leaves(grads)]
-    return sum_of([jnp.zeros((), jnp.float32), *squares])
-
-
-@jax.jit
-def norm_of(squares: Sequence[jax.Array]) -> jax.Array:
-    """The norm over all stages, their squares added in the order of the stages."""
-    return jnp.sqrt(sum_of(squares))
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 3))
-def update(
-    optimizer: Optimizer,
-    params: Any,
-    grads: Any,
-    opt_state: Any,
-    clipping: tuple[jax.Array, float] | None,
-) -> tuple[Any, Any]:
-    """One stage's step, after clipping by the norm over all stages.
-
-    The parameters and the optimizer's state are donated: nothing is in flight any more.
-    """
-    if clipping is not None:
-        factor = shrinking(*clipping)
-        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
-    return optimizer.step(params, grads, opt_state)

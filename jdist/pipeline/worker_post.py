@@ -223,4 +223,4 @@ class WorkerPost:
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "L": "the loss"}
-_KINDS |= {"S": "the shapes", "N": "the norm", "T": "a tied gradient"}
+_KINDS |= {"S": "the shapes", "N": "the news", "T": "a tied gradient"}

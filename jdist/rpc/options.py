@@ -73,7 +73,7 @@ class RpcOptions:
     insecure: bool = False
     allow_pickle: bool = False
     limits: Any = None
-    polling: float = 200e-6
+    polling: float = 500e-6
     transfer: Transfer | None = None
     leaks: str = "warn"
 

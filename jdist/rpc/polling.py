@@ -9,9 +9,12 @@ for a fraction of a millisecond. That must cost next to nothing where it does no
   one. Each time that polling was in vain, twice as many prompt messages must come until
   it is tried again. So it is where the peer needs this very core, or where processes
   compete for cores: whoever polls there loses its core, and that counts as in vain.
-- One thread of a process polls at a time. The others sleep, as without it.
+- One thread of a process polls at a time. The others sleep, as without it. After each
+  look it lets those run that wait for its core: in a process with a single core one of
+  them may be about to do what the awaited message depends on.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +26,8 @@ it and its peer would have been faster without sleeping."""
 _MOST_DOUBT = 12
 
 _turn = threading.Lock()
+
+_give_way = getattr(os, "sched_yield", lambda: None)  # Windows has none.
 
 
 class Polling:
@@ -64,6 +69,8 @@ class Polling:
             found = None
             while found is None and now < until:
                 found = look()
+                if found is None:
+                    _give_way()
                 now = time.monotonic()
         finally:
             _turn.release()

@@ -19,6 +19,10 @@ ONE_STAGE = {
     "one_f_one_b": (lambda n, m: 2 * (m + n - 1), lambda n, m, j: min(m, n - j)),
     "pipedream": (lambda n, m: 2 * (m + n - 1), lambda n, m, j: min(m, n - j)),
     "pipedream_2bw": (lambda n, m: 2 * (m + n - 1), lambda n, m, j: min(m, n - j)),
+    "pipedream_flush": (
+        lambda n, m: 2 * (m + -(-m // n) * (n - 1)),
+        lambda n, m, j: min(m, n - j),
+    ),
     "zero_bubble": (
         lambda n, m: 3 * m + n - 1 if m >= n else 2 * (m + n) - 1,
         lambda n, m, j: min(m, n),
@@ -157,6 +161,7 @@ def test_pipedream_says_how_it_updates():
         (lambda: schedules.pipedream(2, 4, replicas=(1, 0)), r"replicas=...\).*Got 0"),
         (lambda: schedules.pipedream(2, 4, update_every=0), "update_every=...|every="),
         (lambda: schedules.pipedream_2bw(4, 8, update_every=3), "at least the 4 stag"),
+        (lambda: schedules.pipedream_flush(4, 8, update_every=0), "every=.*at least 1"),
     ],
 )
 def test_bad_numbers_are_refused(call, match):

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
+from jdist.pipeline import buckets
 from jdist.pipeline.post import InProcessPost
 from jdist.pipeline.step import Step
+from jdist.pipeline.worker_post import WorkerPost
 from tests.pipeline import trained, worlds
 from tests.pipeline.models import losses, problem, stages
 from tests.rpc import hosts as processes_of
@@ -135,6 +137,29 @@ def test_replicated_stages_train_alike(cluster):
             assert (found[rank][stage] is not None) == (stage in stages_there)
         for stage in stages_there:
             same_bits(found[rank][stage], expected[stage])
+
+
+def test_a_gradient_travels_in_buckets(threads, monkeypatch):
+    """In as many as its size asks for; the same bits as in one."""
+    expected = worlds.two_by_two(None)
+    parcels = set()
+    put = WorkerPost.put
+
+    def noted(post, parcel, worker, value):
+        if parcel.kind == "G":
+            parcels.add((parcel.stage, parcel.sender, parcel.micro_batch))
+        put(post, parcel, worker, value)
+
+    monkeypatch.setattr(WorkerPost, "put", noted)
+    monkeypatch.setattr(buckets, "LIMIT", 8)
+    found = threads.everywhere(worlds.two_by_two, threads.names)
+    for rank, own in enumerate([(0,), (0,), (1, 2), (1, 2)]):
+        for stage in own:
+            same_bits(found[rank][stage], expected[stage])
+    # The three leaves of the first stage have 20, 8 and 60 bytes: a bucket each.
+    assert {p for p in parcels if p[0] == 0} == {
+        (0, worker, number) for worker in (0, 1) for number in range(3)
+    }
 
 
 def test_a_sum_leaves_when_its_stage_is_done(monkeypatch):

@@ -8,5 +8,6 @@ from jdist.pipeline.schedules.looped_bfs import looped_bfs as looped_bfs
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from jdist.pipeline.schedules.pipedream import pipedream as pipedream
 from jdist.pipeline.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
+from jdist.pipeline.schedules.pipedream_flush import pipedream_flush as pipedream_flush
 from jdist.pipeline.schedules.zbv import zbv as zbv
 from jdist.pipeline.schedules.zero_bubble import zero_bubble as zero_bubble

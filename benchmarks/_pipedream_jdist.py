@@ -1,0 +1,147 @@
+"""Jobs of two pinned processes: PipeDream's epochs, its stages alone, and 1F1B."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks._pair import Job, Spent, timed
+from benchmarks._pipeline_jdist import WORKERS, examples, losses, stage_params, stages
+from jdist import optim, pipeline, rpc
+from jdist.pipeline.loss import PipelineLoss
+from jdist.pipeline.stage_run import Share, StageRun
+from jdist.pipeline.stashed_run import Rule, StashedRun
+
+ROWS = (64, 128, 256, 512)
+LENGTHS = (4, 16)
+"""Micro-batches of a short epoch and a long one: their difference has no bubble."""
+FLUSH = 8
+ALONE, STASHING, MACRO, SYNCHRONOUS = (
+    "stages alone",
+    "PipeDream",
+    f"PipeDream, an update every {FLUSH}",
+    f"1F1B with a flush, m = {FLUSH}",
+)
+SGD = optim.sgd(lr=1e-3)
+
+
+@contextmanager
+def prepare(rank: int) -> Iterator[dict[str, Job]]:
+    """Every contender with every number of rows; seconds are per micro-batch."""
+    rpc.init_rpc(f"worker{rank}")
+    yield {
+        f"{rows} rows: {name}": job
+        for rows in ROWS
+        for name, job in _jobs(rank, rows).items()
+    }
+    rpc.shutdown()
+
+
+def _jobs(rank: int, rows: int) -> dict[str, Job]:
+    make = functools.partial(
+        pipeline.PipeDream, stages(), losses, WORKERS, optimizer=SGD
+    )
+    synchronous = pipeline.Pipeline(
+        stages(), losses, pipeline.one_f_one_b(2, FLUSH), WORKERS, optimizer=SGD
+    )
+    return {
+        ALONE: functools.partial(_alone, Alone(rank, rows)),
+        STASHING: functools.partial(_steady, _epochs(make(), rows)),
+        MACRO: functools.partial(_steady, _epochs(make(update_every=FLUSH), rows)),
+        SYNCHRONOUS: functools.partial(_steps, _training(synchronous, FLUSH * rows)),
+    }
+
+
+def _alone(call: Callable[[int], Any], calls: int) -> Spent:
+    rpc.barrier()
+    whole = timed(lambda: call(LENGTHS[1]), jax.block_until_ready, calls)
+    return _each(whole, LENGTHS[1])
+
+
+def _steady(epoch: Callable[[int], Any], calls: int) -> Spent:
+    """What a micro-batch adds to an epoch."""
+    short, long = LENGTHS
+    found = []
+    for length in LENGTHS:
+        rpc.barrier()
+        run = functools.partial(epoch, length)
+        found.append(timed(run, jax.block_until_ready, calls))
+    return _each(Spent(*np.subtract(found[1], found[0]).tolist()), long - short)
+
+
+def _steps(step: Callable[[], Any], calls: int) -> Spent:
+    rpc.barrier()
+    return _each(timed(step, jax.block_until_ready, calls), FLUSH)
+
+
+def _each(spent: Spent, count: int) -> Spent:
+    return Spent(spent.elapsed / count, spent.processor / count)
+
+
+def _epochs(runtime: pipeline.PipeDream, rows: int) -> Callable[[int], Any]:
+    batch, states = examples(rows), [runtime.init(stage_params())]
+
+    def epoch(length: int) -> Any:
+        state, _ = runtime.train_epoch(states.pop(), [batch] * length)
+        states.append(state)
+        return state.params
+
+    return epoch
+
+
+def _training(pipe: pipeline.Pipeline, rows: int) -> Callable[[], Any]:
+    batch, states = examples(rows), [pipe.init(stage_params())]
+
+    def step() -> Any:
+        state, _ = pipe.train_step(states.pop(), batch)
+        states.append(state)
+        return state.params
+
+    return step
+
+
+class Alone:
+    """The passes and updates of one stage, of which nobody is told.
+
+    Args:
+      number: Of the stage.
+      rows: Examples in a micro-batch.
+    """
+
+    def __init__(self, number: int, rows: int) -> None:
+        self._stage = stages()[number]
+        first = frozenset(self._stage.inputs if number == 0 else ())
+        self._compiled = self._stage.compiled(first, number)
+        self._params = stage_params()[number]
+        batch = examples(rows)
+        self._input, self._target = batch["x"], {"target": batch["target"]}
+        self._weights = np.ones(rows, np.float32)
+        loss = PipelineLoss(losses, ("y",), "mean").passes(self._target, ("target",))
+        self._loss = loss if number else None
+        self._cotangent = jnp.ones_like(self._input)
+
+    def __call__(self, length: int) -> Any:
+        """So many micro-batches."""
+        rule = Rule(
+            pipeline.with_weight_stashing(SGD, 1), np.arange(length), consistent=True
+        )
+        plain = StageRun(self._stage, self._compiled, self._params, None, None, "mean")
+        run = StashedRun(plain, rule, SGD.init(self._params))
+        for i in range(length):
+            self._pass(run, i)
+        return run.params
+
+    def _pass(self, run: StashedRun, i: int) -> None:
+        ((name, output),) = run.forward(i, {self._stage.inputs[0]: self._input}).items()
+        d_output = self._cotangent
+        if self._loss is not None:
+            _, found = self._loss.both({name: output}, self._target, self._weights)
+            d_output = found[name]
+        share = Share(np.float32(0), float(len(self._weights)))
+        d_inputs = run.backward(i, {name: d_output}, share, False)
+        jax.block_until_ready(d_inputs)  # As the runtime does, which sends them.
+        run.update({}, 0)

@@ -1,0 +1,79 @@
+"""How long is a step of a pipeline over two processes, beside torch's and one core's?
+
+Each process is pinned to one core. Two equal stages of 6 layers of 1024, batch 512: the
+gradient of all parameters. torch.distributed.pipelining runs 1F1B over gloo in the same
+run, as it is shipped and with the process settings of `jdist.launch`, one thread a
+process. `unsplit` is the same compiled stages with the same micro-batches in one
+process; `simulated` is 1F1B predicted from the costs of a timed run of its own.
+"""
+
+from collections.abc import Mapping
+
+from benchmarks import _pipeline_jdist, _pipeline_torch
+from benchmarks import _pipeline_models as models
+from benchmarks._harness import Case, Timing, timing
+from benchmarks._pair import Pair
+from jdist.rpc import ProcessSettings
+
+SETTINGS = ProcessSettings(callback_threads=0)
+ROUNDS = 9
+WARMUP = 1
+OURS, SHIPPED, SAME = "jdist", "torch as shipped", "torch, same settings"
+OF_WHOLE = {2: 0.93, 4: 0.87, 8: 0.74, 16: 0.58}
+"""Goals: the share of 2m/(m+1) over the whole batch; small products are slow on CPU."""
+
+
+def measure() -> list[Case]:
+    """For each number of micro-batches the contenders, then what an action costs."""
+    with (
+        Pair(_pipeline_jdist.prepare, SETTINGS) as ours,
+        Pair(_pipeline_torch.prepare, None) as shipped,
+        Pair(_pipeline_torch.prepare, SETTINGS) as same,
+    ):
+        found = race({OURS: ours, SHIPPED: shipped, SAME: same})
+    cases = [_case(m, found) for m in models.MICRO_BATCHES]
+    empty = {name: found[OURS, name] for name in (models.EMPTY, models.EMPTY_PIPED)}
+    note = "goal: under 80 us; over two processes the way of the messages counts too"
+    return [*cases, Case("host overhead", empty, note=note)]
+
+
+def race(pairs: Mapping[str, Pair]) -> dict[tuple[str, str], Timing]:
+    """Every job of every pair once a round, by contender and job."""
+    jobs = [(name, job, pair) for name, pair in pairs.items() for job in pair.jobs]
+    seconds: dict[tuple[str, str], list[float]] = {job[:2]: [] for job in jobs}
+    for turn in range(WARMUP + ROUNDS):
+        for name, job, pair in jobs:
+            spent = pair.run(job, 1)
+            if turn >= WARMUP:
+                seconds[name, job].append(spent.elapsed)
+    return {job: timing(values) for job, values in seconds.items()}
+
+
+def _case(m: int, found: Mapping[tuple[str, str], Timing]) -> Case:
+    own = (models.piped("1F1B", m), models.piped("ZB-H1", m))
+    rest = (models.predicted(m), models.unsplit(m), models.WHOLE)
+    shown = {f"{job}, {OURS}": found[OURS, job] for job in (*own, *rest)}
+    for name in (SHIPPED, SAME):
+        for job in (own[0], models.WHOLE):
+            shown[f"{job}, {name}"] = found[name, job]
+    return Case(f"m = {m}", shown, note=_note(m, found))
+
+
+def _note(m: int, found: Mapping[tuple[str, str], Timing]) -> str:
+    step = found[OURS, models.piped("1F1B", m)].median
+    zero = found[OURS, models.piped("ZB-H1", m)].median
+    ideal = 2 * m / (m + 1)
+    torch = [found[name, models.piped("1F1B", m)].median for name in (SHIPPED, SAME)]
+    unsplit = found[OURS, models.unsplit(m)].median / step
+    whole = found[OURS, models.WHOLE].median / step
+    simulated = found[OURS, models.predicted(m)].median / step
+    # ZB-H1 with B = F + W: m (F + B) + (n - 1)(F + B - 2W), n = 2, F = W = 1.
+    bound = (3 * m + 1) / (3 * m + 3)
+    return (
+        f"1F1B {step / torch[0]:.2f} of torch as shipped, {step / torch[1]:.2f} with "
+        f"the same settings (goal 0.95); {unsplit:.2f} times as fast as unsplit, "
+        f"{unsplit / ideal:.2f} of 2m/(m+1) (goal 0.95); {whole:.2f} times as fast as "
+        f"the whole batch, {whole / ideal:.2f} of it (goal {OF_WHOLE[m]}); "
+        f"{simulated:.2f} of its simulation's speed (goal 0.93); ZB-H1 "
+        f"{zero / step:.2f} of 1F1B (its bound {bound:.2f})"
+    )

@@ -1,0 +1,116 @@
+"""A VGG-16 and a ResNet-50 as lists of layers, each of them timed where this runs."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments import _resnet, _vgg
+from experiments._result import Settings
+from jdist import pipeline
+
+
+class Sizes(NamedTuple):
+    """What is profiled.
+
+    Attributes:
+      vgg: The network.
+      resnet: The network.
+      pixels: Of the ResNet's images on each side.
+      examples: In the micro-batch.
+      repeats: Timed runs of each layer's halves.
+    """
+
+    vgg: _vgg.Network
+    resnet: _resnet.Network
+    pixels: int
+    examples: int
+    repeats: int
+
+
+def sizes_for(settings: Settings) -> Sizes:
+    """The originals, but for the quick form on a CPU."""
+    slow = jax.devices()[0].platform == "cpu"
+    if settings.quick and slow:
+        small = _vgg.Network(width=8, image=32, classes=10)
+        return Sizes(small, _resnet.Network((1, 1, 1, 1), 8, 10), 32, 4, 3)
+    examples = 8 if slow else 64
+    return Sizes(_vgg.Network(), _resnet.RESNET50, 224, examples, 5 if slow else 20)
+
+
+class Stem(nnx.Module):
+    """A ResNet's first convolution, with what makes the image smaller."""
+
+    def __init__(self, first: nnx.Module) -> None:
+        """Takes it from the network."""
+        self.first = first
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """A quarter of the image."""
+        h = nnx.relu(self.first(x))
+        return nnx.max_pool(h, (3, 3), (2, 2), ((1, 1), (1, 1)))
+
+
+class Head(nnx.Module):
+    """The mean over the image, and the classifier."""
+
+    def __init__(self, classifier: nnx.Module) -> None:
+        """Takes it from the network."""
+        self.classifier = classifier
+
+    def __call__(self, h: jax.Array) -> jax.Array:
+        """Scores."""
+        return self.classifier(h.mean((1, 2)))
+
+
+def vgg_layers(sizes: Sizes) -> dict[str, nnx.Module]:
+    """Its convolutions and matrices, without numbers in them."""
+    return nnx.eval_shape(lambda: sizes.vgg.layers(nnx.Rngs(0)))
+
+
+def resnet_layers(sizes: Sizes) -> dict[str, nnx.Module]:
+    """Its blocks, without numbers; a cut within one would let more through."""
+    halves: Any = nnx.eval_shape(lambda: sizes.resnet.halves(nnx.Rngs(0)))
+    front, back = halves
+    groups = [*front.groups.layers, *back.groups.layers]
+    found: dict[str, nnx.Module] = {"stem": Stem(front.stem)}
+    for number, group in enumerate(groups, 1):
+        for place, block in enumerate(group.layers, 1):
+            found[f"block{number}_{place}"] = block
+    return found | {"head": Head(back.classifier)}
+
+
+def profiled(
+    layers: Mapping[str, nnx.Module], pixels: int, sizes: Sizes
+) -> pipeline.Profile:
+    """Times each layer on random images, with random numbers in it."""
+    made = pipeline.stages_from_nnx(list(layers.values()))
+    rng = np.random.default_rng(0)
+
+    def drawn(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jnp.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype),
+            tree,
+        )
+
+    modules = [
+        pipeline.Module(name, only_output(stage.fn, drawn(state)), drawn(params))
+        for name, stage, params, state in zip(layers, *made, strict=True)
+    ]
+    images = jax.ShapeDtypeStruct((sizes.examples, pixels, pixels, 3), jnp.float32)
+    return pipeline.profile(modules, {"x": drawn(images)}, repeats=sizes.repeats)
+
+
+def only_output(fn: Any, state: Any) -> Any:
+    """A stage without its batch statistics, which nobody goes on with."""
+    if state is None:
+        return fn
+
+    def layer(params: Any, x: jax.Array) -> Any:
+        fresh = jax.tree.map(jnp.asarray, state)  # written to, where it is made
+        return fn(params, fresh, x)[0]
+
+    return layer

@@ -1,0 +1,186 @@
+"""Residual networks of bottleneck blocks, cut in two after their second group.
+
+Four groups of blocks; each group but the first halves the image and doubles the
+channels. The front is the stem and two groups, the back the other two, the mean over
+the image and the classifier. Images are `(examples, height, width, 3)`.
+
+References:
+  He et al., Deep Residual Learning for Image Recognition, CVPR 2016. As in most code
+  since, it is a block's 3x3 convolution that halves the image, not its first.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jdist import pipeline
+from jdist.pipeline.nnx_stages import FromModules
+
+GROWTH = 4
+"""Channels that a block puts out, over those that it computes with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Which of the family.
+
+    Attributes:
+      blocks: In each of the four groups.
+      width: Channels of the stem; the original has 64.
+      classes: What it tells apart.
+    """
+
+    blocks: tuple[int, int, int, int]
+    width: int = 64
+    classes: int = 1000
+
+    def __str__(self) -> str:
+        layers = 3 * sum(self.blocks) + 2
+        width = "" if self.width == 64 else f" of width {self.width}"
+        return f"ResNet-{layers}{width}"
+
+    def halves(self, rngs: nnx.Rngs) -> tuple[nnx.Module, nnx.Module]:
+        """The front and the back; one after the other they are the network."""
+        widths = [self.width * 2**group for group in range(4)]
+        groups = [
+            group_of(widths[max(0, n - 1)], width, self.blocks[n], n, rngs)
+            for n, width in enumerate(widths)
+        ]
+        return (
+            Front(self.width, groups[:2], rngs),
+            Back(widths[-1], self.classes, groups[2:], rngs),
+        )
+
+    def shapes(self) -> FromModules:
+        """The two stages, with shapes in place of parameters and statistics."""
+        halves = nnx.eval_shape(lambda: nnx.List(self.halves(nnx.Rngs(0))))
+        return pipeline.stages_from_nnx(list(halves))
+
+    def stages(self, seed: int) -> FromModules:
+        """The two stages, with random parameters and statistics of no examples.
+
+        They are drawn by NumPy: to compile the modules' own initialisers takes longer
+        than anything else here, and these are the same bits in every process.
+        """
+        made, rng = self.shapes(), np.random.default_rng(seed)
+        for trees in (made.params, made.states):
+            trees[:] = [
+                jax.tree.map_with_path(lambda path, x: _initial(path, x, rng), tree)
+                for tree in trees
+            ]
+        return made
+
+
+RESNET50 = Network((3, 4, 6, 3))
+
+
+def _initial(path: Any, like: Any, rng: np.random.Generator) -> jax.Array:
+    """He's normal numbers by the outputs of a kernel; scales of 1; all else 0."""
+    if len(like.shape) > 1:
+        *window, inputs, outputs = like.shape
+        # The classifier's outputs shall be of the size of its inputs.
+        variance = 2 / (np.prod(window) * outputs) if window else 1 / inputs
+        drawn = rng.normal(size=like.shape) * np.sqrt(variance)
+    else:
+        name = jax.tree_util.keystr(path)
+        drawn = np.full(like.shape, "scale" in name or "var" in name)
+    return jax.numpy.asarray(drawn, like.dtype)
+
+
+class Normalised(nnx.Module):
+    """A convolution without bias, and batch normalisation.
+
+    Args:
+      inputs: Channels.
+      outputs: Channels.
+      size: Of the kernel, odd.
+      stride: 2 halves the image.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, size: int, stride: int, rngs: nnx.Rngs
+    ) -> None:
+        self.conv = nnx.Conv(
+            inputs,
+            outputs,
+            (size, size),
+            stride,
+            padding=size // 2,
+            use_bias=False,
+            rngs=rngs,
+        )
+        # The difference of two means of squares would cancel in float32.
+        self.norm = nnx.BatchNorm(
+            outputs, momentum=0.9, use_fast_variance=False, rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Over the examples it is given, all together."""
+        return self.norm(self.conv(x))
+
+
+class Bottleneck(nnx.Module):
+    """Three convolutions, of which the middle one is narrow, beside a way past them.
+
+    Args:
+      inputs: Channels.
+      width: Channels in the middle; it puts out four times as many.
+      stride: 2 halves the image.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int, rngs: nnx.Rngs) -> None:
+        outputs = GROWTH * width
+        self.reduce = Normalised(inputs, width, 1, 1, rngs)
+        self.middle = Normalised(width, width, 3, stride, rngs)
+        self.expand = Normalised(width, outputs, 1, 1, rngs)
+        changes = inputs != outputs or stride != 1
+        self.past = Normalised(inputs, outputs, 1, stride, rngs) if changes else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`(examples, height, width, inputs)`."""
+        h = nnx.relu(self.middle(nnx.relu(self.reduce(x))))
+        return nnx.relu(self.expand(h) + (x if self.past is None else self.past(x)))
+
+
+def group_of(
+    before: int, width: int, blocks: int, number: int, rngs: nnx.Rngs
+) -> nnx.Sequential:
+    """Blocks of one width; the first follows those of width `before`, or the stem."""
+    inputs = GROWTH * before if number else before
+    first = Bottleneck(inputs, width, 2 if number else 1, rngs)
+    outputs = GROWTH * width
+    others = [Bottleneck(outputs, width, 1, rngs) for _ in range(blocks - 1)]
+    return nnx.Sequential(first, *others)
+
+
+class Front(nnx.Module):
+    """The stem and the first groups: from images to what crosses the cut."""
+
+    def __init__(
+        self, width: int, groups: list[nnx.Sequential], rngs: nnx.Rngs
+    ) -> None:
+        self.stem = Normalised(3, width, 7, 2, rngs)
+        self.groups = nnx.Sequential(*groups)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Puts out an eighth of the image."""
+        h = nnx.relu(self.stem(x))
+        h = nnx.max_pool(h, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        return self.groups(h)
+
+
+class Back(nnx.Module):
+    """The last groups, the mean over what is left of the image, the classifier."""
+
+    def __init__(
+        self, width: int, classes: int, groups: list[nnx.Sequential], rngs: nnx.Rngs
+    ) -> None:
+        self.groups = nnx.Sequential(*groups)
+        self.classifier = nnx.Linear(GROWTH * width, classes, rngs=rngs)
+
+    def __call__(self, h: jax.Array) -> jax.Array:
+        """`(examples, classes)`."""
+        return self.classifier(self.groups(h).mean((1, 2)))

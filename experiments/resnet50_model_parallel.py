@@ -1,0 +1,239 @@
+"""ResNet-50 on two devices: model parallelism costs a little time, and a batch that is
+sent through in parts wins more than that back.
+
+The network is cut after its second group of blocks. Without a split one device waits
+while the other works; with it both work, on different parts of the batch. Small parts
+fill the pipeline sooner and are computed less efficiently, so that there is a best
+size. Batches of 120 random images, 1000 one-hot classes, mean squared error, SGD with a
+step of 0.001; a run is 3 batches, a figure the mean of 10 runs.
+
+That is the form for accelerators. On CPU every stage is a process pinned to a core, and
+network and images are smaller, as the result names them. Batch normalisation makes a
+batch in parts another function than the whole batch, so that the gradient is judged
+against the same parts, one by one on one device.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import Progress
+
+from experiments._pair import can_pair
+from experiments._resnet import RESNET50, Network
+from experiments._resnet_pictures import SOURCE, pictures
+from experiments._resnet_runs import (
+    DEALT,
+    JUDGED,
+    ONE,
+    PARALLEL,
+    Found,
+    Plan,
+    found_by,
+    joined,
+    losses_of,
+    over_processes,
+)
+from experiments._result import Claim, Result, Settings
+from jdist import verify
+
+SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)
+FULL = Plan(RESNET50, 128, 120, SPLITS, checked=(20, 120))
+ON_CPU = FULL._replace(network=Network((2, 2, 4, 2), 16, 100), image=40)
+QUICK = Plan(Network((1, 1, 1, 1), 4, 10), 32, 8, (4,), checked=(4,), runs=2)
+
+
+def run(settings: Settings, progress: Progress) -> Result:
+    """Over processes on CPU, else over the first two devices, or one."""
+    on_cpu = jax.default_backend() == "cpu"
+    plan = QUICK if settings.quick else ON_CPU if on_cpu else FULL
+    plan = plan._replace(seed=settings.seed)
+    pinned = None if settings.quick else settings.seed
+    progress.add_task("training", total=None)
+    if on_cpu:
+        alone = can_pair()
+        with over_processes(plan, pinned=not alone) as processes:
+            if not settings.quick:
+                processes.join()  # The judge must not compute meanwhile.
+            report = judged(plan, lambda: joined(processes), pinned)
+            found = joined(processes)
+        where = "a process for each stage" + ("" if alone else ", pinned to a core")
+    else:
+        devices = jax.devices()[: min(2, settings.devices)]
+        alone = "" if len(devices) == 2 else "there is one device only"
+        found = found_by(plan, [devices[0], devices[-1]])
+        report = judged(plan, lambda: found, pinned)
+        where = f"{len(devices)} x {devices[0].device_kind}"
+    told = [*equality_claims(plan, found, report, exact=on_cpu)]
+    if not (settings.quick or alone):
+        told += speed_claims(found.seconds)
+    return Result(
+        proved=proved(plan, found.seconds, where),
+        claims=told,
+        pictures=pictures(found.seconds, f"{plan.network}, {where}", plan.batch),
+        tables={f"Seconds of a run: {plan.network}, {where}": rows(found.seconds)},
+        data={
+            "plan": str(plan),
+            "seconds": found.seconds,
+            "worst": worst_of(report, JUDGED),
+        },
+        notes=list(notes(plan, settings.quick, alone)),
+    )
+
+
+# --- what is right ---
+
+
+def judged(plan: Plan, found: Callable[[], Found], seed: int | None) -> verify.Report:
+    """The first batch's gradients against those of the parts, one by one on one device.
+
+    Args:
+      plan: What was run.
+      found: Called for what came out, when all is measured that needs no candidate.
+      seed: Of the direction in which the reference is checked by finite differences;
+        None leaves that out.
+    """
+    made, first = plan.network.stages(plan.seed), plan.data()[0]
+    size = plan.checked[0]
+    parts = {name: x.reshape(-1, size, *x.shape[1:]) for name, x in first.items()}
+
+    def candidate(name: str) -> Any:
+        def call(params: Any, batch: Any) -> Any:
+            came_out = found()
+            grads = [
+                jax.tree.unflatten(jax.tree.structure(own), leaves)
+                for own, leaves in zip(params, came_out.gradients[name], strict=True)
+            ]
+            return np.float32(came_out.losses[name]), grads
+
+        return call
+
+    candidates = {name: candidate(name) for name in (JUDGED, DEALT)}
+    judge = verify.judge(losses_of(made.stages, made.states))
+    return judge(made.params, parts, candidates, seed=seed)
+
+
+def equality_claims(
+    plan: Plan, found: Found, report: verify.Report, *, exact: bool
+) -> Iterator[Claim]:
+    """Gradients within the bound; a run's results to the bit, where that can be."""
+    worst, off = (worst_of(report, name) for name in (JUDGED, DEALT))
+    yield Claim(
+        f"the gradient of a batch in parts of {plan.checked[0]} is that of the same "
+        "parts one by one on one device, within the derived bound",
+        worst <= 1 and (report.oracle is None or report.oracle.ok),
+        f"error/bound {worst:.2f}",
+    )
+    yield Claim(
+        "the same examples in other parts have another gradient, because of batch "
+        "normalisation, and the judge sees it",
+        off > 1,
+        f"error/bound {off:.3g}",
+    )
+    for name, trained in found.trained.items():
+        same, count = same_bits(trained, found.expected[name])
+        if exact or same == count:
+            yield Claim(
+                f"{name}: parameters and statistics after {plan.batches} steps are "
+                "those of both stages on one device, bit for bit",
+                same == count,
+                f"{same} of {count} arrays",
+            )
+
+
+def worst_of(report: verify.Report, candidate: str) -> float:
+    """The largest error over bound of one candidate's leaves."""
+    own = [leaf for leaf in report.leaves if leaf.candidate == candidate]
+    return verify.Report(tuple(own)).worst
+
+
+def same_bits(one: Any, other: Any) -> tuple[int, int]:
+    """How many arrays are the same, and of how many."""
+    pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    return sum(x.tobytes() == y.tobytes() for x, y in pairs), len(pairs)
+
+
+# --- what is fast ---
+
+
+def speed_claims(seconds: Mapping[str, Sequence[float]]) -> Iterator[Claim]:
+    """What two devices, or two cores, can show."""
+    means = {name: statistics.mean(taken) for name, taken in seconds.items()}
+    best = best_of(means)
+    gain = means[ONE] / means[best]
+    yield Claim(
+        "sent in parts, a batch takes less time on two devices than on one",
+        gain > 1,
+        f"{best}: {gain:.2f} times as fast; two devices could be 2 times",
+    )
+    yield Claim(
+        "and less than without parts",
+        means[best] < means[PARALLEL],
+        f"model parallel {means[PARALLEL]:.3f} s, {best} {means[best]:.3f} s",
+    )
+    sizes = {int(name.split()[1]): name for name in means if name.startswith("split")}
+    ends = [means[sizes[end]] for end in (min(sizes), max(sizes))]
+    yield Claim(
+        "the best size of a part is neither the smallest nor the largest",
+        means[best] < min(ends),
+        f"{best}; {min(sizes)}: {ends[0]:.3f} s, {max(sizes)}: {ends[1]:.3f} s",
+    )
+
+
+def best_of(means: Mapping[str, float]) -> str:
+    """The fastest size of a part."""
+    splits = [name for name in means if name.startswith("split")]
+    return min(splits, key=means.__getitem__)
+
+
+# --- what is told ---
+
+
+def proved(plan: Plan, seconds: Mapping[str, Sequence[float]], where: str) -> str:
+    """The line at the end."""
+    means = {name: statistics.mean(taken) for name, taken in seconds.items()}
+    best = best_of(means)
+    return (
+        f"{plan.network} over {where} trains as its parts do on one device; model "
+        f"parallel {means[ONE] / means[PARALLEL]:.2f} times, {best} "
+        f"{means[ONE] / means[best]:.2f} times as fast as one device."
+    )
+
+
+def rows(seconds: Mapping[str, Sequence[float]]) -> list[list[str]]:
+    """One line per arrangement, beside the source's."""
+    one = statistics.mean(seconds[ONE])
+    found = [["", "seconds", "deviation", "as fast as one device", "source, 2 GPUs"]]
+    for name, taken in seconds.items():
+        mean = statistics.mean(taken)
+        theirs = SOURCE.get(name)
+        found.append(
+            [
+                name,
+                f"{mean:.3f}",
+                f"{statistics.stdev(taken):.3f}",
+                f"{one / mean:.2f}",
+                "" if theirs is None else f"{theirs} s, {SOURCE[ONE] / theirs:.2f}",
+            ]
+        )
+    return found
+
+
+def notes(plan: Plan, quick: bool, alone: str) -> Iterator[str]:
+    """What a reader must know."""
+    if plan.network != RESNET50:
+        channels = f"{plan.image} x {plan.image} images, {plan.network.classes} classes"
+        yield (
+            f"The network is {plan.network}, {plan.network.blocks} blocks in its "
+            f"groups, with {channels}; ResNet-50 with 128 x 128 images is for "
+            "accelerators."
+        )
+    if quick:
+        yield "Speed is judged in the full form only."
+    elif alone:
+        yield (
+            f"Both stages share what computes: {alone}. The times show what cutting "
+            "the network costs, and no speed is claimed."
+        )

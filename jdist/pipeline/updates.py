@@ -1,0 +1,199 @@
+"""The update of every stage: together where it must be, and alone for the rest.
+
+Two things depend on the gradients of all stages, wherever they are: the norm to which
+they are clipped, and whether one of them has overflowed. With a loss scale
+
+    the last stage    multiplies the losses' cotangents by it,
+    every stage       looks for infinities and NaN in its own gradient, and tells all,
+    every stage       steps if none found any, else skips; and adjusts its own copy of
+                      the scale by the same rule, so that all copies stay equal.
+
+The scale is taken off in `Optimizer.step`, in float32. Norms are those without it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+from jdist.optim import DynamicLossScale, Optimizer, all_finite, compute_copies
+from jdist.optim.clipping import scaled, shrinking, square, sum_of
+
+
+class News(NamedTuple):
+    """What a stage tells all others of its gradient, or what all of them amount to.
+
+    Attributes:
+      square: The sum of |g|^2, with the loss scale; None without clipping.
+      finite: Whether there is no infinity and no NaN; None without a loss scale.
+    """
+
+    square: jax.Array | None
+    finite: jax.Array | None
+
+
+class Found(NamedTuple):
+    """What the passes of one step have found.
+
+    Attributes:
+      loss: Of the batch.
+      grads: Of each stage of this process; None for the others.
+      news: Of all stages' gradients together, as far as it is asked for.
+      states: What stateful stages of this process were left with.
+    """
+
+    loss: jax.Array
+    grads: list[Any]
+    news: News
+    states: list[Any]
+
+
+class Updates:
+    """The optimizers of all stages, and what they start from in one step.
+
+    Args:
+      optimizers: One for each stage.
+      params: Of each stage; None for those of other processes.
+      opt_states: Likewise.
+      max_norm: Of the gradient of all stages; None: it is not clipped.
+
+    Attributes:
+      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
+
+    Raises:
+      ValueError: The stages scale the loss differently.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        params: Sequence[Any],
+        opt_states: Sequence[Any],
+        max_norm: float | None,
+    ) -> None:
+        self.loss_scale = loss_scale_of(optimizers)
+        self._optimizers = optimizers
+        self._params = params
+        self._opt_states = opt_states
+        self._max_norm = max_norm
+
+    @property
+    def together(self) -> bool:
+        """Whether a stage needs to know of the others' gradients."""
+        return self._max_norm is not None or self.loss_scale is not None
+
+    @property
+    def scale(self) -> Any:
+        """What the loss is multiplied by; 1 where the last stage is elsewhere."""
+        last = self._opt_states[-1]
+        return 1.0 if last is None else last.loss_scale.scale
+
+    def news(self, stage: int, grads: Any, counted: Any) -> News:
+        """What one stage has to tell.
+
+        Args:
+          stage: Its number.
+          grads: Its gradient.
+          counted: What of it counts for the norm.
+        """
+        return News(
+            None if self._max_norm is None else _square_of(counted),
+            None
+            if self.loss_scale is None
+            else _all_finite(self._params[stage], grads, self._opt_states[stage]),
+        )
+
+    def apply(self, stage: int, grads: Any, news: News) -> tuple[Any, Any, Any]:
+        """One stage's step; its parameters and the optimizer's state are donated.
+
+        Args:
+          stage: Its number.
+          grads: Its gradient.
+          news: Of all stages together, on the stage's device.
+
+        Returns:
+          The parameters, the optimizer's state, and the norm without the loss scale.
+        """
+        return _update(
+            self._optimizers[stage],
+            self._params[stage],
+            grads,
+            self._opt_states[stage],
+            news,
+            self._max_norm,
+        )
+
+
+def started(optimizer: Optimizer, params: Any) -> tuple[Any, Any]:
+    """One stage's parameters as they are computed with, and its optimizer's state.
+
+    Args:
+      optimizer: Of the stage.
+      params: In full precision; they become compute copies if there are masters.
+    """
+    opt_state = optimizer.init(params)
+    if optimizer.precision is not None:
+        params = compute_copies(params, optimizer.precision.compute_dtype)
+    return params, opt_state
+
+
+def loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
+    """How the loss is scaled; None where it is not.
+
+    Raises:
+      ValueError: Differently in different stages: cotangents of a scaled loss reach
+        all of them.
+    """
+    precisions = [optimizer.precision for optimizer in optimizers]
+    found = [None if p is None else p.loss_scale for p in precisions]
+    if any(scale != found[0] for scale in found):
+        rule = "must scale the loss in all stages alike, or in none"
+        remedy = "Give every stage with_master_weights(..., loss_scale=...) of one "
+        remedy += "scale; its compute_dtype may differ, and may be float32."
+        call = "Pipeline(optimizer=...)"
+        raise ValueError(requirement(call, rule, found, remedy))
+    return found[0]
+
+
+@jax.jit
+def joined(news: Sequence[News]) -> News:
+    """Of all stages together; squares are added in the order of the stages."""
+    squares = [one.square for one in news if one.square is not None]
+    flags = [one.finite for one in news if one.finite is not None]
+    return News(
+        sum_of(squares) if squares else None,
+        jnp.all(jnp.stack(flags)) if flags else None,
+    )
+
+
+@jax.jit
+def _square_of(grads: Any) -> jax.Array:
+    """The sum of |g|^2 over one stage's gradient; 0 for a stage without one."""
+    squares = [square(leaf) for leaf in jax.tree.leaves(grads)]
+    return sum_of([jnp.zeros((), jnp.float32), *squares])
+
+
+_all_finite = jax.jit(all_finite)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 3))
+def _update(
+    optimizer: Optimizer,
+    params: Any,
+    grads: Any,
+    opt_state: Any,
+    news: News,
+    max_norm: float | None,
+) -> tuple[Any, Any, jax.Array | None]:
+    norm = None
+    if news.square is not None and max_norm is not None:
+        norm = jnp.sqrt(news.square)
+        if optimizer.loss_factor is not None:
+            norm = norm / optimizer.loss_factor(opt_state).astype(norm.dtype)
+        factor = shrinking(norm, max_norm)
+        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
+    finite = {} if news.finite is None else {"finite": news.finite}
+    return *optimizer.step(params, grads, opt_state, **finite), norm

@@ -1,0 +1,150 @@
+"""PipeDream's update rules as serial programs, written from their formulas.
+
+The model is a chain of stages h -> tanh(h @ w + b), of sizes that all differ. Stages
+are numbered from 0: stage j here is number j + 1 of the formulas.
+"""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import optim, pipeline
+
+SIZES = (3, 7, 5, 11, 2)
+
+
+def layer(params, h):
+    return jnp.tanh(h @ params["w"] + params["b"][None])
+
+
+def losses(y, batch):
+    return ((y - batch["target"]) ** 2).sum(-1)
+
+
+def sizes_of(n):
+    return (*SIZES[:n], SIZES[-1])
+
+
+def stages(n):
+    names = ["x", *(f"h{j}" for j in range(1, n)), "y"]
+    return [pipeline.Stage(layer, (a,), (b,)) for a, b in pairwise(names)]
+
+
+def problem(n, m, seed=0, dtype=np.float64):
+    """Parameters, m batches of unequal sizes, and unequal weights."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
+    params = [
+        {"w": jnp.asarray(normal(a, b)), "b": jnp.asarray(normal(b))}
+        for a, b in pairwise(sizes_of(n))
+    ]
+    batches, weights = [], []
+    for i in range(m):
+        rows = 6 if i == 1 else 4  # no stage has weights of such a shape
+        batches.append({"x": normal(rows, SIZES[0]), "target": normal(rows, SIZES[-1])})
+        weights.append(rng.uniform(0.1, 2, rows).astype(dtype))
+        weights[-1][i % rows] = 0
+    return params, batches, weights
+
+
+VERSIONS = {
+    # What a worker's i-th micro-batch meets: `ahead` forward passes before the first
+    # backward pass, n stages, an update every k.
+    "stashing": lambda ahead, n, k, i: (i - ahead) // k,
+    "vertical_sync": lambda ahead, n, k, i: (i - (n - 1)) // k,
+    "2bw": lambda ahead, n, k, i: i // k - 1,
+    "flush": lambda ahead, n, k, i: i // k,
+}
+
+
+def version(policy, n, k, j, i):
+    """What micro-batch i meets at stage j, without replicas."""
+    return max(0, VERSIONS[policy](n - 1 - j, n, k, i))
+
+
+def backward(old, new, batch, weights):
+    """The gradient of the weighted sum of the losses, by hand and in NumPy.
+
+    Args:
+      old: Parameters of all stages in the forward pass.
+      new: In the backward pass; the same ones, or it is no gradient.
+    """
+    inputs = [batch["x"]]
+    for each in old:
+        inputs.append(np.tanh(inputs[-1] @ each["w"] + each["b"]))
+    d_h = 2 * (inputs[-1] - batch["target"]) * weights[:, None]
+    found = []
+    for j in reversed(range(len(old))):
+        d_z = d_h * (1 - inputs[j + 1] ** 2)
+        found.insert(0, {"w": inputs[j].T @ d_z, "b": d_z.sum(0)})
+        d_h = d_z @ new[j]["w"].T
+    return found
+
+
+def momentum(t, grad, moments):
+    """SGD whose learning rate warms up over four updates; and what it keeps."""
+    velocity = grad + 0.9 * moments[0] if t else grad
+    return -0.125 * min(1.0, (t + 1) / 4) * velocity, (velocity, None)
+
+
+def adam(t, grad, moments):
+    first = 0.9 * moments[0] + 0.1 * grad
+    second = 0.999 * moments[1] + 0.001 * grad**2
+    scale = np.sqrt(second / (1 - 0.999 ** (t + 1))) + 1e-8
+    return -0.02 * first / (1 - 0.9 ** (t + 1)) / scale, (first, second)
+
+
+OPTIMIZERS = {
+    momentum: optim.sgd(
+        lr=lambda t: 0.125 * jnp.minimum(1.0, (t + 1) / 4), momentum=0.9
+    ),
+    adam: optim.adam(lr=0.02),
+}
+"""By the change that each makes, in NumPy: `(t, grad, moments) -> change, moments`."""
+
+
+def serial(policy, params, batches, weights, change=momentum, k=1, replicas=None):
+    """w(t+1) = w(t) + change(grad f(w_1(v_1), .., w_n(v_n))): all versions by stage.
+
+    The gradient of an update is the mean over the examples of its micro-batches: k
+    from each worker of the stage, fewer in the last update.
+    """
+    n = len(params)
+    workers = replicas or (1,) * n
+    history = [[jax.tree.map(np.asarray, p)] for p in params]
+    moments = [dict.fromkeys(p, (0.0, 0.0)) for p in params]
+    due = [[] for _ in params]
+
+    def met(policy, i):
+        """A worker runs micro-batches ahead, and counts its own."""
+        found = []
+        for j, own in enumerate(workers):
+            ahead = (sum(workers[j:]) - 1) // own
+            version = VERSIONS[policy](ahead, n, k, i // own)
+            found.append(history[j][max(0, version)])
+        return found
+
+    def update(j):
+        total = sum(weight for _, weight in due[j])
+        newest, after = history[j][-1], {}
+        for name in newest:
+            grad = sum(found[name] for found, _ in due[j]) / total
+            step, moments[j][name] = change(len(history[j]) - 1, grad, moments[j][name])
+            after[name] = newest[name] + step
+        history[j].append(after)
+        due[j].clear()
+
+    for i, (batch, own) in enumerate(zip(batches, weights, strict=True)):
+        old = met("stashing" if policy == "none" else policy, i)
+        new = met("flush", i) if policy == "none" else old
+        for j, found in enumerate(backward(old, new, batch, own)):
+            due[j].append((found, own.sum()))
+        for j in range(n):
+            if len(due[j]) == k * workers[j] or i == len(batches) - 1:
+                update(j)
+    return history

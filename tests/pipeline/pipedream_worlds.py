@@ -1,0 +1,85 @@
+"""What a worker of PipeDream's runtime does in the tests, as a user's program would."""
+
+import jax
+import numpy as np
+
+from jdist import pipeline, rpc
+from tests.pipeline.pipedream_rules import (
+    OPTIMIZERS,
+    adam,
+    losses,
+    momentum,
+    problem,
+    stages,
+)
+from tests.rpc.hosts import names
+
+POLICIES = {"stashing": 1, "vertical_sync": 1, "2bw": 3, "flush": 2, "none": 1}
+"""With how many micro-batches per update."""
+
+
+def runtime_of(n, policy="stashing", k=1, change=momentum, **options):
+    return pipeline.PipeDream(
+        stages(n),
+        losses,
+        optimizer=OPTIMIZERS[change],
+        policy=policy,
+        update_every=k,
+        **options,
+    )
+
+
+def epoch(n, m, policy, k=1, places=None, replicas=None):
+    """One epoch: parameters of this process, losses, what was done, evaluation."""
+    runtime = runtime_of(n, policy, k, workers_or_devices=places, replicas=replicas)
+    params, batches, weights = problem(n, m, dtype=np.float32)
+    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    evaluated = runtime.evaluate(state, batches[0], weights[0])
+    found = jax.tree.map(np.asarray, (state.params, state.opt_states))
+    return (
+        found,
+        metrics.losses,
+        [tuple(p) for p in runtime.passes],
+        np.asarray(evaluated.loss),
+    )
+
+
+def every_policy(n, m, places=None):
+    return {policy: epoch(n, m, policy, k, places) for policy, k in POLICIES.items()}
+
+
+def other_epochs(rank):
+    """Workers that begin epochs of different lengths."""
+    runtime = runtime_of(2, workers_or_devices=names(2))
+    params, batches, _ = problem(2, 3)
+    try:
+        runtime.train_epoch(runtime.init(params), batches[: 3 - rank])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def some_epochs(count, folder, places=None):
+    """Goes on from the last checkpoint; losses by epoch, and the parameters."""
+    runtime = runtime_of(3, change=adam, workers_or_devices=places)
+    params, batches, weights = problem(3, 6, dtype=np.float32)
+    state, curve = runtime.init(params), []
+    with pipeline.Checkpoints(folder, runtime) as saved:
+        if saved.latest() is not None:
+            state = saved.restore(state)
+        for _ in range(count):
+            state, metrics = runtime.train_epoch(state, batches, weights)
+            saved.save(state)
+            curve.append((state.step, metrics.losses))
+    return curve, jax.tree.map(np.asarray, state.params)
+
+
+def until_somebody_dies(places):
+    runtime = runtime_of(3, change=adam, workers_or_devices=places)
+    params, batches, weights = problem(3, 6, dtype=np.float32)
+    state = runtime.init(params)
+    while True:
+        try:
+            state, _ = runtime.train_epoch(state, batches, weights)
+        except rpc.WorkerLost as error:
+            return error.worker, str(error)

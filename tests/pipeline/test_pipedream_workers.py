@@ -1,0 +1,81 @@
+"""PipeDream's runtime over workers: threads of a local cluster, and processes."""
+
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from tests.pipeline import pipedream_worlds as worlds
+from tests.rpc import hosts as processes_of
+from tests.rpc.hosts import names
+
+CASES = [("processes", 2, 4), ("processes", 3, 5), ("threads", 2, 4)]
+
+
+def same_bits(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(a, b)
+
+
+def on_each(cluster, count, body, *args):
+    tasks = [cluster.start(rank, body, *args) for rank in range(count)]
+    return [task.result() for task in tasks]
+
+
+@pytest.mark.parametrize(("kind", "n", "m"), CASES)
+def test_every_policy_has_the_bits_of_one_process(request, kind, n, m):
+    cluster = request.getfixturevalue(kind)
+    found = on_each(cluster, n, worlds.every_policy, n, m, names(n))
+    alone = worlds.every_policy(n, m)
+    for policy in worlds.POLICIES:
+        trees, losses, passes, evaluated = alone[policy]
+        for rank in range(n):
+            own, own_losses, own_passes, own_evaluated = found[rank][policy]
+            for mine, whole in zip(own, trees, strict=True):
+                same_bits(mine[rank], whole[rank])
+                assert [x is None for x in mine] == [j != rank for j in range(n)]
+            same_bits((own_losses, own_evaluated), (losses, evaluated))
+            assert own_passes == [p for p in passes if p[1] == rank]
+
+
+def test_replicas_on_workers(cluster):
+    """Two workers of stage 1: the same bits, and those of one process."""
+    args = (3, 7, "stashing", 1)
+    found = cluster.everywhere(worlds.epoch, *args, names(4), (1, 2, 1))
+    trees, losses, passes, evaluated = worlds.epoch(*args, None, (1, 2, 1))
+    for rank, stage in enumerate((0, 1, 1, 2)):
+        own, own_losses, own_passes, own_evaluated = found[rank]
+        for mine, whole in zip(own, trees, strict=True):
+            same_bits(mine[stage], whole[stage])
+        same_bits((own_losses, own_evaluated), (losses, evaluated))
+        assert own_passes == [p for p in passes if p[1] == rank]
+
+
+def test_epochs_that_are_not_the_same(cluster):
+    tasks = [cluster.start(rank, worlds.other_epochs, rank) for rank in range(2)]
+    for task in tasks:
+        assert "must be the same number of batches on all workers" in task.result()
+
+
+def test_a_killed_stage_is_named_and_its_checkpoints_go_on(
+    fresh_hosts, processes, tmp_path
+):
+    """Two epochs are saved, a stage dies in a later one, others go on from there."""
+    group = fresh_hosts(3)
+    group.everywhere(processes_of.become_worker, heartbeat_timeout=600.0)
+    folder, whole = str(tmp_path / "a"), str(tmp_path / "whole")
+    on_each(group, 3, worlds.some_epochs, 2, folder, names(3))
+    tasks = [group.start(r, worlds.until_somebody_dies, names(3)) for r in (0, 1, 2)]
+    assert not tasks[0].done(0.5)
+    group.signal(1, signal.SIGKILL)
+    for task in (tasks[0], tasks[2]):
+        name, text = task.result(timeout=10.0)
+        assert name == "worker1"
+        assert "of a pipeline" in text or "PipeDream.train_epoch" in text
+    curve, params = worlds.some_epochs(4, whole)
+    resumed = on_each(processes, 3, worlds.some_epochs, 2, folder, names(3))
+    for rank, (own_curve, own) in enumerate(resumed):
+        assert [step for step, _ in own_curve] == [3, 4]
+        same_bits([x for _, x in own_curve], [x for _, x in curve[2:]])
+        same_bits(own[rank], params[rank])
