@@ -279,3 +279,15 @@ def test_losses_that_are_no_vector_are_refused():
     params, batch, weights = problem(2, 4)
     with pytest.raises(ValueError, match="one real loss per example"):
         pipe.value_and_grad(params, batch, weights)
+
+
+def test_a_scaled_loss_is_refused():
+    scale = optim.DynamicLossScale()
+    scaled = optim.with_master_weights(
+        optim.sgd(lr=1e-2), compute_dtype=jnp.float32, loss_scale=scale
+    )
+    pipe = made(pipeline.gpipe(2, 2), optimizer=scaled)
+    params, batch, weights = problem(2, 4)
+    state = pipe.init(params)
+    with pytest.raises(ValueError, match="must not scale the loss where one program"):
+        pipe.train_step(state, batch, weights)
