@@ -115,7 +115,12 @@ def run(settings: Settings, progress: Progress) -> Result:
         proved=f"{len(runs)} schedules run as the simulator foretells.",
         claims=claims,
         pictures=[
-            Picture("gantt", "Left: measured. Right: simulated.", plot_gantt(runs)),
+            Picture(
+                "gantt",
+                "Left: measured. Right: simulated. Blue: forward. Orange: backward. "
+                "Green: weight gradients. Paler: a worker's second stage.",
+                plot_gantt(runs),
+            ),
             Picture("bubbles", "Idle shares, and activations.", plot_bars(runs)),
         ],
         tables={"Runs and simulations": rows(runs)},

@@ -55,7 +55,7 @@ def launch(start):
 
     def run(arguments, program, **variables):
         launcher = start(arguments, program, **variables)
-        output, errors = launcher.communicate(b"not for workers", timeout=60)
+        output, errors = launcher.communicate(b"not for workers", timeout=240)
         return launcher.returncode, output.decode(), errors.decode()
 
     return run
@@ -159,7 +159,7 @@ def test_the_first_failure_ends_the_rest_and_is_seen_last(start, witnesses, tmp_
     arguments = ["--nproc", 2, "--log-dir", logs, "program.py", witnesses.port]
     launcher = start(arguments, FAILING)
     pids = witnesses.expect(4)
-    _, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
     assert launcher.returncode == 1
     seen, verdict, last = errors.decode().partition(
@@ -190,7 +190,7 @@ def test_an_inherited_disregard_of_children_does_not_hide_a_failure(tmp_path):
         ["sh", "-c", command, "sh", *COMMAND, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 9
 
@@ -221,7 +221,7 @@ def test_no_orphan_survives_the_launcher(name, start, witnesses):
     launcher = start(["--nproc", 2, "program.py", witnesses.port], WAITING)
     pids = witnesses.expect(4)
     launcher.send_signal(number)
-    output, errors = launcher.communicate(timeout=60)
+    output, errors = launcher.communicate(timeout=240)
     await_gone(pids.values())
     if name == "SIGKILL":
         assert launcher.returncode == -number
@@ -249,7 +249,7 @@ def test_a_second_interrupt_does_not_wait_for_the_stubborn(start, witnesses):
     launcher.send_signal(signal.SIGINT)
     assert witnesses.expect(1) == {"asked": pids["stubborn"]}
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=240)
     await_gone(pids.values())
     assert launcher.returncode == 128 + signal.SIGTERM
 
@@ -267,7 +267,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_workers(start, witnesses, tmp
     launcher.stdout.close()
     witnesses.expect(1)
     errors = launcher.stderr.read().decode()
-    assert launcher.wait(timeout=60) == 0
+    assert launcher.wait(timeout=240) == 0
     assert "incomplete: standard output: [Errno 32] Broken pipe" in errors
     lines = (tmp_path / "worker0.log").read_text().splitlines()
     assert lines == [str(number) for number in range(100_000)]

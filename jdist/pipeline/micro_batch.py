@@ -1,6 +1,8 @@
 """Cutting a batch into micro-batches, and what each of them weighs."""
 
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,14 +58,31 @@ def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
         raise ValueError(requirement(call, rule, f"{examples} examples", remedy))
     checked = check_weights(weights, examples, "Pipeline.value_and_grad")
     sizes = [examples // count + (i < examples % count) for i in range(count)]
-    bounds = [0, *np.cumsum(sizes).tolist()]
+    bounds = tuple(itertools.pairwise([0, *np.cumsum(sizes).tolist()]))
+    leaves, structure = jax.tree.flatten(batch)
+    pieces = [_cut(x, bounds) for x in leaves]
     parts = []
-    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-        rows = jax.tree.map(lambda x, a=start, b=end: x[a:b], batch)
+    for number, (start, end) in enumerate(bounds):
+        rows = jax.tree.unflatten(structure, [piece[number] for piece in pieces])
         own = checked[start:end]
         # In float64: single weights are judged against double gradients, too.
         parts.append(MicroBatch(number, rows, own, float(own.sum(dtype=np.float64))))
     return parts
+
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+def _cut(array: Any, bounds: Bounds) -> Sequence[Any]:
+    """Its parts; those of a JAX array by one call, which costs what one slice does."""
+    if isinstance(array, jax.Array):
+        return _cut_compiled(array, bounds)
+    return [array[start:end] for start, end in bounds]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cut_compiled(array: jax.Array, bounds: Bounds) -> list[jax.Array]:
+    return [array[start:end] for start, end in bounds]
 
 
 def micro_batch_of(number: int, batch: Any, weights: Any, call: str) -> MicroBatch:

@@ -19,21 +19,14 @@ from jdist.pipeline.passage import Passage
 from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.shapes import Shapes
-from jdist.pipeline.spmd import OneProgram
+from jdist.pipeline.spmd import one_program_on
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
-from jdist.pipeline.updates import (
-    Found,
-    News,
-    Updates,
-    joined,
-    loss_scale_of,
-    started,
-)
+from jdist.pipeline.updates import Found, News, Updates, joined, loss_scale_of, started
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -104,15 +97,9 @@ class Pipeline:
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
-        self._one_program: OneProgram | None = None
-        if isinstance(workers_or_devices, Mesh):
-            self._one_program = OneProgram(
-                self.wiring,
-                self._places,
-                workers_or_devices,
-                self._loss,
-                max_norm is not None,
-            )
+        self._one_program = one_program_on(
+            workers_or_devices, self.wiring, self._places, self._loss, max_norm
+        )
         self._compiled = [
             stage.compiled(self.wiring.from_batch(number), number)
             for number, stage in enumerate(self.wiring.stages)
@@ -222,7 +209,11 @@ class Pipeline:
         return PipelineState(0, placed, kept, self.place(given), key)
 
     def train_step(
-        self, state: PipelineState, batch: Mapping[str, Any], weights: Any = None
+        self,
+        state: PipelineState,
+        batch: Mapping[str, Any],
+        weights: Any = None,
+        **overrides: Any,
     ) -> tuple[PipelineState, Metrics]:
         """One step: the gradient of the batch, and an update of every stage.
 
@@ -230,16 +221,20 @@ class Pipeline:
           state: From `init` or the step before; its arrays are donated.
           batch: As for `value_and_grad`.
           weights: As for `value_and_grad`.
+          **overrides: Of all optimizers for this step, such as `lr=1e-3`; as for
+            `Optimizer.step`. A new number compiles nothing.
 
         Returns:
           The next state, and what the step found out.
 
-        Raises: what `value_and_grad` raises.
+        Raises: what `value_and_grad` and `Optimizer.step` raise.
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         params, kept = list(state.params), list(state.opt_states)
-        updates = Updates(optimizers, state.params, state.opt_states, self._max_norm)
+        updates = Updates(
+            optimizers, state.params, state.opt_states, self._max_norm, overrides
+        )
         found = self._run(params, batch, weights, state.states, key, updates)
         norm = None
         for j in self.own:
@@ -303,8 +298,7 @@ class Pipeline:
         given = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
         if self._one_program is not None:
-            self._one_program.check_plain(updates)
-            return self._one_program(trees, batch, weights)
+            return self._one_program(trees, batch, weights, updates)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
         loss = self._loss
         if updates is not None and updates.loss_scale is not None:

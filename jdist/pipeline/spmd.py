@@ -70,11 +70,22 @@ class OneProgram:
         self._spread = Spread(places, mesh)
         self._programs: dict[Any, _Program] = {}
 
-    def __call__(self, params: Sequence[Any], batch: Any, weights: Any) -> Found:
+    def __call__(
+        self, params: Sequence[Any], batch: Any, weights: Any, updates: Updates | None
+    ) -> Found:
         """The loss of a batch and the gradients of this process's stages.
 
-        Raises: what `Pipeline.value_and_grad` raises.
+        Raises: what `Pipeline.value_and_grad` raises; ValueError if the optimizers
+          scale the loss.
         """
+        if updates is not None and updates.loss_scale is not None:
+            rule = "must not scale the loss where one program runs all stages"
+            remedy = (
+                "Give a list of devices, or names of workers, in place of the mesh."
+            )
+            call = "Pipeline(optimizer=...)"
+            got = f"{updates.loss_scale}"
+            raise ValueError(requirement(call, rule, got, remedy))
         program, arguments = self._prepared(params, batch, weights)
         loss, grads, square = program.run(*arguments)
         found: list[Any] = [None] * len(self._stages)
@@ -90,19 +101,6 @@ class OneProgram:
         """The program, for a look at what is compiled and what it needs."""
         program, arguments = self._prepared(params, batch, weights)
         return program.run.lower(*arguments)
-
-    def check_plain(self, updates: Updates | None) -> None:
-        """Refuses what a program's loss cannot do.
-
-        Raises:
-          ValueError: The optimizers scale the loss.
-        """
-        if updates is not None and updates.loss_scale is not None:
-            rule = "must not scale the loss where one program runs all stages"
-            remedy = "Give a list of devices, or names of workers, in place of the mesh"
-            call = "Pipeline(optimizer=...)"
-            got = f"{updates.loss_scale}"
-            raise ValueError(requirement(call, rule, got, f"{remedy}."))
 
     def check_alone(self, call: str) -> None:
         """Refuses what only a process with all the devices can do.
@@ -202,6 +200,22 @@ class OneProgram:
         digest = hashlib.sha256(text.encode()).digest()
         found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
         check_agreement([bytes(row).hex() for row in found])
+
+
+def one_program_on(
+    where: Any,
+    wiring: Wiring,
+    places: Places,
+    loss: PipelineLoss,
+    max_norm: float | None,
+) -> OneProgram | None:
+    """The program, if the pipeline is given a mesh; else None.
+
+    Raises: what `OneProgram` raises.
+    """
+    if not isinstance(where, Mesh):
+        return None
+    return OneProgram(wiring, places, where, loss, max_norm is not None)
 
 
 class _Program(NamedTuple):

@@ -207,7 +207,7 @@ def forget_own():
 # --- looking at the engine ---
 
 
-def at_rest(timeout=30.0):
+def at_rest(timeout=60.0):
     """Waits until this worker takes part in no pass; whether it does not."""
 
     def quiet():

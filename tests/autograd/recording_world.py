@@ -10,7 +10,7 @@ from jdist import autograd, rpc
 from jdist.autograd.container import here
 from jdist.autograd.node import LeafNode, RecvNode, SendNode
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 WAYS = ("sync", "async", "remote")
 _known = {}
 

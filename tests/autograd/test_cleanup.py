@@ -140,6 +140,36 @@ def test_many_from_everywhere_at_once(cluster):
     assert all(cluster.everywhere(has_none))
 
 
+def test_ends_are_told_together(threads, monkeypatch):
+    """One message for all contexts that end within a moment; each is told once."""
+    container, due, told, left = here(), [], [], []
+    persist = container.releases._persist
+
+    def note(peer, kind, body):
+        told.append((peer.info.name, kind, list(body)))
+        return persist(peer, kind, body)
+
+    def later(seconds, action):
+        assert 0 < seconds < 1
+        due.append(action)
+
+    monkeypatch.setattr(container.releases, "_persist", note)
+    monkeypatch.setattr(container.agent.references, "later", later)
+    for to in ("worker1", "worker1", "worker0"):
+        with autograd.context() as context_id:
+            rpc.rpc_sync(to, nothing)
+        left.append(context_id)
+    assert not any(map(has, left))
+    with rpc.use_worker("worker1"):
+        assert [has(context_id) for context_id in left] == [True, True, False]
+    assert len(due) == 1
+    assert not told
+    due.pop()()
+    assert told == [("worker1", "autograd.release", left[:2])]
+    with rpc.use_worker("worker1"):
+        assert all(map(loses, left))
+
+
 def contexts_in_turn(count, calls):
     x = leaf(1)
     for turn in range(count):

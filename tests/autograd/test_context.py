@@ -95,7 +95,7 @@ def test_an_exception_ends_the_context(cluster):
 
 def in_threads():
     """Each thread of control has its own, and inherits none."""
-    found, both = [], threading.Barrier(2, timeout=30.0)
+    found, both = [], threading.Barrier(2, timeout=60.0)
     me = rpc.get_worker_info().name
 
     def body():

@@ -236,7 +236,7 @@ def too_late():
         lambda context_id: None,
         rpc.RpcTimeout,
         r"RPC ran for more than set timeout \(\d+ ms\)",
-        timeout=1.0,
+        timeout=3.0,
     )
 
 

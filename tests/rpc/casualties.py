@@ -18,7 +18,7 @@ from jdist.rpc.group import Group
 from tests.rpc.hosts import be_one_of
 from tests.rpc.sockets import descriptors
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 _callers = threading.Semaphore(0)
 _over = threading.Event()
@@ -279,7 +279,7 @@ def note_what_is_open():
 
 def what_is_left():
     """Threads and descriptors that were not there before; waits for the last ones."""
-    until, pause = time.monotonic() + 15.0, threading.Event()
+    until, pause = time.monotonic() + PATIENCE, threading.Event()
     while True:
         gc.collect()
         threads = set(threading.enumerate()) - _before["threads"]

@@ -77,7 +77,7 @@ class Plan:
                     return rule
         return None
 
-    def wait_for(self, count, timeout=30.0):
+    def wait_for(self, count, timeout=60.0):
         """Waits until that many faults have happened; whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: self.counts.total() >= count, timeout)

@@ -21,7 +21,7 @@ from pathlib import Path
 from jdist import rpc
 from jdist.rpc.rendezvous import Rendezvous, ReservedPort, fresh_key
 
-PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
+PATIENCE = 120.0  # Of what must happen. Nothing waits this long unless it fails.
 WORKERS = 4
 
 

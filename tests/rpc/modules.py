@@ -9,7 +9,7 @@ from flax import nnx
 
 from jdist import rpc
 
-PATIENCE = 30
+PATIENCE = 60
 _gates: dict[str, threading.Event] = {}
 
 

@@ -55,7 +55,7 @@ def nothing_left():
     jax.block_until_ready(jax.device_put(np.ones(3)))  # Opens what JAX needs.
     before, threads = descriptors(), set(threading.enumerate())
     yield
-    until, pause = time.monotonic() + 10.0, threading.Event()
+    until, pause = time.monotonic() + PATIENCE, threading.Event()
     while time.monotonic() < until:
         left = set(threading.enumerate()) - threads
         more = {n: to for n, to in descriptors().items() if before.get(n) != to}

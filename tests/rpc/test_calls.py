@@ -177,7 +177,7 @@ def gate(name):
 
 
 def wait_at(name):
-    assert gate(name).wait(30)
+    assert gate(name).wait(60)
     return "slow"
 
 

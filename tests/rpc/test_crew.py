@@ -9,7 +9,7 @@ from jdist.rpc.crew import Crew
 from tests.rpc.hosts import names
 from tests.rpc.sockets import nothing_left
 
-PATIENCE = 30
+PATIENCE = 60
 RAN = "RPC ran for more than set timeout"
 
 

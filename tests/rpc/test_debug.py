@@ -4,7 +4,7 @@ import threading
 
 from jdist import rpc
 
-PATIENCE = 30
+PATIENCE = 60
 _gates: dict[str, threading.Event] = {}
 
 

@@ -283,11 +283,12 @@ FILES = {
     "open", "Path", "Popen", "import_module", "makedirs", "memmap", "mkdir", "mkstemp",
     "read_bytes", "read_text", "rename", "rmdir", "rmtree", "run_path",
     "savefig", "symlink", "system", "touch", "unlink", "write_bytes", "write_text",
+    "StepFolder",
 }  # fmt: skip
-"""Calls by which code gets at files, other programs and modules."""
+"""Calls by which code gets at files, other programs and modules; jdist's own, too."""
 
 HARMLESS = {
-    "jdist.data_parallel.checkpoint:_orbax",  # Imports one package, the same always.
+    "jdist._checkpoint:_orbax",  # Imports one package, the same always.
     "jdist.segment._contents:Contents.name",  # Shortens the name of a file.
 }
 """Of those that use such calls: nothing there is the caller's choice."""

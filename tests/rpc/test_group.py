@@ -93,7 +93,7 @@ def test_everybody_gets_what_everybody_gave(cluster):
 
 def gather_many(rounds):
     me = rpc.get_worker_info()
-    return [rpc.all_gather((me.id, i), timeout=30) for i in range(rounds)]
+    return [rpc.all_gather((me.id, i), timeout=60) for i in range(rounds)]
 
 
 def test_rounds_are_not_mixed_up(cluster):
@@ -119,7 +119,7 @@ def some_wait(absent):
     name = rpc.get_worker_info().name
     if name in absent:
         return None
-    timeout = 0.1 if name == "worker1" else 30
+    timeout = 1.0 if name == "worker1" else 60
     with pytest.raises(rpc.RpcTimeout, match="timed out in _all_gather") as caught:
         rpc.all_gather(None, timeout=timeout)
     return str(caught.value)
@@ -130,7 +130,7 @@ def test_somebody_does_not_come(cluster):
     told = cluster.everywhere(some_wait, ["worker0", "worker3"])
     for text in (told[1], told[2]):
         assert re.search(
-            r"timed out in _all_gather after 0\.\d+ seconds on 'worker1'", text
+            r"timed out in _all_gather after \d\.\d+ seconds on 'worker1'", text
         )
         assert "Did not arrive: worker0, worker3" in text
     # Those who come late are told the same, and the next round is in step again.

@@ -12,7 +12,7 @@ from jdist.rpc.frame import REPLY, Frame
 from jdist.rpc.in_process import Hub, InProcessTransport
 from tests.rpc.sockets import nothing_left
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @pytest.fixture

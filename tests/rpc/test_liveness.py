@@ -22,7 +22,7 @@ from tests.rpc.witnesses import await_gone
 DEATH, FROST = signal.SIGKILL, signal.SIGSTOP
 OPTIONS = {
     DEATH: {"heartbeat_interval": 1.0, "heartbeat_timeout": 100 * PATIENCE},
-    FROST: {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5},
+    FROST: {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0},
 }
 REASON = {DEATH: "connection closed", FROST: "no sign of life"}
 OPERATIONS = {
@@ -225,7 +225,7 @@ def test_a_worker_dies_before_all_have_come(fresh_hosts, port):
     hosts = fresh_hosts(3)
     hosts.everywhere(casualties.note_what_is_open)
     waiting = [
-        hosts.start(rank, casualties.join_in_vain, rank, 4, port, join_timeout=1.0)
+        hosts.start(rank, casualties.join_in_vain, rank, 4, port, join_timeout=4.0)
         for rank in (0, 1)
     ]
     hosts.run(2, casualties.begin_to_join, "worker2", 2, port, 4, join)

@@ -139,11 +139,11 @@ def test_one_thread_polls_at_a_time():
 
     def look():
         entered.set()
-        return 7 if leave.wait(30) else None
+        return 7 if leave.wait(60) else None
 
     first, second = Polling(60.0), Polling(60.0)
     polls = Outcome(lambda: first.poll(look))
-    assert entered.wait(30)
+    assert entered.wait(60)
     assert second.poll(lambda: pytest.fail("a second one looked")) is None
     assert not second.worthwhile  # as before: nothing was learnt
     leave.set()

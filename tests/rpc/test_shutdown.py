@@ -9,7 +9,7 @@ from jdist import rpc
 from tests.rpc.hosts import become_worker, names, results
 from tests.rpc.sockets import nothing_left
 
-PATIENCE = 30
+PATIENCE = 60
 _counts: dict[str, int] = {}
 _lock = threading.Lock()
 _gates: dict[str, threading.Event] = {}
@@ -207,7 +207,7 @@ def worker_that_forgets(rank):
 
 
 def test_a_forgotten_end_does_not_hang_the_interpreter():
-    assert rpc.spawn(worker_that_forgets, nprocs=3, timeout=60) == [0, 1, 2]
+    assert rpc.spawn(worker_that_forgets, nprocs=3, timeout=240) == [0, 1, 2]
 
 
 def cluster_that_raises(begun):

@@ -218,7 +218,7 @@ def _python(*arguments, folder, stdin=None):
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )
 
 
@@ -290,7 +290,7 @@ def test_no_orphan_survives_the_parent(name, witnesses, tmp_path):
     with parent:
         pids = witnesses.expect(4)
         parent.send_signal(signal.Signals[name])
-        _, errors = parent.communicate(timeout=30)
+        _, errors = parent.communicate(timeout=280)
     await_gone(pids.values())
     assert parent.returncode == -signal.Signals[name]
     assert ("KeyboardInterrupt" in errors) == (name == "SIGINT")

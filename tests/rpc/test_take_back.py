@@ -10,7 +10,7 @@ from jdist.rpc import current
 from jdist.rpc.callee import TAKE_BACK
 from jdist.rpc.frame import CALL
 
-PATIENCE = 30
+PATIENCE = 60
 TICKET = 1 << 40  # Beyond those that a worker gives by itself.
 _ran: list = []
 _begun = threading.Semaphore(0)

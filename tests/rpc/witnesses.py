@@ -11,7 +11,7 @@ import sys
 import threading
 from contextlib import ExitStack
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 _STARTED = []
 _REPORT = """
 import os, signal, socket, sys

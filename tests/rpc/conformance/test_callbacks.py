@@ -8,7 +8,7 @@ import pytest
 from jdist import rpc
 
 RAN = "RPC ran for more than set timeout"
-PATIENCE = 30
+PATIENCE = 60
 _gates: dict[str, threading.Event] = {}
 
 

@@ -6,8 +6,14 @@ import warnings
 import pytest
 
 from jdist import rpc
+from jdist.rpc import current
 from tests.rpc.elastic.common import greet, greet_all, infos, lost, who
-from tests.rpc.rref.common import NOTHING, references, wait_for_references
+from tests.rpc.rref.common import (
+    NOTHING,
+    references,
+    wait_for,
+    wait_for_references,
+)
 
 _kept = {}
 _gates = {}
@@ -139,12 +145,12 @@ def held_and_owned():
 
 def finish(event):
     gate("begun").set()
-    assert gate(event).wait(30)
+    assert gate(event).wait(60)
     return who()
 
 
 def wait_for_begun(event):
-    assert gate("begun").wait(30)
+    assert gate("begun").wait(60)
     assert not gate(event).is_set()
 
 
@@ -183,10 +189,16 @@ def test_rank_0_leaves_last(elastic):
         elastic.everywhere(greet_all, elastic.names)
 
 
+def await_the_coordinators_end():
+    """It is told a moment after rank 0 itself has left."""
+    assert wait_for(lambda: current.agent().group._alone is not None)
+
+
 def test_rank_0_has_no_patience(elastic):
     elastic.join("worker1")
     text = r"timed out after 0\.10 seconds: rank 0 .* leaves last. Still there: worker1"
     with pytest.raises(rpc.RpcTimeout, match=text):
         elastic.leave("worker0", timeout=0.1)
+    elastic.run("worker1", await_the_coordinators_end)
     with pytest.raises(rpc.WorkerLost, match=r"worker0.* as coordinator, it was shut"):
         elastic.leave("worker1")

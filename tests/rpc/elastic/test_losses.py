@@ -94,7 +94,7 @@ def call_directly(to):
 
 def test_a_frozen_worker_is_replaced_and_thaws(mortal):
     """It is taken for nobody any more."""
-    group = mortal(4, heartbeat_interval=0.2, heartbeat_timeout=1.5)
+    group = mortal(4, heartbeat_interval=0.2, heartbeat_timeout=3.0)
     group.join("worker1")
     group.join("worker2")
     group.run("worker1", greet_all, group.names)
@@ -119,9 +119,9 @@ def test_a_frozen_worker_is_replaced_and_thaws(mortal):
     group.end()
 
 
-def test_the_coordinator_is_lost(mortal):
+def test_the_coordinator_is_lost(mortal, port):
     """All are told; direct calls go on; nobody can join or meet."""
-    group = mortal(4, join_timeout=1.0)
+    group = mortal(4)
     for name in ("worker1", "worker2"):
         group.join(name)
     group.run("worker2", keep, "worker1")
@@ -140,7 +140,7 @@ def test_the_coordinator_is_lost(mortal):
         assert (seen.kind, seen.worker) == ("WorkerLost", "worker0")
     assert group.run("worker2", use_kept).text == "3"
     with pytest.raises(rpc.RpcTimeout, match="could not reach the coordinator"):
-        group.stranger("worker3", 3).result()
+        group.hosts.run(3, join, "worker3", 3, port, join_timeout=0.3)
     for name in ("worker2", "worker1"):
         with pytest.raises(rpc.WorkerLost, match=r"worker0.* shutdown: as coordinator"):
             group.leave(name)

@@ -9,7 +9,7 @@ from tests.rpc.hosts import results
 from tests.rpc.rref.common import wait_for
 
 
-def gather(value, names=None, timeout=30):
+def gather(value, names=None, timeout=60):
     return rpc.all_gather(value, names, timeout)
 
 

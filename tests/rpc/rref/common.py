@@ -6,7 +6,7 @@ import time
 
 from jdist import rpc
 
-PATIENCE = 30.0  # Of what must happen. Nothing waits this long unless it fails.
+PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.
 _gates = {}
 
 

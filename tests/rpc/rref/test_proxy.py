@@ -177,7 +177,7 @@ def test_a_method_that_takes_too_long(cluster, form):
 
 
 def slow_counter(name):
-    assert gate(name).wait(30)
+    assert gate(name).wait(60)
     return Counter(1)
 
 

@@ -300,7 +300,7 @@ def test_all_to_all(cluster):
 
 
 def gated(rref, name):
-    assert gate(name).wait(30)
+    assert gate(name).wait(60)
     return rref.to_here()
 
 
