@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
-from jdist.pipeline.arguments import check_schedule, key_given, trees_of
+from jdist.pipeline.arguments import check_arguments, key_given, trees_of
 from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
@@ -93,7 +93,7 @@ class Pipeline:
         self.schedule = schedule
         self.record: list[Passage] = []
         self.stopwatch: Stopwatch | None = None
-        check_schedule(schedule, self.wiring.stages)
+        check_arguments(schedule, self.wiring.stages, reduction)
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
