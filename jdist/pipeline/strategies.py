@@ -9,6 +9,7 @@ crosses every stage between its owner and the loss.
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jdist.pipeline.schedules import (
     zbv,
     zero_bubble,
 )
+from jdist.pipeline.spmd_strategies import one_program
 from jdist.pipeline.stage import Stage
 
 Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
@@ -55,6 +57,10 @@ def strategies() -> Mapping[str, Build]:
         "DualPipeV x2": _within(dualpipe_v(2, 4), 2, stages=4),
     }
     rows |= {"PipeDream with a flush": _pipedream}
+    rows |= {
+        "one program, 1F1B x2": partial(one_program, one_f_one_b(2, m)),
+        "one program, ZBV x2": partial(one_program, zbv(2, m)),
+    }
     return {f"pipeline {name}": row for name, row in rows.items()}
 
 

@@ -37,6 +37,22 @@ class News(NamedTuple):
     finite: jax.Array | None
 
 
+class Found(NamedTuple):
+    """What the passes of one step have found.
+
+    Attributes:
+      loss: Of the batch.
+      grads: Of each stage of this process; None for the others.
+      news: Of all stages' gradients together, as far as it is asked for.
+      states: What stateful stages of this process were left with.
+    """
+
+    loss: jax.Array
+    grads: list[Any]
+    news: News
+    states: list[Any]
+
+
 class Updates:
     """The optimizers of all stages, and what they start from in one step.
 
