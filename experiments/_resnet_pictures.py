@@ -13,6 +13,7 @@ from experiments._result import Picture
 Seconds = Mapping[str, Sequence[float]]
 SOURCE = {ONE: 3.75, PARALLEL: 4.02, "split 20": 2.51, "split 12": 2.43}
 """What the source took for a run of 3 batches of 120: ResNet-50 on two GPUs."""
+GPUS = "ResNet-50, two GPUs"
 COLORS = {ONE: "tab:gray", PARALLEL: "tab:orange"}
 PIPED = "tab:blue"
 
@@ -22,7 +23,7 @@ def pictures(seconds: Seconds, setup: str, batch: int) -> list[Picture]:
 
     Args:
       seconds: Of each run, by arrangement.
-      setup: The network, and what it ran on.
+      setup: The network, and on a second line what it ran on.
       batch: Examples in a batch.
     """
     sizes = sorted(int(name.split()[1]) for name in seconds if name.startswith("split"))
@@ -54,8 +55,8 @@ def bars(seconds: Seconds, names: Sequence[str], setup: str) -> Figure:
     means = {name: statistics.mean(seconds[name]) for name in names}
     spread = [statistics.stdev(seconds[name]) for name in names]
     _bars(left, means, spread, setup)
-    theirs = {name: SOURCE[name] for name in names if name in SOURCE}
-    _bars(right, theirs, None, "source: ResNet-50, 2 GPUs")
+    theirs = [ONE, PARALLEL, "split 20"][: len(names)]
+    _bars(right, {name: SOURCE[name] for name in theirs}, None, f"the source\n{GPUS}")
     figure.tight_layout()
     return figure
 
@@ -64,7 +65,8 @@ def _bars(
     axes: Axes, means: Mapping[str, float], spread: list[float] | None, title: str
 ) -> None:
     colors = [COLORS.get(name, PIPED) for name in means]
-    drawn = axes.bar(list(means), list(means.values()), 0.6, yerr=spread, color=colors)
+    heights = list(means.values())
+    drawn = axes.bar(list(means), heights, 0.6, yerr=spread, color=colors, capsize=3)
     one = means[ONE]
     labels = [f"{mean:.3g} s\n{one / mean:.2f}x" for mean in means.values()]
     axes.bar_label(drawn, labels, padding=4)
@@ -78,7 +80,7 @@ def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> 
     """Time over that of one device, by the size of the parts."""
     one = statistics.mean(seconds[ONE])
     runs = [seconds[f"split {size}"] for size in sizes]
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     axes.errorbar(
         sizes,
         [statistics.mean(taken) / one for taken in runs],
@@ -86,18 +88,17 @@ def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> 
         fmt="o-",
         capsize=3,
         color=PIPED,
-        label=setup,
+        label=setup.partition("\n")[0],
     )
     theirs = [size for size in (12, 20) if batch == 120]
-    axes.plot(
-        theirs,
-        [SOURCE[f"split {size}"] / SOURCE[ONE] for size in theirs],
-        "D",
-        color="tab:red",
-        label="source: ResNet-50, 2 GPUs",
-    )
+    if theirs:
+        heights = [SOURCE[f"split {size}"] / SOURCE[ONE] for size in theirs]
+        label = f"the source: {GPUS}"
+        axes.plot(theirs, heights, "D", color="tab:red", label=label)
     bubble = [(1 + size / batch) / 2 for size in sizes]
-    axes.plot(sizes, bubble, "--", color="tab:green", label="bubble alone")
+    axes.plot(
+        sizes, bubble, "--", color="tab:green", label="bubble alone, equal halves"
+    )
     for name in (ONE, PARALLEL):
         height = statistics.mean(seconds[name]) / one
         axes.axhline(height, color=COLORS[name], label=name, zorder=0)
@@ -110,6 +111,6 @@ def tradeoff(seconds: Seconds, sizes: Sequence[int], setup: str, batch: int) -> 
     right = axes.twinx()
     right.set_ylim(0, axes.get_ylim()[1] * one)
     right.set_ylabel("seconds for 3 batches")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
+    axes.set_title(setup, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure

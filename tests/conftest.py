@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jdist import rpc
+from tests.data_parallel import group_runs
 from tests.rpc.hosts import (
     WORKERS,
     Cluster,
@@ -67,6 +68,18 @@ def processes(host_processes):
     host_processes.everywhere(rpc.shutdown)
     # The next module has other programs, and all of them would take several GiB.
     host_processes.everywhere(jax.clear_caches)
+
+
+@pytest.fixture(scope="module")
+def pair(nursery):
+    """Two processes that have joined by `jax.distributed`; they part in peace."""
+    hosts = Hosts(nursery, 2)
+    try:
+        hosts.joined = hosts.everywhere(group_runs.join)
+        yield hosts
+        hosts.everywhere(group_runs.leave)
+    finally:
+        hosts.close()
 
 
 @pytest.fixture

@@ -20,7 +20,19 @@ def key_given(key: Any, stage: int) -> Any:
     return key
 
 
-def check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
+def check_arguments(
+    schedule: Schedule, stages: Sequence[Stage], reduction: str
+) -> None:
+    """Refuses a schedule or a reduction that does not go with the stages.
+
+    Raises:
+      ValueError: It does not.
+    """
+    _check_schedule(schedule, stages)
+    _check_joining(stages, reduction)
+
+
+def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
     """Refuses a schedule that does not fit the stages, or not a pipeline that flushes.
 
     Raises:
@@ -39,6 +51,21 @@ def check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
             rule = f"must give stage {number} one worker, because it has a state"
             got = f"workers {workers}"
             raise ValueError(requirement("Pipeline(schedule)", rule, got))
+
+
+def _check_joining(stages: Sequence[Stage], reduction: str) -> None:
+    """Refuses to join the weight gradients of an extreme, which few examples hold.
+
+    Raises:
+      ValueError: A stage asks for it.
+    """
+    joining = [j for j, stage in enumerate(stages) if stage.join_weight_gradients]
+    if joining and reduction in ("max", "min"):
+        rule = (
+            f"must be 'mean' or 'sum', because stage {joining[0]} joins weight "
+            "gradients: which micro-batches hold the extreme is known too late"
+        )
+        raise ValueError(requirement("Pipeline(reduction=...)", rule, repr(reduction)))
 
 
 def trees_of(argument: str, trees: Sequence[Any] | None, stages: int) -> list[Any]:

@@ -129,9 +129,8 @@ class EpochStep(Step):
     # --- passes ---
 
     def _missing(self, worker: int, action: Action) -> list[Parcel]:
-        due = (
-            self._due(worker, action.stage) if self._full(worker, action.stage) else []
-        )
+        stage = action.stage
+        due = self._due(worker, stage) if self._full(worker, stage) else []
         late = [parcel for parcel in due if not self._post.has(parcel, worker)]
         return late or super()._missing(worker, action)
 
@@ -152,9 +151,10 @@ class EpochStep(Step):
     def _passed_back(self, worker: int, stage: int) -> None:
         if not self._full(worker, stage):
             return
+        run = self._stashed[worker, stage]
         for other in self._replicas(worker, stage):
-            parcel = self._gradient_of(worker, stage)
-            self._post.put(parcel, other, self._stashed[worker, stage].partial())
+            parcel = Parcel("G", run.stash.version, "", stage, worker)
+            self._post.put(parcel, other, run.partial())
         if not self._due(worker, stage):  # Before it waits for anything else.
             self._update(worker, stage)
 
@@ -168,16 +168,12 @@ class EpochStep(Step):
 
     def _due(self, worker: int, stage: int) -> list[Parcel]:
         """What others contribute to the next update."""
-        contributors = self._updates[stage][self._stashed[worker, stage].stash.version]
+        version = self._stashed[worker, stage].stash.version
         return [
-            self._gradient_of(other, stage, of=worker)
-            for other in sorted(contributors)
+            Parcel("G", version, "", stage, other)
+            for other in sorted(self._updates[stage][version])
             if other != worker
         ]
-
-    def _gradient_of(self, sender: int, stage: int, of: int | None = None) -> Parcel:
-        run = self._stashed[sender if of is None else of, stage]
-        return Parcel("G", run.stash.version, "", stage, sender)
 
     def _update(self, worker: int, stage: int) -> None:
         others = {

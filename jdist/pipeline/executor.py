@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
-from jdist.pipeline.places import Places
+from jdist.pipeline.places import Places, places_on
 from jdist.pipeline.post import InProcessPost, Post
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.stopwatch import clock_offset
@@ -132,18 +133,20 @@ class Workers:
 
 def executor_for(
     schedule: Schedule,
-    workers_or_devices: Sequence[str] | Sequence[jax.Device] | None,
+    workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None,
 ) -> Executor:
     """The executor that the places ask for.
 
     Raises:
       ValueError: There is not one place for each worker; a name is no worker of the
-        group, or not one of them is this worker.
+        group, or not one of them is this worker; a mesh does not fit the schedule.
     """
     call = "Pipeline(workers_or_devices=...)"
     if workers_or_devices is None:
         devices: list[jax.Device | None] = [None] * schedule.workers
         return InProcess(Places(schedule, devices, range(schedule.workers)))
+    if isinstance(workers_or_devices, Mesh):
+        return InProcess(places_on(schedule, workers_or_devices))
     given = list(workers_or_devices)
     if len(given) != schedule.workers:
         rule = f"must be one for each of the {schedule.workers} workers"

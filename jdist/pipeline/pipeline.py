@@ -2,14 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
-from jdist.pipeline.arguments import check_schedule, key_given, trees_of
+from jdist.pipeline.arguments import check_arguments, key_given, trees_of
 from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
@@ -18,13 +19,14 @@ from jdist.pipeline.passage import Passage
 from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.shapes import Shapes
+from jdist.pipeline.spmd import one_program_on
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
-from jdist.pipeline.updates import News, Updates, joined, loss_scale_of, started
+from jdist.pipeline.updates import Found, News, Updates, joined, loss_scale_of, started
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -45,7 +47,8 @@ class Pipeline:
       schedule: Who does what in which order; see `gpipe`, `one_f_one_b` and the others.
       workers_or_devices: One for each worker of the schedule: devices of this process,
         or names of rpc's workers, each of which makes the same pipeline and calls it.
-        By default all stages are on JAX's default device.
+        By default all stages are on JAX's default device. Or a mesh with one axis of
+        devices, of one process or several: then equal stages run as one SPMD program.
       optimizer: For `train_step`: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
@@ -78,7 +81,7 @@ class Pipeline:
         stages: Sequence[Stage],
         loss_fn: Callable[..., Any],
         schedule: Schedule,
-        workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
+        workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None = None,
         *,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         max_norm: float | None = None,
@@ -90,10 +93,13 @@ class Pipeline:
         self.schedule = schedule
         self.record: list[Passage] = []
         self.stopwatch: Stopwatch | None = None
-        check_schedule(schedule, self.wiring.stages)
+        check_arguments(schedule, self.wiring.stages, reduction)
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
+        self._one_program = one_program_on(
+            workers_or_devices, self.wiring, self._places, self._loss, max_norm
+        )
         self._compiled = [
             stage.compiled(self.wiring.from_batch(number), number)
             for number, stage in enumerate(self.wiring.stages)
@@ -168,10 +174,10 @@ class Pipeline:
             (`rpc.set_default_timeout`); their compilation counts.
           Exception: Whatever went wrong on another worker, with its name in a note.
         """
-        found, runs = self._run(params, batch, weights, states, key)
+        found = self._run(params, batch, weights, states, key)
         if states is None:
             return found.loss, found.grads
-        return found.loss, found.grads, self._after(runs)
+        return found.loss, found.grads, found.states
 
     def init(
         self,
@@ -203,7 +209,11 @@ class Pipeline:
         return PipelineState(0, placed, kept, self.place(given), key)
 
     def train_step(
-        self, state: PipelineState, batch: Mapping[str, Any], weights: Any = None
+        self,
+        state: PipelineState,
+        batch: Mapping[str, Any],
+        weights: Any = None,
+        **overrides: Any,
     ) -> tuple[PipelineState, Metrics]:
         """One step: the gradient of the batch, and an update of every stage.
 
@@ -211,25 +221,28 @@ class Pipeline:
           state: From `init` or the step before; its arrays are donated.
           batch: As for `value_and_grad`.
           weights: As for `value_and_grad`.
+          **overrides: Of all optimizers for this step, such as `lr=1e-3`; as for
+            `Optimizer.step`. A new number compiles nothing.
 
         Returns:
           The next state, and what the step found out.
 
-        Raises: what `value_and_grad` raises.
+        Raises: what `value_and_grad` and `Optimizer.step` raise.
         """
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         params, kept = list(state.params), list(state.opt_states)
-        updates = Updates(optimizers, state.params, state.opt_states, self._max_norm)
-        found, runs = self._run(params, batch, weights, state.states, key, updates)
+        updates = Updates(
+            optimizers, state.params, state.opt_states, self._max_norm, overrides
+        )
+        found = self._run(params, batch, weights, state.states, key, updates)
         norm = None
         for j in self.own:
             news = moved(found.news, self._places.devices[self._first(j)])
             params[j], kept[j], norm = updates.apply(j, found.grads[j], news)
-        after = self._after(runs)
         step = state.step + 1
         metrics = Metrics(found.loss, norm, *size_of_batch(batch, weights))
-        return PipelineState(step, params, kept, after, state.key), metrics
+        return PipelineState(step, params, kept, found.states, state.key), metrics
 
     def evaluate(
         self,
@@ -259,6 +272,8 @@ class Pipeline:
         call, stages = "Pipeline.evaluate", len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
+        if self._one_program is not None:
+            self._one_program.check_alone(call)
         count = min(self.schedule.micro_batches, examples_in(batch, call))
         parts = split_batch(batch, weights, count)
         runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
@@ -277,19 +292,20 @@ class Pipeline:
         states: Sequence[Any] | None,
         key: Any,
         updates: Updates | None = None,
-    ) -> tuple["_Found", dict[tuple[int, int], StageRun]]:
+    ) -> Found:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
+        trees = trees_of(f"{call}(params)", params, stages)
+        if self._one_program is not None:
+            return self._one_program(trees, batch, weights, updates)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
-        given_params = trees_of(f"{call}(params)", params, stages)
         loss = self._loss
         if updates is not None and updates.loss_scale is not None:
             loss = loss.scaled(updates.scale, sum(part.total for part in parts))
-        runs = self._runs(given_params, given, key, loss.gradient_kind)
+        runs = self._runs(trees, given, key, loss.gradient_kind)
         with self._opened() as (number, post):
-            found = self._step(number, post, runs, parts, loss, updates)
-        return found, runs
+            return self._step(number, post, runs, parts, loss, updates)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, Post]]:
@@ -318,7 +334,7 @@ class Pipeline:
         parts: Sequence[MicroBatch],
         loss: PipelineLoss,
         updates: Updates | None,
-    ) -> "_Found":
+    ) -> Found:
         read = self._shapes.read(post, runs, parts[0].batch)
         step = Step(
             number,
@@ -342,7 +358,7 @@ class Pipeline:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
             told = {j: updates.news(j, grads[j], own) for j, own in counted.items()}
             news = joined(step.from_all_stages(told))
-        return _Found(step.loss(self._places.own[0]), grads, news)
+        return Found(step.loss(self._places.own[0]), grads, news, self._after(runs))
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
@@ -374,17 +390,3 @@ class Pipeline:
                     kind,
                 )
         return runs
-
-
-class _Found(NamedTuple):
-    """What a step has found.
-
-    Attributes:
-      loss: Of the batch.
-      grads: Of each stage of this process.
-      news: Of all stages' gradients together, as far as it is asked for.
-    """
-
-    loss: jax.Array
-    grads: list[Any]
-    news: News

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule import Schedule
@@ -53,3 +54,23 @@ class Places:
                 remedy = "Put it there with jax.device_put, or pass a NumPy array."
                 call = "Pipeline.value_and_grad(batch)"
                 raise ValueError(requirement(call, rule, got, remedy))
+
+
+def places_on(schedule: Schedule, mesh: Mesh) -> Places:
+    """The workers of a schedule on the devices of a mesh, in order.
+
+    Raises:
+      ValueError: The mesh has not one axis as long as there are workers, or no device
+        of this process.
+    """
+    call = "Pipeline(mesh)"
+    if mesh.devices.shape != (schedule.workers,):
+        rule = f"must have one axis, of the schedule's {schedule.workers} workers"
+        raise ValueError(requirement(call, rule, dict(mesh.shape)))
+    devices = list(mesh.devices)
+    here = jax.process_index()
+    own = [rank for rank, one in enumerate(devices) if one.process_index == here]
+    if not own:
+        rule = "must have a device of each process that calls it"
+        raise ValueError(requirement(call, rule, f"{devices} in process {here}"))
+    return Places(schedule, devices, own)

@@ -86,7 +86,7 @@ def check_shapes(
         if worker not in places.own:
             continue
         inputs = _given(wiring, places, post, batch, number)
-        returned = _outputs(number, stage, trees[number], inputs)
+        returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
             packed = kinds_of(value)
             for taker in wiring.consumers[number][name]:
@@ -124,7 +124,7 @@ def _given(
     worker, found = places.worker(number, 0), {}
     for name, source in wiring.source[number].items():
         if source == BATCH:
-            found[name] = _entry(batch, name, taker)
+            found[name] = entry_of(batch, name, taker)
             continue
         parcel = Parcel("S", 0, name, number, places.worker(source, 0))
         packed = receive(post, parcel, worker, f"shapes of {name!r}")
@@ -136,7 +136,12 @@ def _given(
     return found
 
 
-def _entry(batch: Mapping[str, Any], name: str, taker: str) -> Any:
+def entry_of(batch: Mapping[str, Any], name: str, taker: str) -> Any:
+    """An entry of the batch.
+
+    Raises:
+      ValueError: It is neither there nor put out by a stage.
+    """
     if name in batch:
         return batch[name]
     rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
@@ -144,9 +149,20 @@ def _entry(batch: Mapping[str, Any], name: str, taker: str) -> Any:
     raise ValueError(requirement("Pipeline(stages)", rule, got))
 
 
-def _outputs(
+def outputs_of(
     number: int, stage: Stage, trees: tuple[Any, Any], inputs: Mapping[str, Any]
 ) -> Any:
+    """The shapes of what a stage's function returns, without its state.
+
+    Args:
+      number: Of the stage.
+      stage: The stage.
+      trees: Its parameters and its state.
+      inputs: Shapes, by name.
+
+    Raises:
+      ValueError: It cannot take them, or a stateful one returns no state like its own.
+    """
     params, state = trees
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed

@@ -34,6 +34,10 @@ class Stage:
         leaf or a subtree, to a name, which is the same for all stages that share it.
         The gradient of every copy is the sum over the stages, so that copies that begin
         equal stay equal.
+      join_weight_gradients: Whether weight gradients wait for the stage's last backward
+        pass and are then computed for all micro-batches at once: one product in place
+        of one per micro-batch. Everything that these products need is kept until then,
+        beyond what the schedule promises. For mean and sum only.
       in_evaluation: What `Pipeline.evaluate` calls instead of `fn`:
         `in_evaluation(params, *inputs)`, or `in_evaluation(params, state, *inputs)`
         where the stage is stateful, returns the outputs alone and takes no key. By
@@ -58,6 +62,7 @@ class Stage:
     recompute: Any = False
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
     in_evaluation: Callable[..., Any] | None = None
+    join_weight_gradients: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

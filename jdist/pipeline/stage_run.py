@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reduction
-from jdist._tree import split_inexact, wide_dtype
+from jdist._tree import is_none, split_inexact, wide_dtype
 from jdist.pipeline.stage import Stage
 from jdist.reduction import Partial
-from jdist.segment import Segment
+from jdist.segment import Deferred, Segment
 
 
 class Share(NamedTuple):
@@ -64,16 +64,22 @@ class StageRun:
         self._kind = kind
         self._residuals: dict[int, Any] = {}
         self._rests: dict[int, tuple[Any, Share]] = {}
+        self._deferred: dict[int, Deferred] = {}
         self._partial: Partial | None = None
 
     @property
     def live(self) -> list[int]:
         """See the class."""
-        return sorted({*self._residuals, *self._rests})
+        return sorted(set().union(*self._kept))
+
+    @property
+    def _kept(self) -> tuple[dict[int, Any], ...]:
+        """What waits for something of the backward pass, by micro-batch."""
+        return self._residuals, self._rests, self._deferred
 
     def arrays(self) -> Any:
         """All arrays that it has at the moment, beside parameters and keys."""
-        return self._residuals, self._rests, self._partial, self.state
+        return self._kept, self._partial, self.state
 
     def nbytes(self) -> int:
         """Bytes kept for backward passes still to come, each array counted once.
@@ -81,7 +87,7 @@ class StageRun:
         Parameters, which pending weight gradients may refer to, are not among them.
         """
         own = {id(x) for x in jax.tree.leaves(self.params)}
-        kept = jax.tree.leaves((self._residuals, self._rests))
+        kept = jax.tree.leaves(self._kept)
         sizes = {id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}
         return sum(size for number, size in sizes.items() if number not in own)
 
@@ -108,29 +114,35 @@ class StageRun:
         """
         residuals, returned = self._residuals.pop(micro)
         d_outputs = self._cotangent(returned, cotangents)
-        if split:
-            (_, d_inputs, _), rest = self._compiled.backward_inputs(
-                self.params, residuals, d_outputs
-            )
+        passes, given = self._compiled, (self.params, residuals, d_outputs)
+        add = _ADD[self._kind], self._partial, share
+        if self._stage.join_weight_gradients:
+            found = passes.backward_deferring_then(*add, *given)
+            self._partial, (_, d_inputs, _), self._deferred[micro] = found
+        elif split:
+            (_, d_inputs, _), rest = passes.backward_inputs(*given)
             self._rests[micro] = rest, share
         else:
-            self._partial, (_, d_inputs, _) = self._compiled.backward_then(
-                _ADD[self._kind],
-                self._partial,
-                share,
-                self.params,
-                residuals,
-                d_outputs,
-            )
+            self._partial, (_, d_inputs, _) = passes.backward_then(*add, *given)
         if d_inputs is None:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
 
     def backward_params(self, micro: int) -> None:
-        """The other half of a split backward pass."""
+        """The other half of a split backward pass, if it is not for `finish`."""
+        if micro in self._deferred:
+            return
         rest, share = self._rests.pop(micro)
         self._partial = self._compiled.backward_params_then(
             _ADD[self._kind], self._partial, share, rest
+        )
+
+    def finish(self) -> None:
+        """After the last backward pass: the weight gradients of all, if joined."""
+        deferred = list(self._deferred.values())
+        self._deferred.clear()
+        self._partial = self._compiled.joined_then(
+            _completed, self._partial, None, deferred
         )
 
     def joined(self, found: Mapping[int, Partial]) -> Partial:
@@ -152,6 +164,7 @@ class StageRun:
 
     def partial(self) -> Partial:
         """The gradient so far, not divided yet; to be joined with other replicas'."""
+        self.finish()
         assert self._partial is not None
         return self._partial
 
@@ -177,6 +190,17 @@ def _added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Pa
         # say, would be passed through as it is; the next addition donates it.
         return jax.lax.optimization_barrier(own)
     return reduction.combine(so_far, own, kind)
+
+
+def _completed(so_far: Partial, joined: Any, given: None) -> Partial:
+    """The gradient with what was put off; its weights are there already."""
+    gradient = jax.tree.map(
+        lambda a, b: b if a is None else a if b is None else a + b,
+        so_far.gradient,
+        jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined),
+        is_leaf=is_none,
+    )
+    return so_far._replace(gradient=gradient)
 
 
 _ADD = {kind: functools.partial(_added, kind) for kind in reduction.REDUCTIONS}

@@ -132,6 +132,7 @@ class Step:
         """The gradient of a stage has grown by another micro-batch's."""
         self._left[worker, stage] -= 1
         if not self._left[worker, stage]:
+            self._runs[worker, stage].finish()
             self._share_gradient(worker, stage)
 
     # --- what several workers have to join ---

@@ -9,6 +9,7 @@ crosses every stage between its owner and the loss.
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jdist.pipeline.schedules import (
     zbv,
     zero_bubble,
 )
+from jdist.pipeline.spmd_strategies import one_program
 from jdist.pipeline.stage import Stage
 
 Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
@@ -47,6 +49,7 @@ def strategies() -> Mapping[str, Build]:
         "interleaved x1": _within(interleaved(1, m, 3), 1),
         "looped BFS x1": _within(looped_bfs(1, m, 3), 1),
         "1F1B, recomputed x3": _within(one_f_one_b(3, m), 3, recompute=True),
+        "1F1B, joined x3": _within(one_f_one_b(3, m), 3, join_weight_gradients=True),
         "1F1B, three workers": _over_workers(one_f_one_b(3, m)),
     }
     rows |= {
@@ -54,6 +57,10 @@ def strategies() -> Mapping[str, Build]:
         "DualPipeV x2": _within(dualpipe_v(2, 4), 2, stages=4),
     }
     rows |= {"PipeDream with a flush": _pipedream}
+    rows |= {
+        "one program, 1F1B x2": partial(one_program, one_f_one_b(2, m)),
+        "one program, ZBV x2": partial(one_program, zbv(2, m)),
+    }
     return {f"pipeline {name}": row for name, row in rows.items()}
 
 
@@ -63,7 +70,7 @@ def _pipedream(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..
         raise Unavailable(f"PipeDream updates by means, not by {reduction}")
 
     def candidate(params: Any, batch: Any, weights: Any) -> Any:
-        cut = _Cut(loss_fn, params, 3, False)
+        cut = _Cut(loss_fn, params, 3, {})
         runtime = PipeDream(
             cut.stages,
             _losses,
@@ -90,18 +97,25 @@ _GRADIENT = Optimizer(
 """Keeps what it is given, and moves nothing."""
 
 
-def _within(
-    schedule: Schedule, devices: int, stages: int = 3, recompute: Any = False
-) -> Build:
-    """All stages in this process; on JAX's default device if `devices` is 0."""
+def _within(schedule: Schedule, devices: int, stages: int = 3, **options: Any) -> Build:
+    """All stages in this process; on JAX's default device if `devices` is 0.
+
+    Args:
+      schedule: The schedule.
+      devices: How many.
+      stages: How many.
+      **options: Of the last stage, which computes the losses.
+    """
 
     def build(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..., Any]:
         if devices > jax.device_count():
             raise Unavailable(f"{devices} devices, of which {jax.device_count()} here")
+        if options.get("join_weight_gradients") and reduction in ("max", "min"):
+            raise Unavailable("joined weight gradients, which are for mean and sum")
         where = jax.devices()[:devices] if devices else None
 
         def candidate(params: Any, batch: Any, weights: Any) -> Any:
-            cut = _Cut(loss_fn, params, stages, recompute)
+            cut = _Cut(loss_fn, params, stages, options)
             pipe = Pipeline(cut.stages, _losses, schedule, where, reduction=reduction)
             placed = pipe.place(cut.params)
             loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
@@ -117,7 +131,7 @@ def _over_workers(schedule: Schedule) -> Build:
 
     def build(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..., Any]:
         def candidate(params: Any, batch: Any, weights: Any) -> Any:
-            cut = _Cut(loss_fn, params, 3, False)
+            cut = _Cut(loss_fn, params, 3, {})
             names = [f"stage{number}" for number in range(3)]
             found: dict[int, Any] = {}
 
@@ -150,7 +164,11 @@ class _Cut:
     """A loss cut by its parameters; leaf k belongs to stage k modulo their number."""
 
     def __init__(
-        self, loss_fn: Callable[..., jax.Array], params: Any, count: int, recompute: Any
+        self,
+        loss_fn: Callable[..., jax.Array],
+        params: Any,
+        count: int,
+        options: Mapping[str, Any],
     ) -> None:
         leaves, self._structure = jax.tree.flatten(params)
         self._count = count
@@ -162,7 +180,7 @@ class _Cut:
         ]
         last = self._calling(loss_fn)
         inputs = (names[-1], "batch")
-        self.stages.append(Stage(last, inputs, ("losses",), recompute=recompute))
+        self.stages.append(Stage(last, inputs, ("losses",), **options))
 
     def _calling(self, loss_fn: Callable[..., jax.Array]) -> Callable[..., Any]:
         structure = self._structure

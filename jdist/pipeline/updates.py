@@ -12,14 +12,16 @@ The scale is taken off in `Optimizer.step`, in float32. Norms are those without 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._errors import requirement
 from jdist.optim import DynamicLossScale, Optimizer, all_finite, compute_copies
+from jdist.optim._hyper import check_overrides
 from jdist.optim.clipping import scaled, shrinking, square, sum_of
 
 
@@ -35,6 +37,22 @@ class News(NamedTuple):
     finite: jax.Array | None
 
 
+class Found(NamedTuple):
+    """What the passes of one step have found.
+
+    Attributes:
+      loss: Of the batch.
+      grads: Of each stage of this process; None for the others.
+      news: Of all stages' gradients together, as far as it is asked for.
+      states: What stateful stages of this process were left with.
+    """
+
+    loss: jax.Array
+    grads: list[Any]
+    news: News
+    states: list[Any]
+
+
 class Updates:
     """The optimizers of all stages, and what they start from in one step.
 
@@ -43,12 +61,14 @@ class Updates:
       params: Of each stage; None for those of other processes.
       opt_states: Likewise.
       max_norm: Of the gradient of all stages; None: it is not clipped.
+      overrides: Of the optimizers' numbers, for this step.
 
     Attributes:
       loss_scale: How the loss is scaled, the same in all stages; None: it is not.
 
     Raises:
-      ValueError: The stages scale the loss differently.
+      ValueError: The stages scale the loss differently; a number breaks its rule.
+      TypeError: An override is no numeric hyperparameter of one of the optimizers.
     """
 
     def __init__(
@@ -57,12 +77,20 @@ class Updates:
         params: Sequence[Any],
         opt_states: Sequence[Any],
         max_norm: float | None,
+        overrides: Mapping[str, Any],
     ) -> None:
         self.loss_scale = loss_scale_of(optimizers)
         self._optimizers = optimizers
         self._params = params
         self._opt_states = opt_states
         self._max_norm = max_norm
+        for one in optimizers:
+            check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
+        # On the host: every stage takes them to its own device.
+        self._overrides = {
+            name: np.asarray(number) if isinstance(number, jax.Array) else number
+            for name, number in overrides.items()
+        }
 
     @property
     def together(self) -> bool:
@@ -108,6 +136,7 @@ class Updates:
             self._opt_states[stage],
             news,
             self._max_norm,
+            self._overrides,
         )
 
 
@@ -171,6 +200,7 @@ def _update(
     opt_state: Any,
     news: News,
     max_norm: float | None,
+    overrides: dict[str, Any],
 ) -> tuple[Any, Any, jax.Array | None]:
     norm = None
     if news.square is not None and max_norm is not None:
@@ -180,4 +210,4 @@ def _update(
         factor = shrinking(norm, max_norm)
         grads = jax.tree.map(lambda g: scaled(g, factor), grads)
     finite = {} if news.finite is None else {"finite": news.finite}
-    return *optimizer.step(params, grads, opt_state, **finite), norm
+    return *optimizer.step(params, grads, opt_state, **overrides, **finite), norm

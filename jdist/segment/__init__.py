@@ -14,13 +14,14 @@ piece; and a lambda written in a loop compiles each time.
   it. `_repeat`: what may be computed again. `_flow`: what depends on what. `_loops`:
   the same cut inside the body of a loop.
 - `_backward`: the backward program for one pattern of absent cotangents. `_split`: its
-  two halves.
+  two halves. `_deferred`: weight gradients for many calls at once.
 - `_cache`: compiled functions by code and contents. `_contents`: these contents.
 - `_halves`, `_residuals`, `_segment`: the compiled functions, what passes between them,
   and the public face.
 """
 
 from jdist.segment._cache import RecompilationWarning as RecompilationWarning
+from jdist.segment._residuals import Deferred as Deferred
 from jdist.segment._residuals import Residuals as Residuals
 from jdist.segment._residuals import Rest as Rest
 from jdist.segment._segment import Segment as Segment

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.segment._backward import Layout, gradient
+from jdist.segment._backward import Layout, cotangents_of, gradient
+from jdist.segment._deferred import Deferral, defer
 from jdist.segment._plan import Plan, plan
 from jdist.segment._repeat import Policy
-from jdist.segment._residuals import Residuals, Rest
+from jdist.segment._residuals import Deferred, Residuals, Rest
 from jdist.segment._split import split
 
 Static = tuple[tuple[int, type, Any], ...]
@@ -40,6 +41,10 @@ class Halves:
         (then(carry, d_params, given), d_inputs)`; the carry is donated.
       second_then: `(then, carry, given, rest, layout) -> then(carry, d_params, given)`;
         the carry is donated.
+      deferring_then: As `backward_then`, with a third result: of what is kept for
+        `joined_then` only what nobody else holds.
+      joined_then: `(then, carry, given, deferred, layout) -> then(carry, d_params,
+        given)`; the carry is donated.
     """
 
     owner: object
@@ -49,6 +54,8 @@ class Halves:
     second: Callable[..., Any]
     backward_then: Callable[..., Any]
     second_then: Callable[..., Any]
+    deferring_then: Callable[..., Any]
+    joined_then: Callable[..., Any]
 
 
 def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
@@ -86,7 +93,9 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
 
     name = getattr(fn, "__name__", type(fn).__name__)
     backward_then, second_then = _continued(backward)
-    for half in (forward, backward, first, second, backward_then, second_then):
+    deferring_then, joined_then = _joining()
+    continued = (backward_then, second_then, deferring_then, joined_then)
+    for half in (forward, backward, first, second, *continued):
         half.__name__ = f"{name}_{half.__name__}"
     return Halves(
         owner,
@@ -96,6 +105,8 @@ def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
         jax.jit(second, static_argnums=1),
         jax.jit(backward_then, static_argnums=(0, 6), donate_argnums=1),
         jax.jit(second_then, static_argnums=(0, 4), donate_argnums=1),
+        jax.jit(deferring_then, static_argnums=(0, 6), donate_argnums=1),
+        jax.jit(joined_then, static_argnums=(0, 4), donate_argnums=1),
     )
 
 
@@ -121,6 +132,37 @@ def _continued(backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
         return then(carry, rest.split.gradients(rest.arrays, finished), given)
 
     return backward_then, second_then
+
+
+def _joining() -> tuple[Callable[..., Any], ...]:
+    """The backward pass without its last products, and these for many calls."""
+    # One object for all traces: calls are joined where theirs is the same.
+    known: dict[tuple[Plan, tuple[bool, ...]], Deferral] = {}
+
+    def deferring_then(
+        then: Then,
+        carry: Any,
+        given: Any,
+        params: Any,
+        residuals: Residuals,
+        d_outputs: Any,
+        layout: Layout,
+    ) -> Any:
+        planned, kept = residuals.plan, residuals.arrays
+        case = planned, tuple(cotangents_of(d_outputs, planned.outputs)[1])
+        if case not in known:
+            known[case] = defer(gradient(planned, kept, params, d_outputs))
+        leaves = jax.tree.leaves((params, kept, d_outputs))
+        d_params, d_inputs, computed = known[case].first(leaves, layout)
+        return then(carry, d_params, given), d_inputs, Deferred(known[case], computed)
+
+    def joined_then(
+        then: Then, carry: Any, given: Any, deferred: list[Deferred], layout: Layout
+    ) -> Any:
+        calls = [each.arrays for each in deferred]
+        return then(carry, deferred[0].split.joined(calls, layout), given)
+
+    return deferring_then, joined_then
 
 
 def _differentiable(

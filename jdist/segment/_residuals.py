@@ -1,6 +1,6 @@
 """What is kept between the halves of a segment: whose, and how to read it.
 
-Both classes are pytrees. Their arrays are children, and the program that reads them is
+All classes are pytrees. Their arrays are children, and the program that reads them is
 part of the structure, so that `jax.jit` finds the compiled backward pass by it. Which
 parameters the forward pass used is known by weak references, which keep nothing alive;
 it is forgotten where JAX takes the tree apart.
@@ -8,7 +8,7 @@ it is forgotten where JAX takes the tree apart.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 from weakref import ref
 
 import jax
@@ -18,6 +18,7 @@ from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import path_of
 from jdist.segment._backward import Layout
+from jdist.segment._deferred import Deferral
 from jdist.segment._plan import Plan
 from jdist.segment._split import Split
 
@@ -62,36 +63,52 @@ class Residuals:
         return cls(plan, tuple(arrays))
 
 
-@jax.tree_util.register_pytree_node_class
-class Rest:
-    """What `backward_inputs` leaves for `backward_params`: a pytree of arrays.
+Parts = TypeVar("Parts", Split, Deferral)
 
-    It refers to parameters, residuals and cotangents that it needs, and holds what the
-    first half has computed and the second would otherwise compute again.
+
+class _Waiting(Generic[Parts]):
+    """What one part of a backward pass leaves for another: a pytree of arrays.
+
+    It refers to parameters, residuals and cotangents that are needed, and holds what
+    was computed and would otherwise be computed again.
     """
 
     __slots__ = ("arrays", "layout", "split")
 
     def __init__(
-        self, split: Split, arrays: tuple[Any, ...], layout: Layout = None
+        self, split: Parts, arrays: tuple[Any, ...], layout: Layout = None
     ) -> None:
-        self.split = split
+        self.split: Parts = split
         self.arrays = arrays
         self.layout = layout
 
     @property
     def owner(self) -> object:
-        """What tells this rest from those of other functions."""
+        """What tells it from those of other functions."""
         return self.split.gradient.plan.owner
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Split]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Parts]:
         """The arrays; how to use them is part of the structure."""
         return self.arrays, self.split
 
     @classmethod
-    def tree_unflatten(cls, split: Split, arrays: Sequence[Any]) -> "Rest":
-        """The rest of the same split."""
+    def tree_unflatten(cls, split: Parts, arrays: Sequence[Any]) -> Self:
+        """The same of other arrays."""
         return cls(split, tuple(arrays))
+
+
+@jax.tree_util.register_pytree_node_class
+class Rest(_Waiting[Split]):
+    """What `backward_inputs` leaves for `backward_params`: a pytree of arrays."""
+
+    __slots__ = ()
+
+
+@jax.tree_util.register_pytree_node_class
+class Deferred(_Waiting[Deferral]):
+    """What `backward_deferring_then` leaves for `joined_then`: a pytree of arrays."""
+
+    __slots__ = ()
 
 
 # --- of which arrays ---
@@ -134,6 +151,7 @@ def check_origin(call: str, value: Any, kind: type, owner: object) -> None:
     name, maker = {
         Residuals: ("residuals", "forward"),
         Rest: ("rest", "backward_inputs"),
+        Deferred: ("deferred", "backward_deferring_then"),
     }[kind]
     argument = f"Segment.{call}({name}=...)"
     if type(value) is not kind:

@@ -12,6 +12,7 @@ from jdist.segment._cache import Cache
 from jdist.segment._halves import Halves, Static, Then, halves
 from jdist.segment._repeat import POLICIES, Policy
 from jdist.segment._residuals import (
+    Deferred,
     Residuals,
     Rest,
     check_origin,
@@ -202,6 +203,81 @@ class Segment:
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"rest": rest})
             raise
+
+    def backward_deferring_then(
+        self,
+        then: Then,
+        carry: Any,
+        given: Any,
+        params: Any,
+        residuals: Residuals,
+        d_outputs: Any,
+    ) -> tuple[Any, tuple[Any, ...], Deferred]:
+        """`backward_then` without the products that end gradients of parameters.
+
+        Such gradients are None in what `then` is given; `joined_then` computes them,
+        for many calls at once.
+
+        Args and errors are those of `backward_then`.
+
+        Returns:
+          `(what `then` returned, d_inputs, deferred)`. The last refers to parameters,
+          residuals and cotangents that it needs: these must not be donated before
+          `joined_then`.
+        """
+
+        def half(*arguments: Any) -> Any:
+            return self._halves.deferring_then(then, carry, given, *arguments)
+
+        arguments = (params, residuals, d_outputs)
+        carry, d_inputs, found = self._pull_back(
+            "backward_deferring_then", half, arguments
+        )
+        arrays = found.split.wiring.gather(
+            jax.tree.leaves(params),
+            residuals.arrays,
+            jax.tree.leaves(d_outputs),
+            jax.tree.leaves(d_inputs),
+            found.arrays,
+        )
+        return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
+
+    def joined_then(
+        self, then: Then, carry: Any, given: Any, deferred: Sequence[Deferred]
+    ) -> Any:
+        """The sum over many calls of the gradients that they have put off.
+
+        Calls of equal shapes are one product each; for every set of shapes, in the
+        order of its first call, `then(carry, d_params, given)` makes the next carry.
+        In `d_params` None takes the place of gradients that were not put off.
+
+        Args:
+          then, carry, given: As for `backward_then`.
+          deferred: What `backward_deferring_then` returned.
+
+        Returns:
+          What `then` returned last; `carry` if nothing was put off.
+
+        Raises:
+          ValueError: An array that is needed was donated or deleted; or something is of
+            another segment.
+          TypeError: Something is not what `backward_deferring_then` returned.
+        """
+        call = "joined_then"
+        alike: dict[Any, list[Deferred]] = {}
+        for each in deferred:
+            check_origin(call, each, Deferred, self._halves.owner)
+            alike.setdefault(each.split, []).append(each)
+        try:
+            for split, calls in alike.items():
+                if any(split.put_off):
+                    carry = self._halves.joined_then(
+                        then, carry, given, calls, calls[0].layout
+                    )
+        except (RuntimeError, ValueError) as error:
+            explain_deleted(call, error, {"deferred": list(deferred)})
+            raise
+        return carry
 
     def _pull_back(
         self, call: str, half: Callable[..., Any], arguments: tuple[Any, Residuals, Any]

@@ -15,19 +15,6 @@ from jdist.data_parallel.process_group import VARIABLES, process_group
 from jdist.rpc.errors import ProcessFailed
 from jdist.rpc.spawn import spawn
 from tests.data_parallel import group_runs as runs
-from tests.rpc.hosts import Hosts
-
-
-@pytest.fixture(scope="module")
-def pair(nursery):
-    """Two processes that have joined; they part in peace."""
-    hosts = Hosts(nursery, 2)
-    try:
-        hosts.joined = hosts.everywhere(runs.join)
-        yield hosts
-        hosts.everywhere(runs.leave)
-    finally:
-        hosts.close()
 
 
 def test_the_mesh_is_over_all_devices_of_both(pair):

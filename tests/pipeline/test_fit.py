@@ -2,11 +2,13 @@
 
 import io
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
-from jdist import pipeline
+from jdist import optim, pipeline
 from jdist.pipeline import Checkpoints, Evaluation, Metrics, fit, over_epoch
 from tests.pipeline.trained import EXAMPLES, batch_of, made, numbers, same, start, steps
 
@@ -47,6 +49,28 @@ def test_metrics_of_a_step():
     _, found = pipe.train_step(state, batch)
     assert (found.examples, found.weight) == (EXAMPLES, EXAMPLES)
     assert float(found.grad_norm) > 0
+
+
+def test_numbers_of_the_optimizers_for_one_step(caplog):
+    """As if they had been made with them; another number compiles nothing."""
+    places = jax.devices()[2:4]
+    optimizers = [optim.adamw(lr=0.25), optim.sgd(lr=0.25, momentum=0.9)]
+    plain, pipe = made(places, optimizer=optimizers), made(places)
+    expected, _ = steps(plain, start(plain), 1)
+    state, _ = pipe.train_step(start(pipe), *batch_of(0), lr=0.125)
+    with jax.log_compiles():
+        state, _ = pipe.train_step(start(pipe), *batch_of(0), lr=0.25)
+    assert not [r for r in caplog.records if "_update" in r.message]
+    same(numbers(state), numbers(expected))
+    state, _ = pipe.train_step(start(pipe), *batch_of(0), lr=jnp.float32(0.25))
+    same(numbers(state), numbers(expected))
+    # Refused before anything is donated: the state can still be used.
+    with pytest.raises(TypeError, match=r"`sgd.step` has no .* 'eps' to override"):
+        pipe.train_step(state, *batch_of(1), eps=1e-3)
+    with pytest.raises(ValueError, match=r"`adamw.step\(lr=...\)` must be at least 0"):
+        pipe.train_step(state, *batch_of(1), lr=-1.0)
+    state, _ = steps(pipe, state, 1)
+    assert state.step == 2
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,20 @@ def test_bfloat16_needs_no_scale():
     assert max(shown) < 0.5
 
 
+def test_masters_where_stages_update_alone():
+    """With a flush after each batch, PipeDream's steps are those of a pipeline."""
+    opt = optim.with_master_weights(optim.sgd(lr=mixed.RATE, momentum=0.5))
+    pipe = made(pipeline.gpipe(3, 1), optimizer=opt)
+    options = {"optimizer": opt, "policy": "flush"}
+    runtime = pipeline.PipeDream(pipe.stages, mixed.losses, **options)
+    batches, weights = zip(*map(batch_of, range(3)), strict=True)
+    state, _ = runtime.train_epoch(runtime.init(start()), batches, weights)
+    expected = pipe.init(start())
+    for batch, own in zip(batches, weights, strict=True):
+        expected, _ = pipe.train_step(expected, batch, own)
+    same_bits((state.params, state.opt_states), (expected.params, expected.opt_states))
+
+
 def test_stages_may_differ_in_their_dtype():
     """A stage in float32 takes part in the scale; what is sent to it is cast there."""
     scale = mixed.SCALES["dynamic"]

@@ -1,5 +1,7 @@
 """Modules, a map and a plan, put together into stages."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,13 +99,22 @@ def test_a_plan_that_was_written_is_run(tmp_path, rng):
     made = stages_from_modules(own, read)
     assert len(made.stages) == len(plan.stages) > 1
     assert [tuple(p) for p in made.params] == [stage.layers for stage in plan.stages]
-    runtime = pipeline.PipeDream(
-        made.stages, losses, optimizer=optim.sgd(lr=0.1), replicas=read.replicas
-    )
-    batch = {"x": np.ones((4, 3), np.float32), "target": np.ones((4, 2), np.float32)}
-    state, metrics = runtime.train_epoch(runtime.init(made.params), [batch] * 8)
-    assert metrics.losses[-1] < metrics.losses[0]
-    assert state.step == 1
+    written = json.loads((tmp_path / "plan.json").read_text())["module_to_stage_map"]
+    by_hand = stages_from_modules(own, written)
+    batches = [
+        {"x": rng.normal(size=(4, 3)), "target": rng.normal(size=(4, 2))}
+        for _ in range(5)
+    ]
+    found = []
+    for stages, replicas in ((made, read.replicas), (by_hand, None)):
+        runtime = pipeline.PipeDream(
+            stages.stages, losses, optimizer=optim.sgd(lr=0.01), replicas=replicas
+        )
+        params = jax.tree.map(lambda x: x.astype(np.float64), stages.params)
+        state, _ = runtime.train_epoch(runtime.init(params), batches)
+        found.append(jax.tree.leaves(state.params))
+    for a, b in zip(*found, strict=True):
+        assert np.array_equal(a, b)
 
 
 @pytest.mark.parametrize(

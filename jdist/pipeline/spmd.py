@@ -1,0 +1,256 @@
+"""The whole pipeline as one SPMD program: equal stages on the devices of a mesh.
+
+The parameters of a stage stay where they are, on the device of its worker: seen
+together they are arrays that are divided over the mesh, and so are the gradients. One
+process may have all the devices, or each of several processes (`jax.distributed`) some
+of them, and all call the program with the same batch.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist._compat import map_shards
+from jdist._errors import requirement
+from jdist._tree import is_none
+from jdist.pipeline.kind import Kind
+from jdist.pipeline.loss import PipelineLoss
+from jdist.pipeline.places import Places
+from jdist.pipeline.shapes import entry_of
+from jdist.pipeline.spmd_feed import Lots, Spread, lots
+from jdist.pipeline.spmd_program import Feed, Model, run
+from jdist.pipeline.spmd_rules import (
+    check_agreement,
+    check_params,
+    check_shares,
+    check_stages,
+    check_value,
+)
+from jdist.pipeline.spmd_table import tabulate
+from jdist.pipeline.updates import Found, News, Updates
+from jdist.pipeline.wiring import Wiring
+
+
+class OneProgram:
+    """Runs all stages of a pipeline as one program; see `Pipeline`.
+
+    Args:
+      wiring: Which value goes where.
+      places: Who runs what; the devices are those of the mesh.
+      mesh: A device for each worker.
+      loss: The loss function.
+      with_square: Whether |g|^2 over all stages is wanted.
+
+    Raises:
+      ValueError: The stages, or the shares of the workers, are not equal.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        places: Places,
+        mesh: Mesh,
+        loss: PipelineLoss,
+        with_square: bool,
+    ) -> None:
+        check_stages(wiring)
+        check_shares(places.schedule)
+        self._places = places
+        self._stages = wiring.stages
+        self._mesh = mesh
+        self._loss = loss
+        self._with_square = with_square
+        self._table = tabulate(places.schedule)
+        self._spread = Spread(places, mesh)
+        self._programs: dict[Any, _Program] = {}
+
+    def __call__(
+        self, params: Sequence[Any], batch: Any, weights: Any, updates: Updates | None
+    ) -> Found:
+        """The loss of a batch and the gradients of this process's stages.
+
+        Raises: what `Pipeline.value_and_grad` raises; ValueError if the optimizers
+          scale the loss.
+        """
+        if updates is not None and updates.loss_scale is not None:
+            rule = "must not scale the loss where one program runs all stages"
+            remedy = (
+                "Give a list of devices, or names of workers, in place of the mesh."
+            )
+            call = "Pipeline(optimizer=...)"
+            got = f"{updates.loss_scale}"
+            raise ValueError(requirement(call, rule, got, remedy))
+        program, arguments = self._prepared(params, batch, weights)
+        loss, grads, square = program.run(*arguments)
+        found: list[Any] = [None] * len(self._stages)
+        for index, rank in enumerate(self._places.own):
+            for chunk, stage in enumerate(self._table.stages[rank]):
+                found[stage] = _like(_here(grads[chunk], index), program.shapes)
+        news = News(_here(square, 0), None)
+        return Found(_here(loss, 0), found, news, [None] * len(found))
+
+    def lower(
+        self, params: Sequence[Any], batch: Any, weights: Any = None
+    ) -> jax.stages.Lowered:
+        """The program, for a look at what is compiled and what it needs."""
+        program, arguments = self._prepared(params, batch, weights)
+        return program.run.lower(*arguments)
+
+    def check_alone(self, call: str) -> None:
+        """Refuses what only a process with all the devices can do.
+
+        Raises:
+          ValueError: Other processes have some of them.
+        """
+        if len(self._places.own) < self._places.schedule.workers:
+            rule = "must be called where one process has all devices of the mesh"
+            got = f"the devices of workers {list(self._places.own)} alone"
+            remedy = "Evaluate by a pipeline over rpc's workers."
+            raise ValueError(requirement(call, rule, got, remedy))
+
+    def _prepared(
+        self, params: Sequence[Any], batch: Any, weights: Any
+    ) -> tuple["_Program", tuple[list[Any], Feed]]:
+        cut = lots(batch, weights, self._places.schedule.micro_batches)
+        own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
+        program = self._program(own, batch, cut)
+        whole = [
+            jax.tree.map(lambda *parts: self._spread.together(parts), *trees)
+            for trees in self._by_chunk(own)
+        ]
+        return program, (whole, self._feed(batch, cut, program.read))
+
+    def _by_chunk(self, own: Mapping[int, Any]) -> list[list[Any]]:
+        """For each chunk the parameters of this process's workers."""
+        stages = self._table.stages[self._places.own].T
+        return [[own[int(j)] for j in chunk] for chunk in stages]
+
+    def _feed(self, batch: Any, cut: Lots, read: Sequence[str]) -> Feed:
+        spread, end = self._spread, len(self._stages)
+
+        def entry(name: str, taker: int) -> Any:
+            worker = self._places.worker(taker, 0)
+            if worker in self._places.own:
+                self._places.check(name, batch[name], worker, taker)
+            return jax.tree.map(
+                lambda x: spread.only(worker, _kind(x, cut), lambda: cut.of(x)),
+                batch[name],
+            )
+
+        return Feed(
+            entry(self._stages[0].inputs[0], 0),
+            {name: entry(name, end) for name in read},
+            spread.together([cut.weights] * len(self._places.own)),
+            spread.together([cut.totals] * len(self._places.own)),
+        )
+
+    # --- once for all batches of equal shapes ---
+
+    def _program(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> "_Program":
+        leaves, structure = jax.tree.flatten((own, batch))
+        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        signature = kinds, structure, str(cut.weights.dtype)
+        if signature not in self._programs:
+            if not self._programs:
+                self._agree(batch, cut)
+            self._programs[signature] = self._made(own, batch, cut)
+        return self._programs[signature]
+
+    def _made(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> "_Program":
+        shapes = {j: jax.tree.map(_shape, tree) for j, tree in own.items()}
+        check_params(shapes)
+        stage, number = self._stages[0], min(own)
+        lot = jax.tree.map(lambda x: _shape(x, cut.order.shape[1:]), batch)
+        value = entry_of(lot, stage.inputs[0], "stage 0")
+        check_value(number, stage, shapes[number], value)
+        name = self._stages[-1].outputs[0]
+        read = self._loss.entries_read({name: value}, lot)
+        axis = self._mesh.axis_names[0]
+        model = Model(
+            self._table,
+            stage.compiled(frozenset(), "SPMD"),
+            self._loss.passes(lot, read),
+            name,
+            self._loss.kind,
+            axis,
+            self._with_square,
+        )
+
+        def on_device(params: Sequence[Any], feed: Feed) -> Any:
+            given = [_like(tree, shapes[number]) for tree in params]
+            loss, grads, square = run(model, given, feed)
+            return loss, jax.tree.map(jnp.atleast_1d, grads), square
+
+        each, same = PartitionSpec(axis), PartitionSpec()
+        mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
+        return _Program(read, shapes[number], jax.jit(mapped))
+
+    def _agree(self, batch: Any, cut: Lots) -> None:
+        """Before the first step: what differs between processes would hang them."""
+        if jax.process_count() == 1:
+            return
+        kinds = jax.tree.map(_shape, batch)
+        text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
+        digest = hashlib.sha256(text.encode()).digest()
+        found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
+        check_agreement([bytes(row).hex() for row in found])
+
+
+def one_program_on(
+    where: Any,
+    wiring: Wiring,
+    places: Places,
+    loss: PipelineLoss,
+    max_norm: float | None,
+) -> OneProgram | None:
+    """The program, if the pipeline is given a mesh; else None.
+
+    Raises: what `OneProgram` raises.
+    """
+    if not isinstance(where, Mesh):
+        return None
+    return OneProgram(wiring, places, where, loss, max_norm is not None)
+
+
+class _Program(NamedTuple):
+    """What is compiled for batches and parameters of some shapes.
+
+    Attributes:
+      read: The entries of the batch that the loss reads.
+      shapes: Of a stage's parameters.
+      run: `(params, feed) -> (loss, grads, square)`, jitted; all over the mesh.
+    """
+
+    read: tuple[str, ...]
+    shapes: Any
+    run: Any
+
+
+def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    shape = np.shape(x) if rows is None else (*rows, *np.shape(x)[1:])
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+
+def _kind(x: Any, cut: Lots) -> Kind:
+    return Kind((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
+
+
+def _like(tree: Any, shapes: Any) -> Any:
+    """Scalars again what crosses the program's border with an axis of one."""
+    return jax.tree.map(
+        lambda x, shape: x if x is None or shape.shape else x.reshape(()),
+        tree,
+        shapes,
+        is_leaf=is_none,
+    )
+
+
+def _here(tree: Any, index: int) -> Any:
+    """The part of arrays that is on this process's device of that number."""
+    return jax.tree.map(lambda x: x.addressable_data(index), tree)

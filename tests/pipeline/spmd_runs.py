@@ -1,0 +1,75 @@
+"""What the processes of a group do with a pipeline in one program."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist import optim, pipeline
+from tests.pipeline.spmd_models import losses, problem, stages
+
+FAMILIES = {
+    "1F1B": lambda: pipeline.one_f_one_b(2, 3),
+    "ZBV": lambda: pipeline.zbv(2, 3),
+}
+EXAMPLES = 7
+
+
+def made(family, reduction, **options):
+    """A pipeline over one device of each process."""
+    count = jax.local_device_count()
+    mesh = Mesh(np.array(jax.devices())[::count], ("stage",))
+    schedule = FAMILIES[family]()
+    return pipeline.Pipeline(
+        stages(schedule.stages), losses, schedule, mesh, reduction=reduction, **options
+    )
+
+
+def gradient(family, reduction):
+    """Loss and gradients, as this process has them; and its stages."""
+    pipe = made(family, reduction)
+    params, batch, weights = problem(len(pipe.stages), EXAMPLES, dtype=np.float64)
+    found = pipe.value_and_grad(pipe.place(params), batch, weights)
+    return pipe.own, jax.tree.map(np.asarray, found)
+
+
+def trained(family, steps):
+    """The metrics of each step, the norm over the stages of both processes."""
+    pipe = made(family, "mean", optimizer=optim.adam(lr=1e-2), max_norm=0.5)
+    params, batch, weights = problem(len(pipe.stages), EXAMPLES)
+    state, found = pipe.init(params), []
+    for _ in range(steps):
+        state, metrics = pipe.train_step(state, batch, weights)
+        found.append((float(metrics.loss), float(metrics.grad_norm)))
+    return found
+
+
+def disagreeing():
+    """The second process has a batch of another size."""
+    pipe = made("1F1B", "mean")
+    params, batch, weights = problem(2, EXAMPLES + 3 * jax.process_index())
+    try:
+        pipe.value_and_grad(pipe.place(params), batch, weights)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def evaluated():
+    """Evaluation reaches only the devices of this process."""
+    pipe = made("1F1B", "mean")
+    params, batch, _ = problem(2, EXAMPLES)
+    try:
+        pipe.evaluate(pipe.place(params), batch)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def elsewhere():
+    """A mesh of the first process's devices."""
+    mesh = Mesh(np.array(jax.devices())[:2], ("stage",))
+    try:
+        pipeline.Pipeline(stages(2), losses, FAMILIES["1F1B"](), mesh)
+    except ValueError as error:
+        return str(error)
+    return "no error"

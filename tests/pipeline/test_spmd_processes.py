@@ -1,0 +1,56 @@
+"""One program over two processes: each has its own stages, and both the same loss."""
+
+import jax
+import numpy as np
+
+from jdist import optim, pipeline
+from tests.pipeline import spmd_runs as runs
+from tests.pipeline.spmd_models import close, losses, problem, stages, whole_gradient
+
+
+def test_the_gradient_is_that_of_the_whole_batch(pair):
+    """Two stages each, as a V: a micro-batch ends where it began."""
+    (own, found), (theirs, other) = pair.everywhere(runs.gradient, "ZBV", "mean")
+    assert (own, theirs) == ([0, 3], [1, 2])
+    (loss, grads), (same, others) = found, other
+    assert loss.tobytes() == same.tobytes()
+    assert [grads[j] is None for j in range(4)] == [False, True, True, False]
+    assert [others[j] is None for j in range(4)] == [True, False, False, True]
+    whole = [grads[0], others[1], others[2], grads[3]]
+    params, batch, weights = problem(4, runs.EXAMPLES, dtype=np.float64)
+    close((loss, whole), whole_gradient(params, batch, weights, "mean"))
+
+
+def test_training_is_that_of_one_process(pair):
+    """With the norm over the stages of both."""
+    one, other = pair.everywhere(runs.trained, "1F1B", 2)
+    assert one == other
+    schedule = runs.FAMILIES["1F1B"]()
+    options = {"optimizer": optim.adam(lr=1e-2), "max_norm": 0.5}
+    pipe = pipeline.Pipeline(stages(2), losses, schedule, **options)
+    params, batch, weights = problem(2, runs.EXAMPLES)
+    state = pipe.init(params)
+    for found in one:
+        state, metrics = pipe.train_step(state, batch, weights)
+        np.testing.assert_allclose(found, (metrics.loss, metrics.grad_norm), rtol=1e-5)
+
+
+def test_processes_that_disagree_are_refused(pair):
+    """Before a program starts that would wait for ever."""
+    expected = "must have stages, parameters, schedule and batch of the same shapes in"
+    for message in pair.everywhere(runs.disagreeing):
+        assert expected in message
+        assert "Got others in [1]" in message
+
+
+def test_evaluation_needs_all_devices(pair):
+    """It is made of the other executor's forward passes."""
+    for rank, message in enumerate(pair.everywhere(runs.evaluated)):
+        assert "must be called where one process has all devices" in message
+        assert f"the devices of workers [{rank}] alone" in message
+
+
+def test_a_mesh_without_a_device_of_the_process_is_refused(pair):
+    expected = "must have a device of each process that calls it"
+    assert expected in pair.run(1, runs.elsewhere)
+    assert jax.process_count() == 1
