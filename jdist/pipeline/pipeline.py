@@ -97,7 +97,7 @@ class Pipeline:
         self.executor = executor_for(schedule, workers_or_devices)
         self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
-        self._one_program = one_program_on(
+        self.one_program = one_program_on(
             workers_or_devices, self.wiring, self._places, self._loss, max_norm
         )
         self._compiled = [
@@ -272,8 +272,8 @@ class Pipeline:
         call, stages = "Pipeline.evaluate", len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
-        if self._one_program is not None:
-            self._one_program.check_alone(call)
+        if self.one_program is not None:
+            self.one_program.check_alone(call)
         count = min(self.schedule.micro_batches, examples_in(batch, call))
         parts = split_batch(batch, weights, count)
         runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
@@ -297,8 +297,8 @@ class Pipeline:
         stages = len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
-        if self._one_program is not None:
-            return self._one_program(trees, batch, weights, updates)
+        if self.one_program is not None:
+            return self.one_program(trees, batch, weights, updates)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
         loss = self._loss
         if updates is not None and updates.loss_scale is not None:

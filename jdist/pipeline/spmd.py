@@ -158,7 +158,7 @@ class OneProgram:
         signature = kinds, structure, str(cut.weights.dtype)
         if signature not in self._programs:
             if not self._programs:
-                self._agree(batch, cut)
+                self._agree(own, batch, cut)
             self._programs[signature] = self._made(own, batch, cut)
         return self._programs[signature]
 
@@ -191,11 +191,12 @@ class OneProgram:
         mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
         return _Program(read, shapes[number], jax.jit(mapped))
 
-    def _agree(self, batch: Any, cut: Lots) -> None:
+    def _agree(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> None:
         """Before the first step: what differs between processes would hang them."""
         if jax.process_count() == 1:
             return
-        kinds = jax.tree.map(_shape, batch)
+        # Stages are alike, which is checked next: one stands for all of a process.
+        kinds = jax.tree.map(_shape, (own[min(own)], batch))
         text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
         digest = hashlib.sha256(text.encode()).digest()
         found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))

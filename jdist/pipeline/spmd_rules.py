@@ -131,8 +131,8 @@ def check_agreement(texts: Sequence[str]) -> None:
     """
     others = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if others:
-        rule = "must have stages, parameters, schedule and batch of the same shapes in "
-        rule += "all processes"
+        rule = "must have parameters and a batch of the same shapes, and the same "
+        rule += "schedule and reduction, in all processes"
         raise ValueError(requirement("Pipeline(.., mesh)", rule, f"others in {others}"))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from jdist._errors import requirement
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.timeline import Record, Timeline
@@ -33,7 +34,8 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
       worker held at most.
 
     Raises:
-      ValueError: `step` did no step of this pipeline.
+      ValueError: `step` did no step of this pipeline; or its workers are a mesh, where
+        one program does all actions and nobody sees one end.
       Exception: What `step` raises; WorkerLost and RpcTimeout.
 
     Example:
@@ -48,6 +50,10 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
       >>> float(loss), [f"{r.kind}{r.micro_batch}" for r in timeline.records()]
       (4.5, ['F0', 'F1', 'B0', 'B1'])
     """
+    if pipe.one_program is not None:
+        rule = "must have workers or devices of their own, not a mesh"
+        remedy = "One program does all actions: look at it with jax.profiler."
+        raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
     pipe.stopwatch = watch = Stopwatch()
     try:
         result = step()

@@ -43,10 +43,14 @@ def trained(family, steps):
     return found
 
 
-def disagreeing():
-    """The second process has a batch of another size."""
+def disagreeing(what):
+    """The second process has a batch of another size, or wider parameters."""
     pipe = made("1F1B", "mean")
-    params, batch, weights = problem(2, EXAMPLES + 3 * jax.process_index())
+    second = jax.process_index() == 1
+    more = 3 if second and what == "batch" else 0
+    params, batch, weights = problem(2, EXAMPLES + more)
+    if second and what == "parameters":
+        params = jax.tree.map(lambda x: np.asarray(x)[None], params)
     try:
         pipe.value_and_grad(pipe.place(params), batch, weights)
     except ValueError as error:

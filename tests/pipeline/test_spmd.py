@@ -202,6 +202,12 @@ def test_replicated_stages_are_refused():
         made(schedule)
 
 
+def test_nobody_sees_an_action_end():
+    pipe = made(pipeline.gpipe(2, 2))
+    with pytest.raises(ValueError, match="must have workers or devices of their own"):
+        pipeline.timed(pipe, lambda: None)
+
+
 @pytest.mark.parametrize("places", [mesh(3), mesh(2, 2, 1)], ids=str)
 def test_a_mesh_must_have_one_axis_of_the_workers(places):
     expected = "must have one axis, of the schedule's 2 workers"

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from jdist import optim, pipeline
 from tests.pipeline import spmd_runs as runs
@@ -35,10 +36,11 @@ def test_training_is_that_of_one_process(pair):
         np.testing.assert_allclose(found, (metrics.loss, metrics.grad_norm), rtol=1e-5)
 
 
-def test_processes_that_disagree_are_refused(pair):
+@pytest.mark.parametrize("what", ["batch", "parameters"])
+def test_processes_that_disagree_are_refused(pair, what):
     """Before a program starts that would wait for ever."""
-    expected = "must have stages, parameters, schedule and batch of the same shapes in"
-    for message in pair.everywhere(runs.disagreeing):
+    expected = "must have parameters and a batch of the same shapes, and the same"
+    for message in pair.everywhere(runs.disagreeing, what):
         assert expected in message
         assert "Got others in [1]" in message
 
