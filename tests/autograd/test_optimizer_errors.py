@@ -19,13 +19,18 @@ def three(value=None):
     )
 
 
+def of_owner(i, *seed):
+    """No two owners' have the same shapes: each compiles its own step."""
+    return {"w": world.numbers(i, *seed, shape=(i + 2, 3))}
+
+
 def fails_on_worker1():
-    rrefs = three()
+    rrefs = world.remote_variables([(f"worker{i}", of_owner(i)) for i in range(3)])
     dist_opt = autograd.DistributedOptimizer(
         world.failing, rrefs, "worker1", "Error running optimizer."
     )
     with pytest.raises(Exception, match="Error running optimizer") as caught:
-        world.step(dist_opt, rrefs, [world.tree(7, i) for i in range(3)])
+        world.step(dist_opt, rrefs, [of_owner(i, 7) for i in range(3)])
     (error,) = caught.value.exceptions
     assert type(error) is ArithmeticError
     assert error.remote_worker == "worker1"
@@ -38,8 +43,8 @@ def test_an_error_of_one_owner(cluster):
     found = cluster.run(0, fails_on_worker1)
     expected = []
     for i in range(3):
-        given = [[world.tree(7, i) if i != 1 else None]]
-        ((value,),) = world.local_steps(optim.sgd(lr=0.25), [world.tree(i)], given)
+        given = [[of_owner(i, 7) if i != 1 else None]]
+        ((value,),) = world.local_steps(optim.sgd(lr=0.25), [of_owner(i)], given)
         expected.append(value)
     world.assert_same_bits(found, expected)
     settle(cluster)
