@@ -147,6 +147,7 @@ def test_evaluation_is_that_of_the_newest_weights():
     expected = np.average(losses(y, batches[0]), weights=weights[0])
     np.testing.assert_allclose(found.loss, expected, rtol=1e-12)
     assert metrics.losses.shape == (6,)
+    assert metrics.skipped is None  # without a loss scale
     total = np.average(metrics.losses, weights=[own.sum() for own in weights])
     np.testing.assert_allclose(metrics.loss, total, rtol=1e-12)
     first = functools.reduce(lambda h, p: layer(p, h), params, batches[0]["x"])
@@ -392,8 +393,3 @@ def test_arguments_that_are_refused():
         pipeline.PipeDream(tied, losses)
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
-    scaled = optim.with_master_weights(
-        optim.sgd(lr=0.1), compute_dtype=jnp.float16, loss_scale=8.0
-    )
-    with pytest.raises(ValueError, match="must not scale the loss"):
-        made(3, optimizer=scaled)
