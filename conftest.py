@@ -95,7 +95,7 @@ def _part(nodeid):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests have the same names in every process, or the processes could not share them.
+    """Tests have the same names in all processes, which could not share them else.
 
     Raises:
       UsageError: A name holds an object's address.
