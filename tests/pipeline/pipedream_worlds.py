@@ -59,7 +59,7 @@ def scaled_optimizer(dtype, change=momentum):
 
 def half_problem():
     """Micro-batches of one size, for float16 is slow to compile; weights differ."""
-    params, batches, weights = problem(3, 10, dtype=np.float32)
+    params, batches, weights = problem(3, 11, dtype=np.float32)
     return params, planted(batches[2:], HALF_BOOM), weights[2:]
 
 

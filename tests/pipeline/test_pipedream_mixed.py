@@ -84,7 +84,7 @@ def test_each_stage_skips_its_own_updates(policy, k, change, replicas):
 def test_updates_in_16_bits(monkeypatch):
     """Each follows a gradient at the very versions that the judge accepts, but those
     that are skipped; and a skipped one leaves all bits as they are."""
-    k, update, history = 2, EpochStep._update, [[], [], []]
+    k, update, history = 3, EpochStep._update, [[], [], []]
 
     def noted(epoch, stage):
         stash = epoch._stashed[stage, stage].stash
@@ -99,19 +99,19 @@ def test_updates_in_16_bits(monkeypatch):
 
     monkeypatch.setattr(EpochStep, "_update", watched)
     params, batches, weights = half_problem()
-    runtime = made(IN_FLOAT16, k=k)
+    runtime = made(IN_FLOAT16, "2bw", k)
     state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
     assert metrics.skipped == SKIPPED
     assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"float16"}
     assert {str(x.dtype) for x in jax.tree.leaves(masters_of(state))} == {"float32"}
     judge = verify.judge(whole_losses)
-    for t, skipped in [(1, {"0", "1"}), (2, {"1"}), (3, set())]:
+    for t, skipped in enumerate([{"0", "1"}, {"1"}, set()]):
         group = range(t * k, (t + 1) * k)
         whole = {
             name: np.concatenate([batches[i][name] for i in group])
             for name in batches[0]
         }
-        met = [history[j][version("stashing", 3, k, j, t * k)][0] for j in range(3)]
+        met = [history[j][version("2bw", 3, k, j, t * k)][0] for j in range(3)]
         moved = []
         for j in range(3):
             (copies, before), (next_copies, after) = history[j][t : t + 2]
@@ -123,6 +123,8 @@ def test_updates_in_16_bits(monkeypatch):
         candidate = {"update": returning(np.float32(loss), moved)}
         report = judge(met, whole, candidate, weights=together)
         assert {leaf.path.split("/")[0] for leaf in report.failures} == skipped
+    met = [versions[t][0] for versions in history]  # as if it flushed
+    assert not judge(met, whole, candidate, weights=together).ok
 
 
 def whole_losses(params, batch):
