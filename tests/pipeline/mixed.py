@@ -4,6 +4,8 @@ The gradient of `extra` at stage j is a sum over the entries "boom<j>" of the ba
 is zero before and after, so that nothing else sees these entries.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,7 @@ def whole_losses(params, batch):
     return losses(decode(params[2], m, skip, batch["boom2"]), batch)
 
 
+@functools.cache  # Another one would compile all updates again.
 def optimizer(scale, dtype=jnp.float16, **options):
     """SGD on masters."""
     sgd = optim.sgd(lr=RATE, **options)
