@@ -342,6 +342,7 @@ def plot_versions(passes: Sequence[Any], stages: int) -> Figure:
     for axes, label in ((left, "updates old"), (right, "versions kept")):
         axes.set_xlabel("batch")
         axes.set_ylabel(label)
-    right.legend()
+        axes.set_yticks(range(stages + 1))
+    right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
