@@ -94,6 +94,19 @@ def _part(nodeid):
     return next(known, "ground")
 
 
+def pytest_collection_modifyitems(items):
+    """Tests have the same names in all processes, which could not share them else.
+
+    Raises:
+      UsageError: A name holds an object's address.
+    """
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(
+                f"{item.nodeid} needs `ids` that are always the same"
+            )
+
+
 def pytest_terminal_summary(terminalreporter):
     """Shows where the time went, beside the budget of each part."""
     seconds = defaultdict(float)

@@ -1,7 +1,7 @@
 """Jobs of a pair of jdist processes: a pipeline's steps, and the same work unsplit."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,12 @@ from benchmarks import _pipeline_models as models
 from benchmarks._pair import Job, Spent, idle, timed
 from jdist import pipeline, rpc
 
-Family = Callable[[int, int], pipeline.Schedule]
 WORKERS = ["worker0", "worker1"]
-FAMILIES: dict[str, Family] = {
-    "1F1B": pipeline.one_f_one_b,
-    "ZB-H1": pipeline.zero_bubble,
+FAMILIES = {
+    models.ONE_F_ONE_B: pipeline.one_f_one_b,
+    models.ZERO_BUBBLE: pipeline.zero_bubble,
+    models.JOINED: pipeline.one_f_one_b,
+    models.GPIPE: pipeline.gpipe,
 }
 
 
@@ -25,12 +26,19 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
     """Every schedule with every number of micro-batches, and one core's work."""
     rpc.init_rpc(f"worker{rank}")
     params, batch = stage_params(), examples(models.SMALL)
-    jobs = _piped(models.SMALL, FAMILIES) | _alone(rank, _unsplit(params, batch))
+    jobs = piped(models.SMALL, models.OWN) | _alone(rank, _unsplit(params, batch))
     for m in models.MICRO_BATCHES:
-        pipe = pipeline.Pipeline(stages(), losses, pipeline.one_f_one_b(2, m), WORKERS)
-        step = functools.partial(pipe.value_and_grad, pipe.place(params), batch)
+        pipe, step = _pipe(models.ONE_F_ONE_B, m, WORKERS, params, batch)
         jobs[models.predicted(m)] = functools.partial(_predicted, pipe, step)
     yield jobs | _empty(rank)
+    rpc.shutdown()
+
+
+@contextmanager
+def prepare_one(rank: int) -> Iterator[dict[str, Job]]:
+    """1F1B alone."""
+    rpc.init_rpc(f"worker{rank}")
+    yield piped(models.SMALL, [models.ONE_F_ONE_B])
     rpc.shutdown()
 
 
@@ -38,29 +46,49 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
 def prepare_large(rank: int) -> Iterator[dict[str, Job]]:
     """1F1B of a large batch, and the whole of it on one core."""
     rpc.init_rpc(f"worker{rank}")
-    family = {"1F1B": FAMILIES["1F1B"]}
     whole = {models.WHOLE: _whole(models.LARGE)}
-    yield _piped(models.LARGE, family) | _alone(rank, whole)
+    yield piped(models.LARGE, [models.ONE_F_ONE_B]) | _alone(rank, whole)
     rpc.shutdown()
 
 
-def _piped(count: int, families: Mapping[str, Family]) -> dict[str, Job]:
+def piped(
+    count: int,
+    kinds: Sequence[str],
+    places: Any = WORKERS,
+    together: Callable[[], Any] = rpc.barrier,
+) -> dict[str, Job]:
+    """A step of each kind with every number of micro-batches.
+
+    Args:
+      count: Examples in a batch.
+      kinds: Of `FAMILIES`.
+      places: Of the pipelines.
+      together: Returns when all processes have called it.
+    """
     params, batch = stage_params(), examples(count)
-    jobs: dict[str, Job] = {}
-    for name, family in families.items():
-        for m in models.MICRO_BATCHES:
-            pipe = pipeline.Pipeline(stages(), losses, family(2, m), WORKERS)
-            step = functools.partial(pipe.value_and_grad, pipe.place(params), batch)
-            jobs[models.piped(name, m)] = functools.partial(_together, step)
-    return jobs
+    return {
+        models.piped(kind, m): functools.partial(
+            _together, together, _pipe(kind, m, places, params, batch)[1]
+        )
+        for kind in kinds
+        for m in models.MICRO_BATCHES
+    }
+
+
+def _pipe(
+    kind: str, m: int, places: Any, params: Any, batch: Any
+) -> tuple[pipeline.Pipeline, Callable[[], Any]]:
+    """A pipeline, and its step."""
+    made = stages(join_weight_gradients=kind == models.JOINED)
+    pipe = pipeline.Pipeline(made, losses, FAMILIES[kind](2, m), places)
+    return pipe, functools.partial(pipe.value_and_grad, pipe.place(params), batch)
 
 
 def _unsplit(params: Any, batch: Any) -> dict[str, Callable[[], Any]]:
     """The same compiled stages with the same micro-batches, one after another."""
     calls: dict[str, Callable[[], Any]] = {models.WHOLE: _whole(models.SMALL)}
     for m in models.MICRO_BATCHES:
-        pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(2, m))
-        calls[models.unsplit(m)] = functools.partial(pipe.value_and_grad, params, batch)
+        calls[models.unsplit(m)] = _pipe(models.GPIPE, m, None, params, batch)[1]
     return calls
 
 
@@ -73,8 +101,10 @@ def _alone(rank: int, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Job]:
     }
 
 
-def _together(call: Callable[[], Any], calls: int) -> Spent:
-    rpc.barrier()
+def _together(
+    together: Callable[[], Any], call: Callable[[], Any], calls: int
+) -> Spent:
+    together()
     return timed(call, jax.block_until_ready, calls)
 
 
@@ -129,12 +159,10 @@ def losses(y: jax.Array, batch: Any) -> jax.Array:
     return jnp.mean((y - batch["target"]) ** 2, axis=1)
 
 
-def stages() -> list[pipeline.Stage]:
+def stages(**options: Any) -> list[pipeline.Stage]:
     """Two halves of the stack."""
-    names = ("x", "h", "y")
-    return [
-        pipeline.Stage(layers, names[j : j + 1], names[j + 1 : j + 2]) for j in (0, 1)
-    ]
+    ways = ("x", "h"), ("h", "y")
+    return [pipeline.Stage(layers, (a,), (b,), **options) for a, b in ways]
 
 
 def stage_params() -> list[Any]:

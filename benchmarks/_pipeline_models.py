@@ -11,14 +11,20 @@ MICRO_BATCHES = (2, 4, 8, 16)
 WHOLE = "whole batch, one core"
 
 
+ONE_F_ONE_B, ZERO_BUBBLE, GPIPE = "1F1B", "ZB-H1", "GPipe"
+JOINED = "1F1B, joined weight gradients"
+OWN = (ONE_F_ONE_B, ZERO_BUBBLE, JOINED)
+"""What is timed beside torch."""
+
+
 def unsplit(micro_batches: int) -> str:
     """The job of one process that does all micro-batches by itself."""
     return f"unsplit, m = {micro_batches}"
 
 
-def piped(family: str, micro_batches: int) -> str:
+def piped(kind: str, micro_batches: int) -> str:
     """The job of both processes, under a schedule."""
-    return f"{family}, m = {micro_batches}"
+    return f"{kind}, m = {micro_batches}"
 
 
 def predicted(micro_batches: int) -> str:

@@ -29,7 +29,7 @@ def prepare(rank: int) -> Iterator[dict[str, Job]]:
     yield {
         models.WHOLE: whole if rank == 0 else idle,
         **{
-            models.piped("1F1B", m): partial(_together, _step(rank, m))
+            models.piped(models.ONE_F_ONE_B, m): partial(_together, _step(rank, m))
             for m in models.MICRO_BATCHES
         },
     }

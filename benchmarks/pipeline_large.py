@@ -20,7 +20,7 @@ def measure() -> list[Case]:
         found = race({OURS: ours})
     whole, notes = found[OURS, models.WHOLE].median, []
     for m in models.MICRO_BATCHES:
-        speed = whole / found[OURS, models.piped("1F1B", m)].median
+        speed = whole / found[OURS, models.piped(models.ONE_F_ONE_B, m)].median
         share = speed * (m + 1) / (2 * m)
         notes.append(f"m = {m}: {speed:.2f} times as fast, {share:.2f} of 2m/(m+1)")
     timings = {job: found[OURS, job] for _, job in found}

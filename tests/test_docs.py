@@ -8,8 +8,10 @@ from pathlib import Path
 import jax
 import pytest
 
+import jdist.autograd
 import jdist.data_parallel
 import jdist.optim
+import jdist.pipeline
 import jdist.rpc
 import jdist.segment
 import jdist.verify

@@ -54,10 +54,10 @@ class PipelineLoss:
     @property
     def gradient_kind(self) -> str:
         """The reduction by which the stages' gradients are finished."""
-        divided = self._factor is not None and self.kind == "mean"
-        return "sum" if divided else self.kind
+        divided = self._factor is not None and self._factor[1] is not None
+        return "sum" if divided and self.kind == "mean" else self.kind
 
-    def scaled(self, scale: Any, total: float) -> "PipelineLoss":
+    def scaled(self, scale: Any, total: float | None) -> "PipelineLoss":
         """The same loss, with gradients that are `scale` times as large.
 
         A mean is divided where its cotangents start, and not at the end: those of the
@@ -65,7 +65,8 @@ class PipelineLoss:
 
         Args:
           scale: A number, or a scalar on any device.
-          total: Of the weights of the batch.
+          total: Of the weights of the batch. None: each micro-batch is divided by its
+            own, and its gradient is to be weighted where it is added to others.
         """
         made = copy.copy(self)
         made._factor = scale, total if self.kind == "mean" else 1.0
@@ -152,7 +153,8 @@ def _compiled(
         )
         value, seeds, weight = reduction.seeds(found, weights, kind)
         if factor is not None:
-            scale, total = (jnp.asarray(x, seeds.dtype) for x in factor)
+            scale, total = factor[0], weight if factor[1] is None else factor[1]
+            scale, total = (jnp.asarray(x, seeds.dtype) for x in (scale, total))
             seeds = seeds * (scale / total)
         (d_values,) = pull_back(seeds.astype(found.dtype))
         return Partial(value, None, weight), d_values

@@ -20,20 +20,23 @@ from jdist.pipeline.schedule_versions import live_versions, versions_used
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stashed_run import Rule, StashedRun
 from jdist.pipeline.training import PipelineState, optimizers_for
-from jdist.pipeline.updates import loss_scale_of
+from jdist.pipeline.updates import scale_in, skipped_in, static_loss_scale_of
 from jdist.pipeline.weight_stashing import with_weight_stashing
 
 
 class EpochMetrics(NamedTuple):
-    """What an epoch found out; the same on every worker.
+    """What an epoch found out; the losses are the same on every worker.
 
     Attributes:
       losses: Of each micro-batch, with the weights that it met; `(micro_batches,)`.
       loss: Over all examples of the epoch.
+      skipped: How many updates each stage has skipped, because they overflowed; None
+        for stages of other processes, which know theirs. None without a loss scale.
     """
 
     losses: np.ndarray
     loss: float
+    skipped: list[int | None] | None = None
 
 
 class PipeDream(Pipeline):
@@ -61,7 +64,8 @@ class PipeDream(Pipeline):
       loss_fn: As for `Pipeline`.
       workers_or_devices: As for `Pipeline`: one for each worker, stage by stage.
       optimizer: One of `jdist.optim` for all stages, or one each. A learning rate may
-        be a schedule of the stage's own updates.
+        be a schedule of the stage's own updates. With a loss scale, which has to be a
+        constant, each stage skips those of its updates that overflow.
       policy: "stashing", "vertical_sync", "2bw", "flush" or "none".
       replicas: Workers of each stage, which take micro-batches in turn and update
         together; None: one each. With "stashing" and "none" only.
@@ -75,7 +79,7 @@ class PipeDream(Pipeline):
 
     Raises:
       ValueError, TypeError: What `Pipeline` raises; the policy is none of these, or
-        cannot have replicas.
+        cannot have replicas; the loss scale follows overflows.
 
     Source:
       Narayanan et al., PipeDream, SOSP 2019; Memory-Efficient Pipeline-Parallel DNN
@@ -115,7 +119,7 @@ class PipeDream(Pipeline):
         def schedule(m: int) -> Schedule:
             return schedule_of_epoch(policy, len(stages), m, replicas, update_every)
 
-        _check_apart(stages, optimizer)
+        self._scaled = _check_apart(stages, optimizer)
         self.epoch_schedule = schedule
         self.passes: list[Pass] = []
         self._policy = policy
@@ -159,13 +163,17 @@ class PipeDream(Pipeline):
         self._agree("train_epoch", f"{schedule!r} with {schedule.updates}")
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         runs = self._stashed_runs(schedule, state, key)
+        loss, skipped = self._loss, None
+        if self._scaled:
+            loss = loss.scaled(scale_in(state.opt_states), None)
+            skipped = skipped_in(state.opt_states)
         step, own_key = state.step + 1, state.key
         del state  # Unless the caller keeps it, versions go when nobody needs them.
         places = replace(self._places, schedule=schedule)
         with self._opened() as (number, post):
             read = self._shapes.read(post, runs, parts[0].batch)
             epoch = EpochStep(
-                number, self.wiring, places, runs, post, self._loss, read, parts
+                number, self.wiring, places, runs, post, loss, read, parts
             )
             epoch.run(self.stopwatch)
             values, totals = epoch.losses(self._places.own[0])
@@ -176,8 +184,11 @@ class PipeDream(Pipeline):
             params[j], opt_states[j] = run.params, run.stash.opt_state
             states[j] = run.state
         after = PipelineState(step, params, opt_states, states, own_key)
-        loss = float(values.sum() / totals.sum())
-        return after, EpochMetrics(values / totals, loss)
+        if skipped is not None:
+            pairs = zip(skipped_in(opt_states), skipped, strict=True)
+            skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
+        mean = float(values.sum() / totals.sum())
+        return after, EpochMetrics(values / totals, mean, skipped)
 
     def _agree(self, call: str, what: str) -> None:
         """Waits for all workers; refuses what is not the same for all."""
@@ -203,6 +214,7 @@ class PipeDream(Pipeline):
                 with_weight_stashing(optimizers[j], versions),
                 np.where(own, used[j], -1),
                 consistent,
+                self._scaled,
             )
             device = self._places.devices[worker]
             # A copy for each worker, because an update donates it.
@@ -213,21 +225,23 @@ class PipeDream(Pipeline):
 
 def _check_apart(
     stages: Sequence[Stage], optimizer: Optimizer | Sequence[Optimizer] | None
-) -> None:
-    """Refuses what stages would have to do at the same time."""
+) -> bool:
+    """Refuses what stages would have to do together; whether the loss is scaled."""
     for number, stage in enumerate(stages):
         if stage.tied:
             rule = "must not be tied: stages update at different times"
             got = f"stage {number} with {dict(stage.tied)}"
             raise ValueError(requirement("PipeDream(stages)", rule, got))
     if optimizer is None:
-        return
-    if loss_scale_of(optimizers_for(optimizer, len(stages))) is not None:
-        rule = "must not scale the loss: stages update at different times, so that "
-        rule += "they cannot skip together"
-        remedy = "Compute in bfloat16, which needs no scale."
-        call = "PipeDream(optimizer=...)"
-        raise ValueError(requirement(call, rule, "a loss scale", remedy))
+        return False
+    if static_loss_scale_of(optimizers_for(optimizer, len(stages))) is None:
+        return False
+    for number, stage in enumerate(stages):
+        if stage.join_weight_gradients:
+            rule = "must not join weight gradients with a loss scale: those of each "
+            rule += "micro-batch are weighted before they are added"
+            raise ValueError(requirement("PipeDream(stages)", rule, f"stage {number}"))
+    return True
 
 
 def _parts(

@@ -3,11 +3,11 @@
     at each clock    what the tables say: F, loss, B, or W of one micro-batch
                      then messages to the workers that are `distance` further on
 
-All devices run the same program, and each turns to its own actions. A conditional would
-be the natural form, but its branches have to hand on what they do not touch, the sums of
-gradients for instance, and may copy it. A loop of no turn or one does the same, and what
-it carries stays where it is. Collectives stand outside of what only
-some devices do: whether messages travel at a clock is the same on all of them.
+All devices run the same program, and each turns to its own actions. A conditional
+would be the natural form, but its branches have to hand on what they do not touch, the
+sums of gradients for instance, and may copy it. A loop of no turn or one does the same,
+and what it carries stays where it is. Collectives stand outside of what only some
+devices do: whether messages travel at a clock is the same on all of them.
 
 Between a forward pass and its backward pass lie the segment's residuals, which hold no
 parameter and nothing made of parameters only, in slots that were assigned ahead.

@@ -5,7 +5,7 @@ process run the same compiled functions in the same order.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +62,7 @@ class StageRun:
         self._compiled = compiled
         self._key = key
         self._kind = kind
+        self._add: Callable[..., Partial] = _ADD[kind]
         self._residuals: dict[int, Any] = {}
         self._rests: dict[int, tuple[Any, Share]] = {}
         self._deferred: dict[int, Deferred] = {}
@@ -115,7 +116,7 @@ class StageRun:
         residuals, returned = self._residuals.pop(micro)
         d_outputs = self._cotangent(returned, cotangents)
         passes, given = self._compiled, (self.params, residuals, d_outputs)
-        add = _ADD[self._kind], self._partial, share
+        add = self._add, self._partial, share
         if self._stage.join_weight_gradients:
             found = passes.backward_deferring_then(*add, *given)
             self._partial, (_, d_inputs, _), self._deferred[micro] = found
@@ -134,7 +135,7 @@ class StageRun:
             return
         rest, share = self._rests.pop(micro)
         self._partial = self._compiled.backward_params_then(
-            _ADD[self._kind], self._partial, share, rest
+            self._add, self._partial, share, rest
         )
 
     def finish(self) -> None:
@@ -181,7 +182,7 @@ def fold(key: Any, number: Any) -> Any:
     return jax.random.fold_in(key, number)
 
 
-def _added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Partial:
+def added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Partial:
     """The gradient with another micro-batch's; earlier ones come first in the sum."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
     own = Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
@@ -203,7 +204,7 @@ def _completed(so_far: Partial, joined: Any, given: None) -> Partial:
     return so_far._replace(gradient=gradient)
 
 
-_ADD = {kind: functools.partial(_added, kind) for kind in reduction.REDUCTIONS}
+_ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
 
 
 @functools.partial(jax.jit, static_argnums=2)

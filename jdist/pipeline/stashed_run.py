@@ -7,12 +7,13 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
-from jdist._tree import split_inexact
+from jdist._tree import split_inexact, wide_dtype
 from jdist.optim import Optimizer
-from jdist.pipeline.stage_run import Share, StageRun
+from jdist.pipeline.stage_run import Share, StageRun, added
 from jdist.pipeline.weight_stashing import StashState, WeightStashing
 from jdist.reduction import Partial
 
@@ -25,11 +26,14 @@ class Rule(NamedTuple):
       versions: The version that each micro-batch meets here; -1 for those of others.
       consistent: Whether a backward pass uses what its forward pass used. Otherwise it
         takes the newest weights with the other's activations, which is no gradient.
+      scaled: Whether what comes back is of a micro-batch's mean, times a loss scale,
+        which the optimizer takes off.
     """
 
     stashing: WeightStashing
     versions: np.ndarray
     consistent: bool
+    scaled: bool = False
 
 
 class StashedRun(StageRun):
@@ -53,6 +57,8 @@ class StashedRun(StageRun):
         self.grown = 0
         self.used: dict[int, int] = {}
         self._rule = rule
+        if rule.scaled:
+            self._add = _weighted
         self._to_come = deque(np.flatnonzero(rule.versions >= 0).tolist())
 
     def arrays(self) -> Any:
@@ -112,6 +118,19 @@ class StashedRun(StageRun):
 
     def _load(self, version: int) -> None:
         self.params = self._rule.stashing.load_old_params(self.stash, version)
+
+
+def _weighted(so_far: Partial | None, d_params: Any, share: Share) -> Partial:
+    """The gradient with that of another micro-batch's mean, times what it weighs.
+
+    In full precision: 16 bits hold a mean times the scale, but not any sum.
+    """
+
+    def of_sum(mean: jax.Array) -> jax.Array:
+        wide = mean.astype(wide_dtype(mean.dtype))
+        return wide * jnp.asarray(share.weight, wide.dtype)
+
+    return added("mean", so_far, jax.tree.map(of_sum, d_params), share)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)

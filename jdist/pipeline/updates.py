@@ -100,8 +100,7 @@ class Updates:
     @property
     def scale(self) -> Any:
         """What the loss is multiplied by; 1 where the last stage is elsewhere."""
-        last = self._opt_states[-1]
-        return 1.0 if last is None else last.loss_scale.scale
+        return scale_in(self._opt_states)
 
     def news(self, stage: int, grads: Any, counted: Any) -> News:
         """What one stage has to tell.
@@ -169,6 +168,34 @@ def loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
         call = "Pipeline(optimizer=...)"
         raise ValueError(requirement(call, rule, found, remedy))
     return found[0]
+
+
+def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | None:
+    """The same where each stage skips by itself, so that copies of a scale would part.
+
+    Raises:
+      ValueError: What `loss_scale_of` raises; the scale follows overflows.
+    """
+    found = loss_scale_of(optimizers)
+    if found is not None and (found.growth_factor, found.backoff_factor) != (1, 1):
+        rule = "must scale the loss by a constant: each stage skips its own updates, "
+        rule += "so that copies of a scale that follows overflows would part"
+        remedy = "Give a number, loss_scale=1024.0 for example; or use Pipeline, whose "
+        remedy += "stages skip together."
+        call = "PipeDream(optimizer=...)"
+        raise ValueError(requirement(call, rule, found, remedy))
+    return found
+
+
+def scale_in(opt_states: Sequence[Any]) -> Any:
+    """What the loss is multiplied by; 1 where the last stage is elsewhere."""
+    last = opt_states[-1]
+    return 1.0 if last is None else last.loss_scale.scale
+
+
+def skipped_in(opt_states: Sequence[Any]) -> list[Any]:
+    """How many updates each stage has skipped in all; None for stages elsewhere."""
+    return [None if each is None else each.loss_scale.skipped for each in opt_states]
 
 
 @jax.jit

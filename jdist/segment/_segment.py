@@ -1,4 +1,4 @@
-"""The public face: `segment` and the four calls of a `Segment`."""
+"""The public face: `segment` and the calls of a `Segment`."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

@@ -1,11 +1,13 @@
 """A model of three stages that can tell: a parameter used twice, one unused, a value
 that skips a stage, one that is taken twice, an integer, and inputs in the middle."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import pipeline
+from jdist import pipeline, verify
 
 SIZES = {"x": 3, "h": 5, "y": 2}
 
@@ -49,6 +51,12 @@ def forward(params, batch):
 def whole_losses(params, batch):
     """The losses of the model in one piece."""
     return losses(forward(params, batch), batch)
+
+
+@functools.cache
+def judge(reduction="mean"):
+    """Of the model in one piece; compiled once for all tests."""
+    return verify.judge(whole_losses, reduction=reduction)
 
 
 def problem(examples, seed=0, dtype=np.float32):

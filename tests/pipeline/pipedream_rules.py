@@ -19,8 +19,25 @@ def layer(params, h):
     return jnp.tanh(h @ params["w"] + params["b"][None])
 
 
+def fragile(params, h, boom, spike):
+    """The same layer, whose gradient or whose cotangent can be made to overflow alone.
+
+    What is added is zero; its gradient is `boom` times as large, by `b`, and `spike`
+    times, by `h`.
+    """
+    dtype = params["b"].dtype
+    h, boom, spike = (x.astype(dtype) for x in (h, boom, spike))
+    nothing = params["b"] - jax.lax.stop_gradient(params["b"])
+    back = (h - jax.lax.stop_gradient(h)).sum(-1) * spike
+    return layer(params, h) + boom[:, None] * nothing[None] + back[:, None]
+
+
 def losses(y, batch):
     return ((y - batch["target"]) ** 2).sum(-1)
+
+
+def wide_losses(y, batch):
+    return losses(y.astype(batch["target"].dtype), batch)
 
 
 def sizes_of(n):
@@ -28,8 +45,18 @@ def sizes_of(n):
 
 
 def stages(n):
-    names = ["x", *(f"h{j}" for j in range(1, n)), "y"]
-    return [pipeline.Stage(layer, (a,), (b,)) for a, b in pairwise(names)]
+    return [pipeline.Stage(layer, (a,), (b,)) for a, b in pairwise(values_of(n))]
+
+
+def fragile_stages(n):
+    return [
+        pipeline.Stage(fragile, (a, f"boom{j}", f"spike{j}"), (b,))
+        for j, (a, b) in enumerate(pairwise(values_of(n)))
+    ]
+
+
+def values_of(n):
+    return ["x", *(f"h{j}" for j in range(1, n)), "y"]
 
 
 def problem(n, m, seed=0, dtype=np.float64):
@@ -50,6 +77,26 @@ def problem(n, m, seed=0, dtype=np.float64):
         weights.append(rng.uniform(0.1, 2, rows).astype(dtype))
         weights[-1][i % rows] = 0
     return params, batches, weights
+
+
+PLANTED = {(2, "spike2"), (5, "boom1")}
+"""Where it overflows: micro-batch 2 in the cotangent that stage 2 passes back, hence
+in stages 1 and 0; micro-batch 5 in the gradient of stage 1 alone."""
+SKIPPED = [1, 2, 0]
+"""By stage, as long as no update has both micro-batches."""
+
+
+def planted(batches, size):
+    """The batches for three fragile stages, overflowing where `PLANTED` says."""
+    found = []
+    for i, batch in enumerate(batches):
+        rows, dtype = len(batch["x"]), batch["x"].dtype
+        extra = {
+            name: np.full(rows, size if (i, name) in PLANTED else 0.0, dtype)
+            for name in (f"{kind}{j}" for kind in ("boom", "spike") for j in range(3))
+        }
+        found.append(batch | extra)
+    return found
 
 
 VERSIONS = {
@@ -78,11 +125,12 @@ def backward(old, new, batch, weights):
     for each in old:
         inputs.append(np.tanh(inputs[-1] @ each["w"] + each["b"]))
     d_h = 2 * (inputs[-1] - batch["target"]) * weights[:, None]
-    found = []
+    zeros, found = np.zeros(len(d_h)), []
     for j in reversed(range(len(old))):
         d_z = d_h * (1 - inputs[j + 1] ** 2)
-        found.insert(0, {"w": inputs[j].T @ d_z, "b": d_z.sum(0)})
-        d_h = d_z @ new[j]["w"].T
+        boom, spike = (batch.get(f"{kind}{j}", zeros) for kind in ("boom", "spike"))
+        found.insert(0, {"w": inputs[j].T @ d_z, "b": d_z.sum(0) + boom @ d_h})
+        d_h = d_z @ new[j]["w"].T + (spike * d_h.sum(-1))[:, None]
     return found
 
 
@@ -108,17 +156,30 @@ OPTIMIZERS = {
 """By the change that each makes, in NumPy: `(t, grad, moments) -> change, moments`."""
 
 
-def serial(policy, params, batches, weights, change=momentum, k=1, replicas=None):
+@np.errstate(over="ignore", invalid="ignore")
+def serial(
+    policy,
+    params,
+    batches,
+    weights,
+    change=momentum,
+    k=1,
+    replicas=None,
+    scale=None,
+):
     """w(t+1) = w(t) + change(grad f(w_1(v_1), .., w_n(v_n))): all versions by stage.
 
     The gradient of an update is the mean over the examples of its micro-batches: k
-    from each worker of the stage, fewer in the last update.
+    from each worker of the stage, fewer in the last update. With a scale the gradient
+    of each micro-batch's mean is that many times as large until it is weighted, and an
+    update whose gradient is not finite is none: the next version is the one before,
+    and the optimizer has not seen it.
     """
     n = len(params)
     workers = replicas or (1,) * n
     history = [[jax.tree.map(np.asarray, p)] for p in params]
     moments = [dict.fromkeys(p, (0.0, 0.0)) for p in params]
-    due = [[] for _ in params]
+    due, made = [[] for _ in params], [0] * n
 
     def met(policy, i):
         """A worker runs micro-batches ahead, and counts its own."""
@@ -132,18 +193,23 @@ def serial(policy, params, batches, weights, change=momentum, k=1, replicas=None
     def update(j):
         total = sum(weight for _, weight in due[j])
         newest, after = history[j][-1], {}
-        for name in newest:
-            grad = sum(found[name] for found, _ in due[j]) / total
-            step, moments[j][name] = change(len(history[j]) - 1, grad, moments[j][name])
-            after[name] = newest[name] + step
-        history[j].append(after)
+        grads = {name: sum(g[name] for g, _ in due[j]) / total for name in newest}
         due[j].clear()
+        if scale and not all(np.isfinite(grad).all() for grad in grads.values()):
+            history[j].append(newest)
+            return
+        for name, grad in grads.items():
+            step, moments[j][name] = change(made[j], grad, moments[j][name])
+            after[name] = newest[name] + step
+        made[j] += 1
+        history[j].append(after)
 
     for i, (batch, own) in enumerate(zip(batches, weights, strict=True)):
         old = met("stashing" if policy == "none" else policy, i)
         new = met("flush", i) if policy == "none" else old
-        for j, found in enumerate(backward(old, new, batch, own)):
-            due[j].append((found, own.sum()))
+        factor = scale / own.sum() if scale else 1.0
+        for j, found in enumerate(backward(old, new, batch, own * factor)):
+            due[j].append(({x: g / factor for x, g in found.items()}, own.sum()))
         for j in range(n):
             if len(due[j]) == k * workers[j] or i == len(batches) - 1:
                 update(j)

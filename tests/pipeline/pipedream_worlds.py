@@ -1,21 +1,28 @@
 """What a worker of PipeDream's runtime does in the tests, as a user's program would."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jdist import pipeline, rpc
+from jdist import optim, pipeline, rpc
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
     adam,
+    fragile_stages,
     losses,
     momentum,
+    planted,
     problem,
     stages,
+    wide_losses,
 )
 from tests.rpc.hosts import names
 
 POLICIES = {"stashing": 1, "vertical_sync": 1, "2bw": 3, "flush": 2, "none": 1}
 """With how many micro-batches per update."""
+SCALE = 1024.0
+HALF_BOOM = 6e4
+"""A float16, and none any more times a cotangent that is scaled."""
 
 
 def runtime_of(n, policy="stashing", k=1, change=momentum, **options):
@@ -42,6 +49,34 @@ def epoch(n, m, policy, k=1, places=None, replicas=None):
         [tuple(p) for p in runtime.passes],
         np.asarray(evaluated.loss),
     )
+
+
+def scaled_optimizer(dtype, change=momentum):
+    return optim.with_master_weights(
+        OPTIMIZERS[change], compute_dtype=dtype, loss_scale=SCALE
+    )
+
+
+def half_problem():
+    """Micro-batches of one size, for float16 is slow to compile; weights differ."""
+    params, batches, weights = problem(3, 11, dtype=np.float32)
+    return params, planted(batches[2:], HALF_BOOM), weights[2:]
+
+
+def planted_epoch(places=None):
+    """Stages in 16 bits, some updates of which overflow; the second has two workers."""
+    runtime = pipeline.PipeDream(
+        fragile_stages(3),
+        wide_losses,
+        places,
+        optimizer=scaled_optimizer(jnp.float16),
+        replicas=(1, 2, 1),
+        update_every=2,
+    )
+    params, batches, weights = half_problem()
+    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    found = jax.tree.map(np.asarray, (state.params, state.opt_states))
+    return found, metrics.losses, metrics.skipped
 
 
 def every_policy(n, m, places=None):

@@ -53,7 +53,7 @@ def made(n, policy="stashing", k=1, optimizer=OPTIMIZERS[momentum], **options):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     policy=st.sampled_from(POLICIES),
     n=st.integers(1, 4),
@@ -81,37 +81,30 @@ def gradients_kept():
     return optim.Optimizer("gradients_kept", zeros, step)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_judge_of_each_policy(policy):
+@pytest.mark.parametrize("policy", ["stashing", "none"])
+def test_the_judge_of_a_policy(policy):
     """The last gradient in float32, at the very weights that its forward pass met."""
-    n, m, k = (3, 9, 3) if policy == "2bw" else (3, 5, 1)
+    n, m = 3, 5
     params, batches, weights = problem(n, m, 5, np.float32)
-    runtime = made(n, policy, k, gradients_kept())
+    runtime = made(n, policy, optimizer=gradients_kept())
     state = runtime.init(params)
     history = [state.params]
-    for t in range(1, m // k):  # An epoch of t updates ends with version t.
-        after, _ = runtime.train_epoch(state, batches[: t * k], weights[: t * k])
+    for t in range(1, m):  # An epoch of t updates ends with version t.
+        after, _ = runtime.train_epoch(state, batches[:t], weights[:t])
         history.append(after.params)
-    rule = "stashing" if policy == "none" else policy
-    last = [version(rule, n, k, j, m - 1) for j in range(n)]
+    last = [version("stashing", n, 1, j, m - 1) for j in range(n)]
     met = [history[v][j] for j, v in enumerate(last)]
-    group = range(m - k, m)
-    whole = {
-        name: np.concatenate([batches[i][name] for i in group]) for name in batches[0]
-    }
-    together = np.concatenate([weights[i] for i in group])
 
     def candidate(params, batch):
         state, metrics = runtime.train_epoch(runtime.init(history[0]), batches, weights)
-        loss = (metrics.losses * [w.sum() for w in weights])[m - k :].sum()
-        return loss / together.sum(), state.opt_states
+        return metrics.losses[-1], state.opt_states
 
     def whole_losses(params, batch):
         y = functools.reduce(lambda h, p: layer(p, h), params, batch["x"])
         return losses(y, batch)
 
     report = verify.gradients(
-        whole_losses, met, whole, {policy: candidate}, weights=together
+        whole_losses, met, batches[-1], {policy: candidate}, weights=weights[-1]
     )
     # A stage's own weights do not enter its gradient, but what it passes back, and
     # the last stage is always up to date: that leaves the first of three.
@@ -147,6 +140,7 @@ def test_evaluation_is_that_of_the_newest_weights():
     expected = np.average(losses(y, batches[0]), weights=weights[0])
     np.testing.assert_allclose(found.loss, expected, rtol=1e-12)
     assert metrics.losses.shape == (6,)
+    assert metrics.skipped is None  # without a loss scale
     total = np.average(metrics.losses, weights=[own.sum() for own in weights])
     np.testing.assert_allclose(metrics.loss, total, rtol=1e-12)
     first = functools.reduce(lambda h, p: layer(p, h), params, batches[0]["x"])
@@ -392,8 +386,3 @@ def test_arguments_that_are_refused():
         pipeline.PipeDream(tied, losses)
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
-    scaled = optim.with_master_weights(
-        optim.sgd(lr=0.1), compute_dtype=jnp.float16, loss_scale=8.0
-    )
-    with pytest.raises(ValueError, match="must not scale the loss"):
-        made(3, optimizer=scaled)

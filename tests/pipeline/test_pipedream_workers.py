@@ -52,6 +52,20 @@ def test_replicas_on_workers(cluster):
         assert own_passes == [p for p in passes if p[1] == rank]
 
 
+def test_skipped_updates_on_workers(cluster):
+    """Stages in 16 bits skip the updates that they skip in one process, bit for bit."""
+    found = cluster.everywhere(worlds.planted_epoch, names(4))
+    trees, losses, skipped = worlds.planted_epoch()
+    assert skipped == [1, 2, 0]
+    for rank, stage in enumerate((0, 1, 1, 2)):
+        own, own_losses, own_skipped = found[rank]
+        for mine, whole in zip(own, trees, strict=True):
+            same_bits(mine[stage], whole[stage])
+        same_bits(own_losses, losses)
+        alone = [skipped[j] if j == stage else None for j in range(3)]
+        assert own_skipped == alone
+
+
 def test_epochs_that_are_not_the_same(cluster):
     tasks = [cluster.start(rank, worlds.other_epochs, rank) for rank in range(2)]
     for task in tasks:

@@ -174,7 +174,6 @@ def changed(**changes):
             "the first from the batch .* Got 'x' from the batch in stage 1",
         ),
     ],
-    ids=str,
 )
 def test_stages_that_are_not_equal_are_refused(made_of, expected):
     """And the way out is named."""
