@@ -81,8 +81,17 @@ def gradients_kept():
     return optim.Optimizer("gradients_kept", zeros, step)
 
 
+@pytest.fixture(scope="module")
+def judge():
+    def whole_losses(params, batch):
+        y = functools.reduce(lambda h, p: layer(p, h), params, batch["x"])
+        return losses(y, batch)
+
+    return verify.judge(whole_losses)
+
+
 @pytest.mark.parametrize("policy", ["stashing", "none"])
-def test_the_judge_of_a_policy(policy):
+def test_the_judge_of_a_policy(judge, policy):
     """The last gradient in float32, at the very weights that its forward pass met."""
     n, m = 3, 5
     params, batches, weights = problem(n, m, 5, np.float32)
@@ -99,13 +108,7 @@ def test_the_judge_of_a_policy(policy):
         state, metrics = runtime.train_epoch(runtime.init(history[0]), batches, weights)
         return metrics.losses[-1], state.opt_states
 
-    def whole_losses(params, batch):
-        y = functools.reduce(lambda h, p: layer(p, h), params, batch["x"])
-        return losses(y, batch)
-
-    report = verify.gradients(
-        whole_losses, met, batches[-1], {policy: candidate}, weights=weights[-1]
-    )
+    report = judge(met, batches[-1], {policy: candidate}, weights=weights[-1])
     # A stage's own weights do not enter its gradient, but what it passes back, and
     # the last stage is always up to date: that leaves the first of three.
     failed = {leaf.path.split("/")[0] for leaf in report.failures}
