@@ -1,0 +1,246 @@
+"""Convolutional networks in stages, and the methods that train them, on digits.
+
+Every method makes one update for each batch, and meets the same batches in the same
+order. GPipe, 1F1B and 2BW cut a batch into parts.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments._digits import data
+from jdist import optim, pipeline
+from jdist.pipeline.policy import Policy
+
+PARTS, BATCH = 4, 32
+STEPS = 1437 // BATCH  # of an epoch
+CLASSES, SIDE = 10, 8
+
+
+class Network(NamedTuple):
+    """A convolutional network, and how long it is trained.
+
+    Attributes:
+      key: In names of files.
+      name: In sentences.
+      channels: Of the convolutions of each stage. One with twice the channels of the
+        convolution before it halves height and width. The last stage ends in a readout.
+      rate: Of learning.
+      epochs: Of training.
+      seeds: How many.
+    """
+
+    key: str
+    name: str
+    channels: tuple[tuple[int, ...], ...]
+    rate: float
+    epochs: int
+    seeds: int
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return len(self.channels)
+
+    def made(self) -> Any:
+        """The stages, and the shapes of their parameters."""
+
+        def modules(rngs: nnx.Rngs) -> list[nnx.Module]:
+            inputs, side = 1, SIDE
+            found: list[nnx.Module] = []
+            for number, channels in enumerate(self.channels, 1):
+                part = Part(inputs, channels, rngs)
+                inputs, side = part.outputs, side // part.shrinks
+                if number == self.stages:
+                    part.readout = nnx.Linear(side**2 * inputs, CLASSES, rngs=rngs)
+                found.append(part)
+            return found
+
+        shapes = nnx.eval_shape(lambda: nnx.List(modules(nnx.Rngs(0))))
+        return pipeline.stages_from_nnx(list(shapes))
+
+    def parameters(self, made: Any, seed: int) -> list[Any]:
+        """Random ones of each stage."""
+        rng = np.random.default_rng((seed, 3))
+
+        def drawn(leaf: Any) -> jax.Array:
+            if len(leaf.shape) == 1:
+                return jnp.zeros(leaf.shape, jnp.float32)
+            scale = np.sqrt(2 / np.prod(leaf.shape[:-1]))
+            return jnp.asarray(scale * rng.normal(size=leaf.shape), jnp.float32)
+
+        return [jax.tree.map(drawn, tree) for tree in made.params]
+
+
+class Part(nnx.Module):
+    """Convolutions of 3 x 3, each with a relu; and a readout, if there is one."""
+
+    def __init__(self, inputs: int, channels: Iterable[int], rngs: nnx.Rngs) -> None:
+        """Of so many channels."""
+        self.outputs, self.shrinks = inputs, 1
+        self.convs: nnx.List[nnx.Conv] = nnx.List()
+        self.readout: nnx.Linear | None = nnx.data(None)
+        for outputs in channels:
+            stride = 2 if outputs == 2 * self.outputs else 1
+            conv = nnx.Conv(self.outputs, outputs, (3, 3), strides=stride, rngs=rngs)
+            self.convs.append(conv)
+            self.outputs, self.shrinks = outputs, self.shrinks * stride
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`(examples, height, width, channels)`."""
+        for conv in self.convs:
+            x = nnx.relu(conv(x))
+        return x if self.readout is None else self.readout(x.reshape(len(x), -1))
+
+
+def loss_of(scores: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
+    """One for each example."""
+    labels = batch["labels"]
+    return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+
+
+def through(stages: Sequence[pipeline.Stage], params: Any, x: Any) -> Any:
+    """All stages, one after the other."""
+    for stage, own in zip(stages, params, strict=True):
+        x = stage.fn(own, x)
+    return x
+
+
+# --- the methods ---
+
+
+@dataclass(frozen=True)
+class Flushing:
+    """Updates of all stages together, when all parts of a batch are through."""
+
+    schedule: Callable[[int], pipeline.Schedule]
+    """For so many stages."""
+
+    def parts(self, stages: int) -> int:
+        """Micro-batches of a batch."""
+        return self.schedule(stages).micro_batches
+
+    def pipe(self, stages: Sequence[pipeline.Stage], rate: float, where: Any) -> Any:
+        """A pipeline; `where` its workers are, as `Pipeline` takes it."""
+        schedule = self.schedule(len(stages))
+        own = optim.sgd(lr=rate)
+        return pipeline.Pipeline(stages, loss_of, schedule, where, optimizer=own)
+
+    def epoch(self, pipe: Any, state: Any, batches: Sequence[Any]) -> Any:
+        """The state after training with the batches."""
+        for batch in batches:
+            state, _ = pipe.train_step(state, batch)
+        return state
+
+    def simulated(self, stages: int, costs: pipeline.Costs) -> float:
+        """Seconds of an epoch, with these costs of a micro-batch."""
+        return STEPS * pipeline.simulate(self.schedule(stages), costs).makespan
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """Each stage updates itself, and the pipeline drains after an epoch only."""
+
+    policy: Policy
+    cut: int = 1
+    """Micro-batches of a batch."""
+
+    def parts(self, stages: int) -> int:
+        """Micro-batches of a batch; one for each stage at least, if it is cut."""
+        return self.cut
+
+    def pipe(self, stages: Sequence[pipeline.Stage], rate: float, where: Any) -> Any:
+        """A pipeline; `where` its workers are, as `PipeDream` takes it."""
+        return pipeline.PipeDream(
+            stages,
+            loss_of,
+            where,
+            optimizer=optim.sgd(lr=rate),
+            policy=self.policy,
+            update_every=self.cut,
+        )
+
+    def epoch(self, pipe: Any, state: Any, batches: Sequence[Any]) -> Any:
+        """The state after training with the batches."""
+        return pipe.train_epoch(state, cut(batches, self.cut))[0]
+
+    def simulated(self, stages: int, costs: pipeline.Costs) -> float:
+        """Seconds of an epoch, with these costs of a micro-batch."""
+        # All policies have the order of this one.
+        schedule = pipeline.pipedream(stages, STEPS * self.cut)
+        return pipeline.simulate(schedule, costs).makespan
+
+
+FLUSH, STASH, CONTROL = "1F1B", "PipeDream", "no stashing"
+METHODS: dict[str, Flushing | Asynchronous] = {
+    "model parallel": Flushing(lambda n: pipeline.gpipe(n, 1)),
+    "GPipe": Flushing(lambda n: pipeline.gpipe(n, PARTS)),
+    FLUSH: Flushing(lambda n: pipeline.one_f_one_b(n, PARTS)),
+    STASH: Asynchronous("stashing"),
+    CONTROL: Asynchronous("none"),
+    "vertical sync": Asynchronous("vertical_sync"),
+    "2BW": Asynchronous("2bw", PARTS),
+}
+
+
+def batches_of(seed: int, epochs: int) -> tuple[list[list[dict[str, Any]]], Any]:
+    """The batches of each epoch, and the examples that nobody trains with."""
+    found = data(seed, epochs * STEPS, BATCH)
+    named = [{"x": x, "labels": labels} for x, labels in found.batches]
+    return [named[e * STEPS : (e + 1) * STEPS] for e in range(epochs)], found.test
+
+
+def cut(batches: Sequence[dict[str, Any]], parts: int) -> list[dict[str, Any]]:
+    """The parts of all batches, in order."""
+    return [
+        {key: np.split(value, parts)[part] for key, value in batch.items()}
+        for batch in batches
+        for part in range(parts)
+    ]
+
+
+# --- training ---
+
+
+class Curve(NamedTuple):
+    """One training run.
+
+    Attributes:
+      accuracy: On the test images, before the first epoch and after each.
+      passes: Of the last epoch, by asynchronous methods.
+    """
+
+    accuracy: list[float]
+    passes: Sequence[Any] = ()
+
+
+class Trainer:
+    """Trains a network by any method, all stages on one device."""
+
+    def __init__(self, network: Network) -> None:
+        """Compiles nothing yet."""
+        self.network, self.made = network, network.made()
+        stages = self.made.stages
+        self._scores = jax.jit(lambda params, x: through(stages, params, x))
+
+    def curve(self, name: str, seed: int) -> Curve:
+        """One method with one seed."""
+        method = METHODS[name]
+        epochs, test = batches_of(seed, self.network.epochs)
+        pipe = method.pipe(self.made.stages, self.network.rate, None)
+        state = pipe.init(self.network.parameters(self.made, seed))
+        found = [self._accuracy(state.params, *test)]
+        for batches in epochs:
+            state = method.epoch(pipe, state, batches)
+            found.append(self._accuracy(state.params, *test))
+        return Curve(found, getattr(pipe, "passes", ()))
+
+    def _accuracy(self, params: Any, images: Any, labels: Any) -> float:
+        """Share of the images that are recognised."""
+        return float((np.argmax(self._scores(params, images), 1) == labels).mean())
