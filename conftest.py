@@ -8,6 +8,7 @@ the strict promotions.
 import gc
 import itertools
 import os
+import signal
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,6 +22,14 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+
+# A suite started by `nohup` or `&` ignores them, and so would all that it starts.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Seconds that each part of the suite may grow to, of both processes that run it on 2
 # cores. Half of their sum keeps `.ci/run` under 30 minutes, set-up included; the

@@ -215,21 +215,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.fixture
-def not_ignored():
-    """A terminal's signals are not ignored, as those of `nohup` and `&` are."""
-    numbers = [signal.SIGINT, signal.SIGHUP]
-    before = [signal.getsignal(number) for number in numbers]
-    for number, handler in zip(numbers, before, strict=True):
-        if handler == signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
-@pytest.mark.usefixtures("not_ignored")
 def test_no_orphan_survives_the_launcher(name, start, witnesses):
     number = signal.Signals[name]
     launcher = start(["--nproc", 2, "program.py", witnesses.port], WAITING)

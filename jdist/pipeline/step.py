@@ -98,14 +98,19 @@ class Step:
                         stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
             if not moved_on:
-                self._post.wait(
-                    {
-                        parcel: str(queue[0])
-                        for worker, queue in queues.items()
-                        if queue
-                        for parcel in self._missing(worker, queue[0])
-                    }
-                )
+                self._wait(queues)
+
+    def _wait(self, queues: Mapping[int, deque[Action]]) -> None:
+        """Until something that an action waits for is there."""
+        waiting: dict[Parcel, str] = {}
+        for worker, queue in queues.items():
+            if not queue:
+                continue
+            missing = self._missing(worker, queue[0])
+            if not missing:
+                return  # It came since it was looked for.
+            waiting |= dict.fromkeys(missing, str(queue[0]))
+        self._post.wait(waiting)
 
     def _missing(self, worker: int, action: Action) -> list[Parcel]:
         if action.kind == "W":
