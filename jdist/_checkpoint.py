@@ -6,9 +6,9 @@ that is killed while it writes leaves what was complete before.
 
 import importlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -24,7 +24,23 @@ _ONE_AT_A_TIME = threading.Lock()
 """orbax counts what it saves by process: two threads would wait for each other's."""
 
 
-class StepFolder:
+class Closing(ABC):
+    """What holds threads of orbax's, and is closed where its context ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what orbax runs in the background."""
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Closes it."""
+        self.close()
+
+
+class StepFolder(Closing):
     """A folder with arrays and a description for each step that was saved.
 
     Use it as a context manager, or `close` it: orbax holds threads.
@@ -103,19 +119,6 @@ class StepFolder:
     def close(self) -> None:
         """Ends what orbax runs in the background."""
         self._manager.close()
-
-    def __enter__(self) -> Self:
-        """The object itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes it."""
-        self.close()
 
 
 def _orbax() -> Any:

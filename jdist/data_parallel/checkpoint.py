@@ -10,19 +10,25 @@ from (`jdist._checkpoint`).
 """
 
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist._checkpoint import StepFolder, check_same, described, unworded, words
+from jdist._checkpoint import (
+    Closing,
+    StepFolder,
+    check_same,
+    described,
+    unworded,
+    words,
+)
 from jdist._tree import path_of
 from jdist.data_parallel.train_state import TrainState
 from jdist.data_parallel.zero import Sharded
 
 
-class Checkpoints:
+class Checkpoints(Closing):
     """A folder of training states, one for each step that was saved.
 
     Use it as a context manager, or `close` it: orbax holds threads.
@@ -106,19 +112,6 @@ class Checkpoints:
     def close(self) -> None:
         """Ends what orbax runs in the background."""
         self._folder.close()
-
-    def __enter__(self) -> Self:
-        """The object itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes it."""
-        self.close()
 
 
 def _is_sharded(leaf: Any) -> bool:

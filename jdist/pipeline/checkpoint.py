@@ -7,14 +7,14 @@ stages were written by then, the last step that all stages have is there to resu
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import (
+    Closing,
     StepFolder,
     check_same,
     chosen,
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
         return cls(len(pipe.stages), pipe.own, written, pipe.executor.gather)
 
 
-class StageCheckpoints:
+class StageCheckpoints(Closing):
     """Trees of stages, by the number of a step; every process calls every method.
 
     Args:
@@ -151,19 +151,6 @@ class StageCheckpoints:
         for folder in self._folders.values():
             folder.close()
 
-    def __enter__(self) -> Self:
-        """The object itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes it."""
-        self.close()
-
     def _found(self) -> list[int]:
         """The steps that all stages have, as their writers say."""
         mine = [[j, self._folders[j].steps()] for j in self._saved.written]
@@ -192,7 +179,7 @@ class StageCheckpoints:
         )
 
 
-class Checkpoints:
+class Checkpoints(Closing):
     """A folder of a pipeline's training states, one for each step that was saved.
 
     Every process writes the stages that run in it (of a stage with several workers, the
@@ -274,19 +261,6 @@ class Checkpoints:
     def close(self) -> None:
         """Ends what orbax runs in the background."""
         self._checkpoints.close()
-
-    def __enter__(self) -> Self:
-        """The object itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Closes it."""
-        self.close()
 
 
 def _fields(state: PipelineState) -> dict[str, Any]:

@@ -130,12 +130,9 @@ class Segment:
 
         Raises: what `backward` raises.
         """
-
-        def half(*arguments: Any) -> Any:
-            return self._halves.backward_then(then, carry, given, *arguments)
-
         arguments = (params, residuals, d_outputs)
-        return self._pull_back("backward_then", half, arguments)
+        half, before = self._halves.backward_then, (then, carry, given)
+        return self._pull_back("backward_then", half, arguments, before)
 
     def backward_inputs(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -155,13 +152,7 @@ class Segment:
         d_inputs, found = self._pull_back(
             "backward_inputs", self._halves.first, arguments
         )
-        arrays = found.split.wiring.gather(
-            jax.tree.leaves(params),
-            residuals.arrays,
-            jax.tree.leaves(d_outputs),
-            jax.tree.leaves(d_inputs),
-            found.arrays,
-        )
+        arrays = _gathered(found, arguments, d_inputs)
         return d_inputs, Rest(found.split, arrays, residuals.layout)
 
     def backward_params(self, rest: Rest) -> Any:
@@ -225,21 +216,12 @@ class Segment:
           residuals and cotangents that it needs: these must not be donated before
           `joined_then`.
         """
-
-        def half(*arguments: Any) -> Any:
-            return self._halves.deferring_then(then, carry, given, *arguments)
-
         arguments = (params, residuals, d_outputs)
+        half, before = self._halves.deferring_then, (then, carry, given)
         carry, d_inputs, found = self._pull_back(
-            "backward_deferring_then", half, arguments
+            "backward_deferring_then", half, arguments, before
         )
-        arrays = found.split.wiring.gather(
-            jax.tree.leaves(params),
-            residuals.arrays,
-            jax.tree.leaves(d_outputs),
-            jax.tree.leaves(d_inputs),
-            found.arrays,
-        )
+        arrays = _gathered(found, arguments, d_inputs)
         return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
 
     def joined_then(
@@ -280,13 +262,17 @@ class Segment:
         return carry
 
     def _pull_back(
-        self, call: str, half: Callable[..., Any], arguments: tuple[Any, Residuals, Any]
+        self,
+        call: str,
+        half: Callable[..., Any],
+        arguments: tuple[Any, Residuals, Any],
+        before: tuple[Any, ...] = (),
     ) -> Any:
-        params, residuals, d_outputs = arguments
+        params, residuals, _ = arguments
         check_origin(call, residuals, Residuals, self._halves.owner)
         check_version(call, params, residuals.version)
         try:
-            return half(params, residuals, d_outputs, residuals.layout)
+            return half(*before, *arguments, residuals.layout)
         except (RuntimeError, ValueError) as error:
             names = ("params", "residuals", "d_outputs")
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
@@ -305,6 +291,20 @@ class Segment:
                 got = f"{value!r} as argument {place + 1}"
                 raise TypeError(requirement("Segment.forward(*inputs)", rule, got))
         return tuple(None if i in places else x for i, x in enumerate(inputs)), static
+
+
+def _gathered(
+    found: Rest | Deferred, arguments: tuple[Any, Residuals, Any], d_inputs: Any
+) -> tuple[Any, ...]:
+    """All that is kept: what others hold, and what was computed for it."""
+    params, residuals, d_outputs = arguments
+    return found.split.wiring.gather(
+        jax.tree.leaves(params),
+        residuals.arrays,
+        jax.tree.leaves(d_outputs),
+        jax.tree.leaves(d_inputs),
+        found.arrays,
+    )
 
 
 def segment(
