@@ -29,10 +29,13 @@ def buckets_of(partial: Partial) -> list[Partial]:
       [2]
     """
     found: list[list[jax.Array]] = [[]]
+    held = 0
     for leaf in jax.tree.leaves(partial.gradient):
-        if sum(x.nbytes for x in found[-1]) >= LIMIT:
+        if held >= LIMIT:
             found.append([])
+            held = 0
         found[-1].append(leaf)
+        held += leaf.nbytes
     return [partial._replace(gradient=leaves) for leaves in found]
 
 
