@@ -27,7 +27,10 @@ _ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     "MALLOC_ARENA_MAX": "1",
 }
+_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_KERNEL_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_NOT_GLIBC = "not applied: the C library is not glibc"
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -44,6 +47,9 @@ class ProcessSettings:
         collectives wait for the scheduler's tick when a process has one core.
       keep_freed_memory: Let glibc's allocator keep freed memory instead of returning
         and re-faulting it for each large array. Resident memory does not shrink.
+      large_pages: Let glibc's allocator (2.35 or newer) ask Linux for pages of 2 MiB in
+        place of 4 KiB: a product reads its matrices with fewer page table walks, and
+        fresh memory has fewer faults. Resident memory is rounded up to such pages.
       callback_threads: Least size of XLA's thread pool (`PJRT_NPROC`). Each callback
         that blocks inside a jitted function occupies one of its threads, and with none
         left nothing runs any more. 0 leaves XLA's own: the number of cores.
@@ -60,6 +66,7 @@ class ProcessSettings:
 
     batch_scheduling: bool = True
     keep_freed_memory: bool = True
+    large_pages: bool = True
     callback_threads: int = 8
     share_cores: bool = True
 
@@ -73,6 +80,7 @@ class ProcessSettings:
 OFF = ProcessSettings(
     batch_scheduling=False,
     keep_freed_memory=False,
+    large_pages=False,
     callback_threads=0,
     share_cores=False,
 )
@@ -120,6 +128,10 @@ def plan(
         notes["allocator"] = _allocator_note()
         if notes["allocator"] == "keeps freed memory":
             wanted["allocator"] = _ALLOCATOR
+    if settings.large_pages:
+        notes["pages"] = _pages_note()
+        if notes["pages"] == "of 2 MiB where possible":
+            wanted["pages"] = _LARGE_PAGES
     if settings.callback_threads:
         pool = max(settings.callback_threads, len(cores) or len(available_cores()))
         notes["callback threads"] = str(pool)
@@ -137,13 +149,29 @@ def plan(
 
 
 def _allocator_note() -> str:
+    return "keeps freed memory" if _glibc() else _NOT_GLIBC
+
+
+def _pages_note() -> str:
+    version = _glibc()
+    if not version:
+        return _NOT_GLIBC
+    if version < (2, 35):
+        return "not applied: glibc is older than 2.35"
     try:
-        library = os.confstr("CS_GNU_LIBC_VERSION")
+        offered = "[never]" not in _KERNEL_PAGES.read_text()
+    except OSError:
+        offered = False
+    return "of 2 MiB where possible" if offered else "not applied: Linux gives none"
+
+
+def _glibc() -> tuple[int, ...]:
+    """The version of the C library if it is glibc, else empty."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (AttributeError, ValueError, OSError):
-        library = None
-    if library and library.startswith("glibc"):
-        return "keeps freed memory"
-    return "not applied: the C library is not glibc"
+        return ()
+    return tuple(int(n) for n in version.split(".")) if name == "glibc" else ()
 
 
 def applied() -> dict[str, str]:

@@ -137,6 +137,25 @@ def mapped_apart():
     return bool(apart)
 
 
+def asks_for_large_pages(rank):
+    """Whether the mapping of a 64 MiB block is one that should have large pages."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    block = library.malloc(2**26)
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(address, 16) for address in name.split("-"))
+            within = begin <= block + 2**25 < end
+        elif within and name == "VmFlags:":
+            library.free(block)
+            return "hg" in rest
+    raise LookupError("the block lies in no mapping")
+
+
 def callback_with_large_argument(rank):
     """On one core, without room in XLA's pool, this never returns."""
     import jax

@@ -19,7 +19,9 @@ from jdist.rpc.process_settings import (
 from jdist.rpc.spawn import spawn
 from tests.rpc import spawn_cases as cases
 
-VARIABLES = (*process_settings._ALLOCATOR, "PJRT_NPROC", "OMP_NUM_THREADS")
+GLIBC = (*process_settings._ALLOCATOR, *process_settings._LARGE_PAGES)
+VARIABLES = (*GLIBC, "PJRT_NPROC", "OMP_NUM_THREADS")
+PAGES = ("of 2 MiB where possible", "not applied: Linux gives none")
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,7 @@ def test_settings_are_in_force_before_the_program_begins():
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",
         }
+        assert seen["applied"].pop("pages") in PAGES
         assert seen["applied"] == {
             "cores": str(core),
             "allocator": "keeps freed memory",
@@ -106,8 +109,44 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(os, "confstr", refuse)
     made = plan(ProcessSettings(), nprocs=1, environment={})
-    assert made.notes["allocator"] == "not applied: the C library is not glibc"
-    assert not set(made.variables) & set(process_settings._ALLOCATOR)
+    for setting in ("allocator", "pages"):
+        assert made.notes[setting] == "not applied: the C library is not glibc"
+    assert not set(made.variables) & set(GLIBC)
+
+
+@pytest.mark.parametrize(
+    ("library", "kernel", "note"),
+    [
+        ("glibc 2.35", "always [madvise] never", "of 2 MiB where possible"),
+        ("glibc 2.34", "always [madvise] never", "not applied: glibc is older than"),
+        ("glibc 2.41", "always madvise [never]", "not applied: Linux gives none"),
+        ("glibc 2.41", None, "not applied: Linux gives none"),
+    ],
+)
+def test_large_pages_where_library_and_kernel_have_them(
+    monkeypatch, tmp_path, library, kernel, note
+):
+    offered = tmp_path / "enabled"
+    if kernel is not None:
+        offered.write_text(kernel)
+    monkeypatch.setattr(os, "confstr", lambda name: library)
+    monkeypatch.setattr(process_settings, "_KERNEL_PAGES", offered)
+    made = plan(ProcessSettings(), nprocs=1, environment={})
+    assert made.notes["pages"].startswith(note)
+    given = note == "of 2 MiB where possible"
+    assert ("GLIBC_TUNABLES" in made.variables) is given
+    without = plan(ProcessSettings(large_pages=False), nprocs=1, environment={})
+    assert "pages" not in without.notes
+    assert "GLIBC_TUNABLES" not in without.variables
+
+
+def test_memory_of_started_processes_asks_for_large_pages():
+    """Where the kernel gives them to nobody unasked."""
+    note = plan(ProcessSettings(), nprocs=1, environment={}).notes["pages"]
+    offered = process_settings._KERNEL_PAGES
+    wanted = note == PAGES[0] and "[madvise]" in offered.read_text()
+    assert spawn(cases.asks_for_large_pages, nprocs=1) == [wanted]
+    assert spawn(cases.asks_for_large_pages, nprocs=1, settings=None) == [False]
 
 
 def test_a_missing_batch_class_is_said(monkeypatch):
