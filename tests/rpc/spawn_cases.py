@@ -156,6 +156,20 @@ def asks_for_large_pages(rank):
     raise LookupError("the block lies in no mapping")
 
 
+def bytes_of_products(rank):
+    """Of intermediate results at a time, in a program of eight products."""
+    import jax
+    import jax.numpy as jnp
+
+    def add(sums, factors):
+        return [a + x.T @ x for a, x in zip(sums, factors, strict=True)]
+
+    sums = [jnp.zeros((256, 256), jnp.float32)] * 8
+    factors = [jnp.ones((4, 256), jnp.float32)] * 8
+    compiled = jax.jit(add, donate_argnums=0).lower(sums, factors).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def callback_with_large_argument(rank):
     """On one core, without room in XLA's pool, this never returns."""
     import jax

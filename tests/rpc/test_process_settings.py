@@ -20,7 +20,7 @@ from jdist.rpc.spawn import spawn
 from tests.rpc import spawn_cases as cases
 
 GLIBC = (*process_settings._ALLOCATOR, *process_settings._LARGE_PAGES)
-VARIABLES = (*GLIBC, "PJRT_NPROC", "OMP_NUM_THREADS")
+VARIABLES = (*GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS")
 PAGES = ("of 2 MiB where possible", "not applied: Linux gives none")
 
 
@@ -50,6 +50,7 @@ def test_settings_are_in_force_before_the_program_begins():
             "allocator": "keeps freed memory",
             "callback threads": "8",
             "library threads": "1",
+            "programs": "in little memory",
             "scheduling": "batch class",
         }
         assert seen["jax first"] is False
@@ -138,6 +139,31 @@ def test_large_pages_where_library_and_kernel_have_them(
     without = plan(ProcessSettings(large_pages=False), nprocs=1, environment={})
     assert "pages" not in without.notes
     assert "GLIBC_TUNABLES" not in without.variables
+
+
+def test_programs_are_ordered_for_little_memory_on_one_core():
+    """Eight products, each added to a sum: one of them lies in memory, or all."""
+    (lean,) = spawn(cases.bytes_of_products, nprocs=1, pin=1)
+    (plain,) = spawn(cases.bytes_of_products, nprocs=1, pin=1, settings=None)
+    assert lean == 2**16 * 4
+    assert plain == 8 * lean
+
+
+@pytest.mark.parametrize(
+    ("release", "given"), [("0.10.2", True), ("0.12.0.1", True), ("0.13.0", False)]
+)
+def test_a_flag_only_for_releases_that_know_it(monkeypatch, release, given):
+    monkeypatch.setattr(process_settings.metadata, "version", lambda name: release)
+    made = plan(ProcessSettings(), 1, (3,), environment={})
+    assert ("XLA_FLAGS" in made.variables) is given
+    assert made.notes["programs"].startswith("not applied") is not given
+    for cores, settings in (
+        ((3, 4), ProcessSettings()),
+        ((3,), ProcessSettings(lean_programs=False)),
+    ):
+        made = plan(settings, 1, cores, environment={})
+        assert "programs" not in made.notes
+        assert "XLA_FLAGS" not in made.variables
 
 
 def test_memory_of_started_processes_asks_for_large_pages():
