@@ -40,9 +40,7 @@ def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
         known = counts.get(node, 0)
         counts[node] = known + 1
         if not known:
-            for edge in node.inputs:
-                if edge is not None:
-                    arrivals.append(edge[0])
+            arrivals += [edge[0] for edge in node.inputs if edge is not None]
     return counts
 
 
@@ -91,13 +89,13 @@ class Sweep:
     def pass_on(self, node: Node, cotangents: Sequence[Cotangent]) -> None:
         """The function ran: these are the cotangents of its inputs."""
         order, summands = node.order, self._summands
-        position = 0
-        for edge, value in zip(node.inputs, cotangents, strict=True):
+        for position, (edge, value) in enumerate(
+            zip(node.inputs, cotangents, strict=True)
+        ):
             if edge is not None:
                 if value is not None:  # as `add`: an edge is where the cotangent goes
                     summands.setdefault(edge, []).append((order, position, value))
                 self.arrive(edge[0])
-            position += 1
 
 
 def total(contributions: Sequence[Contribution]) -> Cotangent:

@@ -139,7 +139,7 @@ class Codec:
 
         Args:
           kind: The type.
-          other: `other(object, parcel)` makes an encodable value, each time one is sent.
+          other: `other(object, parcel)` makes the value, each time one is sent.
         """
         self._encoders[kind] = lambda encoding, value: encoding.tree(
             other(value, encoding.parcel)
