@@ -45,10 +45,10 @@ def prepare_one(rank: int) -> Iterator[dict[str, Job]]:
 
 @contextmanager
 def prepare_large(rank: int) -> Iterator[dict[str, Job]]:
-    """1F1B of a large batch, as published and with a split drain; and one core's."""
+    """1F1B of a large batch, three ways; and the whole of it on one core."""
     rpc.init_rpc(f"worker{rank}")
     whole = {models.WHOLE: _whole(models.LARGE)}
-    kinds = models.ONE_F_ONE_B, models.SPLIT_DRAIN
+    kinds = models.ONE_F_ONE_B, models.SPLIT_DRAIN, models.JOINED
     yield piped(models.LARGE, kinds) | _alone(rank, whole)
     rpc.shutdown()
 

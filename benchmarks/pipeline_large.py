@@ -20,7 +20,7 @@ def measure() -> list[Case]:
         found = race({OURS: ours})
     whole, notes = found[OURS, models.WHOLE].median, []
     for m in models.MICRO_BATCHES:
-        for kind in (models.ONE_F_ONE_B, models.SPLIT_DRAIN):
+        for kind in (models.ONE_F_ONE_B, models.SPLIT_DRAIN, models.JOINED):
             job = models.piped(kind, m)
             share = whole / found[OURS, job].median * (m + 1) / (2 * m)
             notes.append(f"{job}: {share:.2f}")

@@ -20,7 +20,7 @@ from jdist.pipeline.schedule_versions import live_versions, versions_used
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stashed_run import Rule, StashedRun
 from jdist.pipeline.training import PipelineState, optimizers_for
-from jdist.pipeline.updates import scale_in, skipped_in, static_loss_scale_of
+from jdist.pipeline.update import scale_in, skipped_in, static_loss_scale_of
 from jdist.pipeline.weight_stashing import with_weight_stashing
 
 

@@ -26,7 +26,7 @@ from jdist.pipeline.step import Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
-from jdist.pipeline.updates import Found, News, Updates, joined, loss_scale_of, started
+from jdist.pipeline.update import Found, News, Update, joined, loss_scale_of, started
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -232,14 +232,14 @@ class Pipeline:
         optimizers = optimizers_for(self._optimizer, len(self.stages))
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         params, kept = list(state.params), list(state.opt_states)
-        updates = Updates(
+        update = Update(
             optimizers, state.params, state.opt_states, self._max_norm, overrides
         )
-        found = self._run(params, batch, weights, state.states, key, updates)
+        found = self._run(params, batch, weights, state.states, key, update)
         norm = None
         for j in self.own:
             news = moved(found.news, self._places.devices[self._first(j)])
-            params[j], kept[j], norm = updates.apply(j, found.grads[j], news)
+            params[j], kept[j], norm = update.apply(j, found.grads[j], news)
         step = state.step + 1
         metrics = Metrics(found.loss, norm, *size_of_batch(batch, weights))
         return PipelineState(step, params, kept, found.states, state.key), metrics
@@ -291,21 +291,21 @@ class Pipeline:
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
-        updates: Updates | None = None,
+        update: Update | None = None,
     ) -> Found:
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
         if self.one_program is not None:
-            return self.one_program(trees, batch, weights, updates)
+            return self.one_program(trees, batch, weights, update)
         parts = split_batch(batch, weights, self.schedule.micro_batches)
         loss = self._loss
-        if updates is not None and updates.loss_scale is not None:
-            loss = loss.scaled(updates.scale, sum(part.total for part in parts))
+        if update is not None and update.loss_scale is not None:
+            loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = self._runs(trees, given, key, loss.gradient_kind)
         with self._opened() as (number, post):
-            return self._step(number, post, runs, parts, loss, updates)
+            return self._step(number, post, runs, parts, loss, update)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, Post]]:
@@ -333,7 +333,7 @@ class Pipeline:
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
         loss: PipelineLoss,
-        updates: Updates | None,
+        update: Update | None,
     ) -> Found:
         read = self._shapes.read(post, runs, parts[0].batch)
         step = Step(
@@ -354,9 +354,9 @@ class Pipeline:
         params = {j: runs[self._first(j), j].params for j in self.own}
         grads = self._tied.summed(params, grads, self._places, post)
         news = News(None, None)
-        if updates is not None and updates.together:
+        if update is not None and update.together:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
-            told = {j: updates.news(j, grads[j], own) for j, own in counted.items()}
+            told = {j: update.news(j, grads[j], own) for j, own in counted.items()}
             news = joined(step.from_all_stages(told))
         return Found(step.loss(self._places.own[0]), grads, news, self._after(runs))
 

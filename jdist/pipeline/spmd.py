@@ -33,7 +33,7 @@ from jdist.pipeline.spmd_rules import (
     check_value,
 )
 from jdist.pipeline.spmd_table import tabulate
-from jdist.pipeline.updates import Found, News, Updates
+from jdist.pipeline.update import Found, News, Update
 from jdist.pipeline.wiring import Wiring
 
 
@@ -71,20 +71,20 @@ class OneProgram:
         self._programs: dict[Any, _Program] = {}
 
     def __call__(
-        self, params: Sequence[Any], batch: Any, weights: Any, updates: Updates | None
+        self, params: Sequence[Any], batch: Any, weights: Any, update: Update | None
     ) -> Found:
         """The loss of a batch and the gradients of this process's stages.
 
         Raises: what `Pipeline.value_and_grad` raises; ValueError if the optimizers
           scale the loss.
         """
-        if updates is not None and updates.loss_scale is not None:
+        if update is not None and update.loss_scale is not None:
             rule = "must not scale the loss where one program runs all stages"
             remedy = (
                 "Give a list of devices, or names of workers, in place of the mesh."
             )
             call = "Pipeline(optimizer=...)"
-            got = f"{updates.loss_scale}"
+            got = f"{update.loss_scale}"
             raise ValueError(requirement(call, rule, got, remedy))
         program, arguments = self._prepared(params, batch, weights)
         loss, grads, square = program.run(*arguments)

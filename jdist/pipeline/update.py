@@ -53,7 +53,7 @@ class Found(NamedTuple):
     states: list[Any]
 
 
-class Updates:
+class Update:
     """The optimizers of all stages, and what they start from in one step.
 
     Args:
