@@ -1,0 +1,89 @@
+"""How soon do the other stages know that one of them was killed?
+
+Three processes, a stage each, step after step. One of them kills itself, some time
+after it has begun to work; the others' step fails with `WorkerLost` and its name. The
+time is from its last sign of life to the later one of the two errors.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks._harness import Case, timing
+from jdist import pipeline, rpc
+from jdist.rpc.rendezvous import ReservedPort
+
+ROUNDS = 8
+NAMES = ["stage0", "stage1", "stage2"]
+KILLED = 1
+SECONDS = 0.3
+"""For which the stage works before it is killed: some hundred steps."""
+
+
+def measure() -> list[Case]:
+    """A group of its own for every round."""
+    late = [_round() for _ in range(ROUNDS)]
+    note = f"goal: under 1 s; the longest of {ROUNDS} took {max(late):.4f} s"
+    return [Case("three stages", {"known on both others": timing(late)}, note=note)]
+
+
+def _round() -> float:
+    start = multiprocessing.get_context("spawn")
+    with ReservedPort() as reserved:
+        ends = [start.Pipe(duplex=False) for _ in NAMES]
+        processes = [
+            start.Process(target=_stage, args=(rank, reserved.port, sender))
+            for rank, (_, sender) in enumerate(ends)
+        ]
+        for process in processes:
+            process.start()
+        when = [receiver.recv() for receiver, _ in ends]
+        for process in processes:
+            process.join()
+    return max(when) - when[KILLED]
+
+
+def _stage(rank: int, port: int, report: Connection) -> None:
+    """Steps until a stage is lost; reports when that was known."""
+    rpc.init_rpc(
+        NAMES[rank],
+        rank=rank,
+        world_size=len(NAMES),
+        coordinator=("127.0.0.1", port),
+    )
+    step = _step()
+    if rank == KILLED:
+        threading.Timer(SECONDS, _die, (report,)).start()
+    try:
+        while True:
+            step()
+    except rpc.WorkerLost as error:
+        if error.worker != NAMES[KILLED]:
+            raise
+        report.send(time.monotonic())  # One clock for all processes of a machine.
+    rpc.shutdown(graceful=False)
+
+
+def _step() -> Any:
+    stages = [
+        pipeline.Stage(lambda w, x: jnp.tanh(x @ w), (a,), (b,))
+        for a, b in ("xg", "gh", "hy")
+    ]
+    schedule = pipeline.one_f_one_b(3, 4)
+    pipe = pipeline.Pipeline(stages, lambda y, batch: y.sum(-1), schedule, NAMES)
+    params = pipe.place([jnp.eye(64)] * 3)
+    batch = {"x": jnp.ones((8, 64))}
+    jax.block_until_ready(pipe.value_and_grad(params, batch))
+    return lambda: pipe.value_and_grad(params, batch)
+
+
+def _die(report: Connection) -> None:
+    report.send(time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
