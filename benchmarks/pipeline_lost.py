@@ -35,11 +35,11 @@ def measure() -> list[Case]:
 
 
 def _round() -> float:
-    start = multiprocessing.get_context("spawn")
+    start, key = multiprocessing.get_context("spawn"), rpc.new_cluster_key()
     with ReservedPort() as reserved:
         ends = [start.Pipe(duplex=False) for _ in NAMES]
         processes = [
-            start.Process(target=_stage, args=(rank, reserved.port, sender))
+            start.Process(target=_stage, args=(rank, reserved.port, key, sender))
             for rank, (_, sender) in enumerate(ends)
         ]
         for process in processes:
@@ -50,13 +50,14 @@ def _round() -> float:
     return max(when) - when[KILLED]
 
 
-def _stage(rank: int, port: int, report: Connection) -> None:
+def _stage(rank: int, port: int, key: str, report: Connection) -> None:
     """Steps until a stage is lost; reports when that was known."""
     rpc.init_rpc(
         NAMES[rank],
         rank=rank,
         world_size=len(NAMES),
         coordinator=("127.0.0.1", port),
+        options=rpc.RpcOptions(key=key),
     )
     step = _step()
     if rank == KILLED:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -70,7 +71,8 @@ def _bars(
     one = means[ONE]
     labels = [f"{mean:.3g} s\n{one / mean:.2f}x" for mean in means.values()]
     axes.bar_label(drawn, labels, padding=4)
-    axes.set_ylim(0, 1.25 * max(means.values()))
+    tops = np.add(heights, spread if spread is not None else 0)
+    axes.set_ylim(0, 1.25 * tops.max())  # room for the labels
     axes.set_ylabel("seconds for 3 batches")
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

@@ -99,8 +99,8 @@ def test_other_parts_have_no_part_as_it_was():
     assert all(part not in rows[2:] for part in rows[:2])
 
 
-def told(seconds):
-    claims = job.speed_claims(seconds)
+def told(seconds, best_size=True):
+    claims = job.speed_claims(seconds, best_size=best_size)
     return [claim.holds for claim in claims]
 
 
@@ -113,6 +113,7 @@ def test_what_is_fast_and_what_is_not():
     assert told(seconds | {ONE: [2.0, 2.0]}) == [False, True, True]
     assert told(seconds | {PARALLEL: [2.0, 2.0]}) == [True, False, True]
     assert told(seconds | {"split 60": [1.9, 1.9]}) == [True, True, False]
+    assert told(seconds | {"split 60": [1.9, 1.9]}, best_size=False) == [True, True]
     table = job.rows(seconds)
     assert table[2][3:] == ["0.91", "4.02 s, 0.93"]
     assert table[4][3:] == ["1.48", "2.43 s, 1.54"]
