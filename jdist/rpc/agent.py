@@ -394,8 +394,6 @@ class Agent:
         self.parts.close()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
-        self._transport.close()
-        self._loopback.close()
-        self.alarm.close()
-        self.relief.close()
+        for part in (self._transport, self._loopback, self.alarm, self.relief):
+            part.close()
         self.crew.close(timeout=1.0)
