@@ -64,13 +64,14 @@ class Header(NamedTuple):
           ProtocolError: It is malformed.
         """
         row = meta.get(META)
-        if row is None:
-            return None
+        if row is None or type(row) is cls:
+            return row
         if type(row) is list and len(row) == len(cls._fields):
             *numbers, reach = row
             beyond = [] if reach is None else reach
             if type(beyond) is list and _are_ids(numbers + beyond):
-                return cls(*row)
+                header = meta[META] = cls(*row)  # for who asks next
+                return header
         raise ProtocolError("The autograd part of a message is malformed.")
 
 
@@ -99,7 +100,7 @@ class Boundary:
         self, to: WorkerInfo, call: Invocation
     ) -> tuple[Invocation, dict[str, Any]]:
         """A call goes out: within a context it carries the ids."""
-        refuse_in_pure(f"a call to {to.name!r}")
+        refuse_in_pure("a call to {!r}", to.name)
         recording = current(self._container)
         if recording is None:
             return call, {}
@@ -144,8 +145,9 @@ class Boundary:
         send = parcel.crossing
         if send is None:
             send = parcel.crossing = self._send_function(row, parcel)
-        array, before = value.value, send.reach
-        slot = send.slot(value.edge, array)
+        _, (array,), (edge,) = value.flat()
+        before = send.reach
+        slot = send.slot(edge, array)
         row[_SLOTS] = send.outputs
         if send.reach is not before or not slot:
             mine = frozenset((send.message_id,))

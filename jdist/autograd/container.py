@@ -111,6 +111,9 @@ class Container:
           ContextNotFound: It has ended, or the worker that made it has: the message
             was overtaken by that.
         """
+        found = self._contexts.get(context_id)
+        if found is not None:
+            return found
         with self._lock:
             found = self._contexts.get(context_id)
             if found is None:

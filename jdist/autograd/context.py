@@ -1,7 +1,6 @@
 """A context: one distributed computation and its gradients, as one worker sees it."""
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jdist.autograd.errors import no_context
@@ -11,10 +10,8 @@ from jdist.rpc.future import Future
 
 if TYPE_CHECKING:
     from jdist.autograd.container import Container
+    from jdist.autograd.engine.part import Part
     from jdist.autograd.variable import Variable
-
-Released = Callable[[str], object]
-"""Told why a context ended."""
 
 
 class Context:
@@ -33,7 +30,7 @@ class Context:
       recvs: Receive functions by message id.
       known: Names of the workers with which this one exchanged messages in it.
       gradients: What backward passes have added up for this worker's variables.
-      passes: Backward passes under way, by their ids; the engine's.
+      passes: Parts of backward passes under way, by the passes' ids; the engine's.
       ended: Why it is not there any more, or None.
       lock: Guards all of it.
 
@@ -48,9 +45,8 @@ class Context:
         self.recvs: dict[int, RecvNode] = {}
         self.known: set[str] = set()
         self.gradients: dict[Variable, Any] = {}
-        self.passes: dict[Any, Any] = {}
+        self.passes: dict[int, Part] = {}
         self.ended: str | None = None
-        self._listeners: list[Released] = []
 
     @property
     def origin(self) -> int:
@@ -95,31 +91,16 @@ class Context:
             self.check()
             self.known.add(worker)
 
-    def when_released(self, listener: Released) -> None:
-        """Has `listener(reason)` called when it ends; at once if it has."""
-        with self.lock:
-            if self.ended is None:
-                self._listeners.append(listener)
-                return
-            reason = self.ended
-        listener(reason)
-
-    def forget(self, listener: Released) -> None:
-        """Does not call that listener any more."""
-        with self.lock:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-
     def end(self, reason: str) -> set[str]:
-        """Forgets everything; the workers that have to be told."""
+        """Forgets everything, and ends passes; the workers that have to be told."""
         with self.lock:
             if self.ended is not None:
                 return set()
             self.ended = reason
-            listeners, self._listeners = self._listeners, []
+            parts = list(self.passes.values())
             known = set(self.known)
-        for listener in listeners:
-            listener(reason)
+        for part in parts:
+            part.released(reason)
         with self.lock:
             for kept in (self.sends, self.recvs, self.gradients, self.passes):
                 kept.clear()

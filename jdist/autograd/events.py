@@ -71,7 +71,7 @@ def record_events() -> Iterator[list[Event]]:
 
 def recording() -> bool:
     """Whether somebody records, so that an event is worth making."""
-    return bool(_recordings)
+    return _recordings != ()
 
 
 def note(event: Event) -> None:

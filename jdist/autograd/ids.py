@@ -48,11 +48,11 @@ class Ids:
         Raises:
           OverflowError: All 2**48 are used up.
         """
-        return self._contexts.next().packed()
+        return self._contexts.packed()
 
     def message(self) -> int:
         """A new id for a request or a reply; raises what `context` raises."""
-        return self._messages.next().packed()
+        return self._messages.packed()
 
 
 def maker(packed: int) -> int:

@@ -24,9 +24,7 @@ def install(agent: "Agent") -> None:
     agent.parts[PART] = container
     boundary = Boundary(container)
     agent.codec.register(Recorded, "autograd.recorded", boundary.give, boundary.take)
-    agent.codec.register(
-        Variable, "autograd.variable", boundary.give_variable, lambda tree, _: tree
-    )
+    agent.codec.substitute(Variable, boundary.give_variable)
     agent.set_interceptor(boundary)
     engine.install(container)
     reference_backward.install(container)

@@ -85,8 +85,12 @@ def tracing(call: str) -> Iterator[None]:
         _pure.reset(token)
 
 
-def refuse_in_pure(what: str) -> None:
+def refuse_in_pure(what: str, *names: object) -> None:
     """Refuses what a pure function must not do: it would be done once, at compilation.
+
+    Args:
+      what: In words, with `{}` for each of the names.
+      *names: What is put there if somebody reads it.
 
     Raises:
       TypeError: A pure function is being traced.
@@ -97,7 +101,7 @@ def refuse_in_pure(what: str) -> None:
             requirement(
                 call,
                 "must be a pure function of its arguments: it is compiled",
-                what,
+                what.format(*names),
                 "Pass recorded values and variables as arguments, or mark the function "
                 "with @autograd.eager: then it runs as Python, with recorded values.",
             )

@@ -101,8 +101,10 @@ class Variable(Operators):
     def recorded(self) -> Any:
         """Its tree, with recorded values in place of the floating arrays."""
         kind, leaves, edges = self.flat()
-        pairs = zip(leaves, edges, strict=True)
-        values = [leaf if to is None else Recorded(leaf, to) for leaf, to in pairs]
+        values = [
+            leaf if to is None else Recorded(leaf, to)
+            for leaf, to in zip(leaves, edges, strict=True)
+        ]
         return kind.structure.unflatten(values)
 
     def register_hook(self, hook: Hook) -> Callable[[], None]:
@@ -132,6 +134,8 @@ class Variable(Operators):
     @property
     def hooks(self) -> tuple[Hook, ...]:
         """The hooks, in the order in which they were registered."""
+        if not self._hooks:
+            return ()
         with self._lock:
             return tuple(self._hooks.values())
 
@@ -139,6 +143,8 @@ class Variable(Operators):
         """See `Recordable`."""
         _, kind, leaves = self._held
         node = self.node
+        if len(leaves) == 1:
+            return kind, leaves, (Edge(node, 0),)
         edges = [
             Edge(node, index) if wanted else None
             for index, wanted in enumerate(kind.wanted)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.autograd.engine.sweep import Contribution, Sweep, dependencies, total
+from jdist.autograd.engine.sweep import Sweep, dependencies, total
 from jdist.autograd.node import Edge, Node
 
 
@@ -81,7 +81,7 @@ def test_a_long_chain_needs_no_stack():
 def test_a_function_runs_once_with_the_sum_of_what_comes():
     *_, d = diamond()
     sweep = Sweep([d])
-    sweep.add(d, 0, Contribution((), 0, 7.0))
+    sweep.add(d, 0, ((), 0, 7.0))
     sweep.arrive(d)
     assert sweep.left == 4
     assert run(sweep) == [
@@ -96,10 +96,10 @@ def test_a_function_runs_once_with_the_sum_of_what_comes():
 def test_it_waits_for_every_start():
     _, b, _, d = diamond()
     sweep = Sweep([d, b])
-    sweep.add(d, 0, Contribution((), 0, 1.0))
+    sweep.add(d, 0, ((), 0, 1.0))
     sweep.arrive(d)
     assert [name for name, _ in run(sweep)] == ["d", "c"]
-    sweep.add(b, 0, Contribution((), 0, 100.0))
+    sweep.add(b, 0, ((), 0, 100.0))
     sweep.arrive(b)
     assert run(sweep) == [("b", [102.0]), ("a", [204.0 + 6.0])]
 
@@ -108,7 +108,7 @@ def test_what_gets_nothing_is_not_pulled_but_passes_on_that_nothing_comes():
     _, b, c, d = diamond()
     sweep = Sweep([d, c])
     sweep.arrive(d)  # absent
-    sweep.add(c, 0, Contribution((), 0, 5.0))
+    sweep.add(c, 0, ((), 0, 5.0))
     sweep.arrive(c)
     ran = dict(run(sweep))
     assert ran == {"d": [None], "b": [None], "c": [5.0], "a": [10.0]}
@@ -121,16 +121,16 @@ def test_absent_outputs_stay_absent():
     a = Scaled("a", outputs=3)
     b = Scaled("b", edge(a, 1))
     sweep = Sweep([b])
-    sweep.add(b, 0, Contribution((), 0, 3.0))
+    sweep.add(b, 0, ((), 0, 3.0))
     sweep.arrive(b)
     assert run(sweep)[-1] == ("a", [None, 6.0, None])
 
 
 SUMMANDS = [
-    Contribution((), 1, 0.1),
-    Contribution((0, 5), 0, 1e16),
-    Contribution((0, 5), 1, -1e16),
-    Contribution((9, 0), 0, 0.3),
+    ((), 1, 0.1),
+    ((0, 5), 0, 1e16),
+    ((0, 5), 1, -1e16),
+    ((9, 0), 0, 0.3),
 ]
 
 
@@ -163,7 +163,7 @@ def test_random_graphs_run_every_function_that_is_reached_once(edges, data):
     starts = data.draw(st.lists(st.sampled_from(nodes), max_size=4))
     sweep = Sweep(starts)
     for position, start in enumerate(data.draw(st.permutations(starts))):
-        sweep.add(start, 0, Contribution((), position, 1.0))
+        sweep.add(start, 0, ((), position, 1.0))
         sweep.arrive(start)
     ran = [name for name, _ in run(sweep)]
     assert sorted(ran) == sorted(node.name for node in sweep.counts)

@@ -64,8 +64,10 @@ class Engagement:
 
     def holds(self, peer: str) -> bool:
         """Whether that worker waits for an answer, on which gradients can ride."""
-        asked = [*self.others, self.engager]
-        return any(held is not None and held.peer == peer for held in asked)
+        engager = self.engager
+        if engager is not None and engager.peer == peer:
+            return True
+        return any(held.peer == peer for held in self.others)
 
     def take_others(self) -> list[Held]:
         """The requests that are to be answered now."""
@@ -95,6 +97,8 @@ class Engagement:
 
     def news(self) -> Reports:
         """The reports that have changed since they were last asked for."""
+        if not self._news:
+            return {}
         news = {worker: self._reports[worker] for worker in sorted(self._news)}
         self._news.clear()
         return news

@@ -23,7 +23,7 @@ from jdist.autograd.engine.messages import (
 from jdist.autograd.engine.part import Part, Root
 from jdist.autograd.ids import Ids
 from jdist.rpc import current
-from jdist.rpc.deadline import DEFAULT, Deadline
+from jdist.rpc.deadline import DEFAULT, Deadline, resolve
 from jdist.rpc.errors import ProtocolError, RpcError
 from jdist.rpc.future import Future, call_when_done
 from jdist.rpc.ledger import Operation
@@ -90,9 +90,9 @@ class Engine:
 
     def _new_id(self) -> int:
         """Of a pass; a counter of their own leaves the ids of messages as they are."""
-        with self._lock:
-            if self._ids is None:  # the worker has its number only in a group
-                self._ids = Ids(self.number)
+        if self._ids is None:  # the worker has its number only in a group
+            with self._lock:  # two would give out the same ids
+                self._ids = self._ids or Ids(self.number)
         return self._ids.message()
 
     def counts(self) -> dict[str, int]:
@@ -112,17 +112,13 @@ class Engine:
 
     def forget(self, context: "Context", part: Part) -> bool:
         """The part is over; False if that was known."""
-        context.forget(part.released)
         with context.lock:
             return context.passes.pop(part.terms.pass_id, None) is not None
 
     def _enter(self, context: "Context", part: Part) -> Part:
         with context.lock:
             context.check()
-            known = context.passes.setdefault(part.terms.pass_id, part)
-        if known is part:
-            context.when_released(part.released)
-        return known
+            return context.passes.setdefault(part.terms.pass_id, part)
 
     def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
         for part in self.live():
@@ -170,11 +166,15 @@ class Engine:
                 fresh.run(self.agent.call_async, worker, END, body)
 
     def _outgoing(self, part: Part, peer: str, request: Request) -> Outgoing:
+        if self.agent.closed:
+            raise RpcError(current.NOT_INITIALIZED)
+        limit = part.deadline
+        if not limit.firm:
+            seconds = 0.0 if limit.at is None else DEFAULT
+            limit = resolve(seconds, self.agent.default_timeout, current.deadline())
+        to = self.agent.directory.find(peer)
         body, meta = request.pack()
-        seconds = 0.0 if part.deadline.firm or part.deadline.at is None else DEFAULT
-        found = self.agent.outgoing(peer, KIND, body, seconds, meta, _BACKWARD)
-        limit = part.deadline if part.deadline.firm else found.deadline
-        return Outgoing(found.peer, KIND, body, meta, limit, _BACKWARD, Answer.unpack)
+        return Outgoing(to, KIND, body, meta, limit, _BACKWARD, Answer.unpack)
 
     # --- messages in ---
 
@@ -188,8 +188,8 @@ class Engine:
             limit = current.deadline()
             part = Part(self, context, terms, request.marks, limit)
             part = self._enter(context, part)
-        with self._lock:  # only now: once entered, it is ended by whoever ends the pass
-            failure = self._ended.get(terms.pass_id)
+        # Only now: once entered, it is ended by whoever ends the pass.
+        failure = self._ended.get(terms.pass_id)
         if failure is not None:
             part.fail(failure)
         held = Held(caller.name, Future())

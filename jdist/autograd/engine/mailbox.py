@@ -25,19 +25,16 @@ class Mailbox:
       True
       >>> done
       [1, 2]
+
+    Attributes:
+      waiting: The steps besides the one that runs.
     """
 
     def __init__(self, scope: Scope | None) -> None:
-        self._steps: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()
-        self._busy = False
+        self.waiting: deque[Callable[[], object]] = deque()
+        self._turn = threading.Lock()
         self._context = contextvars.Context()
         self._context.run(current.scope.set, scope)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there are steps besides the one that runs."""
-        return bool(self._steps)
 
     def put(self, step: Callable[[], object]) -> bool:
         """Runs a step now, or leaves it to the thread that is busy with another.
@@ -50,26 +47,18 @@ class Mailbox:
         Returns:
           Whether this thread ran it.
         """
-        with self._lock:
-            self._steps.append(step)
-            if self._busy:
-                return False
-            self._busy = True
-        # A copy: the thread that was busy before may not quite have left the last one.
-        self._context.copy().run(self._work)
-        return True
+        waiting, turn = self.waiting, self._turn
+        waiting.append(step)
+        ran = False
+        # Again, if one was left just before the turn ended.
+        while waiting and turn.acquire(blocking=False):
+            try:
+                self._context.run(self._work)
+            finally:
+                turn.release()
+            ran = True
+        return ran
 
     def _work(self) -> None:
-        try:
-            while (step := self._next()) is not None:
-                step()
-        except BaseException:
-            self._busy = False
-            raise
-
-    def _next(self) -> Callable[[], object] | None:
-        with self._lock:
-            if self._steps:
-                return self._steps.popleft()
-            self._busy = False
-            return None
+        while self.waiting:
+            self.waiting.popleft()()

@@ -24,6 +24,7 @@ REACH = "autograd.reach"
 """Kind of the requests that ask what some send functions lead to."""
 
 _FIELD = "gradients"
+_INT = {int}
 
 
 class Gradient(NamedTuple):
@@ -199,29 +200,37 @@ def unpack_reached(body: Any) -> tuple[set[int], set[int]]:
 def _flat(gradients: Sequence[Gradient]) -> tuple[list[Any], list[Any]]:
     rows, arrays = [], []
     for message_id, cotangents in gradients:
-        there = [i for i, value in enumerate(cotangents) if value is not None]
+        there = []
+        for position, value in enumerate(cotangents):
+            if value is not None:
+                there.append(position)
+                arrays.append(value)
         rows.append([message_id, len(cotangents), there])
-        arrays += [cotangents[i] for i in there]
     return rows, arrays
 
 
 def _restored(rows: Any, arrays: Any) -> list[Gradient]:
     if type(rows) is not list or type(arrays) is not list:
         raise ProtocolError("Gradients are rows and arrays.")
-    rest, gradients = iter(arrays), []
+    taken, gradients = 0, []
     for row in rows:
         if type(row) is not list or len(row) != 3:
             raise ProtocolError("A gradient has an id, a size and positions.")
         message_id, size, there = row
-        if not _are_ids([message_id, size]) or not _are_ids(there):
+        if type(message_id) is not int or type(size) is not int or not _are_ids(there):
             raise ProtocolError("A gradient has an id, a size and positions.")
-        if len(there) > size or any(not 0 <= i < size for i in there):
+        if there and not 0 <= min(there) <= max(there) < size:
             raise ProtocolError("A gradient has more positions than its size.")
-        found: dict[int, Cotangent] = dict(zip(there, rest, strict=False))
-        if len(found) != len(there):
+        if len(set(there)) < len(there):
+            raise ProtocolError("A gradient has more positions than its size.")
+        if len(there) > len(arrays) - taken:
             raise ProtocolError("A gradient has fewer arrays than positions.")
-        gradients.append(Gradient(message_id, [found.get(i) for i in range(size)]))
-    if next(rest, None) is not None:
+        cotangents: list[Cotangent] = [None] * size
+        for position in there:
+            cotangents[position] = arrays[taken]
+            taken += 1
+        gradients.append(Gradient(message_id, cotangents))
+    if taken < len(arrays):
         raise ProtocolError("There are more arrays than gradients have positions.")
     return gradients
 
@@ -238,4 +247,4 @@ def _reports(told: Any) -> Reports:
 
 
 def _are_ids(values: Any) -> bool:
-    return type(values) is list and all(type(value) is int for value in values)
+    return type(values) is list and set(map(type, values)) <= _INT

@@ -24,7 +24,7 @@ from jdist.autograd.engine.messages import (
     Starving,
     Terms,
 )
-from jdist.autograd.engine.sweep import Contribution, Cotangent, Sweep
+from jdist.autograd.engine.sweep import Cotangent, Sweep
 from jdist.autograd.engine.unused import explain
 from jdist.autograd.errors import AutogradError, no_context
 from jdist.autograd.events import (
@@ -226,9 +226,9 @@ class Part:
             counts = [(node.name, count) for node, count in sweep.counts.items()]
             note(Event(self._me, COUNTED, counts=tuple(counts)))
         for position, root in enumerate(roots):
-            summand = Contribution((), position, root.cotangent)
-            sweep.add(root.edge.node, root.edge.index, summand)
-            sweep.arrive(root.edge.node)
+            node, index = root.edge
+            sweep.add(node, index, ((), position, root.cotangent))
+            sweep.arrive(node)
 
     def _feed(self, gradients: Sequence[Gradient]) -> None:
         """Gradients came for send functions of this worker."""
@@ -244,7 +244,7 @@ class Part:
             if recording():
                 note(Event(self._me, RECEIVED, node.name, message_id, node.worker))
             for index, value in enumerate(cotangents):
-                self._sweep.add(node, index, Contribution((), 0, value))
+                self._sweep.add(node, index, ((), 0, value))
             self._sweep.arrive(node)
 
     def _send_function(self, sends: dict[int, SendNode], message_id: int) -> SendNode:
@@ -260,7 +260,8 @@ class Part:
     # --- the functions that are ready ---
 
     def _run_all(self, sweep: Sweep) -> None:
-        while not self._mailbox.waiting:
+        waiting = self._mailbox.waiting
+        while not waiting:
             ready = sweep.next()
             if ready is None:
                 self._rest(sweep)
@@ -276,8 +277,7 @@ class Part:
         else:
             nothing = (None,) * len(node.inputs)
             absent = all(map(is_none, cotangents))
-            pulled = nothing if absent else node.pull(cotangents)
-            sweep.pass_on(node, pulled)
+            sweep.pass_on(node, nothing if absent else node.pull(cotangents))
             if not self.terms.retain_graph:
                 node.release()
             if recording():
@@ -302,11 +302,11 @@ class Part:
             self._answer(held)
         if self._engagement.outstanding:
             return
-        starving = tuple(
+        starving = [
             Starving(message_id, node.worker, node.name)
             for message_id, node in self._awaited.items()
-        )
-        self._engagement.waits_for(starving)
+        ]
+        self._engagement.waits_for(tuple(starving))
         engager = self._engagement.disengage()
         if engager is not None:
             self._answer(engager)
@@ -317,11 +317,12 @@ class Part:
 
     def _commit(self) -> None:
         """All functions here have run: the gradients count from now on."""
-        # Where the device fails, it does so before anybody is told of an end.
-        jax.block_until_ready(list(self._staged.values()))
+        if self._staged:
+            # Where the device fails, it does so before anybody is told of an end.
+            jax.block_until_ready(list(self._staged.values()))
+            accumulate(self._context, self._staged)
+            self._staged = {}
         self._committed = True
-        accumulate(self._context, self._staged)
-        self._staged = {}
 
     def _post(self, peer: str, gradients: list[Gradient]) -> None:
         # Until it has answered once: a later request may overtake the first one.

@@ -9,7 +9,7 @@ None; a function that gets none at all is not run, and passes on that nothing co
 import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -19,18 +19,12 @@ Cotangent = Any
 """An array, or None where none flows."""
 
 
-class Contribution(NamedTuple):
-    """One summand of a cotangent; the first two fields fix its place in the sum.
+Contribution = tuple[tuple[int, ...], int, Cotangent]
+"""One summand of a cotangent: its place in the sum, which has two parts, and the array.
 
-    Attributes:
-      order: That of the function it comes from; empty for a root's.
-      position: Of the argument there that this is the cotangent of; of the root.
-      value: The array.
-    """
-
-    order: tuple[int, ...]
-    position: int
-    value: Cotangent
+First comes the order of the function that it comes from, empty for a root; then the
+position of the argument there that this is the cotangent of, or that of the root.
+"""
 
 
 def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
@@ -46,7 +40,7 @@ def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
         known = counts.get(node, 0)
         counts[node] = known + 1
         if not known:
-            arrivals += [edge.node for edge in node.inputs if edge is not None]
+            arrivals += [edge[0] for edge in node.inputs if edge is not None]
     return counts
 
 
@@ -70,7 +64,7 @@ class Sweep:
 
     def add(self, node: Node, index: int, contribution: Contribution) -> None:
         """A summand of the cotangent of output `index`; absent ones count as none."""
-        if contribution.value is not None:
+        if contribution[2] is not None:
             self._summands.setdefault((node, index), []).append(contribution)
 
     def arrive(self, node: Node) -> None:
@@ -85,8 +79,12 @@ class Sweep:
             return None
         node = self._ready.popleft()
         self.left -= 1
-        take = self._summands.pop
-        return node, [total(take((node, i), ())) for i in range(node.outputs)]
+        cotangents: list[Cotangent] = [None] * node.outputs
+        for index in range(node.outputs):
+            summands = self._summands.pop((node, index), None)
+            if summands is not None:
+                cotangents[index] = total(summands)
+        return node, cotangents
 
     def pass_on(self, node: Node, cotangents: Sequence[Cotangent]) -> None:
         """The function ran: these are the cotangents of its inputs."""
@@ -94,28 +92,26 @@ class Sweep:
         for position, (edge, value) in enumerate(
             zip(node.inputs, cotangents, strict=True)
         ):
-            if edge is None:
-                continue
-            if value is not None:  # as `add`: an edge is where the cotangent goes
-                contribution = Contribution(order, position, value)
-                summands.setdefault(edge, []).append(contribution)
-            self.arrive(edge.node)
+            if edge is not None:
+                if value is not None:  # as `add`: an edge is where the cotangent goes
+                    summands.setdefault(edge, []).append((order, position, value))
+                self.arrive(edge[0])
 
 
 def total(contributions: Sequence[Contribution]) -> Cotangent:
     """The sum, in an order that does not depend on which came first; None of nothing.
 
     Example:
-      >>> later, earlier = Contribution((7, 1), 0, 2.0), Contribution((0, 3), 1, 0.5)
+      >>> later, earlier = ((7, 1), 0, 2.0), ((0, 3), 1, 0.5)
       >>> total([later, earlier])
       2.5
     """
     if not contributions:
         return None
     if len(contributions) == 1:
-        return contributions[0].value
+        return contributions[0][2]
     ordered = sorted(contributions, key=lambda summand: summand[:2])
-    return functools.reduce(plus, (summand.value for summand in ordered))
+    return functools.reduce(plus, (summand[2] for summand in ordered))
 
 
 def plus(one: Any, other: Any) -> Any:

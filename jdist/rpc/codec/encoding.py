@@ -63,8 +63,9 @@ class Encoding:
     def leaf(self, array: Any) -> list[Any]:
         """The tree of an array that travels as it is; the same one only once."""
         # `leaves` keeps each array alive, so that its id stays its own.
-        index = self._places.setdefault(id(array), len(self.leaves))
-        if index == len(self.leaves):
+        new = len(self.leaves)
+        index = self._places.setdefault(id(array), new)
+        if index == new:
             self.leaves.append(array)
         return [LEAF, index]
 
