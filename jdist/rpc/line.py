@@ -183,27 +183,35 @@ class Line:
     def _read_for(self, future: Future[Any], limit: float) -> bool:
         """Reads on a thread that waits and has the reading."""
         try:
-            while not future.done():
-                frame = self._channel.receive_brief(limit)
-                if not isinstance(frame, Frame):
-                    self._start(frame)
-                    return False
-                # Not in the context of the one who waits: it is anybody's answer.
-                self._later(Context().run(self._take_in, frame))
-                if time.monotonic() >= limit:
-                    raise TimeoutError
-        except TimeoutError:
-            self._start()
-            return False
+            rest = self._read_until(future, limit)
         except (ChannelClosed, ProtocolError) as error:
             self._end(str(error))
             return future.done()
         except BaseException:
             self._reading.leave()
             raise
-        if not self._leave_to_another():
-            self._start()
-        return True
+        if rest is not None:
+            self._reading.hand_over(rest)
+        elif not self._leave_to_another():
+            self._reading.hand_over()
+        return future.done()
+
+    def _read_until(
+        self, future: Future[Any], limit: float
+    ) -> Callable[[], Frame] | None:
+        """None once the future is completed; how to read on if that takes longer."""
+        try:
+            while not future.done():
+                frame = self._channel.receive_brief(limit)
+                if not isinstance(frame, Frame):
+                    return frame
+                # Not in the context of the one who waits: it is anybody's answer.
+                self._later(Context().run(self._take_in, frame))
+                if time.monotonic() >= limit:
+                    return self._channel.receive
+        except TimeoutError:
+            return self._channel.receive
+        return None
 
     def _wait_to_read(self, future: Future[Any], limit: float) -> bool:
         """Waits while another thread reads; False when it took too long."""

@@ -11,6 +11,7 @@ look gets a thread of the crew.
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jdist.rpc.alarm import Alarm
 
@@ -41,8 +42,10 @@ class Relief:
             self._alarm.set(time.monotonic() + PERIOD)
 
     def close(self) -> None:
-        """Ends the thread: what is left from now on stays so."""
+        """Ends the thread; to be called when the channels are closed, which is read."""
         self._alarm.close()
+        for reading in list(self._left):
+            reading.relieve()
 
     def _look(self, now: float) -> float | None:
         for reading, looks in list(self._left.items()):
@@ -65,12 +68,12 @@ class Reading:
 
     Args:
       relief: Looks after it while nobody has it.
-      start: Has another thread read, which then has it.
+      start: Has another thread read, which then has it; `hand_over` calls it.
     """
 
     __slots__ = ("_had", "_relief", "_start")
 
-    def __init__(self, relief: Relief, start: Callable[[], None]) -> None:
+    def __init__(self, relief: Relief, start: Callable[..., None]) -> None:
         self._relief = relief
         self._start = start
         self._had = threading.Lock()
@@ -90,12 +93,19 @@ class Reading:
         self._had.release()
         self._relief.expect(self, looks)
 
-    def relieve(self) -> None:
-        """Has another thread read, if nobody does."""
-        if not self.take():
-            return
+    def hand_over(self, *told: Any) -> None:
+        """Has another thread read, calling `start(*told)`.
+
+        Raises:
+          RuntimeError: There is no thread to be had now; it is tried again later.
+        """
         try:
-            self._start()
-        except BaseException:  # there is no thread to be had now
+            self._start(*told)
+        except BaseException:
             self.leave()
             raise
+
+    def relieve(self) -> None:
+        """Has another thread read, if nobody does."""
+        if self.take():
+            self.hand_over()

@@ -78,7 +78,7 @@ class Serving:
     def _serve_aside(self, execution: Execution, frame: Frame) -> bool:
         """Serves a request while others may come; whether this thread reads these."""
         if self._slow:
-            self._pass_on()
+            self._reading.hand_over()
             begun = time.monotonic()
             self._serve(execution, frame)
             self._slow = time.monotonic() - begun > PERIOD

@@ -58,3 +58,11 @@ def test_when_no_thread_is_to_be_had_it_is_tried_again(relief, caplog):
     Reading(relief, start).leave()
     assert started.wait(PATIENCE)
     assert "can't start new thread" in caplog.text
+
+
+def test_at_the_end_nothing_is_left(relief):
+    started = threading.Semaphore(0)
+    for _ in range(3):
+        Reading(relief, started.release).leave(1_000_000)
+    relief.close()
+    assert [started.acquire(blocking=False) for _ in range(4)] == [True] * 3 + [False]
