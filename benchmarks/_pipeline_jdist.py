@@ -15,6 +15,7 @@ from jdist import pipeline, rpc
 WORKERS = ["worker0", "worker1"]
 FAMILIES = {
     models.ONE_F_ONE_B: pipeline.one_f_one_b,
+    models.SPLIT_DRAIN: lambda n, m: pipeline.split_drain(pipeline.one_f_one_b(n, m)),
     models.ZERO_BUBBLE: pipeline.zero_bubble,
     models.JOINED: pipeline.one_f_one_b,
     models.GPIPE: pipeline.gpipe,
@@ -44,10 +45,11 @@ def prepare_one(rank: int) -> Iterator[dict[str, Job]]:
 
 @contextmanager
 def prepare_large(rank: int) -> Iterator[dict[str, Job]]:
-    """1F1B of a large batch, and the whole of it on one core."""
+    """1F1B of a large batch, as published and with a split drain; and one core's."""
     rpc.init_rpc(f"worker{rank}")
     whole = {models.WHOLE: _whole(models.LARGE)}
-    yield piped(models.LARGE, [models.ONE_F_ONE_B]) | _alone(rank, whole)
+    kinds = models.ONE_F_ONE_B, models.SPLIT_DRAIN
+    yield piped(models.LARGE, kinds) | _alone(rank, whole)
     rpc.shutdown()
 
 

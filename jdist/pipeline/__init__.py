@@ -37,6 +37,7 @@ from jdist.pipeline.schedules import pipedream_flush as pipedream_flush
 from jdist.pipeline.schedules import zbv as zbv
 from jdist.pipeline.schedules import zero_bubble as zero_bubble
 from jdist.pipeline.simulate import simulate as simulate
+from jdist.pipeline.split_drain import split_drain as split_drain
 from jdist.pipeline.stage import Stage as Stage
 from jdist.pipeline.timed import timed as timed
 from jdist.pipeline.timeline import Record as Record

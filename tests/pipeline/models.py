@@ -97,8 +97,15 @@ def step_by_step(pipe, params, batch, weights, kind):
         )
         for j, (stage, p) in enumerate(zip(made, params, strict=True))
     ]
-    parts = split_batch(batch, weights, pipe.schedule.micro_batches)
-    for part in parts:
+    split = pipe.schedule.split
+
+    def backward(stage, i, cotangents, share):
+        found = runs[stage].backward(i, cotangents, share, bool(split[stage, i]))
+        if split[stage, i]:
+            runs[stage].backward_params(i)
+        return found
+
+    for part in split_batch(batch, weights, pipe.schedule.micro_batches):
         i = part.number
         first = runs[0].forward(i, {"x": jnp.asarray(part.batch["x"])})
         second = runs[1].forward(i, {"h": first["h"]})
@@ -110,8 +117,8 @@ def step_by_step(pipe, params, batch, weights, kind):
         share = Share(np.float32(0), part.total)
         if kind in ("max", "min"):
             share = Share(found.value, found.weight)
-        d_third = runs[2].backward(i, d_values, share, False)
-        d_second = runs[1].backward(i, {"m": d_third["m"]}, share, False)
+        d_third = backward(2, i, d_values, share)
+        d_second = backward(1, i, {"m": d_third["m"]}, share)
         d_first = {"h": d_second["h"] + d_third["h"], "skip": d_third["skip"]}
-        runs[0].backward(i, d_first, share, False)
+        backward(0, i, d_first, share)
     return [run.finished(run.partial()) for run in runs]

@@ -16,6 +16,7 @@ from tests.pipeline.models import judge, losses, problem, stages
 SCHEDULES = {
     "1F1B": pipeline.one_f_one_b(3, 3),
     "zero bubble": pipeline.zero_bubble(3, 3),
+    "split drain": pipeline.split_drain(pipeline.one_f_one_b(3, 3)),
 }
 
 

@@ -23,6 +23,7 @@ FAMILIES = {
     "1F1B": pipeline.one_f_one_b,
     "looped": lambda n, m: pipeline.looped_bfs(n, m, 1),
     "zero bubble": pipeline.zero_bubble,
+    "split drain": lambda n, m: pipeline.split_drain(pipeline.one_f_one_b(n, m)),
 }
 REDUCTIONS = ["mean", "sum", "max", "min"]
 
@@ -51,6 +52,16 @@ def made(schedule, places=None, reduction="mean", **options):
 def test_bits_are_those_of_the_stages_one_by_one(family, reduction, places):
     params, batch, weights = problem(7)
     pipe = made(FAMILIES[family](3, 3), places(), reduction)
+    _, grads = pipe.value_and_grad(pipe.place(params), batch, weights)
+    same(grads, step_by_step(pipe, params, batch, weights, reduction))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+@pytest.mark.parametrize("family", ["zero bubble", "split drain"])
+def test_bits_of_split_backward_passes(family, reduction):
+    """In the drain, backward passes of one stage are whole and split in turn."""
+    params, batch, weights = problem(7)
+    pipe = made(FAMILIES[family](3, 4), apart(), reduction)
     _, grads = pipe.value_and_grad(pipe.place(params), batch, weights)
     same(grads, step_by_step(pipe, params, batch, weights, reduction))
 

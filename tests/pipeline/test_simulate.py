@@ -17,6 +17,7 @@ from jdist.pipeline import (
     from_csv,
     schedules,
     simulate,
+    split_drain,
     to_csv,
 )
 
@@ -218,6 +219,21 @@ def test_the_bubble_of_zero_bubble():
         costs = Costs(forward=f, backward_inputs=b, backward_params=w)
         found = simulate(schedules.zero_bubble(n, m), costs)
         assert found.makespan == m * (f + b + w) + (n - 1) * (f + b - w)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_the_bubble_of_a_split_drain(name):
+    """(n - 1)(F + B - W) for W no longer than F; never more than without it."""
+    for (n, m), (f, b, w) in itertools.product(
+        PAIRS, [(1, 1, 1), (5, 6, 4), (4, 3, 3), (1, 2, 3)]
+    ):
+        costs = Costs(forward=f, backward=b + w, backward_inputs=b, backward_params=w)
+        whole = getattr(schedules, name)(n, m)
+        found = simulate(split_drain(whole), costs)
+        least = (m + n - 1) * (f + b + w) - (n - 1) * w
+        assert least <= found.makespan <= simulate(whole, costs).makespan
+        if w <= f:
+            assert found.makespan == least
 
 
 def test_zero_bubble_beats_one_f_one_b():

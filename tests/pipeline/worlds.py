@@ -12,7 +12,11 @@ from tests.pipeline import trained
 from tests.pipeline.models import losses, middle, problem, stages
 
 NAMES = ["worker0", "worker1", "worker2"]
-FAMILIES = {"1F1B": pipeline.one_f_one_b, "zero bubble": pipeline.zero_bubble}
+FAMILIES = {
+    "1F1B": pipeline.one_f_one_b,
+    "zero bubble": pipeline.zero_bubble,
+    "split drain": lambda n, m: pipeline.split_drain(pipeline.one_f_one_b(n, m)),
+}
 
 
 def made(family="1F1B", micro_batches=3, reduction="mean", **options):

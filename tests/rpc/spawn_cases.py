@@ -137,6 +137,39 @@ def mapped_apart():
     return bool(apart)
 
 
+def asks_for_large_pages(rank):
+    """Whether the mapping of a 64 MiB block is one that should have large pages."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    block = library.malloc(2**26)
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(address, 16) for address in name.split("-"))
+            within = begin <= block + 2**25 < end
+        elif within and name == "VmFlags:":
+            library.free(block)
+            return "hg" in rest
+    raise LookupError("the block lies in no mapping")
+
+
+def bytes_of_products(rank):
+    """Of intermediate results at a time, in a program of eight products."""
+    import jax
+    import jax.numpy as jnp
+
+    def add(sums, factors):
+        return [a + x.T @ x for a, x in zip(sums, factors, strict=True)]
+
+    sums = [jnp.zeros((256, 256), jnp.float32)] * 8
+    factors = [jnp.ones((4, 256), jnp.float32)] * 8
+    compiled = jax.jit(add, donate_argnums=0).lower(sums, factors).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def callback_with_large_argument(rank):
     """On one core, without room in XLA's pool, this never returns."""
     import jax

@@ -19,7 +19,9 @@ from jdist.rpc.process_settings import (
 from jdist.rpc.spawn import spawn
 from tests.rpc import spawn_cases as cases
 
-VARIABLES = (*process_settings._ALLOCATOR, "PJRT_NPROC", "OMP_NUM_THREADS")
+GLIBC = (*process_settings._ALLOCATOR, *process_settings._LARGE_PAGES)
+VARIABLES = (*GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS")
+PAGES = ("of 2 MiB where possible", "not applied: Linux gives none")
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +44,13 @@ def test_settings_are_in_force_before_the_program_begins():
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",
         }
+        assert seen["applied"].pop("pages") in PAGES
         assert seen["applied"] == {
             "cores": str(core),
             "allocator": "keeps freed memory",
             "callback threads": "8",
             "library threads": "1",
+            "programs": "in little memory",
             "scheduling": "batch class",
         }
         assert seen["jax first"] is False
@@ -106,8 +110,69 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(os, "confstr", refuse)
     made = plan(ProcessSettings(), nprocs=1, environment={})
-    assert made.notes["allocator"] == "not applied: the C library is not glibc"
-    assert not set(made.variables) & set(process_settings._ALLOCATOR)
+    for setting in ("allocator", "pages"):
+        assert made.notes[setting] == "not applied: the C library is not glibc"
+    assert not set(made.variables) & set(GLIBC)
+
+
+@pytest.mark.parametrize(
+    ("library", "kernel", "note"),
+    [
+        ("glibc 2.35", "always [madvise] never", "of 2 MiB where possible"),
+        ("glibc 2.34", "always [madvise] never", "not applied: glibc is older than"),
+        ("glibc 2.41", "always madvise [never]", "not applied: Linux gives none"),
+        ("glibc 2.41", None, "not applied: Linux gives none"),
+    ],
+)
+def test_large_pages_where_library_and_kernel_have_them(
+    monkeypatch, tmp_path, library, kernel, note
+):
+    offered = tmp_path / "enabled"
+    if kernel is not None:
+        offered.write_text(kernel)
+    monkeypatch.setattr(os, "confstr", lambda name: library)
+    monkeypatch.setattr(process_settings, "_KERNEL_PAGES", offered)
+    made = plan(ProcessSettings(), nprocs=1, environment={})
+    assert made.notes["pages"].startswith(note)
+    given = note == "of 2 MiB where possible"
+    assert ("GLIBC_TUNABLES" in made.variables) is given
+    without = plan(ProcessSettings(large_pages=False), nprocs=1, environment={})
+    assert "pages" not in without.notes
+    assert "GLIBC_TUNABLES" not in without.variables
+
+
+def test_programs_are_ordered_for_little_memory_on_one_core():
+    """Eight products, each added to a sum: one of them lies in memory, or all."""
+    (lean,) = spawn(cases.bytes_of_products, nprocs=1, pin=1)
+    (plain,) = spawn(cases.bytes_of_products, nprocs=1, pin=1, settings=None)
+    assert lean == 2**16 * 4
+    assert plain == 8 * lean
+
+
+@pytest.mark.parametrize(
+    ("release", "given"), [("0.10.2", True), ("0.12.0.1", True), ("0.13.0", False)]
+)
+def test_a_flag_only_for_releases_that_know_it(monkeypatch, release, given):
+    monkeypatch.setattr(process_settings.metadata, "version", lambda name: release)
+    made = plan(ProcessSettings(), 1, (3,), environment={})
+    assert ("XLA_FLAGS" in made.variables) is given
+    assert made.notes["programs"].startswith("not applied") is not given
+    for cores, settings in (
+        ((3, 4), ProcessSettings()),
+        ((3,), ProcessSettings(lean_programs=False)),
+    ):
+        made = plan(settings, 1, cores, environment={})
+        assert "programs" not in made.notes
+        assert "XLA_FLAGS" not in made.variables
+
+
+def test_memory_of_started_processes_asks_for_large_pages():
+    """Where the kernel gives them to nobody unasked."""
+    note = plan(ProcessSettings(), nprocs=1, environment={}).notes["pages"]
+    offered = process_settings._KERNEL_PAGES
+    wanted = note == PAGES[0] and "[madvise]" in offered.read_text()
+    assert spawn(cases.asks_for_large_pages, nprocs=1) == [wanted]
+    assert spawn(cases.asks_for_large_pages, nprocs=1, settings=None) == [False]
 
 
 def test_a_missing_batch_class_is_said(monkeypatch):
