@@ -1,9 +1,13 @@
 """Pinned processes, mostly two, that do jobs on command: contenders can take turns.
 
-Several pairs share the same cores; all but one wait in a socket meanwhile.
+Several pairs share the same cores, and all but the one whose turn it is are stopped. To
+wait in a socket would not do: a thread of torch's rpc (TensorPipe's reactor for shared
+memory) looks for messages without a pause, on a core of its own as long as it lives.
 """
 
+import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -83,12 +87,15 @@ class Pair:
             ]
             self._resources = stack.pop_all()
         self.jobs: list[str] = min(each.recv() for each in self._connections)
+        self._signal(signal.SIGSTOP)
 
     def run(self, job: str, calls: int) -> Spent:
         """What the slower process spent on each call."""
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send((job, calls))
         spent = [connection.recv() for connection in self._connections]
+        self._signal(signal.SIGSTOP)
         return Spent(*map(max, zip(*spent, strict=True)))
 
     def __enter__(self) -> Self:
@@ -96,11 +103,17 @@ class Pair:
 
     def __exit__(self, *details: object) -> None:
         with self._resources:
+            self._signal(signal.SIGCONT)
             for connection in self._connections:
                 connection.send(None)
             # All results are in; torch's gloo now and then aborts in its teardown.
             with suppress(ProcessFailed):
                 self._processes.join(timeout=60)
+
+    def _signal(self, number: int) -> None:
+        for pid in self._processes.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _serve(rank: int, address: Any, key: bytes, prepare: Prepare) -> None:

@@ -13,6 +13,7 @@ import jax
 
 from jdist.autograd.errors import GraphFreed
 from jdist.segment import Residuals, Segment
+from jdist.segment._passing import passed_on
 
 if TYPE_CHECKING:
     from jdist.autograd.variable import Variable
@@ -118,6 +119,9 @@ class SegmentNode(Node):
                 f"{self.name} had kept for it was let go after the first time. Say "
                 "retain_graph=True in every backward pass but the last."
             )
+        passed = passed_on(residuals, cotangents)
+        if passed is not None:
+            return passed
         d_outputs = self._structure.unflatten(cotangents)
         _, d_inputs = self._segment.backward((), residuals, d_outputs)
         return d_inputs

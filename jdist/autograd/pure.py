@@ -14,7 +14,7 @@ import enum
 import functools
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,9 +71,9 @@ class Call(NamedTuple):
     live: tuple[bool, ...]
 
 
-def has_history(leaf: Any) -> bool:
-    """Whether a leaf of arguments is recorded."""
-    return isinstance(leaf, Recordable)
+def have_history(leaves: Iterable[Any]) -> bool:
+    """Whether one of the leaves of arguments is recorded."""
+    return True in [isinstance(leaf, Recordable) for leaf in leaves]
 
 
 def call(
@@ -96,19 +96,26 @@ def call(
     """
     arrays: list[Any] = []
     edges: list[Edge | None] = []
-    kinds = tuple([_take(leaf, arrays, edges, numbers) for leaf in leaves])
+    kinds = []
+    for leaf in leaves:
+        if isinstance(leaf, Recordable):
+            kind, found, to = leaf.flat()
+            arrays += found
+            edges += to
+        else:
+            kind = _take(leaf, arrays, edges, numbers)
+        kinds.append(kind)
     name = _name(fn)
-    refuse_in_pure(f"a call of {name} with recorded values")
+    refuse_in_pure("a call of {} with recorded values", name)
     _refuse_closure(fn)
-    segment = _program_of(fn).segment(Spec(structure, kinds))
+    segment = _program_of(fn).segment(Spec(structure, tuple(kinds)))
     outputs, residuals = segment.forward((), *arrays)
-    found, made = jax.tree.flatten(outputs)
-    live = _live(residuals.plan, tuple([edge is not None for edge in edges]))
+    made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
     node = None
     if True in live:
         inputs = tuple(edges)
         node = SegmentNode(name, inputs, next_order(), segment, residuals, made)
-    return Call(found, made, node, live)
+    return Call(made.flatten_up_to(outputs), made, node, live)
 
 
 def _program_of(fn: Callable[..., Any]) -> "Program":
@@ -241,12 +248,7 @@ def _take(
     edges: list[Edge | None],
     numbers: tuple[type, ...],
 ) -> Any:
-    """Puts the arrays of one leaf where they belong; what the leaf is."""
-    if isinstance(leaf, Recordable):
-        kind, found, to = leaf.flat()
-        arrays += found
-        edges += to
-        return kind
+    """Puts a leaf without a history where it belongs; what it is."""
     if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
         if is_traced(leaf):
             rule = "must not be given traced arrays beside recorded values"
@@ -294,20 +296,22 @@ def _refuse_closure(fn: Callable[..., Any]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _live(plan: Plan, recorded: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which outputs depend on the inputs that are recorded, and are floating."""
+def _made(plan: Plan, recorded: tuple[bool, ...]) -> tuple[Any, tuple[bool, ...]]:
+    """The structure of the outputs, and which of them have a history.
+
+    These depend on the inputs that are recorded, and are floating.
+    """
     jaxpr = plan.program.jaxpr
     sources = [
         var for var, wanted in zip(jaxpr.invars, recorded, strict=True) if wanted
     ]
     dependent = depending_on(plan.program, sources)
-    shapes = jax.tree.leaves(plan.outputs)
-    return tuple(
-        [
-            is_inexact(shape) and isinstance(atom, Var) and atom in dependent
-            for shape, atom in zip(shapes, jaxpr.outvars, strict=False)
-        ]
-    )
+    shapes, structure = jax.tree.flatten(plan.outputs)
+    live = [
+        is_inexact(shape) and isinstance(atom, Var) and atom in dependent
+        for shape, atom in zip(shapes, jaxpr.outvars, strict=False)
+    ]
+    return structure, tuple(live)
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -28,7 +28,7 @@ def record(
     inputs of the compiled function, not parts of it.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    if not any(map(pure.has_history, leaves)):
+    if not pure.have_history(leaves):
         return fn(*args, **kwargs)
     called = pure.call(fn, leaves, structure, numbers)
     outputs = called.outputs
@@ -40,7 +40,7 @@ def record(
                 zip(outputs, called.live, strict=True)
             )
         ]
-    return jax.tree.unflatten(called.structure, outputs)
+    return called.structure.unflatten(outputs)
 
 
 class Operators(Recordable):

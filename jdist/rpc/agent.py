@@ -26,6 +26,7 @@ from jdist.rpc.options import RpcOptions
 from jdist.rpc.parcel import Parcel
 from jdist.rpc.parts import Parts
 from jdist.rpc.peer import Peer
+from jdist.rpc.relief import Relief
 from jdist.rpc.remote_exception import rebuild
 from jdist.rpc.request import Exchange, Outgoing, Receive, Request
 from jdist.rpc.serving import Serving
@@ -83,6 +84,7 @@ class Agent:
         self.directory = Directory(info)
         self.crew = Crew(f"{info.name} rpc", options.threads)
         self.alarm = Alarm(f"{info.name} deadlines", self._expire)
+        self.relief = Relief(f"{info.name} relief")
         self.default_timeout = options.timeout
         self.interceptor: Interceptor | None = None
         self.hint: Callable[[Peer], str] = lambda peer: ""
@@ -138,9 +140,10 @@ class Agent:
     def peer(self, listing: Listing) -> Peer:
         """The ways to a worker."""
         info, identity, address = listing
+        lent = (self.crew, self.relief)
         if info == self.info:
-            return Peer(info, info.name, None, self._loopback, self.crew)
-        return Peer(info, identity, address, self._transport, self.crew)
+            return Peer(info, info.name, None, self._loopback, *lent)
+        return Peer(info, identity, address, self._transport, *lent)
 
     def part(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
@@ -391,7 +394,6 @@ class Agent:
         self.parts.close()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
-        self._transport.close()
-        self._loopback.close()
-        self.alarm.close()
+        for part in (self._transport, self._loopback, self.alarm, self.relief):
+            part.close()
         self.crew.close(timeout=1.0)

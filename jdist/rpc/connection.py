@@ -5,6 +5,7 @@ ones: what arrives goes into a buffer, and frames are parsed out of that. A larg
 bypasses the buffer and is received into its final memory.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from jdist.rpc.wire import (
 )
 
 _BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
+_BRIEF = _BUFFER // 2  # Larger frames are no matter of a moment.
+_ANY_SIZE = sys.maxsize
 
 
 class Terms(NamedTuple):
@@ -182,11 +185,23 @@ class Connection:
 
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame; see `Channel.receive`."""
+        frame = self._receive(deadline, _ANY_SIZE)
+        assert frame is not None
+        return frame
+
+    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
+        """The next frame if it is small; see `Channel.receive_brief`."""
+        return self._receive(deadline, _BRIEF) or self.receive
+
+    def _receive(self, deadline: float | None, most: int) -> Frame | None:
+        """The next frame; None, and nothing is consumed, if it is larger than that."""
         let_go()  # Nothing is kept from the other side while this one waits.
         if not self._receiving.acquire(blocking=False):
             self._queue(self._receiving, deadline, "another thread was still receiving")
         try:
             while True:
+                if most < _ANY_SIZE and self._await_whole(deadline) > most:
+                    return None
                 frame = self._next(deadline)
                 if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
                     return frame
@@ -217,13 +232,27 @@ class Connection:
             self.close(reason)
             raise ProtocolError(f"Worker {self.peer!r}: {reason}.")
 
-    def _next(self, deadline: float | None) -> Frame:
+    def _await_whole(self, deadline: float | None) -> int:
+        """The size of the next frame, which has arrived as a whole if it is brief."""
+        self._await_begin(deadline)
+        start = self._fill(PREFIX_BYTES, deadline, stalls=False)
+        prefix = self._buffer[start : start + PREFIX_BYTES]
+        sizes = parse_prefix(prefix, self._terms.limits)
+        whole = PREFIX_BYTES + sizes.header + sizes.body
+        if whole <= _BRIEF:
+            self._fill(whole, deadline, stalls=False)
+        return whole
+
+    def _await_begin(self, deadline: float | None) -> None:
         self._check_open()
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _BUFFER:
                 self._buffer = memoryview(bytearray(_BUFFER))  # One header was larger.
             self._end = self._stream.receive_into(self._buffer, deadline)
+
+    def _next(self, deadline: float | None) -> Frame:
+        self._await_begin(deadline)
         limits = self._terms.limits
         try:
             sizes = parse_prefix(self._parse(PREFIX_BYTES, deadline), limits)
@@ -243,13 +272,19 @@ class Connection:
         """The next `size` bytes, valid until more is received."""
         start = self._start
         if size > self._end - start:
-            self._make_room(size)
-            start = self._start
-            while size > self._end - start:
-                free = self._buffer[self._end :]
-                self._end += self._stream.receive_into(free, self._patience(deadline))
+            start = self._fill(size, deadline, stalls=True)
         self._start = start + size
         return self._buffer[start : start + size]
+
+    def _fill(self, size: int, deadline: float | None, stalls: bool) -> int:
+        """Has as many bytes in the buffer; where they begin. They stay unparsed."""
+        if size > self._end - self._start:
+            self._make_room(size)
+        while size > self._end - self._start:
+            free = self._buffer[self._end :]
+            until = self._patience(deadline) if stalls else deadline
+            self._end += self._stream.receive_into(free, until)
+        return self._start
 
     def _make_room(self, size: int) -> None:
         kept = self._buffer[self._start : self._end]
@@ -264,7 +299,7 @@ class Connection:
     def _receive_body(
         self, buffers: list[memoryview], size: int, deadline: float | None
     ) -> None:
-        if size <= _BUFFER // 2:
+        if size <= _BRIEF:
             rest = self._parse(size, deadline)
             for buffer in buffers:
                 buffer[:] = rest[: len(buffer)]

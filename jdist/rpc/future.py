@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from jdist._errors import requirement
 from jdist.rpc import current
@@ -20,6 +20,19 @@ from jdist.rpc.errors import RpcError, RpcTimeout
 T = TypeVar("T")
 U = TypeVar("U")
 _log = logging.getLogger("jdist.rpc")
+
+
+class Source(Protocol):
+    """Where the value of a future comes from, if somebody has to fetch it there."""
+
+    def attend(self, future: "Future[Any]", until: float | None) -> bool:
+        """Fetches it on this thread, for a moment; whether the future is completed."""
+
+    def expect(self, future: "Future[Any]") -> None:
+        """Somebody counts on it from now on: it must be fetched without delay."""
+
+    def settled(self, future: "Future[Any]") -> None:
+        """It is completed: nobody counts on it any more."""
 
 
 class Future(Generic[T]):
@@ -42,7 +55,7 @@ class Future(Generic[T]):
 
     __slots__ = (
         "__weakref__", "_callbacks", "_cancelled", "_done", "_error", "_home",
-        "_lock", "_traceback", "_value", "_waiters",
+        "_lock", "_source", "_traceback", "_value", "_waiters",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -54,6 +67,7 @@ class Future(Generic[T]):
         self._traceback: Any = None
         self._waiters: list[Callable[[], object]] | None = None
         self._callbacks: list[Callable[[], None]] | None = None
+        self._source: Source | None = None
         self._home = current.scope.get()
 
     def done(self) -> bool:
@@ -165,15 +179,20 @@ class Future(Generic[T]):
 
     def _call_when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if not self._done:
+            done, source = self._done, self._source
+            if not done:
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)
-                return
-        callback()
+        if done:
+            callback()
+        elif source is not None:
+            source.expect(self)
 
     def _sleep(self, until: float | None) -> bool:
         """Blocks until completed; False when the moment came first."""
+        if attend(self, until):
+            return True
         waiter = threading.Lock()
         waiter.acquire()
         if watch(self, waiter.release):
@@ -181,9 +200,7 @@ class Future(Generic[T]):
         seconds = -1.0 if until is None else max(0.0, until - time.monotonic())
         if waiter.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             return True
-        with self._lock:
-            if self._waiters is not None and waiter.release in self._waiters:
-                self._waiters.remove(waiter.release)
+        unwatch(self, waiter.release)
         return self._done
 
 
@@ -206,11 +223,14 @@ def complete(
         if error is not None:
             future._error, future._traceback = error, error.__traceback__
         future._done = True
+        source, future._source = future._source, None
         waiters, future._waiters = future._waiters, None
         callbacks, future._callbacks = future._callbacks, None
     if waiters:
         for wake in waiters:
             wake()
+    if source is not None:
+        source.settled(future)
     return callbacks or []
 
 
@@ -228,11 +248,17 @@ def cancel(future: Future[Any], error: BaseException) -> None:
         callback()
 
 
-def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
+def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) -> bool:
     """Has `wake` called on completion; True, without a call, if it is completed.
 
     Unlike a callback, `wake` runs on whichever thread completes the future, in no
     particular context: it must not block.
+
+    Args:
+      future: The future.
+      wake: What to call.
+      counts: Whether the value must be fetched without delay; not if this very thread
+        is about to fetch it.
     """
     with future._lock:
         if future._done:
@@ -240,7 +266,25 @@ def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
         if future._waiters is None:
             future._waiters = []
         future._waiters.append(wake)
+        source = future._source
+    if counts and source is not None:
+        source.expect(future)
     return False
+
+
+def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
+    """Takes back a `watch`."""
+    with future._lock:
+        if future._waiters is not None and wake in future._waiters:
+            future._waiters.remove(wake)
+
+
+def attend(future: Future[Any], until: float | None) -> bool:
+    """Fetches the value on this thread, for a moment; whether it is there."""
+    source = future._source
+    if source is None:
+        return future._done
+    return source.attend(future, until)
 
 
 def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ class Group:
         self._gone_orderly: set[str] = set()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
-        self._line = Line(channel, agent.crew, self._pushed, self._closed)
+        self._line = Line(channel, agent.crew, agent.relief, self._pushed, self._closed)
         agent.watch(self._line)
 
     # --- joining and leaving ---

@@ -1,12 +1,17 @@
 """A line: a channel on which many requests are under way at once.
 
-One thread reads it and completes what the answers belong to. Before that thread runs
-anybody's callbacks it passes the reading on, so that a callback may wait for another
-answer of the same line.
+Who reads completes what the answers belong to. A thread that waits for an answer reads
+itself for as long as a short call takes, so that no thread hands over to another. When
+its answer takes longer, and for everybody who does not wait by himself, a thread of the
+crew reads, and leaves the reading to the next one who waits.
 """
 
+import functools
 import itertools
+import threading
+import time
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, Protocol
 
 from jdist.rpc.channel import Channel, ChannelClosed
@@ -14,8 +19,18 @@ from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import CANCEL, Frame
+from jdist.rpc.future import Future, unwatch, watch
+from jdist.rpc.relief import SHORTLY, Reading, Relief
 
 Callbacks = list[Callable[[], None]]
+
+_BRISK = 0.002
+"""Seconds for which a thread that waits reads itself. Then a thread of the crew does,
+which has no deadline, and can be awaited in more ways than a socket."""
+
+_AT_REST = 20
+"""Looks until somebody reads a line on which no answer is awaited: as soon as it
+closes, calls take another one."""
 
 
 class Pending(Protocol):
@@ -38,7 +53,8 @@ class Line:
 
     Args:
       channel: Owned by the line from now on.
-      crew: Lends the thread that reads.
+      crew: Lends the thread that reads when nobody who waits does.
+      relief: Looks after the reading meanwhile.
       on_push: Called with frames that answer no request of this line.
       on_closed: Called once with the reason when the channel has closed.
     """
@@ -47,6 +63,7 @@ class Line:
         self,
         channel: Channel,
         crew: Crew,
+        relief: Relief,
         on_push: Callable[[Frame], None] | None = None,
         on_closed: Callable[[str], None] | None = None,
     ) -> None:
@@ -56,8 +73,12 @@ class Line:
         self._on_closed = on_closed
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
+        # Threads that wait, and would read, and how to wake them.
+        self._ready: dict[Future[Any], threading.Semaphore] = {}
+        self._counted_on: dict[Future[Any], None] = {}
+        self._reading = Reading(relief, self._start)
         self.closed: str | None = None
-        crew.run(self._read)
+        self._start()
 
     def submit(
         self, pending: Pending, kind: str, meta: dict[str, Any], tree: Any, leaves: Any
@@ -133,31 +154,123 @@ class Line:
         except ChannelClosed:
             return  # then there is nothing left to cancel
 
-    def _read(self) -> None:
-        while self._read_one():
-            pass
+    # --- who reads ---
 
-    def _read_one(self) -> bool:
+    def attend(self, future: Future[Any], until: float | None) -> bool:
+        """See `Source.attend`: reads until the future is completed, or not for long."""
+        limit = time.monotonic() + _BRISK
+        if until is not None and until < limit:
+            limit = until
+        while not future.done():
+            if self._reading.take():
+                return self._read_for(future, limit)
+            if not self._wait_to_read(future, limit):
+                return future.done()
+        return True
+
+    def expect(self, future: Future[Any]) -> None:
+        """See `Source.expect`: has the line read as long as the future is open."""
+        self._counted_on[future] = None
+        if future.done():
+            self.settled(future)
+        else:
+            self._reading.relieve()
+
+    def settled(self, future: Future[Any]) -> None:
+        """See `Source.settled`."""
+        self._counted_on.pop(future, None)
+
+    def _read_for(self, future: Future[Any], limit: float) -> bool:
+        """Reads on a thread that waits and has the reading."""
+        try:
+            rest = self._read_until(future, limit)
+        except (ChannelClosed, ProtocolError) as error:
+            self._end(str(error))
+            return future.done()
+        except BaseException:
+            self._reading.leave()
+            raise
+        if rest is not None:
+            self._reading.hand_over(rest)
+        elif not self._leave_to_another():
+            self._reading.hand_over()
+        return future.done()
+
+    def _read_until(
+        self, future: Future[Any], limit: float
+    ) -> Callable[[], Frame] | None:
+        """None once the future is completed; how to read on if that takes longer."""
+        try:
+            while not future.done():
+                frame = self._channel.receive_brief(limit)
+                if not isinstance(frame, Frame):
+                    return frame
+                # Not in the context of the one who waits: it is anybody's answer.
+                self._later(Context().run(self._take_in, frame))
+                if time.monotonic() >= limit:
+                    return self._channel.receive
+        except TimeoutError:
+            return self._channel.receive
+        return None
+
+    def _wait_to_read(self, future: Future[Any], limit: float) -> bool:
+        """Waits while another thread reads; False when it took too long."""
+        wake = threading.Semaphore(0)
+        self._ready[future] = wake
+        try:
+            if watch(future, wake.release, counts=False):
+                return True
+            left = limit - time.monotonic()
+            return self._reading.free or (left > 0 and wake.acquire(timeout=left))
+        finally:
+            self._ready.pop(future, None)
+            unwatch(future, wake.release)
+
+    def _leave_to_another(self) -> bool:
+        """Leaves the reading; False, and it is not left, if somebody must go on."""
+        for future, wake in list(self._ready.items()):
+            if not future.done():
+                self._reading.leave()
+                wake.release()
+                return True
+        if self._counted_on:
+            return False
+        self._reading.leave(SHORTLY if self._pending else _AT_REST)
+        return True
+
+    def _start(self, first: Callable[[], Frame] | None = None) -> None:
+        self._crew.run(functools.partial(self._read, first or self._channel.receive))
+
+    def _read(self, first: Callable[[], Frame]) -> None:
+        if self._read_one(first):
+            while self._read_one(self._channel.receive):
+                pass
+
+    def _read_one(self, receive: Callable[[], Frame]) -> bool:
         """Passes one answer on; whether this thread shall wait for the next one.
 
         A function of its own, so that nothing of an answer is kept while waiting.
         """
         try:
-            frame = self._channel.receive()
+            frame = receive()
         except (ChannelClosed, ProtocolError) as error:
             self._end(str(error))
             return False
+        callbacks = self._take_in(frame)
+        if callbacks:
+            # They may wait for another answer, which others may read meanwhile.
+            self._reading.leave()
+            _run(callbacks)
+            return self._reading.take()
+        return not (self._ready and self._leave_to_another())
+
+    def _take_in(self, frame: Frame) -> Callbacks:
         pending = self._pending.pop(frame.id, None)
-        if pending is None:
-            if self._on_push is not None:
-                self._on_push(frame)
-            return True
-        callbacks = pending.answered(frame)
-        if not callbacks:
-            return True
-        self._crew.run(self._read)
-        _run(callbacks)
-        return False
+        if pending is not None:
+            return pending.answered(frame)
+        if self._on_push is not None:
+            self._on_push(frame)
+        return []
 
     def _end(self, reason: str) -> None:
         self.closed = reason

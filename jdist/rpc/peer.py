@@ -15,6 +15,7 @@ from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import Deadline
 from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.line import Line
+from jdist.rpc.relief import Relief
 from jdist.rpc.worker_info import WorkerInfo
 
 Lane = tuple[Channel, Iterator[int]]
@@ -30,6 +31,7 @@ class Peer:
       address: Where it listens, for `transport`.
       transport: Connects to it.
       crew: Lends the thread that reads the shared channel.
+      relief: Looks after the reading of that channel.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Peer:
         address: Any,
         transport: Transport,
         crew: Crew,
+        relief: Relief,
     ) -> None:
         self.info = info
         self.identity = identity
@@ -48,6 +51,7 @@ class Peer:
         self._address = address
         self._transport = transport
         self._crew = crew
+        self._relief = relief
         self._idle: list[Lane] = []
         self._busy: set[Channel] = set()
         self._lock = threading.Lock()
@@ -99,7 +103,7 @@ class Peer:
             line = self.line
             if line is None or line.closed is not None:
                 channel = self._connect(deadline)
-                line = self.line = Line(channel, self._crew)
+                line = self.line = Line(channel, self._crew, self._relief)
                 self._check_present(channel)
             return line
         finally:

@@ -142,7 +142,7 @@ class Request:
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        self._line = line
+        self._line = self.future._source = line
         self._number = line.submit(
             self, frame.kind, frame.meta, frame.tree, frame.leaves
         )

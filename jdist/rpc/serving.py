@@ -1,9 +1,11 @@
 """Serving one incoming channel.
 
-The thread that reads a request runs it. On a shared channel it first passes the reading
-on to another thread, so a slow call never delays the next one.
+The thread that reads a request runs it. On a shared channel others may come meanwhile:
+when the call takes long another thread reads those (see `relief`), and as long as calls
+take long, each is run after the reading was passed on, so that they run side by side.
 """
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from jdist.rpc.errors import ProtocolError
 from jdist.rpc.execution import Execution
 from jdist.rpc.frame import CANCEL, Frame
 from jdist.rpc.future import call_when_done
+from jdist.rpc.relief import PERIOD, Reading
 from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ class Serving:
         self._channel = channel
         self._caller = caller
         self._on_closed = on_closed
+        self._reading = Reading(agent.relief, self._pass_on)
+        self._slow = False
         self._running: dict[int, Execution] = {}
         # Answers that bring references, until these have arrived.
         self._bringing: weakref.WeakValueDictionary[int, Execution]
@@ -66,9 +71,26 @@ class Serving:
         execution = self._agent.callee.begin(self._caller, frame)
         self._running[frame.id] = execution
         if frame.shared:
-            self._agent.crew.run(self.read, limited=True)
+            return self._serve_aside(execution, frame)
         self._serve(execution, frame)
-        return not frame.shared
+        return True
+
+    def _serve_aside(self, execution: Execution, frame: Frame) -> bool:
+        """Serves a request while others may come; whether this thread reads these."""
+        if self._slow:
+            self._reading.hand_over()
+            begun = time.monotonic()
+            self._serve(execution, frame)
+            self._slow = time.monotonic() - begun > PERIOD
+            return False
+        self._reading.leave()
+        self._serve(execution, frame)
+        reads_on = self._reading.take()
+        self._slow = not reads_on
+        return reads_on
+
+    def _pass_on(self) -> None:
+        self._agent.crew.run(self.read, limited=True)
 
     def _serve(self, execution: Execution, frame: Frame) -> None:
         answer = self._agent.callee.execute(execution, frame)

@@ -11,8 +11,9 @@ before, and whoever decodes the value in which they are missing gets the error.
 """
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -96,19 +97,46 @@ class TransferConnection(Connection):
         """The next frame, when its arrays are there; see `Channel.receive`."""
         while True:
             frame = super().receive(deadline)
-            if frame.kind in _ANSWERS:
-                self._answered(frame)
-            try:
-                if frame.kind == TAKEN:
-                    self._offered.pop(frame.id, None)
-                    self._port.settle(*_settled(frame.tree, self))
-                elif _META in frame.meta:
-                    return self._complete(frame, deadline)
-                else:
-                    return frame
-            except ProtocolError as error:
-                self.close(f"it sent what is no frame: {error}")
-                raise
+            if not self._takes(frame):
+                return self._completed(frame, deadline)
+
+    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
+        """See `Channel.receive_brief`; it may take long to pull arrays."""
+        while True:
+            frame = super().receive_brief(deadline)
+            if not isinstance(frame, Frame):
+                return self.receive
+            if self._takes(frame):
+                continue
+            if _META in frame.meta:
+                return functools.partial(self._completed, frame, None)
+            return frame
+
+    def _takes(self, frame: Frame) -> bool:
+        """Whether a frame was for this connection itself."""
+        if frame.kind in _ANSWERS:
+            self._answered(frame)
+        if frame.kind != TAKEN:
+            return False
+        self._offered.pop(frame.id, None)
+        with self._hostility():
+            self._port.settle(*_settled(frame.tree, self))
+        return True
+
+    def _completed(self, frame: Frame, deadline: float | None) -> Frame:
+        if _META not in frame.meta:
+            return frame
+        with self._hostility():
+            return self._complete(frame, deadline)
+
+    @contextlib.contextmanager
+    def _hostility(self) -> Iterator[None]:
+        """What is no frame ends the connection."""
+        try:
+            yield
+        except ProtocolError as error:
+            self.close(f"it sent what is no frame: {error}")
+            raise
 
     def _answered(self, frame: Frame) -> None:
         """A request was answered, so its arrays are there or will not be.

@@ -174,7 +174,8 @@ def pack(
         flags = 0
         if type(leaf) is not np.ndarray:
             flags = _JAX | _WEAK if leaf.weak_type else _JAX
-            flags |= number_beside(leaf, devices) << _DEVICE
+            if devices is not None:
+                flags |= number_beside(leaf, devices) << _DEVICE
         nbytes = array.nbytes
         if apart is not None and nbytes >= max(apart, 1):
             flags |= _APART

@@ -15,6 +15,7 @@ piece; and a lambda written in a loop compiles each time.
   the same cut inside the body of a loop.
 - `_backward`: the backward program for one pattern of absent cotangents. `_split`: its
   two halves. `_deferred`: weight gradients for many calls at once.
+- `_passing`: backward passes that compute nothing.
 - `_cache`: compiled functions by code and contents. `_contents`: these contents.
 - `_halves`, `_residuals`, `_segment`: the compiled functions, what passes between them,
   and the public face.

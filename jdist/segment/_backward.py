@@ -56,13 +56,13 @@ class Gradient:
     def d_inputs(self) -> list[Any]:
         """The results that are cotangents of inputs, without structural zeros."""
         outvars = self.program.jaxpr.outvars[self._count :]
-        return [x for x in outvars if not self._is_absent(x)]
+        return [x for x in outvars if not self.is_absent(x)]
 
     @cached_property
     def _makers(self) -> dict[Var, JaxprEqn]:
         return {x: e for e in self.program.jaxpr.eqns for x in e.outvars}
 
-    def _is_absent(self, atom: Any) -> bool:
+    def is_absent(self, atom: Any) -> bool:
         """Whether a result is a zero by structure: no cotangent flows there."""
         if isinstance(atom, Literal):
             return not np.any(atom.val)
@@ -70,7 +70,7 @@ class Gradient:
         return (
             maker is not None
             and maker.primitive.name == "broadcast_in_dim"
-            and self._is_absent(maker.invars[0])
+            and self.is_absent(maker.invars[0])
         )
 
     def run(self, arguments: Sequence[Any], layout: Layout) -> tuple[Any, Any]:
@@ -112,7 +112,7 @@ class Gradient:
         places = _places(self.plan, layout)[self._count :]
         outvars = self.program.jaxpr.outvars[self._count :]
         flowing = iter(
-            None if self._is_absent(x) else _placed(next(given), to)
+            None if self.is_absent(x) else _placed(next(given), to)
             for x, to in zip(outvars, places, strict=True)
         )
         trained = self.plan.trained[self.plan.param_count :]

@@ -62,7 +62,9 @@ class Segment:
           The outputs of `fn`, and the residuals. These hold arrays that depend on the
           inputs, of the fewest bytes that suffice.
         """
-        inputs, static = self._without_static(inputs)
+        static: Static = ()
+        if self._static:
+            inputs, static = self._without_static(inputs)
         outputs, saved = self._halves.forward(params, inputs, static)
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
@@ -281,8 +283,6 @@ class Segment:
     def _without_static(
         self, inputs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Static]:
-        if not self._static:
-            return inputs, ()
         places = [n - 1 for n in self._static if n <= len(inputs)]
         static = tuple((i, type(inputs[i]), inputs[i]) for i in places)
         for place, kind, value in static:

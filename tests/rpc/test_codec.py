@@ -247,6 +247,18 @@ def test_what_hooks_raise_comes_through(allow_pickle):
         codec.decode(tree, leaves)
 
 
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_a_substitute_goes_and_stays(allow_pickle):
+    """What its hook raises comes through, and it may be of a registered type."""
+    codec = Codec(FunctionTable(), allow_pickle=allow_pickle)
+    codec.substitute(nameable.Plain, lambda plain, parcel: _Reference(plain.x + parcel))
+    codec.register(_Reference, "rref", lambda r, _: 10 * r.key, lambda v, _: (v,))
+    plain = codec.encode([nameable.Plain(3), nameable.Plain(4)], 1)
+    assert codec.decode(*by_wire(*plain)) == [(40,), (50,)]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        codec.encode(nameable.Plain(3), None)
+
+
 def test_short_lived_arrays_are_not_mixed_up(codec):
     """Hooks make arrays that nobody else keeps: an id must not be met again."""
     codec.register(

@@ -15,7 +15,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import named_leaves
-from jdist.autograd.pure import has_history
+from jdist.autograd.pure import Recordable
 from jdist.rpc.rref import RRef
 
 _NUMBERS = (bool, int, float, complex)
@@ -193,7 +193,7 @@ def _words(leaf: Any) -> tuple[jax.Array, str]:
 
 
 def _hashable(leaf: Any, call: str) -> Hashable:
-    if has_history(leaf):
+    if isinstance(leaf, Recordable):
         rule = "must not be recorded: its derivatives are those of JAX"
         remedy = (
             "Pass the value of a variable, or a reference to a variable of the callee; "

@@ -82,10 +82,12 @@ def remote(
             agent.crew.run(callback)
 
     try:
-        agent.request(outgoing._replace(body=(name, *outgoing.body), ended=ended))
+        body = (name, *outgoing.body)
+        asked = agent.request(outgoing._replace(body=body, ended=ended))
     except BaseException:
         references.not_asked(held)
         raise
+    creation._source = asked._source
     return references.handle(
         held.rref, held=held, creation=creation, until=outgoing.deadline
     )

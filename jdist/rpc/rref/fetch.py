@@ -1,5 +1,6 @@
 """Bringing a value here, or its type."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,13 +71,14 @@ def fetch(rref: "RRef[Any]", timeout: float) -> Any:
     outgoing = outgoing._replace(operation=Operation("to_here"))
     creation, until = rref._creation, rref._until
     if creation is None or creation.done():
-        return _exchange(rref, agent, outgoing)
+        return _exchange(rref, agent, outgoing, agent.exchange)
     limit = outgoing.deadline
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
     if shorter:  # What has not been created by then will not be.
         outgoing = outgoing._replace(deadline=until)
     try:
-        return _exchange(rref, agent, outgoing)
+        # Behind the creation, whose answer this thread then reads itself.
+        return _exchange(rref, agent, outgoing, lambda o: agent.request(o).wait(0))
     except RpcError as error:
         # The owner may know of the failure, and say so, a moment before it is due here.
         failed = error_of(creation) if creation.done() else None
@@ -85,14 +87,19 @@ def fetch(rref: "RRef[Any]", timeout: float) -> Any:
         raise failure_of(failed or error, agent.codec.functions) from error
 
 
-def _exchange(rref: "RRef[Any]", agent: "Agent", outgoing: Outgoing) -> Any:
+def _exchange(
+    rref: "RRef[Any]",
+    agent: "Agent",
+    outgoing: Outgoing,
+    ask: Callable[[Outgoing], Any],
+) -> Any:
     interceptor = agent.interceptor
     if interceptor is None:
-        return agent.exchange(outgoing)
+        return ask(outgoing)
     info = outgoing.peer.info
     call = Invocation(FETCH, type(rref).to_here, (rref,), {})
     _, meta = interceptor.request(info, call)
-    return agent.exchange(
+    return ask(
         outgoing._replace(
             meta=meta,
             receive=lambda value, meta: interceptor.reply(info, value, meta),

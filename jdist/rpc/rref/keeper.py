@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 _log = logging.getLogger("jdist.rpc")
 _END = object()
-_GATHERING = 0.01
+GATHERING = 0.01
 """Seconds for which what is dropped may wait for more of its kind."""
 
 
@@ -99,7 +99,7 @@ class Keeper:
         try:
             items.append(self._queue.get(timeout=seconds))
             if not isinstance(items[0], _Appointment):
-                self._closed.wait(_GATHERING)
+                self._closed.wait(GATHERING)
             while True:
                 items.append(self._queue.get_nowait())
         except queue.Empty:

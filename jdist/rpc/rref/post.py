@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.rpc.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.future import Future, call_when_done
-from jdist.rpc.rref.keeper import Keeper
-from jdist.rpc.rref.messages import Message
+from jdist.rpc.rref.keeper import GATHERING, Keeper
+from jdist.rpc.rref.messages import Accept, Message
 from jdist.rpc.rref.window import UnderWay, Window
 from jdist.rpc.rref.wire import KINDS, pack, unpack
 from jdist.rpc.worker_info import WorkerInfo, number_of
@@ -79,13 +79,24 @@ class Post:
 
     def send(self, to: int, message: Message) -> None:
         """Has the message arrive; returns at once, on any thread."""
+        waits = isinstance(message, Accept)
         with self._lock:
             outbox = self._outboxes[to]
             outbox.waiting.append(message)
-            if outbox.sending:
+            if outbox.sending or (waits and len(outbox.waiting) > 1):
+                return
+            outbox.sending = not waits
+        if waits:
+            self._keeper.later(GATHERING, lambda: self._send_gathered(to, outbox))
+        else:
+            self._agent.crew.run(lambda: self._empty(to, outbox))
+
+    def _send_gathered(self, to: int, outbox: "_Outbox") -> None:
+        with self._lock:
+            if outbox.sending or not outbox.waiting:
                 return
             outbox.sending = True
-        self._agent.crew.run(lambda: self._empty(to, outbox))
+        self._empty(to, outbox)
 
     def idle(self) -> bool:
         """Whether everything sent has arrived."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import rpc
+from jdist.rpc import current
 from tests.rpc.rref.common import (
     NOTHING,
     add,
@@ -316,3 +317,31 @@ def dropped_by_the_giver_meanwhile():
 
 def test_a_receiver_keeps_what_its_giver_dropped(cluster):
     cluster.run(0, dropped_by_the_giver_meanwhile)
+
+
+def many_taken(count):
+    """How many messages say that so many references have arrived."""
+    agent, sent = current.agent(), []
+    call_async = agent.call_async
+
+    def counting(to, kind, *rest):
+        sent.append(kind)
+        return call_async(to, kind, *rest)
+
+    agent.call_async = counting
+    try:
+        rrefs = rpc.rpc_sync(OWNER, made, args=(count,))
+        assert [rref.to_here() for rref in rrefs] == list(range(count))
+        wait_for(lambda: agent.references.post.idle())
+    finally:
+        del agent.call_async
+    return collections.Counter(sent)
+
+
+def made(count):
+    return [rpc.RRef(i) for i in range(count)]
+
+
+def test_arrivals_are_told_together(cluster):
+    told = cluster.run(0, many_taken, 200)
+    assert 1 <= told["rref.accept"] <= 20
