@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._compat import is_traced
+from jdist._compat import is_traced, placed
 from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves, path_of
 from jdist.autograd.eager import eager
@@ -34,6 +34,13 @@ class _Held(NamedTuple):
         leaves, structure = jax.tree.flatten(tree)
         return cls(
             tree, Differentiated(structure, tuple(map(is_inexact, leaves))), leaves
+        )
+
+    def is_like(self, other: "_Held") -> bool:
+        """Whether structure, shapes and dtypes are the same."""
+        return self.kind.structure == other.kind.structure and all(
+            one.shape == two.shape and one.dtype == two.dtype
+            for one, two in zip(self.leaves, other.leaves, strict=True)
         )
 
 
@@ -68,17 +75,10 @@ class Variable(Operators):
 
     @value.setter
     def value(self, tree: Any) -> None:
-        new = jax.tree.map_with_path(_array, tree)
-        before, after = named_leaves(self._held.tree), named_leaves(new)
-        if before.keys() != after.keys():
-            rule = f"must have the leaves {', '.join(before)}, as before"
-            raise ValueError(requirement("Variable.value", rule, ", ".join(after)))
-        for path, old in before.items():
-            if described(old) != described(after[path]):
-                rule = f"must be {described(old)} at {path}, as before"
-                got = described(after[path])
-                raise ValueError(requirement("Variable.value", rule, got))
-        self._held = _Held.of(new)
+        new = _Held.of(jax.tree.map_with_path(_array, tree))
+        if not new.is_like(self._held):
+            _check_paths(self._held.tree, new.tree)
+        self._held = new
 
     @property
     def structure(self) -> Any:
@@ -185,10 +185,31 @@ def _array(keys: Any, leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array) and not is_traced(leaf):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
-        return jnp.array(np.asarray(leaf))  # a Python number alone is weakly typed
+        array = np.asarray(leaf)
+        if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number):
+            return _copied(array)
     rule = "must be made of arrays"
     shown = f"{leaf!r} at {path_of(keys)}"
     raise TypeError(requirement("variable(tree)", rule, shown))
+
+
+def _copied(array: np.ndarray) -> jax.Array:
+    """`jnp.array`, in a third of its time, and of any byte order."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    return placed(np.array(array, dtype, order="C"), None)
+
+
+def _check_paths(before: Any, after: Any) -> None:
+    """Refuses what is not like the value before; other containers may be in it."""
+    old, new = named_leaves(before), named_leaves(after)
+    if old.keys() != new.keys():
+        rule = f"must have the leaves {', '.join(old)}, as before"
+        raise ValueError(requirement("Variable.value", rule, ", ".join(new)))
+    for path, leaf in old.items():
+        if described(leaf) != described(new[path]):
+            rule = f"must be {described(leaf)} at {path}, as before"
+            got = described(new[path])
+            raise ValueError(requirement("Variable.value", rule, got))
 
 
 def _discard(hooks: dict[object, Hook], key: object) -> None:

@@ -301,6 +301,8 @@ def test_trainers_with_the_same_optimizer_share_its_program():
     made = [program(optim.sgd, (), {"lr": rate}) for rate in rates]
     assert made[0] is made[1] is made[5]
     assert len({id(one) for one in made}) == 4
+    with pytest.raises(TypeError, match="Got True"):  # which equals 1
+        program(optim.sgd, (), {"lr": True})
     assert program(optim.adam, (), {"lr": 0.5}) not in made
     chains = [program(world.clipped, (rate,), {}) for rate in (0.5, 0.5, 0.25)]
     assert chains[0] is chains[1] is not chains[2]

@@ -52,7 +52,45 @@ def test_a_jax_array_is_kept_itself():
     assert autograd.variable(array).value is array
 
 
-@pytest.mark.parametrize("leaf", ["text", None, object(), b"x"])
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3).T,
+        np.arange(3, dtype=">f4"),
+        np.ones((0, 2), np.complex128),
+        np.array([True, False]),
+        np.arange(3, dtype=np.uint64),
+        np.ones(3, jnp.bfloat16),
+        2.5,
+        7,
+    ],
+    ids=lambda x: f"{np.asarray(x).dtype}{np.shape(x)}",
+)
+def test_other_arrays_become_what_jax_makes_of_them(array, x64):
+    with jax.enable_x64(x64):
+        native = np.asarray(array).dtype.newbyteorder("=")
+        expected = jnp.array(np.asarray(array, native))
+        found = autograd.variable([array, 1.0]).value[0]
+        assert found.dtype == expected.dtype
+        assert found.weak_type == expected.weak_type
+        assert found.committed == expected.committed
+        assert np.array_equal(found, expected)
+
+
+def test_a_numpy_array_may_be_written_to_afterwards():
+    for array in (np.arange(64.0), np.arange(64.0).reshape(8, 8).T):
+        expected = array.copy()
+        w = autograd.variable(array)
+        array[...] = -1.0
+        assert np.array_equal(w.value, expected)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    ["text", None, object(), b"x", np.array("text"), np.array([None])],
+    ids=lambda leaf: type(leaf).__name__,
+)
 def test_what_is_no_array_is_refused(leaf):
     found = [leaf] if leaf is not None else [autograd.variable(1.0)]
     with pytest.raises(TypeError, match=r"`variable\(tree\)` must be made of arrays"):

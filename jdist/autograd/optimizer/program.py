@@ -56,6 +56,36 @@ def program(
       ValueError: It makes one with a loss scale.
       Exception: What it raises.
     """
+    values = (*args, *kwargs.values())
+    ours = getattr(factory, "__module__", "").startswith("jdist.optim.")
+    if ours and all(type(value) in _PLAIN for value in values):
+        return _of_numbers(factory, tuple(kwargs), values, tuple(map(type, values)))
+    return _by_contents(factory, args, kwargs)
+
+
+_PLAIN = {float, int, bool, type(None)}
+
+
+@lru_cache(maxsize=256)
+def _of_numbers(
+    factory: Callable[..., Any],
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+    types: tuple[type, ...],
+) -> Program:
+    """An optimizer of jdist's with numbers: nothing that it refers to changes.
+
+    To look at everything there each time takes longer than a step. Types are told
+    apart: 1 and True are equal, and not both are a learning rate.
+    """
+    split = len(values) - len(names)
+    named = dict(zip(names, values[split:], strict=True))
+    return _by_contents(factory, values[:split], named)
+
+
+def _by_contents(
+    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Program:
     make = partial(factory, *args, **kwargs)
     return _program(_Recipe(contents_of(make, "DistributedOptimizer"), make))
 
