@@ -104,12 +104,13 @@ class Directory:
         """The worker that proved this; waits until this one belongs to the group.
 
         Others may be told a little earlier that this one does. None for who does not
-        belong to the group.
+        belong to the group, or not any more: who was frozen and taken for lost may
+        not know it yet.
         """
         if identity not in self._identities:
             self._complete.wait(None if until is None else until - time.monotonic())
         peer = self._identities.get(identity)
-        return None if peer is None else peer.info
+        return None if peer is None or peer.departed is not None else peer.info
 
     def departed(self, name: str) -> str | None:
         """Why that worker is gone, if it is."""

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from jdist import rpc
+from jdist.rpc import current
 from jdist.rpc.rendezvous import ReservedPort
 from tests.rpc import casualties, hosts
 from tests.rpc.casualties import PATIENCE
@@ -113,6 +114,19 @@ def show(what, begun, found):
 
 
 BLOWS = pytest.mark.parametrize("blow", [DEATH, FROST], ids=["killed", "frozen"])
+
+
+def test_who_was_taken_for_lost_is_not_served():
+    """It may not know yet, and connect anew."""
+    with rpc.local_cluster(["here", "there"]):
+        with rpc.use_worker("here"):
+            agent = current.agent()
+            agent.part(agent.directory.find("there"), "no sign of life")
+        with rpc.use_worker("there"):
+            with pytest.raises(rpc.WorkerLost, match="'here' does not know 'there'"):
+                rpc.rpc_sync("here", max, (1, 2))
+            with pytest.raises(rpc.WorkerLost, match="Lost worker 'here'"):
+                rpc.rpc_async("here", max, (1, 2)).wait()
 
 
 def test_a_worker_that_thaws_learns_that_it_was_taken_for_lost(group):
