@@ -45,12 +45,16 @@ def run_pair(module: str, job: Mapping[str, Any]) -> Any:
     return json.loads(outputs[0][0].splitlines()[-1])
 
 
-def can_pair() -> str:
-    """Why two pinned processes are not possible here; empty if they are."""
+def can_pin(processes: int = 2) -> str:
+    """Why so many pinned processes are not possible here; empty if they are."""
     if not hasattr(os, "sched_getaffinity"):
         return "this system cannot pin a process to a core"
     cores = len(os.sched_getaffinity(0))
-    return "" if cores > 1 else "there is one core only"
+    if cores >= processes:
+        return ""
+    if cores == 1:
+        return "there is one core only"
+    return f"there are {cores} cores for {processes} processes"
 
 
 def join(arguments: Sequence[str]) -> tuple[int, Any]:

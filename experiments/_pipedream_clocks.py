@@ -5,7 +5,6 @@ for each stage every stage gets a process of its own there, and epochs are timed
 passes are timed one by one, and the simulator makes an epoch of them.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments._pair import can_pin
 from experiments._pipedream_runs import BATCH, METHODS, Network, batches_of
 from jdist import pipeline, rpc
 
@@ -27,10 +27,7 @@ def why_not(stages: int) -> str:
     """Why epochs cannot be measured here; empty if they can."""
     if jax.default_backend() != "cpu":
         return "processes are pinned to cores only where stages compute on CPU"
-    if not hasattr(os, "sched_getaffinity"):
-        return "this system cannot pin a process to a core"
-    cores = len(os.sched_getaffinity(0))
-    return "" if cores >= stages else f"{stages} stages have {cores} cores"
+    return can_pin(stages)
 
 
 # --- measured ---

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments._collectives import collectives
-from experiments._pair import can_pair, run_pair
+from experiments._pair import can_pin, run_pair
 from experiments._result import Claim, Picture, Result, Settings
 from experiments._trace import Interval, overlap, traced, union
 from jdist import data_parallel, optim, verify
@@ -63,7 +63,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     halves = [i for i in intervals if is_backward(i)]
     shared = overlap(reductions, halves)
     total = sum(end - start for start, end in union(reductions))
-    missing = "the quick form does not time" if settings.quick else can_pair()
+    missing = "the quick form does not time" if settings.quick else can_pin()
     times: Any = {}
     sizes: Any = {}
     if not missing:

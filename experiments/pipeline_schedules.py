@@ -93,7 +93,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     """All schedules in two processes, then all predictions."""
     sizes = QUICK if settings.quick else FULL
     task = progress.add_task("schedules in two processes", total=None)
-    why_not = _pair.can_pair()
+    why_not = _pair.can_pin()
     (found, _) = rpc.spawn(
         work, (sizes, settings.seed), nprocs=2, pin=0 if why_not else 1
     )

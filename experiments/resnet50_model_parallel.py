@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from rich.progress import Progress
 
-from experiments._pair import can_pair
+from experiments._pair import can_pin
 from experiments._resnet import RESNET50, Network
 from experiments._resnet_pictures import SOURCE, pictures
 from experiments._resnet_runs import (
@@ -53,7 +53,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     plan = plan._replace(seed=settings.seed)
     progress.add_task("training", total=None)
     if on_cpu:
-        alone = can_pair()
+        alone = can_pin()
         with over_processes(plan, pinned=not alone) as processes:
             if not settings.quick:
                 processes.join()  # The judge must not compute meanwhile.

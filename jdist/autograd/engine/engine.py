@@ -23,7 +23,7 @@ from jdist.autograd.engine.messages import (
 from jdist.autograd.engine.part import Part, Root
 from jdist.autograd.ids import Ids
 from jdist.rpc import current
-from jdist.rpc.deadline import DEFAULT, Deadline, resolve
+from jdist.rpc.deadline import DEFAULT, Deadline
 from jdist.rpc.errors import ProtocolError, RpcError
 from jdist.rpc.future import Future, call_when_done
 from jdist.rpc.ledger import Operation
@@ -166,15 +166,12 @@ class Engine:
                 fresh.run(self.agent.call_async, worker, END, body)
 
     def _outgoing(self, part: Part, peer: str, request: Request) -> Outgoing:
-        if self.agent.closed:
-            raise RpcError(current.NOT_INITIALIZED)
-        limit = part.deadline
-        if not limit.firm:
-            seconds = 0.0 if limit.at is None else DEFAULT
-            limit = resolve(seconds, self.agent.default_timeout, current.deadline())
-        to = self.agent.directory.find(peer)
         body, meta = request.pack()
-        return Outgoing(to, KIND, body, meta, limit, _BACKWARD, Answer.unpack)
+        firm, unlimited = part.deadline.firm, part.deadline.at is None
+        seconds = 0.0 if firm or unlimited else DEFAULT
+        found = self.agent.outgoing(peer, KIND, body, seconds, meta, _BACKWARD)
+        limit = part.deadline if firm else found.deadline
+        return found._replace(deadline=limit, receive=Answer.unpack)
 
     # --- messages in ---
 

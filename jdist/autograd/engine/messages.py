@@ -219,9 +219,8 @@ def _restored(rows: Any, arrays: Any) -> list[Gradient]:
         message_id, size, there = row
         if type(message_id) is not int or type(size) is not int or not _are_ids(there):
             raise ProtocolError("A gradient has an id, a size and positions.")
-        if there and not 0 <= min(there) <= max(there) < size:
-            raise ProtocolError("A gradient has more positions than its size.")
-        if len(set(there)) < len(there):
+        twice = len(set(there)) < len(there)
+        if twice or (there and not 0 <= min(there) <= max(there) < size):
             raise ProtocolError("A gradient has more positions than its size.")
         if len(there) > len(arrays) - taken:
             raise ProtocolError("A gradient has fewer arrays than positions.")
