@@ -63,7 +63,6 @@ PLANTED = {
         '"""R."""\ntry:\n    x = 1\nexcept:\n    x = 2\n',
         "bare except",
     ),
-    "long file": ("jdist/rpc/a.py", '"""R."""\n' + "x = 1\n" * 400, "longer than 400"),
     "long function": (
         "jdist/rpc/a.py",
         '"""R."""\ndef f():\n' + "    x = 1\n" * 60,
