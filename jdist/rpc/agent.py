@@ -16,7 +16,7 @@ from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.execution import Execution
 from jdist.rpc.frame import ERROR, REPLY, Frame
 from jdist.rpc.functions import FunctionTable
-from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.future import Future, call_when_done, run_all
 from jdist.rpc.in_process import Hub, InProcessTransport
 from jdist.rpc.interceptor import Interceptor
 from jdist.rpc.ledger import Ledger, Operation
@@ -289,8 +289,7 @@ class Agent:
             error = self.timed_out(peer, request.operation, request.deadline)
         except Exception as other:  # noqa: BLE001 - it becomes the future's
             error = other
-        for callback in request.end(None, error):
-            callback()
+        run_all(request.end(None, error))
 
     # --- answers ---
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.rpc import current, deadline, extensions
 from jdist.rpc.current import Scope
-from jdist.rpc.errors import ProtocolError, RpcTimeout
+from jdist.rpc.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.execution import Execution
 from jdist.rpc.extensions import NEEDS
 from jdist.rpc.frame import ERROR, REPLY, Frame
@@ -106,7 +106,15 @@ class Callee:
     def failure(self, number: int, error: BaseException) -> Frame:
         """The answer that says what was raised."""
         described = describe(error, self._agent.info.name)
-        tree, leaves = self._agent.codec.encode(described)
+        try:
+            tree, leaves = self._agent.codec.encode(described)
+        except BaseException as broken:  # noqa: BLE001 - an answer there must be
+            plain = RemoteError(
+                f"A {type(error).__name__} was raised, which cannot be sent: "
+                f"{type(broken).__name__} when it was packed."
+            )
+            described = describe(plain, self._agent.info.name)
+            tree, leaves = self._agent.codec.encode(described)
         return Frame(ERROR, number, {}, tree, leaves)
 
     def _run(self, execution: Execution, frame: Frame, depth: int) -> Any:

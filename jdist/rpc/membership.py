@@ -44,6 +44,11 @@ class Place(NamedTuple):
     coordinator: tuple[str, int]
     key: bytes
 
+    def __repr__(self) -> str:
+        """Without the key: representations end up in logs."""
+        shown = f"{self.info!r}, {self.world_size}, {self.coordinator!r}"
+        return f"Place({shown}, key=...)"
+
 
 def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
     """A worker that belongs to its group.
