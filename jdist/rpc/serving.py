@@ -117,7 +117,7 @@ class Serving:
                 self._channel.send(answer)
             except (ChannelClosed, KeyboardInterrupt):
                 raise
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
                 # It is beyond the limits, or packing it failed: an array was donated,
                 # or its deferred computation raised. Nothing of it was sent.
                 execution.cancel(f"its answer was not sent ({type(error).__name__})")

@@ -189,7 +189,7 @@ def test_an_interrupt_ends_the_program_and_the_child():
 
 
 def test_an_interrupt_raised_on_another_thread_is_the_childs():
-    """Python interrupts the main thread alone: elsewhere it is what a callback raised."""
+    """Python interrupts the main thread alone; elsewhere a callback raised it."""
     future = rpc.Future()
     child = future.then(lambda done: fail_as(KeyboardInterrupt))
     thread = threading.Thread(target=future.set_result, args=(1,))
