@@ -42,8 +42,8 @@ def remote(
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
       func: A function, a class, or a method of an importable class.
-      args: Positional arguments.
-      kwargs: Keyword arguments.
+      args: Positional arguments, in a tuple or a list.
+      kwargs: Keyword arguments, by their names.
       timeout: Seconds for the function to end; -1 for the default, 0 for no limit.
 
     Raises:
@@ -181,7 +181,7 @@ def _filled(cell: Cell, result: Any) -> Reply:
 
 
 def _parts(body: Any) -> tuple[_Name, Invocation]:
-    if type(body) is not tuple or len(body) != 4 or not callable(body[1]):
+    if type(body) is not tuple or len(body) != 4:
         raise ProtocolError("A creation has a name, a function, arguments, keywords.")
     name, *call = body
     if type(name) is not tuple or len(name) != 3:
@@ -189,4 +189,4 @@ def _parts(body: Any) -> tuple[_Name, Invocation]:
     rref, fork, floor = name
     if type(floor) is not int:
         raise ProtocolError("A creation's floor is a number.")
-    return (unpack_id(rref), unpack_id(fork), floor), Invocation(CREATE, *call)
+    return (unpack_id(rref), unpack_id(fork), floor), Invocation.unpack(CREATE, tuple(call))
