@@ -34,7 +34,6 @@ def asked(to, fn, args=None, kwargs=None):
     return rpc.rpc_async(to, fn, args, kwargs).wait()
 
 
-
 CALLS = {
     "rpc_sync": rpc.rpc_sync,
     "rpc_async": asked,

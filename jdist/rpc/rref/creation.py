@@ -189,4 +189,6 @@ def _parts(body: Any) -> tuple[_Name, Invocation]:
     rref, fork, floor = name
     if type(floor) is not int:
         raise ProtocolError("A creation's floor is a number.")
-    return (unpack_id(rref), unpack_id(fork), floor), Invocation.unpack(CREATE, tuple(call))
+    return (unpack_id(rref), unpack_id(fork), floor), Invocation.unpack(
+        CREATE, tuple(call)
+    )
