@@ -266,7 +266,8 @@ class Coordinator:
             for part in gathering.parts
             if key.ends
         }
-        ending |= {self._leaving} - {None}
+        if self._leaving is not None:
+            ending.add(self._leaving)
         return [
             (key, gathering)
             for key, gathering in self._open()

@@ -65,7 +65,7 @@ def remote(
     """
     agent = current.agent()
     outgoing = calls.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
-    if outgoing.peer.info == agent.info:
+    if outgoing.peer.info.number == agent.info.number:
         return _on_itself(agent, outgoing)
     references = agent.references
     held, floor = references.create(number_of(outgoing.peer.info))
@@ -157,7 +157,7 @@ def failure_of(error: BaseException, table: FunctionTable) -> Exception:
 
 
 def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
-    if caller == agent.info:
+    if caller.number == agent.info.number:
         return agent.references.find(name[0])
     if name[0].created_on != caller.number:
         raise ProtocolError("A reference's id bears the number of its creator.")
