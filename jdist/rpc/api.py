@@ -76,7 +76,8 @@ def all_gather(
       names: The workers that take part, this one among them; by default all.
       timeout: Seconds; -1 for the default, 0 for no limit.
       tag: Says what it is for, and must be the same on all of them. Where the order of
-        calls could differ between workers, a tag makes the difference an error.
+        calls could differ between workers, a tag makes the difference an error. At most
+        200 characters.
 
     Raises:
       CollectiveMismatch: They came for different collectives, or one of them waits in

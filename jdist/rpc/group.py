@@ -29,6 +29,7 @@ _INSTANT = 1e-9
 """Seconds to wait where the deadline has passed; 0 would be no limit."""
 
 _LONGEST_REFUSAL = 1000
+_LONGEST_TAG = 200
 
 _GRACE = 5.0
 """Seconds beyond a deadline that the coordinator watches: it knows who is missing, so
@@ -141,8 +142,8 @@ class Group:
             _check_tag(operation, tag)
             body = self._agent.codec.encode(value)
         except Exception as error:  # noqa: BLE001 - raised below, once all are told
-            refused = error
-        meta = {"names": taking_part, "operation": operation, "tag": str(tag)}
+            refused, tag = error, ""
+        meta = {"names": taking_part, "operation": operation, "tag": tag}
         asked = self._come(meta, body, limit, refused)
         frame = asked.wait()
         if frame.kind == REPLY:
@@ -405,9 +406,12 @@ class Group:
 
 
 def _check_tag(operation: str, tag: object) -> None:
-    if not isinstance(tag, str):
-        rule = "must be a string"
-        raise TypeError(requirement(f"{operation}(tag=...)", rule, tag))
+    call = f"{operation}(tag=...)"
+    if type(tag) is not str:
+        raise TypeError(requirement(call, "must be a string", tag))
+    if len(tag) > _LONGEST_TAG:
+        rule = f"must be shorter than {_LONGEST_TAG + 1} characters"
+        raise ValueError(requirement(call, rule, f"{len(tag)} of them"))
 
 
 class _Asked:

@@ -122,7 +122,8 @@ def has_part(names):
     event, limit = threading.Event(), time.monotonic() + 60
     while time.monotonic() < limit:
         with coordinator._lock:
-            if any(key.names == tuple(names) for key, _ in coordinator._open()):
+            known = coordinator._all_gatherings()
+            if any(key.names == tuple(names) for key, _ in known):
                 return True
         event.wait(0.005)
     return False
@@ -138,6 +139,7 @@ def gather_too_late():
 
 def test_a_deadline_that_has_passed_is_no_unlimited_wait(cluster):
     assert cluster.run(2, gather_too_late)[0] == "RpcTimeout"
+    assert wait_for_part(cluster, ["worker2", "worker3"])
     # It is the end for the others too: they do not gather what nobody waits for.
     kind, text = cluster.run(3, gather_pair, ["worker2", "worker3"], 60)
     assert kind == "RpcTimeout"
