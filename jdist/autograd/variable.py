@@ -55,9 +55,10 @@ class Variable(Operators):
     Attributes:
       value: The tree. Another one of the same structure, shapes and dtypes may be put
         in its place. A backward pass uses the one that its forward pass has used.
+      step_lock: Held by whoever steps it.
     """
 
-    __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node")
+    __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
 
     def __init__(self, tree: Any) -> None:
         refuse_state("variable(tree)", tree)
@@ -66,6 +67,8 @@ class Variable(Operators):
             rule = "must have at least one floating array"
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
+        # A weak dictionary of locks would compare variables, which compares arrays.
+        self.step_lock = threading.Lock()
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 
