@@ -25,6 +25,7 @@ from jax.extend.core import Var
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import is_inexact
+from jdist.autograd.modules import state_kept
 from jdist.autograd.node import Edge, SegmentNode
 from jdist.autograd.recording import next_order, refuse_in_pure, tracing
 from jdist.segment import Segment
@@ -163,8 +164,10 @@ def _segment(fn: Callable[..., Any], spec: "Spec") -> Segment:
 
     def run(_: Any, *arrays: Any) -> Any:
         args, kwargs = spec.arguments(arrays)
-        with tracing(f"apply({name})"):
-            return fn(*args, **kwargs)
+        call = f"apply({name})"
+        with tracing(call), state_kept(call, (args, kwargs)) as returned:
+            returned.append(fn(*args, **kwargs))
+        return returned[0]
 
     run.__name__ = name
     return Segment(run, halves(run, False), ())

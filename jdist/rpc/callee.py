@@ -48,7 +48,8 @@ class Callee:
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
-        self._taken_back: deque[tuple[str, Any]] = deque(maxlen=_MOST_EARLY)
+        # By the caller's number: a successor of its name counts its tickets anew.
+        self._taken_back: deque[tuple[int | None, int]] = deque(maxlen=_MOST_EARLY)
 
     def register(self, kind: str, handler: Handler) -> None:
         """Has `handler` answer requests of this kind.
@@ -66,7 +67,7 @@ class Callee:
         until = deadline.from_meta(frame.meta)
         execution = Execution(caller, frame.kind, until, ticket)
         self._agent.ledger.serve(execution)
-        if ticket is not None and (caller.name, ticket) in self._taken_back:
+        if ticket is not None and (caller.number, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
         return execution
 
@@ -74,9 +75,10 @@ class Callee:
         if type(ticket) is not int:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # First noted, then looked for: on another channel it may be still to come.
-        self._taken_back.append((caller.name, ticket))
+        self._taken_back.append((caller.number, ticket))
         for execution in self._agent.ledger.served():
-            if execution.ticket == ticket and execution.caller == caller:
+            same = execution.caller.number == caller.number
+            if same and execution.ticket == ticket:
                 execution.cancel(_taken_back_by(caller))
 
     def execute(

@@ -161,7 +161,7 @@ class Request:
 
     def disconnected(self, reason: str) -> Callbacks:
         """See `Pending`."""
-        return self.end(None, self._agent.lost(self.peer, self.operation, reason))
+        return self.end(None, self._agent.lost(self._peer, self.operation, reason))
 
     def expired(self) -> Callbacks:
         """See `Pending`."""
