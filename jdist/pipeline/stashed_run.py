@@ -78,9 +78,9 @@ class StashedRun(StageRun):
         newest = self.stash.version
         if not self._rule.consistent:
             self.used[micro] = newest
-            residuals, returned = self._residuals[micro]
+            residuals = self._residuals[micro]
             # Taken apart and put together, they do not know whose they are.
-            self._residuals[micro] = jax.tree.map(lambda x: x, residuals), returned
+            self._residuals[micro] = jax.tree.map(lambda x: x, residuals)
         self._load(self.used[micro])
         d_inputs = super().backward(micro, cotangents, share, split)
         self.grown += 1

@@ -122,8 +122,8 @@ class Step:
         """Starts an action; what it computes beside what its stage keeps."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
-            self._forward(worker, run, action)
-            return self._losses.get(worker)
+            outputs = self._forward(worker, run, action)
+            return outputs, self._losses.get(worker)
         split = bool(self._places.schedule.split[action.stage, action.micro_batch])
         if action.kind == "B":
             self._backward(worker, run, action, split)
@@ -203,7 +203,9 @@ class Step:
 
     # --- forward ---
 
-    def _forward(self, worker: int, run: StageRun, action: Action) -> None:
+    def _forward(
+        self, worker: int, run: StageRun, action: Action
+    ) -> dict[str, Any]:
         _, stage, micro = action
         inputs = {
             parcel.name: self._post.take(parcel, worker)
@@ -218,6 +220,7 @@ class Step:
                 self._send("F", worker, micro, name, stage, taker, value)
         if stage == last - 1:
             self._differentiate_loss(worker, micro)
+        return outputs
 
     def _differentiate_loss(self, worker: int, micro: int) -> None:
         """The losses of a micro-batch; their cotangents start the way back."""
