@@ -105,7 +105,8 @@ class StageRun:
             self.params, self.state, given, key
         )
         # Outputs are not kept: they belong to the stages that take them.
-        self._residuals[micro], self._returns = residuals, type(returned)
+        self._residuals[micro] = residuals
+        self._returns = getattr(type(returned), "_make", type(returned))
         return self._stage.named(returned)
 
     def backward(
