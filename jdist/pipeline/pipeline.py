@@ -350,7 +350,8 @@ class Pipeline:
         self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
-            grads[j] = step.gradient(self._first(j), j)
+            unrounded = update is not None and update.unrounded(j)
+            grads[j] = step.gradient(self._first(j), j, unrounded)
         params = {j: runs[self._first(j), j].params for j in self.own}
         grads = self._tied.summed(params, grads, self._places, post)
         news = News(None, None)

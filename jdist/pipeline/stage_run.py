@@ -160,8 +160,16 @@ class StageRun:
             lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
         )
 
-    def finished(self, joined: Partial) -> Any:
-        """The gradient that a partial makes, in the dtypes of the parameters."""
+    def finished(self, joined: Partial, unrounded: bool = False) -> Any:
+        """The gradient that a partial makes.
+
+        Args:
+          joined: The partial of all micro-batches.
+          unrounded: Whether it stays in the precision of the sum, for masters. Else it
+            has the dtypes of the parameters.
+        """
+        if unrounded:
+            return _unrounded(joined, self._kind)
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
@@ -218,6 +226,11 @@ _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
 def join(first: Partial, second: Partial, kind: str) -> Partial:
     """The partial of both, compiled."""
     return reduction.combine(first, second, kind)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unrounded(part: Partial, kind: str) -> Any:
+    return reduction.finish(part, kind, part.gradient)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -142,12 +142,18 @@ class Step:
 
     # --- what several workers have to join ---
 
-    def gradient(self, worker: int, stage: int) -> Any:
-        """The finished gradient of a stage, over all workers that run it."""
+    def gradient(self, worker: int, stage: int, unrounded: bool = False) -> Any:
+        """The finished gradient of a stage, over all workers that run it.
+
+        Args:
+          worker: One of this process that runs the stage.
+          stage: Its number.
+          unrounded: As for `StageRun.finished`.
+        """
         run, replicas = self._runs[worker, stage], self._replicas(worker, stage)
         own = run.partial()
         if not replicas:
-            return run.finished(own)
+            return run.finished(own, unrounded)
         sums = []
         for number, bucket in enumerate(buckets_of(own)):
             found = {worker: bucket}
@@ -155,7 +161,7 @@ class Step:
                 parcel = Parcel("G", number, "", stage, other)
                 found[other] = self._last(worker, parcel)
             sums.append(run.joined(found))
-        return run.finished(whole(sums, own))
+        return run.finished(whole(sums, own), unrounded)
 
     def loss(self, worker: int) -> Any:
         """The loss of the whole batch, over all workers that run the last stage."""
