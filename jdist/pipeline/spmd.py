@@ -124,7 +124,8 @@ class OneProgram:
         weights: Any,
         unrounded: bool = False,
     ) -> tuple["_Program", tuple[list[Any], Feed]]:
-        cut = lots(batch, weights, self._places.schedule.micro_batches)
+        count = self._places.schedule.micro_batches
+        cut = lots(batch, weights, count, self._loss.kind)
         own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
         program = self._program(own, batch, cut, unrounded)
         whole = [

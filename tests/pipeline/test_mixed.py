@@ -110,7 +110,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         StageRun(s, s.compiled(pipe.wiring.from_batch(j), j), p, None, None, "sum")
         for j, (s, p) in enumerate(zip(pipe.stages, params, strict=True))
     ]
-    parts = split_batch(batch, weights, pipe.schedule.micro_batches)
+    parts = split_batch(batch, weights, pipe.schedule.micro_batches, "mean")
     total = sum(part.total for part in parts)
     factor = opt_states[2].loss_scale.scale, total
     for part in parts:
