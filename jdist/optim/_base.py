@@ -241,7 +241,9 @@ def _check_gradients(name: str, params: Any, grads: Any, masters: bool) -> None:
             continue
         shape, dtype = jnp.shape(param), jnp.result_type(param)
         got = (jnp.shape(grad), jnp.result_type(grad))
-        if got[0] != shape or not (got[1] == dtype or masters and _widens(dtype, got[1])):
+        if got[0] != shape or not (
+            got[1] == dtype or (masters and _widens(dtype, got[1]))
+        ):
             argument = f"{name}.step(grads=...)"
             rule = (
                 f"must match its parameter at {path_of(keys)}, {dtype} of shape {shape}"

@@ -73,14 +73,12 @@ def split_batch(batch: Any, weights: Any, count: int, kind: str) -> list[MicroBa
     return normalized(parts, kind, "Pipeline.value_and_grad")
 
 
-def normalized(
-    parts: Sequence[MicroBatch], kind: str, call: str
-) -> list[MicroBatch]:
+def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroBatch]:
     """The micro-batches, with weights that single precision can add up.
 
-    A mean does not change with a factor of all weights. A power of two rounds nothing,
-    and brings the largest total to (1/2, 1]: neither totals nor the cotangents of 16-bit
-    losses overflow, and no total vanishes. For max and min weights are 0 or 1.
+    A mean does not change with a factor of all weights. A power of two rounds nothing
+    and brings the largest total to (1/2, 1]: neither totals nor the cotangents of
+    16-bit losses overflow, and no total vanishes. For max and min weights are 0 or 1.
 
     Args:
       parts: All that are joined with each other.

@@ -8,7 +8,6 @@ from jdist.pipeline.schedule_actions import (
     KINDS,
     Action,
     B,
-    Columns,
     F,
     ScheduleError,
     W,

@@ -209,9 +209,7 @@ class Step:
 
     # --- forward ---
 
-    def _forward(
-        self, worker: int, run: StageRun, action: Action
-    ) -> dict[str, Any]:
+    def _forward(self, worker: int, run: StageRun, action: Action) -> dict[str, Any]:
         _, stage, micro = action
         inputs = {
             parcel.name: self._post.take(parcel, worker)

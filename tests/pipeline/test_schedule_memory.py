@@ -148,7 +148,9 @@ class Census(Stopwatch):
         super().time(worker, action, do, runs)
         alive = Counter(x.shape for x in jax.live_arrays())
         for rank in range(self.workers):
-            own = sum(alive[s] * size for (r, s), size in self.shapes.items() if r == rank)
+            own = sum(
+                alive[s] * size for (r, s), size in self.shapes.items() if r == rank
+            )
             self.most[rank] = max(self.most[rank], own)
 
 
@@ -265,7 +267,9 @@ def test_sizes_of_a_stage_are_those_of_its_formula():
     run_of = schedules.zero_bubble(3, 4)
     pipe, params, batch = built(run_of)
     run = pipeline.timed(pipe, lambda: pipe.value_and_grad(params, batch))[1]
-    sides = [ROWS * 4 * np.array(x, float) for x in (WIDTHS[:3], HIDDEN[:3], WIDTHS[1:4])]
+    sides = [
+        ROWS * 4 * np.array(x, float) for x in (WIDTHS[:3], HIDDEN[:3], WIDTHS[1:4])
+    ]
     taken, hidden, put = sides
     assert run.stage_bytes.activation.tolist() == (taken + hidden).tolist()
     left = taken + 2 * hidden + put

@@ -24,7 +24,9 @@ def losses(y, batch):
 def problem(rng, examples=7):
     params = [rng.normal(size=(4, 4)).astype(np.float32) for _ in STAGES]
     names = {"x": 4, "t": 4}
-    batch = {n: rng.normal(size=(examples, k)).astype(np.float32) for n, k in names.items()}
+    batch = {
+        n: rng.normal(size=(examples, k)).astype(np.float32) for n, k in names.items()
+    }
     return params, batch, rng.uniform(0.5, 2, examples)
 
 
@@ -92,14 +94,21 @@ def test_one_large_weight_beside_small_ones(rng):
     given = weights * 1e-200
     given[1] = 1.0
     for kind in ("mean", "max"):
-        pipe = pipeline.Pipeline(STAGES, losses, pipeline.gpipe(2, PARTS), reduction=kind)
-        close(pipe.value_and_grad(params, batch, given), in_double(params, batch, given, kind))
+        pipe = pipeline.Pipeline(
+            STAGES, losses, pipeline.gpipe(2, PARTS), reduction=kind
+        )
+        close(
+            pipe.value_and_grad(params, batch, given),
+            in_double(params, batch, given, kind),
+        )
 
 
 def test_a_sum_takes_its_weights_as_they_are(rng):
     params, batch, weights = problem(rng)
     pipe = pipeline.Pipeline(STAGES, losses, pipeline.gpipe(2, PARTS), reduction="sum")
-    match = r"value_and_grad\(weights=...\).*within float32.*Got .*e\+300.*or use the mean"
+    match = (
+        r"value_and_grad\(weights=...\).*within float32.*Got .*e\+300.*or use the mean"
+    )
     with pytest.raises(ValueError, match=match):
         pipe.value_and_grad(params, batch, weights * 1e300)
     loss, grads = pipe.value_and_grad(params, batch, weights * 1e-60)
@@ -115,7 +124,9 @@ def test_macro_batches_of_pipedream(size, rng):
     runtime = pipeline.PipeDream(
         STAGES, losses, optimizer=optim.sgd(lr=1.0), policy="flush", update_every=2
     )
-    batches = [{n: x[rows] for n, x in batch.items()} for rows in (slice(2), slice(2, 6))]
+    batches = [
+        {n: x[rows] for n, x in batch.items()} for rows in (slice(2), slice(2, 6))
+    ]
 
     def trained(own):
         state = runtime.init(params)
@@ -131,13 +142,17 @@ def test_totals_that_no_sum_can_hold_together_are_refused(rng):
     runtime = pipeline.PipeDream(STAGES, losses, optimizer=optim.sgd(lr=1.0))
     match = r"train_epoch\(weights=...\).*within a factor of 2\^64.*totals from .*e-30"
     with pytest.raises(ValueError, match=match):
-        runtime.train_epoch(runtime.init(params), [batch] * 2, [weights, weights * 1e-30])
+        runtime.train_epoch(
+            runtime.init(params), [batch] * 2, [weights, weights * 1e-30]
+        )
 
 
 def test_the_factor_is_a_power_of_two(rng):
     """Nothing is rounded: the bits of the weights but their exponents."""
     for _ in range(50):
-        weights = rng.uniform(size=9).astype(np.float32) * np.float32(10.0) ** rng.integers(-30, 30)
+        weights = rng.uniform(size=9).astype(np.float32) * np.float32(
+            10.0
+        ) ** rng.integers(-30, 30)
         parts = split_batch({"x": np.zeros(9)}, weights, PARTS, "mean")
         ratio = np.concatenate([p.weights for p in parts]).astype(np.float64) / weights
         assert len({*ratio.tolist()}) == 1
