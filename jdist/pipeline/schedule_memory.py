@@ -12,8 +12,8 @@ of it back after its last backward pass before an update.
 Two units. In bytes, each stage has sizes of its own (`Costs`). Without sizes, one
 stage's activations for one micro-batch count as 1, and a pending weight gradient as 2:
 its activations and as many cotangents, which is what a stack of matrix products keeps.
-Zero-bubble papers give the two names, M_B and M_W, and usually count M_W as no more
-than M_B, because half of a transformer's activations are of no use to W.
+The literature on zero bubbles calls the two M_B and M_W, and compares schedules by how
+many micro-batches lie between F and W, which takes M_W for no more than M_B.
 """
 
 from collections.abc import Sequence

@@ -246,7 +246,7 @@ def test_calls_of_each_size_are_judged():
 
 
 def test_divisors_are_told_apart():
-    """An uneven step at which the wrong divisor passes; a length that does not shrink."""
+    """An uneven step at which the wrong divisor passes; a length that stays."""
     ratios = {"weight": [0.5] * 4, "active": [9.0, 0.9, 9.0, 0.5], "initial": [9.0] * 4}
     assert [c.holds for c in joined(ratios=ratios)].index(False) == 2
     ratios = {**ratios, "active": [9.0] * 4, "weight": [0.5, 0.5, 2.0, 0.5]}

@@ -112,6 +112,16 @@ def test_promises_are_reached():
         assert found.peak_activations == found.peak_in_flight == found.activation_bound
 
 
+def test_a_split_drain_holds_one_micro_batch_more():
+    """Cotangents of the first that it splits; worker 0 splits none."""
+    for n, m in itertools.product(range(2, 6), repeat=2):
+        found = pipeline.split_drain(schedules.one_f_one_b(n, m)).validate()
+        assert found.peak_activations == found.activation_bound
+        before = schedules.one_f_one_b(n, m).peak_activations
+        more = [0] + [1] * (n - 1)
+        assert found.peak_activations == tuple(np.add(before, more))
+
+
 def test_a_bound_counts_the_cotangents():
     """ZB-H1's last worker defers weight gradients one by one."""
     order = [["0F0", "0B0", "0F1", "0B1", "0W0", "0W1"]]
