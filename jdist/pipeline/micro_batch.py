@@ -91,7 +91,7 @@ def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroB
     Example:
       >>> parts = split_batch({"x": np.arange(3.0)}, [1e38, 3e38, 2e38], 1, "mean")
       >>> parts[0].weights.round(3), round(parts[0].total, 3)
-      (array([0.147, 0.441, 0.294], dtype=float32), 0.882)
+      (array([0.147, 0.441, 0.294]), 0.882)
     """
     if kind == "sum":
         _check_sum([part.weights for part in parts], call)

@@ -253,7 +253,7 @@ def test_a_wide_gradient_is_not_rounded(dtype, rng):
 
 
 def test_gradients_that_are_no_wider_copies_are_refused(rng):
-    """Another 16-bit dtype, a narrower one, an integer; any wider one without masters."""
+    """Another 16-bit dtype, a narrower one, an integer; any wider without masters."""
     full = {"w": jnp.zeros(3, jnp.float32)}
     opt = with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.bfloat16)
     copies, state = compute_copies(full, jnp.bfloat16), opt.init(full)
