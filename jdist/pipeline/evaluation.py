@@ -141,7 +141,7 @@ class Evaluator:
         step.kept = {} if outputs else None
         step.run()
         examples = sum(len(part.weights) for part in parts)
-        weight = sum(part.total for part in parts)
+        weight = sum(part.given for part in parts)
         loss = step.loss(places.own[0])
         return step.passages, Evaluation(loss, examples, weight, step.outputs())
 

@@ -11,7 +11,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.optim import Optimizer
 from jdist.pipeline.epoch import EpochStep, Pass
-from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of
+from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of, normalized
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.policy import Policy, schedule_of_epoch
 from jdist.pipeline.post import moved
@@ -251,7 +251,15 @@ def _parts(
     if len(given) != len(batches):
         rule = f"must be one array for each of the {len(batches)} batches"
         raise ValueError(requirement(f"{call}(weights=...)", rule, f"{len(given)}"))
-    return [
+    parts = [
         micro_batch_of(number, batch, own, call)
         for number, (batch, own) in enumerate(zip(batches, given, strict=True))
     ]
+    parts = normalized(parts, "mean", call)
+    least = min(parts, key=lambda part: part.total)
+    most = max(parts, key=lambda part: part.total)
+    if least.total < 2.0**-64 * most.total:
+        rule = "must have totals within a factor of 2^64 of each other"
+        got = f"totals from {least.given:.3g} to {most.given:.3g}"
+        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+    return parts

@@ -275,7 +275,7 @@ class Pipeline:
         if self.one_program is not None:
             self.one_program.check_alone(call)
         count = min(self.schedule.micro_batches, examples_in(batch, call))
-        parts = split_batch(batch, weights, count)
+        parts = split_batch(batch, weights, count, self._loss.kind)
         runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
         with self._opened() as (number, post):
             read = self._shapes.read(post, runs, parts[0].batch)
@@ -299,7 +299,8 @@ class Pipeline:
         trees = trees_of(f"{call}(params)", params, stages)
         if self.one_program is not None:
             return self.one_program(trees, batch, weights, update)
-        parts = split_batch(batch, weights, self.schedule.micro_batches)
+        count = self.schedule.micro_batches
+        parts = split_batch(batch, weights, count, self._loss.kind)
         loss = self._loss
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
@@ -350,7 +351,8 @@ class Pipeline:
         self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
-            grads[j] = step.gradient(self._first(j), j)
+            unrounded = update is not None and update.unrounded(j)
+            grads[j] = step.gradient(self._first(j), j, unrounded)
         params = {j: runs[self._first(j), j].params for j in self.own}
         grads = self._tied.summed(params, grads, self._places, post)
         news = News(None, None)

@@ -122,8 +122,8 @@ class Step:
         """Starts an action; what it computes beside what its stage keeps."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
-            self._forward(worker, run, action)
-            return self._losses.get(worker)
+            outputs = self._forward(worker, run, action)
+            return outputs, self._losses.get(worker)
         split = bool(self._places.schedule.split[action.stage, action.micro_batch])
         if action.kind == "B":
             self._backward(worker, run, action, split)
@@ -142,12 +142,18 @@ class Step:
 
     # --- what several workers have to join ---
 
-    def gradient(self, worker: int, stage: int) -> Any:
-        """The finished gradient of a stage, over all workers that run it."""
+    def gradient(self, worker: int, stage: int, unrounded: bool = False) -> Any:
+        """The finished gradient of a stage, over all workers that run it.
+
+        Args:
+          worker: One of this process that runs the stage.
+          stage: Its number.
+          unrounded: As for `StageRun.finished`.
+        """
         run, replicas = self._runs[worker, stage], self._replicas(worker, stage)
         own = run.partial()
         if not replicas:
-            return run.finished(own)
+            return run.finished(own, unrounded)
         sums = []
         for number, bucket in enumerate(buckets_of(own)):
             found = {worker: bucket}
@@ -155,7 +161,7 @@ class Step:
                 parcel = Parcel("G", number, "", stage, other)
                 found[other] = self._last(worker, parcel)
             sums.append(run.joined(found))
-        return run.finished(whole(sums, own))
+        return run.finished(whole(sums, own), unrounded)
 
     def loss(self, worker: int) -> Any:
         """The loss of the whole batch, over all workers that run the last stage."""
@@ -203,7 +209,7 @@ class Step:
 
     # --- forward ---
 
-    def _forward(self, worker: int, run: StageRun, action: Action) -> None:
+    def _forward(self, worker: int, run: StageRun, action: Action) -> dict[str, Any]:
         _, stage, micro = action
         inputs = {
             parcel.name: self._post.take(parcel, worker)
@@ -218,6 +224,7 @@ class Step:
                 self._send("F", worker, micro, name, stage, taker, value)
         if stage == last - 1:
             self._differentiate_loss(worker, micro)
+        return outputs
 
     def _differentiate_loss(self, worker: int, micro: int) -> None:
         """The losses of a micro-batch; their cotangents start the way back."""

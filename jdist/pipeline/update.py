@@ -102,6 +102,14 @@ class Update:
         """What the loss is multiplied by; 1 where the last stage is elsewhere."""
         return scale_in(self._opt_states)
 
+    def unrounded(self, stage: int) -> bool:
+        """Whether a stage's gradient is for masters, which take it as it was added up.
+
+        Args:
+          stage: Its number.
+        """
+        return self._optimizers[stage].precision is not None
+
     def news(self, stage: int, grads: Any, counted: Any) -> News:
         """What one stage has to tell.
 
