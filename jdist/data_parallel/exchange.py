@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jdist import reduction as reductions
 from jdist._compat import after
 from jdist._errors import requirement
-from jdist._tree import named_leaves, split_inexact
+from jdist._tree import examples_in, named_leaves, split_inexact
 from jdist.data_parallel.buckets import (
     ALONE,
     Cap,
@@ -122,6 +122,23 @@ class Exchange:
     def stateful(self) -> bool:
         """Whether there is a hook that keeps something from step to step."""
         return isinstance(self.hook, Hook) and self.hook.init is not None
+
+    def weights_of(self, batch: Any, weights: Any) -> jax.Array:
+        """This replica's weights as `partial` is to have them; None stands for 1 each.
+
+        For a mean they are normalized by the total over all replicas, which takes a
+        collective of one number. It needs no more than the weights, so that it can run
+        beside the forward pass.
+        """
+        count = examples_in(batch, self.call)
+        total: Any = count * jax.lax.axis_size(self.axis)
+        if weights is None:
+            weights = jnp.ones(count, jnp.float32)
+        elif self.reduction == "mean":
+            total = jnp.sum(reductions.wide_weights(weights))
+            if jax.lax.axis_size(self.axis) > 1:
+                total = METHODS[self.method](total, self.axis)
+        return reductions.normalized(weights, self.reduction, total)
 
     def start(self, part: Partial, ready: Partial) -> tuple[Any, ...]:
         """The hook's state of one replica before the first step, by bucket."""

@@ -101,8 +101,6 @@ def value_and_grad(
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
         check_call(count, replicas, weights)
-        if weights is None:
-            weights = np.ones(count, np.float32)
         if not exchange.stateful:
             _check_no_state(hook_state)
             return run.step(params, batch, weights, ())[:2]
@@ -122,18 +120,19 @@ class _Programs:
         reduction = exchange.reduction
         rows = PartitionSpec(exchange.axis)
 
-        def parts(params: Any, batch: Any, weights: jax.Array) -> Any:
+        def parts(params: Any, batch: Any, weights: Any) -> Any:
             fn = partial(reductions.partial, loss_fn, reduction=reduction)
+            weights = exchange.weights_of(batch, weights)
             return with_readiness(fn, params, batch, weights)
 
-        def step(params: Any, batch: Any, weights: jax.Array, state: Any) -> Any:
+        def step(params: Any, batch: Any, weights: Any, state: Any) -> Any:
             # A state has one row for each replica.
             own = jax.tree.map(lambda x: x[0], state)
             part, ready = parts(params, batch, weights)
             loss, gradient, own = exchange(part, ready, params, own)
             return loss, gradient, jax.tree.map(lambda x: x[None], own)
 
-        def start(params: Any, batch: Any, weights: jax.Array) -> Any:
+        def start(params: Any, batch: Any, weights: Any) -> Any:
             own = exchange.start(*parts(params, batch, weights))
             return (jax.tree.map(lambda x: jnp.asarray(x)[None], own),)
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
@@ -101,8 +100,6 @@ class LocalSGD:
         """
         count = examples_in(batch, "step(state, batch)")
         check_call(count, replicas_of(self.mesh, self.axis, "step"), weights)
-        if weights is None:
-            weights = np.ones(count, np.float32)
         step, own, loss = self.compiled[0](*state, batch, weights)
         return LocalState(step, *own), loss
 
@@ -175,10 +172,13 @@ def local_sgd(
 
         hook = Hook("local_sgd", summed, replicated=False)
         exchange = Exchange("local_sgd", axis, hook=hook, replicated=False)
+        if weights is None:
+            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
+        weights = exchange.weights_of(batch, weights)
         part, ready = with_readiness(part_of, params, batch, weights)
         loss, grads, _ = exchange(part, ready, params)
         params, opt_state = optimizer.step(params, grads, opt_state)
-        seen = seen + part.weight.astype(seen.dtype)
         params, seen = jax.lax.cond(
             (step >= start) & ((step - start) % period == 0),
             lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),

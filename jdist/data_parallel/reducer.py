@@ -178,6 +178,10 @@ class _Driver:
 
         spec = PartitionSpec(axis)
         self.head = jax.jit(head)
+        self.normalized = jax.jit(
+            lambda weights: reductions.normalized(weights, reduction),
+            out_shardings=self.rows,
+        )
         summed = map_shards(reduce_bucket, mesh, (spec,), PartitionSpec())
         self.reduce = jax.jit(_named("reduce_bucket", summed))
         self.finish = jax.jit(self._finished, static_argnums=0)
@@ -192,7 +196,8 @@ class _Driver:
         """Dispatches one pass."""
         params = jax.device_put(list(params), self.whole)
         own_params = self._by_device(params)
-        own_given = self._by_device(jax.device_put(given, self.rows))
+        batch, weights = jax.device_put(given, self.rows)
+        own_given = self._by_device((batch, self.normalized(weights)))
         passes = [
             _Pass(self, p, *g) for p, g in zip(own_params, own_given, strict=True)
         ]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._tree import examples_in, is_none, wide_dtype
+from jdist._tree import is_none, wide_dtype
 from jdist.data_parallel.accumulation import Share, accumulated
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.loss import Loss
@@ -47,8 +47,7 @@ class Work:
         Returns:
           Loss, gradient, model state, the hook's new row, and auxiliary outputs.
         """
-        if weights is None:
-            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        weights = self.exchange.weights_of(batch, weights)
         (part, model_state, aux), ready = self._own(state, scale, batch, weights)
         axis = self.exchange.axis
         model_state = synchronized(model_state, jnp.sum(weights), axis, self.rule)
@@ -68,8 +67,7 @@ class Work:
 
     def start(self, state: TrainState, batch: Any, weights: Any) -> tuple[Any]:
         """This replica's row of what the hook keeps, before the first step."""
-        if weights is None:
-            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        weights = self.exchange.weights_of(batch, weights)
         (part, *_), ready = self._own(state, None, batch, weights)
         kept = self.exchange.start(part, ready[0])
         return (jax.tree.map(lambda x: jnp.asarray(x)[None], kept),)
