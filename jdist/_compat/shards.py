@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -28,7 +29,11 @@ def tracks_varying_axes(axis_name: Hashable) -> bool:
 
 
 def map_shards(
-    fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_specs: Any
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    axis: str | None = None,
 ) -> Callable[..., Any]:
     """`jax.shard_map` without the check of varying axes, for any type of mesh.
 
@@ -36,21 +41,63 @@ def map_shards(
     casts of their carries, and the outputs of `all_gather` count as replicated. A mesh
     with explicit axes refuses inputs that are laid out differently; they are
     re-sharded here, as a mesh with automatic axes does by itself.
+
+    With `axis` the function sees the shards of that axis only, and the specs name no
+    other. Over the mesh's further axes arrays stay divided as they were given, and the
+    compiler adds the communication that this takes.
     """
+    manual = frozenset(mesh.axis_names if axis is None else (axis,))
     mapped = jax.shard_map(
-        fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+        fn,
+        mesh=mesh,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=manual,
+        check_vma=False,
     )
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
 
     def resharded(*arguments: Any) -> Any:
         placed = (
-            jax.tree.map(lambda x, spec=spec: _reshard(x, mesh, spec), argument)
+            jax.tree.map(
+                lambda x, spec=spec: _reshard(x, mesh, _merged(x, spec, manual)),
+                argument,
+            )
             for argument, spec in zip(arguments, in_specs, strict=True)
         )
         return mapped(*placed)
 
     return resharded
+
+
+def _merged(
+    array: Any, spec: PartitionSpec, manual: frozenset[Hashable]
+) -> PartitionSpec:
+    """The array's own layout over axes that are not manual, and `spec` over those."""
+    kind: Any = jax.typeof(array)
+    own = tuple(kind.sharding.spec) or (None,) * kind.ndim
+    wanted = (*spec, *(None,) * (kind.ndim - len(spec)))
+    merged = []
+    for entry, new in zip(own, wanted, strict=True):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = [name for name in names if name is not None and name not in manual]
+        merged.append((*([] if new is None else [new]), *kept) or None)
+    return PartitionSpec(*merged)
+
+
+def alike(array: jax.Array, like: jax.Array) -> jax.Array:
+    """`array` with the layout of `like`, which has its shape; in jit and outside.
+
+    Under jit a layout over automatic axes is known to the compiler alone, and it is the
+    compiler that is told to make the two the same. `like` becomes an input of the
+    program by that, which jit otherwise forgets, together with the devices it lies on,
+    if no value depends on it.
+    """
+    sharding: Any = jax.typeof(like).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        array = jax.sharding.reshard(array, sharding)
+    return shard_alike(like, array)[1]
 
 
 def after(array: jax.Array, earlier: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._tree import examples_in
+from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of, shard_batch
 
@@ -46,6 +47,7 @@ def DataParallel(
       `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
     """
     replicas = replicas_of(mesh, axis, "DataParallel")
+    check_mesh("DataParallel", mesh, axis)
     rows = PartitionSpec(axis)
     compiled = jax.jit(
         over_replicas(lambda p, b: (fn(p, b),), mesh, axis, (EACH, rows), (rows,))
@@ -54,6 +56,7 @@ def DataParallel(
     def apply(params: Any, batch: Any) -> Any:
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""
         count = examples_in(batch, "apply(params, batch)")
+        check_params("apply(params=...)", params, mesh, axis)
         scattered, _ = shard_batch(batch, mesh, axis=axis)
         (outputs,) = compiled(params, scattered)
         if count % replicas == 0:

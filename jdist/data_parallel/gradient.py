@@ -18,9 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist import reduction as reductions
 from jdist._errors import requirement
 from jdist._tree import examples_in
+from jdist.data_parallel.agreement import check_agreement
 from jdist.data_parallel.buckets import Cap
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import check_weight_values, replicas_of
@@ -35,6 +37,7 @@ def value_and_grad(
     method: str = "all_reduce",
     bucket_cap_mb: Cap = None,
     hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None = None,
+    debug: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
     """Like `jax.value_and_grad` of the reduced loss, computed over replicas.
 
@@ -57,6 +60,8 @@ def value_and_grad(
         second, .. bucket. Or the buckets themselves: lists of leaf paths.
       hook: How a bucket is summed, from `data_parallel.hooks`, or a pure function
         `(state, bucket) -> (state, bucket)`. None: exactly.
+      debug: Whether to compare, after each call, the bits of all replicas' gradients,
+        which a hook could leave different; the host waits for the result.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, compiled. `batch` and
@@ -71,7 +76,7 @@ def value_and_grad(
 
     Raises:
       ValueError: Unknown reduction or method; a mesh without the axis; a limit below
-        0; a hook that leaves replicas with different gradients. On calling:
+        0; a hook that says it leaves replicas with different gradients. On calling:
         listed buckets that do not fit the parameters; a hook that returns another
         shape; losses of another shape; a batch that does not divide by the replicas;
         weights of another shape; NumPy weights that are negative, not finite or all 0.
@@ -92,7 +97,10 @@ def value_and_grad(
     """
     call = "value_and_grad"
     replicas = replicas_of(mesh, axis, call)
-    exchange = Exchange(call, axis, reduction, method, bucket_cap_mb, hook)
+    divided = check_mesh(call, mesh, axis)
+    exchange = Exchange(
+        call, axis, reduction, method, bucket_cap_mb, hook, divided=divided, debug=debug
+    )
     run = _Programs(loss_fn, mesh, exchange)
 
     def fn(
@@ -101,12 +109,16 @@ def value_and_grad(
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
         check_call(count, replicas, weights)
+        check_params("fn(params=...)", params, mesh, axis)
         if not exchange.stateful:
             _check_no_state(hook_state)
-            return run.step(params, batch, weights, ())[:2]
-        if hook_state is None:
+            hook_state = ()
+        elif hook_state is None:
             (hook_state,) = run.start(params, batch, weights)
-        return run.step(params, batch, weights, hook_state)
+        *found, sums = run.step(params, batch, weights, hook_state)
+        if debug:
+            check_agreement(call, sums, mesh, axis)
+        return tuple(found if exchange.stateful else found[:2])
 
     return fn
 
@@ -130,7 +142,8 @@ class _Programs:
             own = jax.tree.map(lambda x: x[0], state)
             part, ready = parts(params, batch, weights)
             loss, gradient, own = exchange(part, ready, params, own)
-            return loss, gradient, jax.tree.map(lambda x: x[None], own)
+            kept = jax.tree.map(lambda x: x[None], own)
+            return loss, gradient, kept, exchange.checksums(gradient)
 
         def start(params: Any, batch: Any, weights: Any) -> Any:
             own = exchange.start(*parts(params, batch, weights))
@@ -139,7 +152,7 @@ class _Programs:
         axis = exchange.axis
         takes = (EACH, rows, rows)
         self.step = jax.jit(
-            over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows))
+            over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows, EACH))
         )
         self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
 

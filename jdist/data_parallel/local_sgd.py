@@ -30,6 +30,7 @@ from jdist.data_parallel.gradient import check_call
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
 from jdist.data_parallel.hooks.post_local_sgd import group_mean
 from jdist.data_parallel.hooks.switch import one_of
+from jdist.data_parallel.layout import check_alone, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of
@@ -72,6 +73,7 @@ class LocalSGD:
         """The state before the first step: the parameters once for each replica."""
         count = replicas_of(self.mesh, self.axis, "local_sgd")
         nothing = jnp.zeros((), jnp.result_type(float))
+        check_params("init(params=...)", params, self.mesh, self.axis)
         own = (params, self.optimizer.init(params), nothing)
         stacked = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own
@@ -151,6 +153,7 @@ def local_sgd(
       .distributed.optim.PostLocalSGDOptimizer`, which average without weights.
     """
     replicas_of(mesh, axis, "local_sgd")
+    check_alone("local_sgd", mesh, axis)
     if period < 1:
         argument = "local_sgd(period=...)"
         raise ValueError(requirement(argument, "must be at least 1", period))

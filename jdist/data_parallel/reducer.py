@@ -32,6 +32,7 @@ from jdist._tree import examples_in, is_inexact, named_leaves, split_inexact, wi
 from jdist.data_parallel.buckets import Cap, check_cap, check_paths, plan_buckets
 from jdist.data_parallel.gradient import check_call
 from jdist.data_parallel.hooks._base import flatten, split
+from jdist.data_parallel.layout import check_params
 from jdist.data_parallel.shards import replicas_of
 from jdist.reduction import Partial
 from jdist.segment import segment
@@ -108,6 +109,7 @@ def reducer(
             )
         if weights is None:
             weights = np.ones(count, np.float32)
+        check_params("fn(params=...)", params, mesh, axis)
         plan = _Plan.of(call, params, bucket_cap_mb)
         return driver.run(plan, params, (batch, weights), on_reduce)
 

@@ -45,7 +45,8 @@ class Work:
           weights: Theirs, or None for 1 each.
 
         Returns:
-          Loss, gradient, model state, the hook's new row, and auxiliary outputs.
+          Loss, gradient, model state, the hook's new row, auxiliary outputs, and the
+          replicas' checksums of the gradient, or None.
         """
         weights = self.exchange.weights_of(batch, weights)
         (part, model_state, aux), ready = self._own(state, scale, batch, weights)
@@ -63,7 +64,7 @@ class Work:
         row = None
         if self.exchange.stateful:
             row = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
-        return loss, grads, model_state, row, aux
+        return loss, grads, model_state, row, aux, self.exchange.checksums(grads)
 
     def start(self, state: TrainState, batch: Any, weights: Any) -> tuple[Any]:
         """This replica's row of what the hook keeps, before the first step."""

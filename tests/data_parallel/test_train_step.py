@@ -208,6 +208,51 @@ def test_a_loss_scale_leaves_no_trace(problem, mesh, clip):
         )
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("where", ["devices", "vmap"])
+def test_a_dynamic_scale_falls_no_deeper_than_in_a_plain_loop(
+    rng, mesh, where, accumulate
+):
+    """Its height is what float16 gradients live from; a batch's size must not cost it.
+
+    Weights of 512 tokens each and 4096 examples: undivided, the sum is two million
+    times the mean, and the scale would fall by as much.
+    """
+    place = mesh(2) if where == "devices" else 2
+    opt = optim.with_master_weights(
+        optim.sgd(lr=0.0),
+        compute_dtype=jnp.float16,
+        loss_scale=optim.DynamicLossScale(),
+    )
+    full = jnp.linspace(0.05, 0.15, 4, dtype=jnp.float32)
+    x = rng.uniform(0.2, 0.8, size=(4096, 4)).astype(np.float16)
+    weights = rng.integers(400, 600, size=4096).astype(np.float32)
+
+    def losses(w, x):
+        return (x @ w).astype(jnp.float32) ** 2
+
+    step = train_step(losses, opt, place, accumulate=accumulate)
+    copies = optim.compute_copies(full, jnp.float16)
+    state = step.init(copies, opt_state=opt.init(full))
+    shards = shard_batch(x, place, (3000, 1096), weights=weights, rows=3000)
+    for _ in range(6):
+        state, _ = step(state, *shards)
+
+    @jax.jit
+    def plain(params, state):
+        def loss(params):
+            found = (weights * losses(params, x)).sum() / weights.sum()
+            return opt.scale_loss(found, state)
+
+        return opt.step(params, jax.grad(loss)(params), state)
+
+    reference = copies, opt.init(full)
+    for _ in range(6):
+        reference = plain(*reference)
+    found, expected = state.opt_state.loss_scale, reference[1].loss_scale
+    assert (found.scale, found.skipped) == (expected.scale, expected.skipped)
+
+
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 def test_any_type_of_mesh(problem, mesh, types):
     """Explicit axes too, and a batch that is still on the host."""
