@@ -255,6 +255,7 @@ def train_step(
             state.step + 1, params, opt_state, model_state, None, hook_state
         )
         if divided:
+            # A buffer that is donated serves again only for a result laid out like it.
             new = jax.tree.map(alike, new, state)
         return new, Metrics(_unscaled(loss, scale), norm, aux), sums
 

@@ -287,7 +287,7 @@ def _placed(state: Any, param: jax.Array) -> Any:
     """
     if is_traced(param):
         return jax.tree.map(
-            lambda s: alike(s, param) if s.shape == param.shape and s.ndim else s, state
+            lambda s: alike(s, param) if s.shape == param.shape else s, state
         )
     if not param.committed:
         return state

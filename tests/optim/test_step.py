@@ -377,6 +377,47 @@ def test_state_is_placed_where_a_step_leaves_it(algorithm, options, place, mesh)
             assert leaf.sharding.is_equivalent_to(array.sharding, leaf.ndim)
 
 
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@EACH
+def test_a_compiled_init_lays_states_out_like_their_parameters(
+    algorithm, options, types
+):
+    """Zeros follow from no parameter: the compiler is told, or they would be whole.
+
+    Leaf by leaf as outside jit, in masters too; and where the parameters are made in
+    the same program.
+    """
+    devices = np.array(jax.devices("cpu")[:8]).reshape(4, 2)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(types,) * 2)
+    specs = {"w": ("data", "model"), "v": (None, "model"), "c": ("model",), "b": ()}
+    shapes = {"w": (8, 6), "v": (3, 4), "c": (4,), "b": ()}
+    params = {
+        name: jax.device_put(
+            jnp.ones(shapes[name], complex if name == "c" else float),
+            NamedSharding(mesh, PartitionSpec(*specs[name])),
+        )
+        for name in specs
+    }
+    plain = algorithm(**options)
+    for opt in (plain, optim.with_master_weights(plain, compute_dtype=jnp.float64)):
+        outside, compiled = opt.init(params), jax.jit(opt.init)(params)
+        pairs = zip(jax.tree.leaves(outside), jax.tree.leaves(compiled), strict=True)
+        for expected, found in pairs:
+            assert found.sharding.is_equivalent_to(expected.sharding, expected.ndim)
+    if types == AxisType.Auto:
+
+        def made(key):
+            w = jax.random.normal(key, (8, 6))
+            place = NamedSharding(mesh, PartitionSpec("data", "model"))
+            w = jax.lax.with_sharding_constraint(w, place)
+            return w, plain.init(w)
+
+        w, state = jax.jit(made)(jax.random.key(0))
+        for leaf in jax.tree.leaves(state):
+            if leaf.ndim:
+                assert leaf.sharding.is_equivalent_to(w.sharding, 2)
+
+
 # --- overrides and schedules ---
 
 
