@@ -46,7 +46,8 @@ def _checksum(array: jax.Array) -> jax.Array:
     bits = jnp.finfo(array.dtype).bits
     words: Any = jax.lax.bitcast_convert_type(array, f"uint{min(bits, 32)}")
     words = words.astype(jnp.uint32).reshape(-1)
-    return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1))
+    factors = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
+    return jnp.sum(words * factors, dtype=jnp.uint32)
 
 
 def check_agreement(
