@@ -5,9 +5,11 @@ whether it is: a hook that forgets to communicate gives every device a gradient 
 own under one name. In debug mode each replica computes a checksum of each of its
 gradients inside the program, all are gathered, and the host compares them.
 
-    checksum = sum over positions i of  (2 i + 1) * (the number's bits)     modulo 2^32
+    checksum = sum over positions i of  mix(bits of number i + c i)     modulo 2^32
 
-A difference in one number only is always seen, since 2 i + 1 is odd.
+mix is a bijection that spreads each bit over all others. So a difference in one number
+is always seen, and any other but once in 2^32. Without it signs that differ in an even
+number of places would cancel: a negated gradient would look the same.
 """
 
 from collections.abc import Hashable, Mapping
@@ -46,8 +48,15 @@ def _checksum(array: jax.Array) -> jax.Array:
     bits = jnp.finfo(array.dtype).bits
     words: Any = jax.lax.bitcast_convert_type(array, f"uint{min(bits, 32)}")
     words = words.astype(jnp.uint32).reshape(-1)
-    factors = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
-    return jnp.sum(words * factors, dtype=jnp.uint32)
+    places = jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    return jnp.sum(_mixed(words + places), dtype=jnp.uint32)
+
+
+def _mixed(words: jax.Array) -> jax.Array:
+    """A bijection of 32-bit words: each bit changes about half of the others."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    return words ^ (words >> 16)
 
 
 def check_agreement(

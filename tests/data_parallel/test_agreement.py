@@ -116,12 +116,15 @@ def test_inside_jit_it_is_refused(problem, mesh):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit_and_every_place_counts(dtype, rng):
-    """Of each dtype: the last bit of each part, the sign of zero, and the order."""
+    """Of each dtype: the last bit, the sign of zero, the order, and all signs at once.
+
+    Sums of words times odd numbers would not see an even number of signs change.
+    """
     base = np.asarray(rng.normal(size=6)).astype(jnp.dtype(dtype))
-    rows = np.stack([base] * 5)
+    rows = np.stack([base] * 6)
     rows[1, 4] *= 1 + jnp.finfo(dtype).eps
     rows[2] = base[::-1]
-    rows[3, 2], rows[4, 2] = 0.0, -0.0
+    rows[3, 2], rows[4, 2], rows[5] = 0.0, -0.0, -base
     if np.iscomplexobj(base):
         rows = np.stack([*rows, np.conj(base)])
     found = jax.vmap(lambda x: checksums({"x": x}, "r"), axis_name="r")(rows)["x"][0]
