@@ -132,7 +132,8 @@ def local_sgd(
       axis: The mesh axis that counts replicas.
 
     Raises:
-      ValueError: `period` or `group_size` below 1, or `start` below 0.
+      ValueError: `period` or `group_size` below 1, or `start` below 0. The optimizer
+        has masters: each replica's would stay its own, and undo every average.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,6 +155,11 @@ def local_sgd(
     """
     replicas_of(mesh, axis, "local_sgd")
     check_alone("local_sgd", mesh, axis)
+    if optimizer.precision is not None:
+        rule = "must have no masters, which are state and are not averaged"
+        remedy = "Train in float32, or in 16 bits without masters."
+        argument = "local_sgd(optimizer=...)"
+        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
     if period < 1:
         argument = "local_sgd(period=...)"
         raise ValueError(requirement(argument, "must be at least 1", period))

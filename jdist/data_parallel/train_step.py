@@ -228,7 +228,8 @@ def train_step(
     check_rule(call, rule)
     divided = check_mesh(call, mesh, axis)
     exchange = Exchange(call, axis, reduction, **options, divided=divided)
-    work = Work(Loss(loss_fn, has_aux), exchange, accumulate, rule)
+    masters = optimizer.precision is not None
+    work = Work(Loss(loss_fn, has_aux), exchange, accumulate, rule, wide=masters)
     rows = PartitionSpec(axis)
     takes = (EACH, rows, EACH, rows, rows)
     gives = (EACH, EACH, EACH, rows, rows, EACH)

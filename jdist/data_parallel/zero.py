@@ -128,6 +128,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         step_tree,
         opt.hyperparameters,
         None if factor is None else lambda state: factor(_unwrapped(state)),
+        opt.precision,
     )
 
 

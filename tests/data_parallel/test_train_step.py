@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from jdist import optim, verify
-from jdist.data_parallel import shard_batch, train_step
+from jdist.data_parallel import shard_batch, train_step, zero
 from tests.data_parallel.recording import copies_differ, gradient_of
 
 ROWS = 6
@@ -206,6 +206,26 @@ def test_a_loss_scale_leaves_no_trace(problem, mesh, clip):
         np.testing.assert_allclose(
             plain_metrics.grad_norm, scaled_metrics.grad_norm, rtol=1e-6
         )
+
+
+@pytest.mark.parametrize("kind", ["replicas", "micro-batches", "ZeRO"])
+def test_masters_take_the_sum_as_it_was_added_up(mesh, kind):
+    """256 + 1 is no bfloat16; the masters move by 257 and the copies are rounded."""
+    opt = optim.with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.bfloat16)
+    where, accumulate = (1, 2) if kind == "micro-batches" else (mesh(2), 1)
+    if kind == "ZeRO":
+        opt = zero(opt, where)
+    step = train_step(
+        lambda w, x: x @ w, opt, where, reduction="sum", accumulate=accumulate
+    )
+    full = jnp.zeros(2, jnp.float32)
+    state = step.init(jnp.zeros(2, jnp.bfloat16), opt_state=opt.init(full))
+    state, _ = step(state, jnp.array([[256, 2], [1, 512]], jnp.bfloat16))
+    masters = state.opt_state.masters
+    masters = masters.whole() if kind == "ZeRO" else masters
+    assert masters.tolist() == [-257, -514]
+    assert state.params.dtype == jnp.bfloat16
+    assert state.params.tolist() == [-256, -512]
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
