@@ -30,9 +30,9 @@ rounds nothing and cancels in the end:
     max, min    `partial` divides by the number of ties in the shard, rounded up
     sum         is not divided by anything, and overflows where `jax.grad` of it does
 
-A loss in 16 bits takes its cotangent rounded to 16 bits. `partial` multiplies what comes
-back by S seed / S rounded seed, so that the roundings do not change the total: equal
-weights stay exact, and B_i / B is.
+A loss in 16 bits takes its cotangent rounded to 16 bits. `partial` multiplies what
+comes back by S seed / S rounded seed, so that the roundings do not change the total:
+equal weights stay exact, and B_i / B is.
 
 Weights that are negative or NaN give NaN on every replica, and so do weights that are
 all zero (a sum of nothing is 0): inside a compiled function nothing can be refused.
@@ -124,17 +124,15 @@ def partial_with_aux(
     (gradient,) = pull_back(given)
     gradient = jax.tree.map(_widen, gradient)
     if factor is not None:
-        gradient = jax.tree.map(
-            lambda g: _scaled(jnp.multiply, g, factor), gradient
-        )
+        gradient = jax.tree.map(lambda g: _scaled(jnp.multiply, g, factor), gradient)
     return Partial(value, gradient, weight), aux
 
 
 def normalized(weights: Any, reduction: str, total: Any = None) -> jax.Array:
     """Weights of a mean, times the power of two that brings their total to (1/2, 1].
 
-    Nothing is rounded, and a mean does not change: both of its sums get the factor. To
-    be used before `partial`, with the total of all shards (see the module, "Precision").
+    Nothing is rounded, and a mean does not change: both of its sums get the factor.
+    To be used before `partial`, with the total of all shards; see the module.
 
     Args:
       weights: `(examples,)`, of one shard.

@@ -452,9 +452,7 @@ def test_narrow_weights_are_added_up_in_float32(dtype):
     """1024 weights of 100 are beyond float16, and bfloat16 stops counting at 256."""
     weights = jnp.full(1024, 100).astype(dtype)
     x = jnp.arange(1024.0, dtype=jnp.float32)
-    loss, gradient = reduce_of(
-        lambda w, x: x * w, jnp.float32(1), x, weights, "mean"
-    )
+    loss, gradient = reduce_of(lambda w, x: x * w, jnp.float32(1), x, weights, "mean")
     np.testing.assert_allclose((loss, gradient), 511.5, rtol=1e-6)
     rows = x.reshape(8, 128).mean(axis=1)
     counts = jnp.full(8, 120).astype(dtype) + jnp.arange(8).astype(dtype)

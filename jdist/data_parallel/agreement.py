@@ -35,7 +35,9 @@ def checksums(tree: Any, axis_name: Hashable) -> dict[str, jax.Array]:
     Returns:
       For each path `(replicas,)`, uint32, the same on all replicas.
     """
-    named = {path: leaf for path, leaf in named_leaves(tree).items() if leaf is not None}
+    named = {
+        path: leaf for path, leaf in named_leaves(tree).items() if leaf is not None
+    }
     if not named:
         return {}
     own = jnp.stack([_checksum(leaf) for leaf in named.values()])
@@ -90,8 +92,8 @@ def check_agreement(
         )
         raise ReplicasDiffer(
             f"`{call}`: the gradient at {path} is not the same on all replicas: "
-            f"{groups}. A hook must leave every replica with the same buffer: reduce it "
-            f"by a collective over `bucket.axis_name`."
+            f"{groups}. A hook must leave every replica with the same buffer: reduce "
+            f"it by a collective over `bucket.axis_name`."
         )
 
 
@@ -100,5 +102,7 @@ def _named(replicas: list[int], mesh: Mesh | int, axis: str) -> str:
         return f"replica {', '.join(map(str, replicas))}"
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
     rows = devices.reshape(len(devices), -1)
-    names = (f"{replica} ({', '.join(map(str, rows[replica]))})" for replica in replicas)
+    names = (
+        f"{replica} ({', '.join(map(str, rows[replica]))})" for replica in replicas
+    )
     return f"replica {', '.join(names)}"

@@ -65,7 +65,9 @@ def check_alone(call: str, mesh: Mesh | int, axis: str) -> None:
     """
     further = further_axes(mesh, axis)
     if further:
-        rule = f"must have no axis beside {axis!r}, over which a parameter may be divided"
+        rule = (
+            f"must have no axis beside {axis!r}, over which a parameter may be divided"
+        )
         got = f"axes {', '.join(map(repr, further))}"
         raise ValueError(requirement(f"{call}(mesh=...)", rule, got))
 

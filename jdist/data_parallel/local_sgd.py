@@ -155,17 +155,7 @@ def local_sgd(
     """
     replicas_of(mesh, axis, "local_sgd")
     check_alone("local_sgd", mesh, axis)
-    if optimizer.precision is not None:
-        rule = "must have no masters, which are state and are not averaged"
-        remedy = "Train in float32, or in 16 bits without masters."
-        argument = "local_sgd(optimizer=...)"
-        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
-    if period < 1:
-        argument = "local_sgd(period=...)"
-        raise ValueError(requirement(argument, "must be at least 1", period))
-    if start < 0:
-        argument = "local_sgd(start=...)"
-        raise ValueError(requirement(argument, "must be at least 0", start))
+    _check_options(optimizer, period, start)
     hooks = (all_reduce(), group_mean(group_size))
 
     def on_replica(step: Any, *arguments: Any) -> Any:
@@ -208,6 +198,18 @@ def local_sgd(
         jax.jit(lambda *a: mean(*a)[0]),
     )
     return LocalSGD(optimizer, mesh, axis, compiled)
+
+
+def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
+    if optimizer.precision is not None:
+        rule = "must have no masters, which are state and are not averaged"
+        remedy = "Train in float32, or in 16 bits without masters."
+        argument = "local_sgd(optimizer=...)"
+        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
+    for name, value, least in (("period", period, 1), ("start", start, 0)):
+        if value < least:
+            argument = f"local_sgd({name}=...)"
+            raise ValueError(requirement(argument, f"must be at least {least}", value))
 
 
 def _averaged(params: Any, seen: jax.Array, axis: str) -> Any:

@@ -230,10 +230,7 @@ def train_step(
     exchange = Exchange(call, axis, reduction, **options, divided=divided)
     masters = optimizer.precision is not None
     work = Work(Loss(loss_fn, has_aux), exchange, accumulate, rule, wide=masters)
-    rows = PartitionSpec(axis)
-    takes = (EACH, rows, EACH, rows, rows)
-    gives = (EACH, EACH, EACH, rows, rows, EACH)
-    mapped = over_replicas(work.step, mesh, axis, takes, gives)
+    mapped = _mapped(work, mesh, axis)
 
     def step(
         state: TrainState, key: Any, batch: Any, weights: Any, overrides: Any
@@ -255,8 +252,7 @@ def train_step(
         new = TrainState(
             state.step + 1, params, opt_state, model_state, None, hook_state
         )
-        if divided:
-            # A buffer that is donated serves again only for a result laid out like it.
+        if divided:  # A donated buffer serves again for what is laid out like it.
             new = jax.tree.map(alike, new, state)
         return new, Metrics(_unscaled(loss, scale), norm, aux), sums
 
@@ -269,6 +265,13 @@ def train_step(
         axis,
         exchange.debug,
     )
+
+
+def _mapped(work: Work, mesh: Mesh | int, axis: str) -> Any:
+    rows = PartitionSpec(axis)
+    takes = (EACH, rows, EACH, rows, rows)
+    gives = (EACH, EACH, EACH, rows, rows, EACH)
+    return over_replicas(work.step, mesh, axis, takes, gives)
 
 
 def _start(work: Work, mesh: Mesh | int, axis: str) -> Any:

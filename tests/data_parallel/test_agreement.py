@@ -86,7 +86,9 @@ def test_the_leaf_that_differs_is_named(problem, mesh):
 
 def test_a_single_bit_is_seen(problem, mesh):
     """On one replica of three; the two that agree are named together."""
-    message = r"on replica 0 \(\w+:0\), 1 \(\w+:1\); checksum \w+ on replica 2 \(\w+:2\)"
+    message = (
+        r"on replica 0 \(\w+:0\), 1 \(\w+:1\); checksum \w+ on replica 2 \(\w+:2\)"
+    )
     with pytest.raises(ReplicasDiffer, match=message):
         by_step(mesh(3), lopsided, problem)
 

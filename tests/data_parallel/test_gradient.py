@@ -12,7 +12,14 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jdist import optim, verify
-from jdist.data_parallel import Join, hooks, local_sgd, reducer, shard_batch, value_and_grad
+from jdist.data_parallel import (
+    Join,
+    hooks,
+    local_sgd,
+    reducer,
+    shard_batch,
+    value_and_grad,
+)
 from jdist.reduction import REDUCTIONS
 from tests.data_parallel.recording import gradient_of
 
@@ -358,9 +365,7 @@ def entries(mesh):
 
     def joined(w, x, weights):
         ends = (0, 2048, 2048, 3072)
-        streams = [
-            [(x[a:b], weights[a:b])] if b > a else [] for a, b in pairwise(ends)
-        ]
+        streams = [[(x[a:b], weights[a:b])] if b > a else [] for a, b in pairwise(ends)]
         ((batch, counts),) = Join(streams, 3, rows=rows, weighted=True)
         return gradient_of(scaled_rows, 3)(w, batch, counts)
 
@@ -379,7 +384,7 @@ def unwrapped(found):
 
 
 def test_a_float16_mean_is_never_a_sum_first(rng, mesh):
-    """Finite wherever the mean is, and near it, by every way; the sum is 30 times 65504.
+    """Finite wherever the mean is, and near it, by every way; the sum is 28 x 65504.
 
     Bounds: float16 holds a gradient of 600 to 1/4, and one step of int8 is 650 / 255.
     """

@@ -118,7 +118,7 @@ def test_int8_keeps_zero_and_what_is_on_its_levels(rng):
 
 @pytest.mark.parametrize("inner", [hooks.int8_per_tensor(), hooks.int8_per_channel(64)])
 def test_int8_of_16_bit_buckets_has_their_range(inner, rng):
-    """From -45000 to 45000 is further than float16 reaches; within a step all the same."""
+    """From -45000 to 45000 is further than float16 reaches; within a step even so."""
     shares = rng.uniform(-1, 1, size=(1, 2, 128)).astype(np.float32) * 20000
     shares[0, 0, ::64], shares[0, 0, 1::64] = 45000, -45000
     results, _ = run_hook(hooks.fp16(inner), shares)

@@ -164,7 +164,9 @@ def test_wrong_options_are_refused(mesh, options, message):
 def test_masters_are_refused():
     """Each replica's masters would undo every average of the copies."""
     opt = optim.with_master_weights(optim.sgd(), compute_dtype=jnp.float16)
-    message = r"local_sgd\(optimizer=...\)` must have no masters.*Got with_master_weights"
+    message = (
+        r"local_sgd\(optimizer=...\)` must have no masters.*Got with_master_weights"
+    )
     with pytest.raises(ValueError, match=message):
         local_sgd(losses_of, opt, 2, period=2)
 

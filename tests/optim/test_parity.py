@@ -105,8 +105,8 @@ def test_complex_parameters(algorithm):
 
 # --- what torch keeps in its default dtype ---
 
-# torch keeps eta and mu of ASGD, and NAdam's product of momenta, in its *default* dtype.
-# All other comparisons here set that to float64; a program that does not has float32.
+# torch keeps eta and mu of ASGD, and NAdam's product of momenta, in its *default*
+# dtype. All other comparisons here set that to float64; a program's own is float32.
 LAYOUTS = pytest.mark.parametrize("foreach", [False, True])
 
 
@@ -140,7 +140,9 @@ def at_torchs_default(name, options, problem, *, foreach):
 
 
 def steps_of_torch(name, options, problem, *, foreach):
-    params = [torch_runs.as_tensor(p, "float64").requires_grad_() for p in problem.params]
+    params = [
+        torch_runs.as_tensor(p, "float64").requires_grad_() for p in problem.params
+    ]
     opt = getattr(torch.optim, name)(params, foreach=foreach, **options)
     rows = []
     for grads in problem.grads:
@@ -220,9 +222,7 @@ def nadam_by_hand(problem, product_dtype, *, lr, momentum_decay):
     averages = [(0.0 * p, 0.0 * p) for p in rows]
     product = product_dtype(1)
     for t, grads in enumerate(problem.grads, start=1):
-        mu, after = (
-            0.9 * (1 - 0.5 * 0.96 ** (k * momentum_decay)) for k in (t, t + 1)
-        )
+        mu, after = (0.9 * (1 - 0.5 * 0.96 ** (k * momentum_decay)) for k in (t, t + 1))
         product = product * product_dtype(mu)
         whole = float(product)
         for i, grad in enumerate(grads):
