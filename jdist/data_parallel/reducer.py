@@ -65,7 +65,8 @@ def reducer(
       bucket_cap_mb: As in `value_and_grad`, gradients being ready layer by layer, the
         last layer's first. Paths begin with the layer's number: `"2/w"`.
       on_reduce: Called with each bucket's number and its sum, a flat array that may not
-        be computed yet, when its collective has been dispatched; for timelines.
+        be computed yet, when its collective has been dispatched; for timelines. Of a
+        mean the sum is still to be divided by a total between 1/2 and 1.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, not to be jitted. `params`
