@@ -43,16 +43,15 @@ def map_shards(
     re-sharded here, as a mesh with automatic axes does by itself.
 
     With `axis` the function sees the shards of that axis only, and the specs name no
-    other. Over the mesh's further axes arrays stay divided as they were given, and the
-    compiler adds the communication that this takes.
+    other. Over the mesh's further axes, which are automatic, arrays stay divided as
+    they were given, and the compiler adds the communication that this takes.
     """
-    manual = frozenset(mesh.axis_names if axis is None else (axis,))
     mapped = jax.shard_map(
         fn,
         mesh=mesh,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
-        axis_names=manual,
+        axis_names=frozenset(mesh.axis_names if axis is None else (axis,)),
         check_vma=False,
     )
     if AxisType.Explicit not in mesh.axis_types:
@@ -60,30 +59,12 @@ def map_shards(
 
     def resharded(*arguments: Any) -> Any:
         placed = (
-            jax.tree.map(
-                lambda x, spec=spec: _reshard(x, mesh, _merged(x, spec, manual)),
-                argument,
-            )
+            jax.tree.map(lambda x, spec=spec: _reshard(x, mesh, spec), argument)
             for argument, spec in zip(arguments, in_specs, strict=True)
         )
         return mapped(*placed)
 
     return resharded
-
-
-def _merged(
-    array: Any, spec: PartitionSpec, manual: frozenset[Hashable]
-) -> PartitionSpec:
-    """The array's own layout over axes that are not manual, and `spec` over those."""
-    kind: Any = jax.typeof(array)
-    own = tuple(kind.sharding.spec) or (None,) * kind.ndim
-    wanted = (*spec, *(None,) * (kind.ndim - len(spec)))
-    merged = []
-    for entry, new in zip(own, wanted, strict=True):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        kept = [name for name in names if name is not None and name not in manual]
-        merged.append((*([] if new is None else [new]), *kept) or None)
-    return PartitionSpec(*merged)
 
 
 def alike(array: jax.Array, like: jax.Array) -> jax.Array:

@@ -237,7 +237,7 @@ class Exchange:
     def _in_order(self, buffers: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """One collective for each list of arrays, one after the other."""
         sums, previous = [], None
-        # Nobody merges swaps, and XLA keeps collectives in the program's order. A
+        # Swaps are not merged, and XLA keeps collectives in the program's order. A
         # dependence would only keep it from fusing the additions. Nor are there buckets
         # to keep apart where gradients are divided.
         free = self.divided or (self.method == "all_reduce" and _swaps(self.axis))

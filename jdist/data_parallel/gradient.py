@@ -48,7 +48,8 @@ def value_and_grad(
         `(examples,)`. It must treat examples independently, or combine them by
         collectives over `axis`.
       mesh: The devices; or a number of replicas that share one device.
-      axis: The mesh axis that counts replicas; parameters are replicated over it.
+      axis: The mesh axis that counts replicas; parameters are replicated over it. Over
+        further axes of the mesh they may be divided, and their gradients are then, too.
       reduction: "mean" S w l / S w, "sum" S w l, or "max", "min" over w > 0, where
         ties share the gradient equally over the whole batch.
       method: "all_reduce" sums partial gradients on the way; "all_gather" collects
@@ -71,7 +72,7 @@ def value_and_grad(
       have a first axis of replicas and are divided over the mesh.
       The loss is a scalar, float32 or wider. The gradient has the structure, shapes and
       dtypes of `params`, with None where a parameter is not a floating array, and is
-      replicated: bit-equal on all devices. Weights in device memory are not read back
+      replicated: bit-equal on all replicas. Weights in device memory are not read back
       to be checked: negative, NaN or all-zero ones give NaN.
 
     Raises:
@@ -79,7 +80,11 @@ def value_and_grad(
         0; a hook that says it leaves replicas with different gradients. On calling:
         listed buckets that do not fit the parameters; a hook that returns another
         shape; losses of another shape; a batch that does not divide by the replicas;
-        weights of another shape; NumPy weights that are negative, not finite or all 0.
+        weights of another shape; NumPy weights that are negative, not finite or all 0,
+        or whose total is beyond the devices' precision; parameters that are divided
+        over the replicas. On a mesh with further axes: one that is explicit, a hook,
+        buckets, or another method; see docs/data_parallel.md.
+      ReplicasDiffer: On calling, with `debug`: they do.
 
     Example:
       >>> import jax.numpy as jnp

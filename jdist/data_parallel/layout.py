@@ -86,7 +86,7 @@ def check_params(argument: str, params: Any, mesh: Mesh | int, axis: str) -> Non
     Raises:
       ValueError: A leaf is divided over `axis`, or not over this mesh.
     """
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh) or not any(map(is_divided, jax.tree.leaves(params))):
         return
     for path, leaf in named_leaves(params).items():
         if not is_divided(leaf) or _is_kept(leaf.sharding, mesh, axis):

@@ -106,7 +106,8 @@ class TrainStep:
             make it from the full-precision parameters.
 
         Raises:
-          ValueError: Processes disagree about structure, shapes or dtypes.
+          ValueError: Processes disagree about structure, shapes or dtypes. A parameter
+            is divided over the replicas, or not over this mesh.
         """
         check_params("init(params=...)", params, self.mesh, self.axis)
         params = replicate(params, self.mesh)
@@ -137,6 +138,7 @@ class TrainStep:
         Raises:
           ValueError: The rows do not divide, or NumPy weights are negative, not finite
             or all 0; and what the loss function and the optimizer refuse.
+          ReplicasDiffer: In debug mode: they do.
         """
         count = examples_in(batch, "step(state, batch)")
         if count % self.divisor or not count:
@@ -199,7 +201,7 @@ def train_step(
       The step; begin with its `init`.
 
     Raises:
-      ValueError: An argument breaks its rule.
+      ValueError: An argument breaks its rule; see `value_and_grad` for meshes.
       TypeError: An argument of an unknown name; `accumulate` is not an integer.
 
     Example:

@@ -124,3 +124,16 @@ def test_masters_take_horovods_mean_unrounded():
     copies, moved = jax.vmap(step, axis_name="data")(gradients)
     assert moved.masters.tolist() == [-128.5, -128.5]
     assert copies.tolist() == [-128, -128]
+
+
+def test_the_models_gradient_is_added_up_in_float32(mesh):
+    """2048 and seven times 1: float16 stays at 2048 if it is rounded on the way."""
+    model = DataParallel(lambda w, x: x * w, mesh(8))
+    x = jnp.array([2048] + [1] * 7, jnp.float16)
+
+    def total(w):
+        return model(w, x).astype(jnp.float32).sum()
+
+    gradient = jax.grad(total)(jnp.array(1, jnp.float16))
+    assert gradient.dtype == jnp.float16
+    assert gradient == 2056
