@@ -28,6 +28,7 @@ from jdist._compat.runtime import let_go as let_go
 from jdist._compat.runtime import placed as placed
 from jdist._compat.runtime import set_cpu_device_count as set_cpu_device_count
 from jdist._compat.shards import after as after
+from jdist._compat.shards import alike as alike
 from jdist._compat.shards import laid_out as laid_out
 from jdist._compat.shards import map_shards as map_shards
 from jdist._compat.shards import tracks_varying_axes as tracks_varying_axes

@@ -32,6 +32,7 @@ from jdist._tree import examples_in, is_inexact, named_leaves, split_inexact, wi
 from jdist.data_parallel.buckets import Cap, check_cap, check_paths, plan_buckets
 from jdist.data_parallel.gradient import check_call
 from jdist.data_parallel.hooks._base import flatten, split
+from jdist.data_parallel.layout import check_params
 from jdist.data_parallel.shards import replicas_of
 from jdist.reduction import Partial
 from jdist.segment import segment
@@ -64,7 +65,8 @@ def reducer(
       bucket_cap_mb: As in `value_and_grad`, gradients being ready layer by layer, the
         last layer's first. Paths begin with the layer's number: `"2/w"`.
       on_reduce: Called with each bucket's number and its sum, a flat array that may not
-        be computed yet, when its collective has been dispatched; for timelines.
+        be computed yet, when its collective has been dispatched; for timelines. Of a
+        mean the sum is still to be divided by a total between 1/2 and 1.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, not to be jitted. `params`
@@ -108,6 +110,7 @@ def reducer(
             )
         if weights is None:
             weights = np.ones(count, np.float32)
+        check_params("fn(params=...)", params, mesh, axis)
         plan = _Plan.of(call, params, bucket_cap_mb)
         return driver.run(plan, params, (batch, weights), on_reduce)
 
@@ -178,6 +181,10 @@ class _Driver:
 
         spec = PartitionSpec(axis)
         self.head = jax.jit(head)
+        self.normalized = jax.jit(
+            lambda weights: reductions.normalized(weights, reduction),
+            out_shardings=self.rows,
+        )
         summed = map_shards(reduce_bucket, mesh, (spec,), PartitionSpec())
         self.reduce = jax.jit(_named("reduce_bucket", summed))
         self.finish = jax.jit(self._finished, static_argnums=0)
@@ -192,7 +199,8 @@ class _Driver:
         """Dispatches one pass."""
         params = jax.device_put(list(params), self.whole)
         own_params = self._by_device(params)
-        own_given = self._by_device(jax.device_put(given, self.rows))
+        batch, weights = jax.device_put(given, self.rows)
+        own_given = self._by_device((batch, self.normalized(weights)))
         passes = [
             _Pass(self, p, *g) for p, g in zip(own_params, own_given, strict=True)
         ]

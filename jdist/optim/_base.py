@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist._compat import is_traced
+from jdist._compat import alike, is_traced
 from jdist._errors import requirement
 from jdist._tree import is_inexact, is_none, path_of, wide_dtype
 from jdist.optim._hyper import Hyperparameter, check_overrides, resolved
@@ -70,7 +70,8 @@ class Optimizer:
         Returns:
           For the algorithms of `jdist.optim`: tree like `params`, with the algorithm's
           NamedTuple in the place of each floating leaf and None in that of any other,
-          placed and sharded as the parameter is. Others say what they return.
+          placed and sharded as the parameter is, under jit too. Others say what they
+          return.
 
         Raises:
           ValueError: `params` has no leaves.
@@ -292,11 +293,17 @@ def _init_one(init_leaf: InitLeaf, param: jax.Array) -> Any:
 
 
 def _placed(state: Any, param: jax.Array) -> Any:
-    """Scalars beside their parameter, where a compiled step will leave them.
+    """Arrays laid out as their parameter is; scalars where a step will leave them.
 
-    A count that moved after the first step would compile the step a second time.
+    Zeros do not follow from the parameter, so that a compiler which is told nothing
+    puts them whole on every device. A count that moved after the first step would
+    compile the step a second time.
     """
-    if is_traced(param) or not param.committed:
+    if is_traced(param):
+        return jax.tree.map(
+            lambda s: alike(s, param) if s.shape == param.shape else s, state
+        )
+    if not param.committed:
         return state
     place = param.sharding
     if isinstance(place, NamedSharding):
