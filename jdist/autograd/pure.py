@@ -14,7 +14,7 @@ import enum
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from jdist.segment import Segment
 from jdist.segment._cache import Cache
 from jdist.segment._contents import contents_of
 from jdist.segment._flow import depending_on
-from jdist.segment._halves import halves
+from jdist.segment._halves import Halves
 from jdist.segment._plan import Plan
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -122,7 +122,7 @@ def _program_of(fn: Callable[..., Any]) -> "Program":
     """What was compiled for the function, or for one of the same contents."""
     if isinstance(fn, _FUNCTIONS) and _package(fn) in _LIBRARIES:
         return _program_of_library(fn)  # it cannot change, so nothing needs reading
-    return _PROGRAMS.get(fn, (), lambda: Program(fn))
+    return _PROGRAMS.get(fn, (), lambda contents: Program(fn, contents.code))
 
 
 def _package(fn: Callable[..., Any]) -> str:
@@ -131,14 +131,20 @@ def _package(fn: Callable[..., Any]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _program_of_library(fn: Callable[..., Any]) -> "Program":
-    return Program(fn)
+    return Program(fn, fn)
 
 
 class Program:
-    """One function, compiled for each way in which its arguments are made of arrays."""
+    """One function, compiled for each way in which its arguments are made of arrays.
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    Args:
+      fn: The function.
+      code: Its code, by which versions of it are counted.
+    """
+
+    def __init__(self, fn: Callable[..., Any], code: Hashable) -> None:
         self._fn = fn
+        self._code = code
         self._lock = threading.Lock()
         self._segments: dict[Spec, Segment] = {}
 
@@ -152,13 +158,13 @@ class Program:
         if found is not None:
             return found
         with self._lock:
-            found = self._segments.setdefault(spec, _segment(self._fn, spec))
+            found = self._segments.setdefault(spec, _segment(self._fn, self._code, spec))
             if len(self._segments) > _SPECS:
                 del self._segments[next(iter(self._segments))]
         return found
 
 
-def _segment(fn: Callable[..., Any], spec: "Spec") -> Segment:
+def _segment(fn: Callable[..., Any], code: Hashable, spec: "Spec") -> Segment:
     name = _name(fn)
 
     def run(_: Any, *arrays: Any) -> Any:
@@ -167,7 +173,8 @@ def _segment(fn: Callable[..., Any], spec: "Spec") -> Segment:
             return fn(*args, **kwargs)
 
     run.__name__ = name
-    return Segment(run, halves(run, False), ())
+    contents = contents_of(run, "apply")
+    return Segment(run, Halves(run, False, "apply", contents, (code, spec)), ())
 
 
 class Spec(NamedTuple):

@@ -1,7 +1,8 @@
 """The loss at the end of a pipeline, differentiated by what it is given."""
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ from jdist.pipeline.kind import Kind, is_kind, kinds_of
 from jdist.pipeline.post import moved
 from jdist.reduction import Partial
 from jdist.segment._cache import Cache
+from jdist.segment._contents import Contents
+from jdist.segment._traced import Traced
 
 
 class LossPasses(NamedTuple):
@@ -49,6 +52,7 @@ class PipelineLoss:
         self._fn = fn
         self._names = names
         self._factor: Any = None
+        self._passes: dict[Hashable, LossPasses] = {}
         self.kind = kind
 
     @property
@@ -106,11 +110,15 @@ class PipelineLoss:
         }
         leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
         options = (self._names, self.kind, tuple(leaves), structure)
-        made = _CACHE.get(
-            self._fn,
-            options,
-            lambda: _compiled(self._fn, self._names, self.kind, leaves, structure),
-        )
+        made = self._passes.get(options)
+        if made is None:
+
+            def build(contents: Contents) -> LossPasses:
+                drop = functools.partial(_CACHE.drop, contents, options)
+                fn = Traced(self._fn, "Pipeline(loss_fn)", contents, drop)
+                return _compiled(fn, self._names, self.kind, leaves, structure)
+
+            made = self._passes[options] = _CACHE.get(self._fn, options, build)
         return made if self._factor is None else self._with_factor(made)
 
     def _with_factor(self, made: LossPasses) -> LossPasses:

@@ -1,5 +1,6 @@
 """The public face: `segment` and the calls of a `Segment`."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -9,16 +10,17 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.segment._cache import Cache
-from jdist.segment._halves import Halves, Static, Then, halves
+from jdist.segment._contents import Contents
+from jdist.segment._halves import Halves, Static, Then
 from jdist.segment._repeat import POLICIES, Policy
 from jdist.segment._residuals import (
     Deferred,
     Residuals,
     Rest,
-    check_origin,
     check_version,
     explain_deleted,
     layout_of,
+    refuse_origin,
     version_of,
 )
 
@@ -65,7 +67,7 @@ class Segment:
         static: Static = ()
         if self._static:
             inputs, static = self._without_static(inputs)
-        outputs, saved = self._halves.forward(params, inputs, static)
+        outputs, saved = self._halves.call("forward", params, inputs, static)
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
         given, arguments = plan.param_count, len(plan.trained)
@@ -76,6 +78,17 @@ class Segment:
         kept = tuple([jnp.array(x) if type(x) is np.ndarray else x for x in kept])
         version, layout = version_of(leaves[:given]), layout_of(leaves[:arguments])
         return outputs, Residuals(plan, kept, version, layout)
+
+    def outputs(self, params: Any, *inputs: Any) -> Any:
+        """The outputs of `forward` alone, where no backward pass follows.
+
+        Args and errors are those of `forward`. It runs the program that `forward`
+        differentiates: for the same shapes `fn` is traced once for both.
+        """
+        static: Static = ()
+        if self._static:
+            inputs, static = self._without_static(inputs)
+        return self._halves.call("outputs", params, inputs, static)
 
     def backward(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -104,7 +117,7 @@ class Segment:
           TypeError: `residuals` is not what `forward` returned.
         """
         arguments = (params, residuals, d_outputs)
-        return self._pull_back("backward", self._halves.backward, arguments)
+        return self._pull_back("backward", "backward", arguments)
 
     def backward_then(
         self,
@@ -133,8 +146,8 @@ class Segment:
         Raises: what `backward` raises.
         """
         arguments = (params, residuals, d_outputs)
-        half, before = self._halves.backward_then, (then, carry, given)
-        return self._pull_back("backward_then", half, arguments, before)
+        before = (then, carry, given)
+        return self._pull_back("backward_then", "backward_then", arguments, before)
 
     def backward_inputs(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -151,9 +164,7 @@ class Segment:
           `backward_params`.
         """
         arguments = (params, residuals, d_outputs)
-        d_inputs, found = self._pull_back(
-            "backward_inputs", self._halves.first, arguments
-        )
+        d_inputs, found = self._pull_back("backward_inputs", "first", arguments)
         arrays = _gathered(found, arguments, d_inputs)
         return d_inputs, Rest(found.split, arrays, residuals.layout)
 
@@ -172,11 +183,11 @@ class Segment:
             another segment.
           TypeError: `rest` is not what `backward_inputs` returned.
         """
-        check_origin("backward_params", rest, Rest, self._halves.owner)
+        home = self._home("backward_params", rest, Rest)
         finished: list[Any] = []
         if None in rest.split.ready:
             try:
-                finished = self._halves.second(rest, rest.layout)
+                finished = home.second(rest, rest.layout)
             except (RuntimeError, ValueError) as error:
                 explain_deleted("backward_params", error, {"rest": rest})
                 raise
@@ -190,9 +201,9 @@ class Segment:
         Raises: what `backward_params` raises.
         """
         call = "backward_params_then"
-        check_origin(call, rest, Rest, self._halves.owner)
+        home = self._home(call, rest, Rest)
         try:
-            return self._halves.second_then(then, carry, given, rest, rest.layout)
+            return home.second_then(then, carry, given, rest, rest.layout)
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"rest": rest})
             raise
@@ -219,9 +230,9 @@ class Segment:
           `joined_then`.
         """
         arguments = (params, residuals, d_outputs)
-        half, before = self._halves.deferring_then, (then, carry, given)
+        call, before = "backward_deferring_then", (then, carry, given)
         carry, d_inputs, found = self._pull_back(
-            "backward_deferring_then", half, arguments, before
+            call, "deferring_then", arguments, before
         )
         arrays = _gathered(found, arguments, d_inputs)
         return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
@@ -250,14 +261,13 @@ class Segment:
         call = "joined_then"
         alike: dict[Any, list[Deferred]] = {}
         for each in deferred:
-            check_origin(call, each, Deferred, self._halves.owner)
-            alike.setdefault(each.split, []).append(each)
+            home = self._home(call, each, Deferred)
+            alike.setdefault((home, each.split), []).append(each)
         try:
-            for split, calls in alike.items():
+            for (home, split), calls in alike.items():
                 if any(split.put_off):
-                    carry = self._halves.joined_then(
-                        then, carry, given, calls, calls[0].layout
-                    )
+                    layout = calls[0].layout
+                    carry = home.joined_then(then, carry, given, calls, layout)
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"deferred": list(deferred)})
             raise
@@ -266,31 +276,41 @@ class Segment:
     def _pull_back(
         self,
         call: str,
-        half: Callable[..., Any],
+        half: str,
         arguments: tuple[Any, Residuals, Any],
         before: tuple[Any, ...] = (),
     ) -> Any:
         params, residuals, _ = arguments
-        check_origin(call, residuals, Residuals, self._halves.owner)
+        home = self._home(call, residuals, Residuals)
         check_version(call, params, residuals.version)
         try:
-            return half(*before, *arguments, residuals.layout)
+            return getattr(home, half)(*before, *arguments, residuals.layout)
         except (RuntimeError, ValueError) as error:
             names = ("params", "residuals", "d_outputs")
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
             raise
 
+    def _home(self, call: str, value: Any, kind: type) -> Halves:
+        """The halves that made what a call of this segment has returned."""
+        if type(value) is kind:
+            home = self._halves.home_of(value.owner)
+            if home is not None:
+                return home
+        refuse_origin(call, value, kind)
+
     def _without_static(
         self, inputs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Static]:
-        places = [n - 1 for n in self._static if n <= len(inputs)]
-        static = tuple((i, type(inputs[i]), inputs[i]) for i in places)
+        places = [n for n in self._static if n <= len(inputs)]
+        static = tuple((n, type(inputs[n - 1]), inputs[n - 1]) for n in places)
         for place, kind, value in static:
             if not issubclass(kind, Hashable):
                 rule = "must be hashable where an argument is static"
-                got = f"{value!r} as argument {place + 1}"
+                got = f"{value!r} as argument {place}"
                 raise TypeError(requirement("Segment.forward(*inputs)", rule, got))
-        return tuple(None if i in places else x for i, x in enumerate(inputs)), static
+        return tuple(
+            None if i in places else x for i, x in enumerate(inputs, start=1)
+        ), static
 
 
 def _gathered(
@@ -372,5 +392,14 @@ def segment(
         raise ValueError(
             requirement("segment(static_argnums=...)", rule, static_argnums, remedy)
         )
-    compiled = CACHE.get(fn, (recompute, label), lambda: halves(fn, recompute))
-    return Segment(fn, compiled, static)
+    return Segment(fn, _halves_of(fn, recompute, label), static)
+
+
+def _halves_of(fn: Callable[..., Any], recompute: Policy, label: Hashable) -> Halves:
+    options = (recompute, label)
+
+    def build(contents: Contents) -> Halves:
+        drop = functools.partial(CACHE.drop, contents, options)
+        return Halves(fn, recompute, "segment", contents, label, drop)
+
+    return CACHE.get(fn, options, build)

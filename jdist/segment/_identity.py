@@ -1,0 +1,190 @@
+"""What a traced program is, as a key: equal keys, equal programs.
+
+Two programs are compared equation by equation, with numbers in place of variables. The
+arrays that a program closes over are compared as contents of functions are: JAX arrays
+by identity, NumPy arrays by their bytes. What a program will yet call (the derivative
+rules of a function, callbacks to the host) is Python again, and counts by its contents.
+"""
+
+import enum
+import hashlib
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jdist._compat import is_wrapped_function, parts_of_wrapped
+from jdist.segment._contents import FIXED_PACKAGES, MOST_BYTES, contents_of
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, enum.Enum, type)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+def identity_of(program: ClosedJaxpr) -> Hashable:
+    """A key of a program; one that is equal to no other where it cannot tell.
+
+    Compiled code is found by it: so an array of NumPy's too large to be read in every
+    call, or a rule that cannot be read, makes a program one of its kind.
+    """
+    return _Writer(certain=True).closed(program)
+
+
+def likeness_of(program: ClosedJaxpr) -> Hashable:
+    """A key that differs only where programs certainly differ.
+
+    A change is refused by it: what cannot be compared, such as a callback, is left out.
+    """
+    return _Writer(certain=False).closed(program)
+
+
+class _Writer:
+    """Writes one program down as nested tuples."""
+
+    def __init__(self, certain: bool) -> None:
+        self._certain = certain
+        self._numbers: dict[Var, int] = {}
+        self._contexts: dict[int, str] = {}
+        self._bytes = MOST_BYTES
+
+    def closed(self, program: ClosedJaxpr) -> Hashable:
+        constants = tuple([self._constant(x) for x in program.consts])
+        return self._jaxpr(program.jaxpr), constants
+
+    def _jaxpr(self, jaxpr: Jaxpr) -> Hashable:
+        given = tuple([self._new(x) for x in (*jaxpr.constvars, *jaxpr.invars)])
+        equations = tuple([self._equation(each) for each in jaxpr.eqns])
+        return len(jaxpr.constvars), given, equations, self._read(jaxpr.outvars)
+
+    def _equation(self, equation: JaxprEqn) -> Hashable:
+        params = sorted(equation.params.items())
+        return (
+            equation.primitive.name,
+            self._read(equation.invars),
+            tuple([(name, self._parameter(value)) for name, value in params]),
+            tuple([self._new(x) for x in equation.outvars]),
+            self._context(equation.ctx),
+        )
+
+    def _context(self, context: Any) -> str:
+        """The settings under which an equation was written, which many share."""
+        if id(context) not in self._contexts:
+            self._contexts[id(context)] = repr(context)
+        return self._contexts[id(context)]
+
+    def _new(self, variable: Var) -> Hashable:
+        self._numbers[variable] = len(self._numbers)
+        return variable.aval
+
+    def _read(self, atoms: Iterable[Any]) -> Hashable:
+        return tuple(
+            [
+                (x.aval, _bits(np.asarray(x.val)))
+                if isinstance(x, Literal)
+                else self._numbers[x]
+                for x in atoms
+            ]
+        )
+
+    def _constant(self, array: Any) -> Hashable:
+        if isinstance(array, np.ndarray | np.generic):
+            self._bytes -= array.nbytes
+            too_large = self._certain and self._bytes < 0
+            return object() if too_large else _bits(np.asarray(array))
+        comparable = isinstance(array, jax.Array) and not jax.dtypes.issubdtype(
+            array.dtype, jax.dtypes.extended
+        )
+        if self._certain or not comparable:
+            return _Held(array)
+        return _bits(np.asarray(array))
+
+    def _parameter(self, value: Any) -> Hashable:
+        kind = type(value)
+        if isinstance(value, ClosedJaxpr):
+            return self.closed(value)
+        if isinstance(value, Jaxpr):
+            return self._jaxpr(value)
+        if isinstance(value, _PLAIN):
+            return kind, repr(value) if kind is float else value
+        if isinstance(value, tuple | list):
+            return kind, tuple([self._parameter(x) for x in value])
+        if isinstance(value, dict):
+            return tuple([(k, self._parameter(x)) for k, x in value.items()])
+        if isinstance(value, np.ndarray | np.generic | jax.Array):
+            return self._constant(value)
+        if isinstance(value, _FUNCTIONS) or is_wrapped_function(value):
+            return self._callable(value)
+        return self._other(value)
+
+    def _other(self, value: Any) -> Hashable:
+        """Descriptions of JAX's own, which are equal by what they say."""
+        kind = type(value)
+        ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
+        if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+            return kind, value
+        if callable(value):
+            return self._callable(value)
+        return _Held(value) if self._certain else kind
+
+    def _callable(self, fn: Any) -> Hashable:
+        if not self._certain:
+            return "callable"
+        keys = []
+        for each in _users_functions(fn):
+            contents = contents_of(each, "segment")
+            keys.append(contents if contents.complete else object())
+        return tuple(keys)
+
+
+class _Held:
+    """Equal to another only if both hold the same object."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _bits(array: np.ndarray) -> Hashable:
+    digest = hashlib.blake2b(array.tobytes(), digest_size=16).digest()
+    return array.dtype, array.shape, digest
+
+
+def _users_functions(fn: Any) -> Iterator[Callable[..., Any]]:
+    """The functions that are not a library's, among all that a callable is made of."""
+    waiting, met = [fn], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in met:
+            continue
+        met.add(id(value))
+        if isinstance(value, tuple | list):
+            waiting += value
+        elif is_wrapped_function(value):
+            waiting += parts_of_wrapped(value)
+        elif isinstance(value, types.FunctionType):
+            module = str(value.__globals__.get("__name__"))
+            if module.partition(".")[0] not in FIXED_PACKAGES:
+                yield value
+                continue
+            waiting += [x for x in map(_content, value.__closure__ or ()) if x is not fn]
+        elif callable(value) and not isinstance(value, type):
+            if type(value).__module__.partition(".")[0] not in FIXED_PACKAGES:
+                yield value
+            waiting += list(getattr(value, "__dict__", {}).values())
+            waiting += [getattr(value, name, None) for name in ("func", "args", "__self__")]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # A variable that is not assigned.
+        return None
