@@ -174,7 +174,7 @@ def _segment(fn: Callable[..., Any], code: Hashable, spec: "Spec") -> Segment:
 
     run.__name__ = name
     contents = contents_of(run, "apply")
-    return Segment(run, Halves(run, False, "apply", contents, (code, spec)), ())
+    return Segment(run, Halves(run, False, "apply", contents, (code, spec.case)), ())
 
 
 class Spec(NamedTuple):
@@ -182,6 +182,12 @@ class Spec(NamedTuple):
 
     structure: Any
     kinds: tuple[Any, ...]
+
+    @property
+    def case(self) -> Hashable:
+        """What versions of one function have in common: functions count by their code."""
+        kinds = [x.case if isinstance(x, _Static) else x for x in self.kinds]
+        return self.structure, tuple(kinds)
 
     def arguments(self, arrays: Sequence[Any]) -> Any:
         """`(args, kwargs)`, made of these arrays."""
@@ -211,13 +217,20 @@ class _Plain(NamedTuple):
 
 
 class _Static:
-    """A value that is part of the compiled function; equal by its key."""
+    """A value that is part of the compiled function; equal by its key.
 
-    __slots__ = ("_key", "_value")
+    Args:
+      value: The value.
+      key: Its key; an object of its own where nothing certainly equals the value.
+      case: Its key as far as it is no version of another value.
+    """
 
-    def __init__(self, value: Any, key: Any) -> None:
+    __slots__ = ("_key", "_value", "case")
+
+    def __init__(self, value: Any, key: Any, case: Any) -> None:
         self._value = value
         self._key = key
+        self.case = case
 
     def value(self, given: Any) -> Any:
         return self._value
@@ -264,7 +277,13 @@ def _take(
         arrays.append(leaf)
         edges.append(None)
         return _PLAIN
-    return _Static(leaf, _key(leaf))
+    if isinstance(leaf, _FUNCTIONS):
+        _refuse_closure(leaf)
+        contents = contents_of(leaf, "apply")
+        key = contents if contents.complete else object()
+        return _Static(leaf, key, contents.code)
+    key = _key(leaf)
+    return _Static(leaf, key, key)
 
 
 def _key(leaf: Any) -> Any:
@@ -272,9 +291,6 @@ def _key(leaf: Any) -> Any:
         return type(leaf), leaf
     if isinstance(leaf, slice):
         return slice, _key_of_end(leaf.start), _key_of_end(leaf.stop), leaf.step
-    if isinstance(leaf, _FUNCTIONS):
-        _refuse_closure(leaf)
-        return contents_of(leaf, "apply")
     rule = "must be made of arrays, numbers, strings, functions and pytrees of them"
     kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
     remedy = (

@@ -14,7 +14,7 @@ from jdist._tree import merge, split_inexact
 from jdist.pipeline.kind import Kind, is_kind, kinds_of
 from jdist.pipeline.post import moved
 from jdist.reduction import Partial
-from jdist.segment._cache import Cache
+from jdist.segment._cache import VERSIONS, Cache
 from jdist.segment._contents import Contents
 from jdist.segment._traced import Traced
 
@@ -115,7 +115,8 @@ class PipelineLoss:
 
             def build(contents: Contents) -> LossPasses:
                 drop = functools.partial(_CACHE.drop, contents, options)
-                fn = Traced(self._fn, "Pipeline(loss_fn)", contents, drop)
+                VERSIONS.note(_CACHE.user, contents, options)
+                fn = Traced(self._fn, _CACHE.user, contents, drop)
                 return _compiled(fn, self._names, self.kind, leaves, structure)
 
             made = self._passes[options] = _CACHE.get(self._fn, options, build)

@@ -104,7 +104,7 @@ class Cache(Generic[Entry]):
             self._entries.clear()
 
 
-class Versions(Generic[Entry]):
+class Versions:
     """A bounded map from programs to what was compiled for them; safe in threads.
 
     Args:
@@ -113,40 +113,51 @@ class Versions(Generic[Entry]):
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
         self._histories: OrderedDict[Hashable, _History] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(
-        self,
-        user: str,
-        contents: Contents,
-        case: Hashable,
-        program: Hashable,
-        entry: Entry,
-    ) -> Entry:
+        self, user: str, contents: Contents, case: Hashable, program: Hashable, entry: Any
+    ) -> Any:
         """What was compiled for the program; `entry` from now on, if nothing was.
 
         Args:
-          user: Name of the public function that compiles, for the warning.
+          user: Name of the public function that compiles.
           contents: Of the function that was traced.
           case: Its arguments' shapes, and all options.
           program: What it was traced to.
           entry: What is about to be compiled.
         """
-        code = (user, contents.code, case)
+        key = (user, contents.code, case, program)
         with self._lock:
-            key = (code, program)
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return self._entries[key]
             self._entries[key] = entry
             if len(self._entries) > self._size:
                 self._entries.popitem(last=False)
-            warning = self._note(user, code, contents)
-        if warning:
-            warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
+        self.note(user, contents, case)
         return entry
+
+    def note(self, user: str, contents: Contents, case: Hashable) -> None:
+        """Counts a compilation of a code object; warns, if it is the one too many."""
+        key = (user, contents.code, case)
+        with self._lock:
+            before = self._histories.pop(key, None)
+            versions = 1 if before is None else before.versions + 1
+            self._histories[key] = _History(versions, contents)
+            if len(self._histories) > self._size:
+                self._histories.popitem(last=False)
+        if before is None or versions != PATIENCE:
+            return
+        changed = "; ".join(contents.changes_since(before.last))
+        warning = (
+            f"{user} compiles {contents.name} for the {PATIENCE}rd time, because "
+            f"what it refers to changed: {changed}. Each version costs a compilation. "
+            f"Pass what changes as an input, or write the function outside the loop."
+        )
+        warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -157,21 +168,9 @@ class Versions(Generic[Entry]):
             self._entries.clear()
             self._histories.clear()
 
-    def _note(self, user: str, code: Hashable, contents: Contents) -> str:
-        """Counts a version of a code object; the warning, if it is the one too many."""
-        before = self._histories.pop(code, None)
-        versions = 1 if before is None else before.versions + 1
-        self._histories[code] = _History(versions, contents)
-        if len(self._histories) > self._size:
-            self._histories.popitem(last=False)
-        if before is None or versions != PATIENCE:
-            return ""
-        changed = "; ".join(contents.changes_since(before.last))
-        return (
-            f"{user} compiles {contents.name} for the {PATIENCE}rd time, because "
-            f"what it refers to changed: {changed}. Each version costs a compilation. "
-            f"Pass what changes as an input, or write the function outside the loop."
-        )
+
+VERSIONS = Versions(size=256)
+"""Of all that is compiled of functions, whoever compiles it."""
 
 
 def _users_level() -> int:

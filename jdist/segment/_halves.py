@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.segment._backward import Layout, cotangents_of, gradient
-from jdist.segment._cache import Versions
+from jdist.segment._cache import VERSIONS
 from jdist.segment._contents import Contents
 from jdist.segment._deferred import Deferral, defer
 from jdist.segment._identity import identity_of
@@ -42,9 +42,6 @@ class Elsewhere(Exception):
     def __init__(self, home: "Halves") -> None:
         super().__init__(home)
         self.home = home
-
-
-VERSIONS: Versions["Halves"] = Versions(size=256)
 
 
 class Halves:
@@ -141,7 +138,7 @@ class Halves:
         program = self._traced.program(arguments, static)
         case = (self._policy, self._label, signature_of(arguments, static))
         key = program.outputs, identity_of(program.closed)
-        home = VERSIONS.get(self._user, self._contents, case, key, self)
+        home: Halves = VERSIONS.get(self._user, self._contents, case, key, self)
         if home is not self:
             raise Elsewhere(home)
         return program

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
+from jdist.segment._cache import VERSIONS
 from jdist.segment._segment import CACHE
 from tests.segment.cases import (
     CASES,
@@ -167,6 +168,7 @@ def test_one_compilation_per_half(name, rng, compilations):
     calls = [(case.params(rng), case.inputs(rng)) for _ in range(3)]
     d_outputs = cotangents(rng, jax.eval_shape(case.fn, calls[0][0], *calls[0][1]))
     CACHE.clear()
+    VERSIONS.clear()
     seg = segment(case.fn)
     jax.block_until_ready((calls, d_outputs))
     compilations.clear()
@@ -251,6 +253,7 @@ def test_same_bits_every_time(name, rng):
     first = run(segment(case.fn))
     assert_same_bits(run(segment(case.fn)), first)
     CACHE.clear()
+    VERSIONS.clear()
     assert_same_bits(run(segment(case.fn)), first)
 
 
