@@ -6,6 +6,7 @@ here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made
 `tests/segment/test_programs.py`, that fails when JAX changes it.
 """
 
+from jdist._compat.programs import WRAPPED_FUNCTION as WRAPPED_FUNCTION
 from jdist._compat.programs import Loop as Loop
 from jdist._compat.programs import byte_count as byte_count
 from jdist._compat.programs import called_program as called_program
@@ -13,7 +14,6 @@ from jdist._compat.programs import constants_of as constants_of
 from jdist._compat.programs import equations_for as equations_for
 from jdist._compat.programs import evaluate as evaluate
 from jdist._compat.programs import inner_programs as inner_programs
-from jdist._compat.programs import is_wrapped_function as is_wrapped_function
 from jdist._compat.programs import loop_counts as loop_counts
 from jdist._compat.programs import loop_of as loop_of
 from jdist._compat.programs import no_cotangent as no_cotangent

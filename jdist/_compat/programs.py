@@ -22,6 +22,9 @@ from jax.extend.core import (
 from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
 
+WRAPPED_FUNCTION = WrappedFun
+"""The form in which equations hold derivative rules that are yet to be called."""
+
 Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 
 
@@ -39,8 +42,8 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
 def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
     """The program of `fn` as JAX writes it, and the shapes of its results.
 
-    NumPy arrays that it closes over are copied: JAX refers to the caller's memory, which
-    may be written to before the program is lowered.
+    NumPy arrays that it closes over are copied: JAX refers to the caller's memory,
+    which may be written to before the program is lowered.
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     borrowed = any(isinstance(x, np.ndarray) for x in constants_of(program))
@@ -90,13 +93,8 @@ def trace_context() -> Any:
     return _trace_context()
 
 
-def is_wrapped_function(value: object) -> bool:
-    """Whether it is a function in the form in which equations hold derivative rules."""
-    return isinstance(value, WrappedFun)
-
-
 def parts_of_wrapped(value: Any) -> list[Any]:
-    """What such a function is made of, functions among it."""
+    """What a `WRAPPED_FUNCTION` is made of, functions among it."""
     return [value.f, value.f_transformed, *value.transforms]
 
 

@@ -29,7 +29,7 @@ from jdist.autograd.node import Edge, SegmentNode
 from jdist.autograd.recording import next_order, refuse_in_pure, tracing
 from jdist.segment import Segment
 from jdist.segment._cache import Cache
-from jdist.segment._contents import contents_of
+from jdist.segment._contents import contents_of, is_fixed, value_of
 from jdist.segment._flow import depending_on
 from jdist.segment._halves import Halves
 from jdist.segment._plan import Plan
@@ -38,11 +38,10 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (float, complex)
 """Python's numbers that are inputs, unless said otherwise."""
 
-_STATIC = (bool, int, str, bytes, range, type, np.dtype, enum.Enum, type(...))
+_STATIC = (bool, int, str, bytes, range, np.dtype, type(...))
 _FUNCTIONS = (
     types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs)), jnp.ufunc
 )  # fmt: skip
-_LIBRARIES = ("_operator", "jax")
 
 
 class Recordable:
@@ -120,13 +119,9 @@ def call(
 
 def _program_of(fn: Callable[..., Any]) -> "Program":
     """What was compiled for the function, or for one of the same contents."""
-    if isinstance(fn, _FUNCTIONS) and _package(fn) in _LIBRARIES:
+    if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
         return _program_of_library(fn)  # it cannot change, so nothing needs reading
     return _PROGRAMS.get(fn, (), lambda contents: Program(fn, contents.code))
-
-
-def _package(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__module__", None)).partition(".")[0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,7 +153,8 @@ class Program:
         if found is not None:
             return found
         with self._lock:
-            found = self._segments.setdefault(spec, _segment(self._fn, self._code, spec))
+            made = _segment(self._fn, self._code, spec)
+            found = self._segments.setdefault(spec, made)
             if len(self._segments) > _SPECS:
                 del self._segments[next(iter(self._segments))]
         return found
@@ -185,7 +181,7 @@ class Spec(NamedTuple):
 
     @property
     def case(self) -> Hashable:
-        """What versions of one function have in common: functions count by their code."""
+        """What versions of one function share: functions count by their code."""
         kinds = [x.case if isinstance(x, _Static) else x for x in self.kinds]
         return self.structure, tuple(kinds)
 
@@ -277,9 +273,10 @@ def _take(
         arrays.append(leaf)
         edges.append(None)
         return _PLAIN
-    if isinstance(leaf, _FUNCTIONS):
+    if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
         _refuse_closure(leaf)
-        contents = contents_of(leaf, "apply")
+        read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
+        contents = read(leaf, "apply")
         key = contents if contents.complete else object()
         return _Static(leaf, key, contents.code)
     key = _key(leaf)

@@ -32,7 +32,38 @@ class LossPasses(NamedTuple):
     losses: Callable[..., Partial]
 
 
-_CACHE: Cache[LossPasses] = Cache("Pipeline(loss_fn)", size=64)
+class _Compiled:
+    """What is compiled of one loss function, for all pipelines that have it.
+
+    Args:
+      fn: The loss function.
+      contents: What it is made of.
+
+    Attributes:
+      fn: The same, by its programs.
+    """
+
+    def __init__(self, fn: Callable[..., Any], contents: Contents) -> None:
+        drop = functools.partial(_CACHE.drop, contents, ())
+        self.fn = Traced(fn, _CACHE.user, contents, drop)
+        self._contents = contents
+        self._passes: dict[Hashable, LossPasses] = {}
+
+    def passes(
+        self, names: tuple[str, ...], kind: str, unread: Mapping[str, Any]
+    ) -> LossPasses:
+        """See `PipelineLoss.passes`."""
+        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
+        options = (names, kind, tuple(leaves), structure)
+        made = self._passes.get(options)
+        if made is None:
+            VERSIONS.note(_CACHE.user, self._contents, options)
+            made = _compiled(self.fn, names, kind, leaves, structure)
+            self._passes[options] = made
+        return made
+
+
+_CACHE: Cache[_Compiled] = Cache("Pipeline(loss_fn)", size=64)
 
 
 class PipelineLoss:
@@ -49,10 +80,9 @@ class PipelineLoss:
     def __init__(
         self, fn: Callable[..., Any], names: tuple[str, ...], kind: str
     ) -> None:
-        self._fn = fn
         self._names = names
         self._factor: Any = None
-        self._passes: dict[Hashable, LossPasses] = {}
+        self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
 
     @property
@@ -83,9 +113,9 @@ class PipelineLoss:
           values: Shapes of the values it is given, by name.
           batch: The batch, or its shapes.
         """
-        names = sorted(batch)
+        names, fn = sorted(batch), self._compiled.fn
         program, _ = trace(
-            lambda entries, values: _called(self._fn, self._names, values, entries),
+            lambda entries, values: _called(fn, self._names, values, entries),
             {name: batch[name] for name in names},
             values,
         )
@@ -108,18 +138,7 @@ class PipelineLoss:
         unread = {
             name: kinds_of(entry) for name, entry in batch.items() if name not in read
         }
-        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
-        options = (self._names, self.kind, tuple(leaves), structure)
-        made = self._passes.get(options)
-        if made is None:
-
-            def build(contents: Contents) -> LossPasses:
-                drop = functools.partial(_CACHE.drop, contents, options)
-                VERSIONS.note(_CACHE.user, contents, options)
-                fn = Traced(self._fn, _CACHE.user, contents, drop)
-                return _compiled(fn, self._names, self.kind, leaves, structure)
-
-            made = self._passes[options] = _CACHE.get(self._fn, options, build)
+        made = self._compiled.passes(self._names, self.kind, unread)
         return made if self._factor is None else self._with_factor(made)
 
     def _with_factor(self, made: LossPasses) -> LossPasses:

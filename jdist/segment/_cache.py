@@ -118,7 +118,12 @@ class Versions:
         self._lock = threading.Lock()
 
     def get(
-        self, user: str, contents: Contents, case: Hashable, program: Hashable, entry: Any
+        self,
+        user: str,
+        contents: Contents,
+        case: Hashable,
+        program: Hashable,
+        entry: Any,
     ) -> Any:
         """What was compiled for the program; `entry` from now on, if nothing was.
 

@@ -14,7 +14,8 @@ the code can reach is of these kinds:
 - NumPy arrays, which can be written to: by their bytes;
 - functions and classes: by their code and what that refers to, module by module;
 - functions, classes and modules of `FIXED_PACKAGES`: by identity;
-- objects of classes written in Python: by identity, their attributes and their class.
+- objects of classes written in Python: by their attributes and their class, and by
+  identity unless the class defines an equality.
   Where code reads an object at attributes only (`config.scale`, `self.width`), by these
   attributes alone, so that others may change;
 - modules: by the attributes that code reads of them.
@@ -33,10 +34,10 @@ import functools
 import hashlib
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -44,15 +45,15 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.segment._reads import Path, reads_of
 
-FIXED_PACKAGES = frozenset(
-    """
-    jdist jax jaxlib numpy ml_dtypes flax optax orbax chex einops scipy
-    builtins math cmath operator _operator functools _functools itertools contextlib
-    collections _collections _collections_abc dataclasses enum typing abc _abc types
-    numbers copy copyreg inspect string textwrap warnings weakref logging re pathlib
-    argparse statistics
-    """.split()
-)
+FIXED_PACKAGES = frozenset((
+    "jdist", "jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "flax", "optax", "orbax",
+    "chex", "einops",
+    "abc", "_abc", "argparse", "builtins", "cmath", "collections", "_collections",
+    "_collections_abc", "contextlib", "copy", "copyreg", "dataclasses", "enum",
+    "functools", "_functools", "inspect", "itertools", "logging", "math", "numbers",
+    "operator", "_operator", "pathlib", "re", "statistics", "string", "textwrap",
+    "types", "typing", "warnings", "weakref",
+))  # fmt: skip
 """Packages whose functions, classes and modules do not change while a program runs."""
 
 MOST_VALUES = 1000
@@ -84,13 +85,12 @@ _TRANSPARENT = (
 _JITTED = type(jax.jit(abs))
 # They see or do what is not in the code.
 _BEYOND = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})
-_ABOUT_CLASS = frozenset(
-    """
-    __module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __slots__
-    __dataclass_fields__ __dataclass_params__ __match_args__ __abstractmethods__
-    _abc_impl __parameters__ __orig_bases__ __firstlineno__ __static_attributes__
-    """.split()
-)
+_ABOUT_CLASS = frozenset((
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__",
+    "__annotations__", "__dataclass_fields__", "__dataclass_params__", "__parameters__",
+    "__match_args__", "__abstractmethods__", "_abc_impl", "__orig_bases__",
+    "__firstlineno__", "__static_attributes__",
+))  # fmt: skip
 _MISSING = object()
 Part = tuple[str, Hashable]
 
@@ -180,6 +180,21 @@ def contents_of(fn: Callable[..., Any], user: str) -> Contents:
     return Contents(found.code, found.parts, tuple(dict.fromkeys(reader.unread)))
 
 
+def value_of(value: Any, user: str) -> Contents:
+    """The contents of an argument that is part of what is compiled: `contents_of`."""
+    reader = _Reader(user)
+    part = "the argument"
+    key = reader.key(part, value)
+    return Contents(key, ((part, key),), tuple(dict.fromkeys(reader.unread)))
+
+
+def is_fixed(fn: Callable[..., Any]) -> bool:
+    """Whether a function is a library's, and refers to nothing that is not."""
+    if isinstance(fn, _JITTED):
+        return is_fixed(fn.__wrapped__)
+    return _fixed(fn) and getattr(fn, "__closure__", None) is None
+
+
 class _Reader:
     """Reads the contents of one function, and of all that it refers to.
 
@@ -213,12 +228,12 @@ class _Reader:
         call = _in_class(type(fn), "__call__")
         if isinstance(call, types.FunctionType) and not _fixed(call):
             return self._function(call, first=fn)
-        return Contents(self._key(part, fn), ())
+        return Contents(self.key(part, fn), ())
 
     def _method(self, fn: types.MethodType) -> Contents:
         if not isinstance(fn.__func__, types.FunctionType):
             own = self.callable("the method", fn.__func__)
-            bound = ("the object `self`", self._key("the object `self`", fn.__self__))
+            bound = ("the object `self`", self.key("the object `self`", fn.__self__))
             return Contents(own.code, (*own.parts, bound))
         return self._function(fn.__func__, first=fn.__self__)
 
@@ -261,11 +276,11 @@ class _Reader:
                 self.unread.append(f"the import of `{module}`")
         for name, value in vars(fn).items():
             if name != "__wrapped__":
-                yield f"attribute `{name}`", self._key(f"attribute `{name}`", value)
+                yield f"attribute `{name}`", self.key(f"attribute `{name}`", value)
 
     def _named(self, values: dict[str, Any]) -> Iterator[Part]:
         for name, value in values.items():
-            yield name, self._key(name, value)
+            yield name, self.key(name, value)
 
     # --- what code reads of a variable ---
 
@@ -274,7 +289,7 @@ class _Reader:
     ) -> Iterator[Part]:
         """Parts for a variable that is read at some attributes, or as a whole."""
         if () in paths or self._whole(value):
-            yield part, self._key(part, value)
+            yield part, self.key(part, value)
             return
         kind = part.removesuffix(f"`{name}`")
         for path in sorted(paths):
@@ -289,52 +304,52 @@ class _Reader:
         return not plain or not _in_python(type(value)) or _is_known(value)
 
     def _attribute(self, part: str, value: Any, path: Path) -> Hashable:
-        """The key of what `value.a.b` yields, without running any code of the user's."""
+        """The key of what `value.a.b` yields; no code of the user's runs for it."""
         if not path or self._whole(value):
-            return self._key(part, value)
+            return self.key(part, value)
         if isinstance(value, types.ModuleType):
             if path[0] not in vars(value):
                 return self._not_read(part, value)
             return self._attribute(part, vars(value)[path[0]], path[1:])
         if isinstance(value, type):
-            if type(value) is not type:  # A metaclass may put something in between.
-                return self._key(part, value)
-            return self._found(part, None, value, _in_class(value, path[0]), path)
-        raw = _in_class(type(value), path[0])
-        own = getattr(value, "__dict__", {})
-        if not _is_data_descriptor(raw) and path[0] in own:
-            return self._attribute(part, own[path[0]], path[1:])
-        if raw is _MISSING and _in_class(type(value), "__getattr__") is not _MISSING:
-            return self._key(part, value)
-        return self._found(part, value, type(value), raw, path)
+            return self._of_class(part, value, path)
+        return self._of_object(part, value, path)
 
-    def _found(self, part: str, owner: Any, kind: type, raw: Any, path: Path) -> Hashable:
-        """The key of an attribute that is in the class, seen from an object or it."""
+    def _of_object(self, part: str, value: Any, path: Path) -> Hashable:
+        name, rest = path[0], path[1:]
+        kind, own = type(value), getattr(value, "__dict__", {})
+        raw = _in_class(kind, name)
+        if name in own and not _is_data_descriptor(raw):
+            return self._attribute(part, own[name], rest)
         if raw is _MISSING:
-            return "missing"
+            computed = _in_class(kind, "__getattr__") is not _MISSING
+            return self.key(part, value) if computed else "missing"
+        code = _code_behind(raw)
+        if code is not None:
+            return self._bound(part, code, value)
+        if isinstance(raw, types.MemberDescriptorType):
+            return self._attribute(part, _in_slot(raw, value), rest)
+        return self._of_entry(part, value, kind, raw, rest)
+
+    def _of_class(self, part: str, kind: type, path: Path) -> Hashable:
+        raw = _in_class(kind, path[0])
+        if type(kind) is not type or raw is _MISSING:
+            return self.key(part, kind)  # The metaclass may have it.
+        if isinstance(raw, types.FunctionType):
+            return self._attribute(part, raw, path[1:])
+        return self._of_entry(part, kind, kind, raw, path[1:])
+
+    def _of_entry(
+        self, part: str, owner: Any, kind: type, raw: Any, rest: Path
+    ) -> Hashable:
+        """The key of what an entry of a class is, seen from an object or the class."""
         if isinstance(raw, staticmethod):
-            return self._attribute(part, raw.__func__, path[1:])
+            return self._attribute(part, raw.__func__, rest)
         if isinstance(raw, classmethod):
             return self._bound(part, raw.__func__, kind)
-        if owner is None:
-            if isinstance(raw, types.FunctionType) or not hasattr(type(raw), "__get__"):
-                return self._attribute(part, raw, path[1:])
-            return self._key(part, raw)
-        if isinstance(raw, types.FunctionType):
-            return self._bound(part, raw, owner)
-        if isinstance(raw, property):
-            return self._bound(part, raw.fget, owner)
-        if isinstance(raw, functools.cached_property):
-            return self._bound(part, raw.func, owner)
-        if isinstance(raw, types.MemberDescriptorType):
-            try:
-                held = raw.__get__(owner)
-            except AttributeError:
-                return "missing"
-            return self._attribute(part, held, path[1:])
         if hasattr(type(raw), "__get__"):
-            return self._not_read(part, raw)
-        return self._attribute(part, raw, path[1:])
+            return self.key(part, owner)
+        return self._attribute(part, raw, rest)
 
     def _bound(self, part: str, fn: Any, first: Any) -> Hashable:
         """The key of a function and of what it reads of its first argument."""
@@ -346,37 +361,37 @@ class _Reader:
 
     # --- values ---
 
-    def _key(self, part: str, value: Any) -> Hashable:
+    def key(self, part: str, value: Any) -> Hashable:
         """The key of a value; `part` is how the outermost function refers to it."""
         self._values -= 1
-        if isinstance(value, _EXACT):
-            if isinstance(value, str | bytes):
+        kind = type(value)
+        if kind in _EXACT:
+            if kind in (str, bytes):
                 self._bytes -= len(value)
-            if type(value) in _EXACT:
-                return type(value), value
+            return kind, value
         if self._values < 0 or self._bytes < 0:
             return self._not_read(part, value)
-        kind = _kind(type(value))
-        if kind == "traced":
-            raise TypeError(
-                requirement(
-                    f"{self._user}(fn)",
-                    f"must not refer to values that are being traced; {part} is one",
-                    str(value),
-                    "Pass it as an input; only inputs and parameters are "
-                    "differentiated.",
-                )
-            )
-        if kind == "bytes":
-            return self._array(part, np.asarray(value))
-        if type(value) in (float, complex):
-            # Tells -0.0 from 0.0, and one NaN is like another.
-            return type(value), repr(value)
-        if kind == "identity":
-            return _Same(value)
-        if kind == "equality" and _hashable(value):
-            return type(value), value
+        read = _SIMPLE.get(_sort(kind))
+        if read is not None:
+            return read(self, part, value)
         return self._once(id(value), value, lambda: self._structure(part, value))
+
+    def _refuse(self, part: str, value: Any) -> NoReturn:
+        rule = f"must not refer to values that are being traced; {part} is one"
+        remedy = "Pass it as an input; only inputs and parameters are differentiated."
+        call = f"{self._user}(fn)"
+        raise TypeError(requirement(call, rule, str(value), remedy))
+
+    def _array(self, part: str, value: Any) -> Hashable:
+        array = np.asarray(value)
+        self._bytes -= array.nbytes
+        if array.dtype.hasobject or self._bytes < 0:
+            return self._not_read(part, value)
+        digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
+        return array.dtype.str, array.shape, digest
+
+    def _equal(self, part: str, value: Any) -> Hashable:
+        return (type(value), value) if _hashable(value) else self._not_read(part, value)
 
     def _once(self, met: Any, held: Any, read: Callable[[], Hashable]) -> Hashable:
         """Reads a value where it is met first; after that its number says it all."""
@@ -388,54 +403,51 @@ class _Reader:
     def _structure(self, part: str, value: Any) -> Hashable:
         """The key of what refers to other values."""
         kind = type(value)
-        if kind in (dict, collections.OrderedDict, types.MappingProxyType):
-            return kind, self._items(part, value)
-        if kind is collections.defaultdict:
-            factory = self._key(part, value.default_factory)
-            return kind, factory, self._items(part, value)
-        if kind in (list, tuple, collections.deque):
-            return kind, getattr(value, "maxlen", None), self._keys(part, value)
-        if kind in (set, frozenset):
-            return kind, frozenset(self._keys(part, value))
-        if isinstance(value, types.FunctionType):
-            if _fixed(value) and value.__closure__ is None:
-                return _Same(value)
-            return self._function(value)
-        if isinstance(value, types.MethodType | functools.partial | _JITTED):
-            return self.callable(part, value)
-        if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
-            return self._builtin(part, value)
-        if isinstance(value, weakref.ReferenceType):
-            return kind, self._key(part, value())
-        if isinstance(value, types.ModuleType):
-            return _Same(value) if _fixed(value) else self._not_read(part, value)
-        if isinstance(value, type):
-            return self._class(part, value)
-        if isinstance(value, enum.Enum):
-            return _Same(value), self._key(part, value._value_), self._key(part, kind)
-        return self._object(part, value)
+        read = _CONTAINERS.get(kind)
+        if read is None:
+            read = next(read for kinds, read in _OTHERS if isinstance(value, kinds))
+        return read(self, part, value)
 
-    def _keys(self, part: str, values: Iterable[Any]) -> Hashable:
-        if len(values) > self._values:  # type: ignore[arg-type]
+    def _mapping(self, part: str, value: Any) -> Hashable:
+        factory = self.key(part, getattr(value, "default_factory", None))
+        return type(value), factory, self._items(part, value)
+
+    def _sequence(self, part: str, value: Any) -> Hashable:
+        length = getattr(value, "maxlen", None)
+        return type(value), length, self._keys(part, value)
+
+    def _set(self, part: str, value: Any) -> Hashable:
+        keys = self._keys(part, value)
+        return type(value), frozenset(keys) if isinstance(keys, tuple) else keys
+
+    def _keys(self, part: str, values: Any) -> Hashable:
+        if len(values) > self._values:
             return self._not_read(part, values)
-        return tuple([self._key(part, value) for value in values])
+        return tuple([self.key(part, value) for value in values])
 
     def _items(self, part: str, values: Any) -> Hashable:
+        if len(values) > self._values:
+            return self._not_read(part, values)
         return self._keys(part, [x for item in values.items() for x in item])
 
-    def _array(self, part: str, array: np.ndarray) -> Hashable:
-        self._bytes -= array.nbytes
-        if array.dtype.hasobject or self._bytes < 0:
-            return self._not_read(part, array)
-        digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
-        return array.dtype.str, array.shape, digest
+    def _plain_function(self, part: str, fn: Any) -> Hashable:
+        return _Same(fn) if is_fixed(fn) else self._function(fn)
+
+    def _reference(self, part: str, value: Any) -> Hashable:
+        return weakref.ReferenceType, self.key(part, value())
+
+    def _module(self, part: str, module: Any) -> Hashable:
+        return _Same(module) if _fixed(module) else self._not_read(part, module)
+
+    def _member(self, part: str, value: Any) -> Hashable:
+        return _Same(value), self.key(part, value._value_), self.key(part, type(value))
 
     def _builtin(self, part: str, fn: Any) -> Hashable:
         owner = fn.__self__
         if owner is None or isinstance(owner, types.ModuleType):
             fixed = _fixed_name(getattr(fn, "__module__", None) or "")
             return _Same(fn) if fixed else self._not_read(part, fn)
-        return fn.__name__, self._key(part, owner)
+        return fn.__name__, self.key(part, owner)
 
     def _class(self, part: str, kind: type) -> Hashable:
         """The key of a class: all that its code, and that of its bases, refers to."""
@@ -456,14 +468,15 @@ class _Reader:
 
     def _entry(self, part: str, raw: Any) -> Hashable:
         if isinstance(raw, staticmethod | classmethod):
-            return type(raw), self._key(part, raw.__func__)
+            return type(raw), self.key(part, raw.__func__)
         if isinstance(raw, property):
             return property, self._keys(part, [raw.fget, raw.fset, raw.fdel])
         if isinstance(raw, functools.cached_property):
-            return functools.cached_property, self._key(part, raw.func)
-        if isinstance(raw, _ATTRIBUTE_OF_C) or _fixed(type(raw)) and not _state(raw):
+            return functools.cached_property, self.key(part, raw.func)
+        inert = _fixed(type(raw)) and not _state(raw) and not callable(raw)
+        if isinstance(raw, _ATTRIBUTE_OF_C) or inert:
             return _Same(raw)
-        return self._key(part, raw)
+        return self.key(part, raw)
 
     def _object(self, part: str, value: Any) -> Hashable:
         """The key of an object: all of its attributes, and its class."""
@@ -471,7 +484,7 @@ class _Reader:
         if not _in_python(kind):
             return self._not_read(part, value)
         attributes = tuple(
-            (name, self._key(f"{part}, attribute `{name}`", x))
+            (name, self.key(f"{part}, attribute `{name}`", x))
             for name, x in _state(value)
         )
         inside: Hashable = ()
@@ -481,7 +494,10 @@ class _Reader:
             inside = self._keys(part, list(value))
         elif isinstance(value, int | float | str):
             inside = repr(value)
-        return _Same(value), attributes, inside, self._key(part, kind)
+        # Distinct objects that are equal by what they hold behave alike. Others may be
+        # told apart by which they are.
+        which = () if kind.__eq__ is not object.__eq__ else _Same(value)
+        return which, attributes, inside, self.key(part, kind)
 
     def _not_read(self, part: str, value: Any) -> Hashable:
         self.unread.append(f"{part} (a {type(value).__name__})")
@@ -489,15 +505,51 @@ class _Reader:
 
 
 _PLAIN_ACCESS = (object.__getattribute__, types.SimpleNamespace.__getattribute__)
+_Read = Callable[[_Reader, str, Any], Hashable]
+
+_SIMPLE: dict[str, _Read] = {
+    "traced": _Reader._refuse,
+    "array": _Reader._array,
+    # Tells -0.0 from 0.0, and one NaN is like another.
+    "number": lambda _, __, value: (type(value), repr(value)),
+    "identity": lambda _, __, value: _Same(value),
+    "equality": _Reader._equal,
+}
+
+_CONTAINERS: dict[type, _Read] = {
+    dict: _Reader._mapping,
+    collections.OrderedDict: _Reader._mapping,
+    collections.defaultdict: _Reader._mapping,
+    types.MappingProxyType: _Reader._mapping,
+    list: _Reader._sequence,
+    tuple: _Reader._sequence,
+    collections.deque: _Reader._sequence,
+    set: _Reader._set,
+    frozenset: _Reader._set,
+}
+
+_CALLABLE = (types.MethodType, functools.partial, _JITTED)
+_OTHERS: tuple[tuple[Any, _Read], ...] = (
+    (types.FunctionType, _Reader._plain_function),
+    (_CALLABLE, _Reader.callable),
+    ((types.BuiltinFunctionType, types.MethodWrapperType), _Reader._builtin),
+    (weakref.ReferenceType, _Reader._reference),
+    (types.ModuleType, _Reader._module),
+    (type, _Reader._class),
+    (enum.Enum, _Reader._member),
+    (object, _Reader._object),
+)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(kind: type) -> str:
-    """How values of a type count, where that is known from the type; or ""."""
+def _sort(kind: type) -> str:
+    """How values of a type count, where the type alone tells; or ""."""
     if issubclass(kind, jax.core.Tracer):
         return "traced"
     if issubclass(kind, np.ndarray | np.generic):
-        return "bytes"
+        return "array"
+    if kind in (float, complex):
+        return "number"
     if issubclass(kind, _BY_IDENTITY):
         return "identity"
     return "equality" if issubclass(kind, _BY_EQUALITY) else ""
@@ -505,10 +557,25 @@ def _kind(kind: type) -> str:
 
 def _is_known(value: Any) -> bool:
     """Whether a value is of a kind that is read as a whole, whatever is asked of it."""
-    if isinstance(value, _EXACT) or _kind(type(value)):
+    if type(value) in _EXACT or _sort(type(value)):
         return True
-    functions = (types.FunctionType, types.MethodType, functools.partial, _JITTED)
-    return isinstance(value, (*functions, enum.Enum))
+    return isinstance(value, (types.FunctionType, *_CALLABLE, enum.Enum))
+
+
+def _code_behind(raw: Any) -> Any:
+    """The function that an entry of a class runs when an object is asked for it."""
+    if isinstance(raw, property):
+        return raw.fget
+    if isinstance(raw, functools.cached_property):
+        return raw.func
+    return raw if isinstance(raw, types.FunctionType) else None
+
+
+def _in_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # It is not assigned yet.
+        return _MISSING
 
 
 def _in_class(kind: type, name: str) -> Any:
@@ -526,28 +593,25 @@ def _is_data_descriptor(raw: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _in_python(kind: type) -> bool:
     """Whether all that instances hold is in attributes: no base is written in C."""
-    return all(each in _TRANSPARENT or _written_in_python(each) for each in kind.__mro__)
+    return all(
+        each in _TRANSPARENT or _written_in_python(each) for each in kind.__mro__
+    )
 
 
 def _written_in_python(kind: type) -> bool:
-    return "__module__" in vars(kind) and not any(
-        isinstance(raw, _METHOD_OF_C)
-        and raw.__objclass__ is kind
-        or isinstance(raw, types.BuiltinFunctionType)
-        and raw.__self__ is kind
-        for raw in vars(kind).values()
+    entries = vars(kind)
+    return "__module__" in entries and not any(
+        (isinstance(raw, _METHOD_OF_C) and raw.__objclass__ is kind)
+        or (isinstance(raw, types.BuiltinFunctionType) and raw.__self__ is kind)
+        for raw in entries.values()
     )
 
 
 def _state(value: Any) -> list[tuple[str, Any]]:
     """The attributes that an object has: those in its dict and in its slots."""
     found = list(getattr(value, "__dict__", {}).items())
-    for name, slot in _slots(type(value)):
-        try:
-            found.append((name, slot.__get__(value)))
-        except AttributeError:  # It is not assigned yet.
-            continue
-    return found
+    slots = [(name, _in_slot(slot, value)) for name, slot in _slots(type(value))]
+    return found + [each for each in slots if each[1] is not _MISSING]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,9 +24,7 @@ from jdist.segment._plan import Plan, plan
 from jdist.segment._repeat import Policy
 from jdist.segment._residuals import Deferred, Residuals, Rest
 from jdist.segment._split import split
-from jdist.segment._traced import Program, Traced, signature_of
-
-Static = tuple[tuple[int, type, Any], ...]
+from jdist.segment._traced import Program, Static, Traced, signature_of
 
 Then = Callable[[Any, Any, Any], Any]
 """`then(carry, d_params, given)`: what is made of gradients as they are computed."""
@@ -153,7 +151,9 @@ class Halves:
         return self._program(params, inputs, static).run(params, *inputs)
 
 
-def _compiled(name: str, half: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _compiled(
+    name: str, half: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
     """A half, compiled under the function's name, which shows in profiles."""
 
     def run(*arguments: Any) -> Any:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jdist._compat import is_wrapped_function, parts_of_wrapped
+from jdist._compat import WRAPPED_FUNCTION, parts_of_wrapped
 from jdist.segment._contents import FIXED_PACKAGES, MOST_BYTES, contents_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, enum.Enum, type)
@@ -101,22 +101,8 @@ class _Writer:
         return _bits(np.asarray(array))
 
     def _parameter(self, value: Any) -> Hashable:
-        kind = type(value)
-        if isinstance(value, ClosedJaxpr):
-            return self.closed(value)
-        if isinstance(value, Jaxpr):
-            return self._jaxpr(value)
-        if isinstance(value, _PLAIN):
-            return kind, repr(value) if kind is float else value
-        if isinstance(value, tuple | list):
-            return kind, tuple([self._parameter(x) for x in value])
-        if isinstance(value, dict):
-            return tuple([(k, self._parameter(x)) for k, x in value.items()])
-        if isinstance(value, np.ndarray | np.generic | jax.Array):
-            return self._constant(value)
-        if isinstance(value, _FUNCTIONS) or is_wrapped_function(value):
-            return self._callable(value)
-        return self._other(value)
+        readers = (read for kinds, read in _PARAMETERS if isinstance(value, kinds))
+        return next(readers)(self, value)
 
     def _other(self, value: Any) -> Hashable:
         """Descriptions of JAX's own, which are equal by what they say."""
@@ -136,6 +122,19 @@ class _Writer:
             contents = contents_of(each, "segment")
             keys.append(contents if contents.complete else object())
         return tuple(keys)
+
+
+_PARAMETERS: tuple[tuple[Any, Callable[[_Writer, Any], Hashable]], ...] = (
+    (ClosedJaxpr, _Writer.closed),
+    (Jaxpr, _Writer._jaxpr),
+    (float, lambda _, x: (float, repr(x))),
+    (_PLAIN, lambda _, x: (type(x), x)),
+    (tuple | list, lambda w, x: (type(x), tuple([w._parameter(y) for y in x]))),
+    (dict, lambda w, x: tuple([(k, w._parameter(y)) for k, y in x.items()])),
+    (np.ndarray | np.generic | jax.Array, _Writer._constant),
+    ((*_FUNCTIONS, WRAPPED_FUNCTION), _Writer._callable),
+    (object, _Writer._other),
+)
 
 
 class _Held:
@@ -160,27 +159,36 @@ def _bits(array: np.ndarray) -> Hashable:
 
 def _users_functions(fn: Any) -> Iterator[Callable[..., Any]]:
     """The functions that are not a library's, among all that a callable is made of."""
-    waiting, met = [fn], set()
+    waiting, met = [fn], {id(None)}
     while waiting:
         value = waiting.pop()
         if id(value) in met:
             continue
         met.add(id(value))
-        if isinstance(value, tuple | list):
-            waiting += value
-        elif is_wrapped_function(value):
-            waiting += parts_of_wrapped(value)
-        elif isinstance(value, types.FunctionType):
-            module = str(value.__globals__.get("__name__"))
-            if module.partition(".")[0] not in FIXED_PACKAGES:
-                yield value
-                continue
-            waiting += [x for x in map(_content, value.__closure__ or ()) if x is not fn]
-        elif callable(value) and not isinstance(value, type):
-            if type(value).__module__.partition(".")[0] not in FIXED_PACKAGES:
-                yield value
-            waiting += list(getattr(value, "__dict__", {}).values())
-            waiting += [getattr(value, name, None) for name in ("func", "args", "__self__")]
+        if callable(value) and not isinstance(value, type) and not _of_library(value):
+            yield value
+        else:
+            waiting += _inside(value)
+
+
+def _of_library(value: Any) -> bool:
+    named = value.__globals__ if isinstance(value, types.FunctionType) else None
+    module = type(value).__module__ if named is None else str(named.get("__name__"))
+    return module.partition(".")[0] in FIXED_PACKAGES
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a library's callable, or a tuple, refers to."""
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, WRAPPED_FUNCTION):
+        return parts_of_wrapped(value)
+    if isinstance(value, types.FunctionType):
+        return [_content(cell) for cell in value.__closure__ or ()]
+    if not callable(value) or isinstance(value, type):
+        return []
+    named = [getattr(value, name, None) for name in ("func", "args", "__self__")]
+    return [*getattr(value, "__dict__", {}).values(), *named]
 
 
 def _content(cell: Any) -> Any:

@@ -10,16 +10,16 @@ time, never correctness.
 import dis
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 Path = tuple[str, ...]
-"""Attributes, one of the other; empty for the whole value."""
+"""Attributes, each of the one before; empty for the whole value."""
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _FREE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-# Constants; and what prepares a variable for functions inside, which are read themselves.
+# Constants, and what prepares a variable for functions inside.
 _NO_READ = (
     "LOAD_CONST", "RETURN_CONST", "KW_NAMES",
     "MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS",
@@ -46,35 +46,55 @@ class Reads:
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: types.CodeType) -> Reads:
     """What a code object reads; computed once."""
-    names: dict[str, set[Path]] = {}
-    free: dict[str, set[Path]] = {}
-    first: set[Path] = set()
-    imports: set[str] = set()
-    own = code.co_varnames[0] if code.co_argcount else None
+    found = _Found(code)
     for opname, variable, path in _uses(code):
-        if opname == "IMPORT_NAME":
-            imports.add(variable)
-        elif opname in _GLOBAL or opname.endswith("_GLOBAL"):
-            names.setdefault(variable, set()).add(path)
-        elif variable == own:
-            first.add(path)
-        elif variable in code.co_freevars:
-            free.setdefault(variable, set()).add(path)
-    if own is not None and "super" in names:
-        first.add(())  # `super()` reads it without naming it.
+        found.add(opname, variable, path)
     for inner in code.co_consts:
-        if not isinstance(inner, types.CodeType):
-            continue
-        found = reads_of(inner)
-        imports |= found.imports
-        for variable, paths in found.names.items():
-            names.setdefault(variable, set()).update(paths)
-        for variable, paths in found.free.items():
-            if variable in code.co_freevars:
-                free.setdefault(variable, set()).update(paths)
-            elif variable == own:
-                first |= paths
-    return Reads(_frozen(names), _frozen(free), frozenset(first), frozenset(imports))
+        if isinstance(inner, types.CodeType):
+            found.include(reads_of(inner))
+    return found.reads()
+
+
+class _Found:
+    """What has been found of one code object."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self._first = code.co_varnames[0] if code.co_argcount else None
+        self._outside = code.co_freevars
+        self._names: dict[str, set[Path]] = {}
+        self._free: dict[str, set[Path]] = {}
+        self._own: set[Path] = set()
+        self._imports: set[str] = set()
+
+    def add(self, opname: str, variable: str, path: Path) -> None:
+        """Of one instruction."""
+        if opname == "IMPORT_NAME":
+            self._imports.add(variable)
+        elif opname in _GLOBAL or opname.endswith("_GLOBAL"):
+            self._names.setdefault(variable, set()).add(path)
+        else:
+            self._variable(variable, {path})
+
+    def include(self, inner: Reads) -> None:
+        """Of a function that is written inside this one."""
+        self._imports |= inner.imports
+        for variable, paths in inner.names.items():
+            self._names.setdefault(variable, set()).update(paths)
+        for variable, paths in inner.free.items():
+            self._variable(variable, paths)
+
+    def _variable(self, variable: str, paths: Iterable[Path]) -> None:
+        if variable == self._first:
+            self._own.update(paths)
+        elif variable in self._outside:
+            self._free.setdefault(variable, set()).update(paths)
+
+    def reads(self) -> Reads:
+        """All of it."""
+        # `super()` reads the first argument without naming it.
+        own = {*self._own, ()} if "super" in self._names else self._own
+        names, free = _frozen(self._names), _frozen(self._free)
+        return Reads(names, free, frozenset(own), frozenset(self._imports))
 
 
 def _frozen(paths: Mapping[str, set[Path]]) -> dict[str, frozenset[Path]]:

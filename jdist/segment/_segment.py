@@ -10,8 +10,8 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.segment._cache import Cache
-from jdist.segment._contents import Contents
-from jdist.segment._halves import Halves, Static, Then
+from jdist.segment._contents import Contents, value_of
+from jdist.segment._halves import Halves, Then
 from jdist.segment._repeat import POLICIES, Policy
 from jdist.segment._residuals import (
     Deferred,
@@ -23,6 +23,7 @@ from jdist.segment._residuals import (
     refuse_origin,
     version_of,
 )
+from jdist.segment._traced import Static, StaticValue
 
 CACHE: Cache[Halves] = Cache("segment", size=256)
 
@@ -302,15 +303,26 @@ class Segment:
         self, inputs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Static]:
         places = [n for n in self._static if n <= len(inputs)]
-        static = tuple((n, type(inputs[n - 1]), inputs[n - 1]) for n in places)
-        for place, kind, value in static:
-            if not issubclass(kind, Hashable):
-                rule = "must be hashable where an argument is static"
-                got = f"{value!r} as argument {place}"
-                raise TypeError(requirement("Segment.forward(*inputs)", rule, got))
+        static = tuple(_static(n, inputs[n - 1]) for n in places)
         return tuple(
             None if i in places else x for i, x in enumerate(inputs, start=1)
         ), static
+
+
+def _static(place: int, value: Any) -> StaticValue:
+    call = "Segment.forward(*inputs)"
+    if not isinstance(value, Hashable):
+        rule = "must be hashable where an argument is static"
+        raise TypeError(requirement(call, rule, f"{value!r} as argument {place}"))
+    if type(value) in (bool, int, str, type(None)):
+        return StaticValue(place, value, (type(value), value))
+    contents = value_of(value, call)
+    if not contents.complete:
+        rule = "must be readable where an argument is static: what it holds may change"
+        got = f"{value!r} as argument {place}, with {', '.join(contents.unread)}"
+        remedy = "Close over it: the function is then traced anew for each segment."
+        raise TypeError(requirement(call, rule, got, remedy))
+    return StaticValue(place, value, contents)
 
 
 def _gathered(
@@ -352,7 +364,8 @@ def segment(
         "dots": all but matrix products, convolutions and the like. True: everything;
         only inputs are kept.
       static_argnums: Numbers of arguments that are hashable Python values and not
-        arrays, counted as in `jax.jit` (`params` is 0 and cannot be static).
+        arrays, counted as in `jax.jit` (`params` is 0 and cannot be static). Functions
+        and objects among them count by their contents, as `fn` does.
       label: Tells versions of one code object that are meant, such as the stages of a
         pipeline made by one factory, from those that a closure makes by accident.
         Segments of different labels share nothing.

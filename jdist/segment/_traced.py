@@ -28,7 +28,36 @@ from jdist._errors import requirement
 from jdist.segment._contents import Contents, contents_of
 from jdist.segment._identity import likeness_of
 
-Signature = tuple[Any, tuple[Any, ...], Hashable, Any]
+
+class StaticValue:
+    """An argument that is part of what is compiled; equal by its key.
+
+    Args:
+      place: Its position.
+      value: The argument.
+      key: What it is made of.
+    """
+
+    __slots__ = ("key", "place", "value")
+
+    def __init__(self, place: int, value: Any, key: Hashable) -> None:
+        self.place = place
+        self.value = value
+        self.key = key
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, StaticValue)
+            and self.place == other.place
+            and self.key == other.key
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.place, self.key))
+
+
+Static = tuple[StaticValue, ...]
+Signature = tuple[Any, tuple[Any, ...], Static, Any]
 """Structure and abstract values of the arguments, static ones, and JAX's settings."""
 
 
@@ -82,12 +111,12 @@ class Traced:
         """What the function returns. While JAX traces only."""
         return self.program(arguments).run(*arguments)
 
-    def program(self, arguments: tuple[Any, ...], static: Hashable = ()) -> Program:
+    def program(self, arguments: tuple[Any, ...], static: Static = ()) -> Program:
         """The program for arguments of these shapes.
 
         Args:
           arguments: Pytrees of arrays, abstract ones too.
-          static: `(position, type, value)` of arguments that are not arrays.
+          static: The arguments that are not arrays.
         """
         signature = signature_of(arguments, static)
         found = self._programs.get(signature)
@@ -102,8 +131,8 @@ class Traced:
 
         def called(*leaves: Any) -> Any:
             arguments = list(jax.tree.unflatten(structure, leaves))
-            for place, _, value in static:  # type: ignore[attr-defined]
-                arguments[place] = value
+            for each in static:
+                arguments[each.place] = each.value
             return self._fn(*arguments)
 
         closed, shapes = trace_whole(called, *kinds)
@@ -133,7 +162,7 @@ class Traced:
             raise ValueError(requirement(f"{self._user}(fn)", rule, got, remedy))
 
 
-def signature_of(arguments: Any, static: Hashable) -> Signature:
+def signature_of(arguments: Any, static: Static = ()) -> Signature:
     """What tells programs of one function apart."""
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple(map(jax.typeof, leaves)), static, trace_context()

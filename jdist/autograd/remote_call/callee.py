@@ -246,7 +246,7 @@ def _compiled(
     # Each call traces what it runs: what the function reads cannot be looked at.
     closed, _ = trace_whole(function, *arguments)
     refuse_hidden(CACHE.user, closed)
-    case = (key, signature_of(arguments, ()))
+    case = (key, signature_of(arguments))
     found = jax.jit(lambda *leaves: evaluate(closed, leaves))
     return VERSIONS.get(CACHE.user, contents, case, identity_of(closed), found)
 
