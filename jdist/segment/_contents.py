@@ -497,7 +497,8 @@ class _Reader:
         # Distinct objects that are equal by what they hold behave alike. Others may be
         # told apart by which they are.
         which = () if kind.__eq__ is not object.__eq__ else _Same(value)
-        return which, attributes, inside, self.key(part, kind)
+        made_of = _Same(kind) if _fixed(kind) else self.key(part, kind)
+        return which, attributes, inside, made_of
 
     def _not_read(self, part: str, value: Any) -> Hashable:
         self.unread.append(f"{part} (a {type(value).__name__})")
