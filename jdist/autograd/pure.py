@@ -274,13 +274,18 @@ def _take(
         edges.append(None)
         return _PLAIN
     if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
-        _refuse_closure(leaf)
-        read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
-        contents = read(leaf, "apply")
-        key = contents if contents.complete else object()
-        return _Static(leaf, key, contents.code)
+        return _static_by_contents(leaf)
     key = _key(leaf)
     return _Static(leaf, key, key)
+
+
+def _static_by_contents(leaf: Any) -> _Static:
+    """A function or class as part of the compiled function."""
+    _refuse_closure(leaf)
+    read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
+    contents = read(leaf, "apply")
+    key = contents if contents.complete else object()
+    return _Static(leaf, key, contents.code)
 
 
 def _key(leaf: Any) -> Any:

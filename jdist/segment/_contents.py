@@ -82,7 +82,7 @@ _TRANSPARENT = (
     object, dict, list, tuple, set, frozenset, int, float, str,
     collections.OrderedDict, types.SimpleNamespace,
 )  # fmt: skip
-_JITTED = type(jax.jit(abs))
+_JITTED: Any = type(jax.jit(abs))
 # They see or do what is not in the code.
 _BEYOND = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})
 _ABOUT_CLASS = frozenset((
@@ -91,6 +91,7 @@ _ABOUT_CLASS = frozenset((
     "__match_args__", "__abstractmethods__", "_abc_impl", "__orig_bases__",
     "__firstlineno__", "__static_attributes__",
 ))  # fmt: skip
+_NO_EQUALITY = vars(object)["__eq__"]
 _MISSING = object()
 Part = tuple[str, Hashable]
 
@@ -300,8 +301,9 @@ class _Reader:
         """Whether attributes of a value tell less than the value."""
         if isinstance(value, types.ModuleType | type):
             return _fixed(value)
-        plain = type(value).__getattribute__ in _PLAIN_ACCESS
-        return not plain or not _in_python(type(value)) or _is_known(value)
+        kind: Any = type(value)
+        plain = kind.__getattribute__ in _PLAIN_ACCESS
+        return not plain or not _in_python(kind) or _is_known(value)
 
     def _attribute(self, part: str, value: Any, path: Path) -> Hashable:
         """The key of what `value.a.b` yields; no code of the user's runs for it."""
@@ -364,7 +366,7 @@ class _Reader:
     def key(self, part: str, value: Any) -> Hashable:
         """The key of a value; `part` is how the outermost function refers to it."""
         self._values -= 1
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _EXACT:
             if kind in (str, bytes):
                 self._bytes -= len(value)
@@ -449,7 +451,7 @@ class _Reader:
             return _Same(fn) if fixed else self._not_read(part, fn)
         return fn.__name__, self.key(part, owner)
 
-    def _class(self, part: str, kind: type) -> Hashable:
+    def _class(self, part: str, kind: Any) -> Hashable:
         """The key of a class: all that its code, and that of its bases, refers to."""
         if _fixed(kind):
             return _Same(kind)
@@ -480,7 +482,7 @@ class _Reader:
 
     def _object(self, part: str, value: Any) -> Hashable:
         """The key of an object: all of its attributes, and its class."""
-        kind = type(value)
+        kind: Any = type(value)
         if not _in_python(kind):
             return self._not_read(part, value)
         attributes = tuple(
@@ -496,7 +498,7 @@ class _Reader:
             inside = repr(value)
         # Distinct objects that are equal by what they hold behave alike. Others may be
         # told apart by which they are.
-        which = () if kind.__eq__ is not object.__eq__ else _Same(value)
+        which = _Same(value) if _in_class(kind, "__eq__") is _NO_EQUALITY else ()
         made_of = _Same(kind) if _fixed(kind) else self.key(part, kind)
         return which, attributes, inside, made_of
 
@@ -505,7 +507,10 @@ class _Reader:
         return _Same(value)
 
 
-_PLAIN_ACCESS = (object.__getattribute__, types.SimpleNamespace.__getattribute__)
+_PLAIN_ACCESS: tuple[Any, ...] = (
+    object.__getattribute__,
+    types.SimpleNamespace.__getattribute__,
+)
 _Read = Callable[[_Reader, str, Any], Hashable]
 
 _SIMPLE: dict[str, _Read] = {
@@ -543,7 +548,7 @@ _OTHERS: tuple[tuple[Any, _Read], ...] = (
 
 
 @functools.lru_cache(maxsize=4096)
-def _sort(kind: type) -> str:
+def _sort(kind: Any) -> str:
     """How values of a type count, where the type alone tells; or ""."""
     if issubclass(kind, jax.core.Tracer):
         return "traced"
@@ -558,7 +563,8 @@ def _sort(kind: type) -> str:
 
 def _is_known(value: Any) -> bool:
     """Whether a value is of a kind that is read as a whole, whatever is asked of it."""
-    if type(value) in _EXACT or _sort(type(value)):
+    kind: Any = type(value)
+    if kind in _EXACT or _sort(kind):
         return True
     return isinstance(value, (types.FunctionType, *_CALLABLE, enum.Enum))
 
@@ -611,7 +617,8 @@ def _written_in_python(kind: type) -> bool:
 def _state(value: Any) -> list[tuple[str, Any]]:
     """The attributes that an object has: those in its dict and in its slots."""
     found = list(getattr(value, "__dict__", {}).items())
-    slots = [(name, _in_slot(slot, value)) for name, slot in _slots(type(value))]
+    kind: Any = type(value)
+    slots = [(name, _in_slot(slot, value)) for name, slot in _slots(kind)]
     return found + [each for each in slots if each[1] is not _MISSING]
 
 

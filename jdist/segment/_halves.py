@@ -24,7 +24,7 @@ from jdist.segment._plan import Plan, plan
 from jdist.segment._repeat import Policy
 from jdist.segment._residuals import Deferred, Residuals, Rest
 from jdist.segment._split import split
-from jdist.segment._traced import Program, Static, Traced, signature_of
+from jdist.segment._traced import Program, Static, Traced, refuse_hidden, signature_of
 
 Then = Callable[[Any, Any, Any], Any]
 """`then(carry, d_params, given)`: what is made of gradients as they are computed."""
@@ -107,8 +107,11 @@ class Halves:
         """The halves that made residuals for a call of these; None if none did."""
         if owner is self.owner:
             return self
-        others = [each for each in self._elsewhere.values() if each.owner is owner]
-        return others[0] if others else None
+        for other in self._elsewhere.values():
+            home = other.home_of(owner)
+            if home is not None:
+                return home
+        return None
 
     def call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
         """Calls `forward` or `outputs`, here or where the program is compiled."""
@@ -144,6 +147,8 @@ class Halves:
     def _run_forward(self, params: Any, inputs: Any, static: Static) -> Any:
         program = self._program(params, inputs, static)
         planned = plan(program.run, params, inputs, self._policy, self.owner)
+        # The derivative rules have run by now, and may have brought something in.
+        refuse_hidden(self._user, planned.program)
         outputs, computed = _differentiable(planned, program.run, params, inputs)
         return outputs, Residuals(planned, computed)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -93,7 +94,7 @@ class _Writer:
             self._bytes -= array.nbytes
             too_large = self._certain and self._bytes < 0
             return object() if too_large else _bits(np.asarray(array))
-        comparable = isinstance(array, jax.Array) and not jax.dtypes.issubdtype(
+        comparable = isinstance(array, jax.Array) and not jnp.issubdtype(
             array.dtype, jax.dtypes.extended
         )
         if self._certain or not comparable:
@@ -106,7 +107,7 @@ class _Writer:
 
     def _other(self, value: Any) -> Hashable:
         """Descriptions of JAX's own, which are equal by what they say."""
-        kind = type(value)
+        kind: Any = type(value)
         ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
         if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
             return kind, value

@@ -291,7 +291,7 @@ class Segment:
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
             raise
 
-    def _home(self, call: str, value: Any, kind: type) -> Halves:
+    def _home(self, call: str, value: Any, kind: Any) -> Halves:
         """The halves that made what a call of this segment has returned."""
         if type(value) is kind:
             home = self._halves.home_of(value.owner)

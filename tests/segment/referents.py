@@ -111,7 +111,10 @@ def nested_containers(first):
 @kind
 def set_in_a_closure(first):
     held = {first}
-    return (lambda p, x: p * x * next(iter(held))), lambda v: (held.clear(), held.add(v))
+    return (lambda p, x: p * x * next(iter(held))), lambda v: (
+        held.clear(),
+        held.add(v),
+    )
 
 
 @kind

@@ -147,20 +147,6 @@ def test_bytes_of_a_pending_second_half(case, rng):
 # --- compilations and work ---
 
 
-@pytest.fixture
-def compilations():
-    """Counts the programs that XLA compiles."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.clear_event_listeners()
-
-
 @pytest.mark.parametrize("name", ["linear", "relu_mlp", "unused", "dropout", "scanned"])
 def test_one_compilation_per_half(name, rng, compilations):
     """Four halves are four programs, however often and on whatever values they run."""
