@@ -33,6 +33,7 @@ from jdist.segment._contents import contents_of, is_fixed, value_of
 from jdist.segment._flow import depending_on
 from jdist.segment._halves import Halves
 from jdist.segment._plan import Plan
+from jdist.segment._traced import Changed
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (float, complex)
@@ -107,8 +108,14 @@ def call(
     name = _name(fn)
     refuse_in_pure("a call of {} with recorded values", name)
     _refuse_closure(fn)
-    segment = _program_of(fn).segment(Spec(structure, tuple(kinds)))
-    outputs, residuals = segment.forward((), *arrays)
+    program, spec = _program_of(fn), Spec(structure, tuple(kinds))
+    segment = program.segment(spec)
+    try:
+        outputs, residuals = segment.forward((), *arrays)
+    except Changed:  # The function that was of equal contents, not this one.
+        _PROGRAMS.drop(program)
+        segment = _program_of(fn).segment(spec)
+        outputs, residuals = segment.forward((), *arrays)
     made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
     node = None
     if True in live:
@@ -170,7 +177,8 @@ def _segment(fn: Callable[..., Any], code: Hashable, spec: "Spec") -> Segment:
 
     run.__name__ = name
     contents = contents_of(run, "apply")
-    return Segment(run, Halves(run, False, "apply", contents, (code, spec.case)), ())
+    halves = Halves(run, False, "apply", contents, (code, spec.case))
+    return Segment(run, halves, (), own=False)
 
 
 class Spec(NamedTuple):

@@ -16,7 +16,7 @@ from jdist.pipeline.post import moved
 from jdist.reduction import Partial
 from jdist.segment._cache import VERSIONS, Cache
 from jdist.segment._contents import Contents
-from jdist.segment._traced import Traced
+from jdist.segment._traced import Changed, Traced
 
 
 class LossPasses(NamedTuple):
@@ -44,10 +44,15 @@ class _Compiled:
     """
 
     def __init__(self, fn: Callable[..., Any], contents: Contents) -> None:
-        drop = functools.partial(_CACHE.drop, contents, ())
-        self.fn = Traced(fn, _CACHE.user, contents, drop)
+        self.fn = Traced(fn, _CACHE.user, contents)
         self._contents = contents
         self._passes: dict[Hashable, LossPasses] = {}
+
+    def aside(self, fn: Callable[..., Any]) -> "_Compiled":
+        """See `Traced.aside`."""
+        made = _Compiled(fn, self._contents)
+        made.fn = self.fn.aside(fn)
+        return made
 
     def passes(
         self, names: tuple[str, ...], kind: str, unread: Mapping[str, Any]
@@ -82,6 +87,7 @@ class PipelineLoss:
     ) -> None:
         self._names = names
         self._factor: Any = None
+        self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
 
@@ -113,12 +119,13 @@ class PipelineLoss:
           values: Shapes of the values it is given, by name.
           batch: The batch, or its shapes.
         """
-        names, fn = sorted(batch), self._compiled.fn
-        program, _ = trace(
-            lambda entries, values: _called(fn, self._names, values, entries),
-            {name: batch[name] for name in names},
-            values,
-        )
+        names = sorted(batch)
+        entries = {name: batch[name] for name in names}
+
+        def losses_of(entries: Any, values: Any) -> Any:
+            return _called(self._compiled.fn, self._names, values, entries)
+
+        program, _ = self._unchanged(lambda: trace(losses_of, entries, values))
         sizes = [len(jax.tree.leaves(batch[name])) for name in names]
         _, read = without_unread(program, sum(sizes))
         found, start = [], 0
@@ -138,8 +145,32 @@ class PipelineLoss:
         unread = {
             name: kinds_of(entry) for name, entry in batch.items() if name not in read
         }
-        made = self._compiled.passes(self._names, self.kind, unread)
+
+        def both(*given: Any) -> Any:
+            return self._unchanged(
+                lambda: self._compiled.passes(self._names, self.kind, unread).both(
+                    *given
+                )
+            )
+
+        def losses(*given: Any) -> Any:
+            return self._unchanged(
+                lambda: self._compiled.passes(self._names, self.kind, unread).losses(
+                    *given
+                )
+            )
+
+        made = LossPasses(both, losses)
         return made if self._factor is None else self._with_factor(made)
+
+    def _unchanged(self, run: Callable[[], Any]) -> Any:
+        """Runs what may trace the loss function; if need be, this one's own."""
+        try:
+            return run()
+        except Changed:
+            _CACHE.drop(self._compiled)
+            self._compiled = self._compiled.aside(self._fn)
+            return run()
 
     def _with_factor(self, made: LossPasses) -> LossPasses:
         def both(values: Any, entries: Any, weights: Any) -> Any:

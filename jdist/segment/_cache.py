@@ -90,10 +90,12 @@ class Cache(Generic[Entry]):
                 self._entries.popitem(last=False)
         return entry
 
-    def drop(self, contents: Contents, options: Hashable) -> None:
-        """Forgets an entry that is not what its contents say."""
+    def drop(self, entry: Entry) -> None:
+        """Forgets an entry whose function is not what its contents say."""
         with self._lock:
-            self._entries.pop((contents, options), None)
+            stale = [key for key, other in self._entries.items() if other is entry]
+            for key in stale:
+                del self._entries[key]
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -51,7 +51,7 @@ class Halves:
       user: Name of the public function that compiles, for errors.
       contents: What `fn` is made of.
       label: What else tells it from others; halves of different labels share nothing.
-      changed: See `Traced`.
+      before: The halves of which these are set aside, for one of their functions.
 
     Attributes:
       owner: What tells the residuals of these halves from those of others.
@@ -79,14 +79,17 @@ class Halves:
         user: str,
         contents: Contents,
         label: Hashable = None,
-        changed: Callable[[], None] = lambda: None,
+        before: "Halves | None" = None,
     ) -> None:
         self.owner = object()
         self._user = user
         self._policy = policy
         self._contents = contents
         self._label = label
-        self._traced = Traced(fn, user, contents, changed)
+        self._before = before
+        self._traced = (
+            Traced(fn, user, contents) if before is None else before._traced.aside(fn)
+        )
         self._elsewhere: dict[Any, Halves] = {}
         name = getattr(fn, "__name__", type(fn).__name__)
         compiled = functools.partial(_compiled, name)
@@ -103,11 +106,20 @@ class Halves:
         self.deferring_then = compiled(deferring_then, **apart, donate_argnums=1)
         self.joined_then = compiled(joined_then, **after, donate_argnums=1)
 
+    def aside(self, fn: Callable[..., Any]) -> "Halves":
+        """For one of the functions that share these halves, when another has changed.
+
+        What is compiled here serves it on; what is new it traces itself.
+        """
+        made_of = self._policy, self._user, self._contents, self._label
+        return Halves(fn, *made_of, before=self)
+
     def home_of(self, owner: object) -> "Halves | None":
         """The halves that made residuals for a call of these; None if none did."""
         if owner is self.owner:
             return self
-        for other in self._elsewhere.values():
+        others = [*self._elsewhere.values(), *([self._before] if self._before else [])]
+        for other in others:
             home = other.home_of(owner)
             if home is not None:
                 return home

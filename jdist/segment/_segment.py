@@ -1,6 +1,5 @@
 """The public face: `segment` and the calls of a `Segment`."""
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from jdist.segment._residuals import (
     refuse_origin,
     version_of,
 )
-from jdist.segment._traced import Static, StaticValue
+from jdist.segment._traced import Changed, Static, StaticValue
 
 CACHE: Cache[Halves] = Cache("segment", size=256)
 
@@ -40,14 +39,19 @@ class Segment:
       fn: The function.
     """
 
-    __slots__ = ("_halves", "_static", "fn")
+    __slots__ = ("_halves", "_own", "_static", "fn")
 
     def __init__(
-        self, fn: Callable[..., Any], halves: Halves, static: tuple[int, ...]
+        self,
+        fn: Callable[..., Any],
+        halves: Halves,
+        static: tuple[int, ...],
+        own: bool = True,
     ) -> None:
         self.fn = fn
         self._halves = halves
         self._static = static
+        self._own = own  # Whether `fn` is the caller's, and not one that is equal.
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
@@ -68,7 +72,7 @@ class Segment:
         static: Static = ()
         if self._static:
             inputs, static = self._without_static(inputs)
-        outputs, saved = self._halves.call("forward", params, inputs, static)
+        outputs, saved = self._call("forward", params, inputs, static)
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
         given, arguments = plan.param_count, len(plan.trained)
@@ -89,7 +93,7 @@ class Segment:
         static: Static = ()
         if self._static:
             inputs, static = self._without_static(inputs)
-        return self._halves.call("outputs", params, inputs, static)
+        return self._call("outputs", params, inputs, static)
 
     def backward(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -274,6 +278,16 @@ class Segment:
             raise
         return carry
 
+    def _call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
+        try:
+            return self._halves.call(half, params, inputs, static)
+        except Changed:
+            if not self._own:
+                raise
+        CACHE.drop(self._halves)
+        self._halves = self._halves.aside(self.fn)
+        return self._halves.call(half, params, inputs, static)
+
     def _pull_back(
         self,
         call: str,
@@ -409,10 +423,7 @@ def segment(
 
 
 def _halves_of(fn: Callable[..., Any], recompute: Policy, label: Hashable) -> Halves:
-    options = (recompute, label)
-
     def build(contents: Contents) -> Halves:
-        drop = functools.partial(CACHE.drop, contents, options)
-        return Halves(fn, recompute, "segment", contents, label, drop)
+        return Halves(fn, recompute, "segment", contents, label)
 
-    return CACHE.get(fn, options, build)
+    return CACHE.get(fn, (recompute, label), build)

@@ -8,10 +8,15 @@ that is compiled of a function (its halves, its evaluation) is made of one progr
 `Traced` are of one version, that of the first. For a new set of shapes the function is
 traced again; where what it reads may have changed since, it is traced for the old
 shapes as well, and refused if the program there is another one.
+
+What was compiled for one function serves others of equal contents. If the first of them
+is no longer what it was, it cannot be traced for the others: `Changed` is raised, and
+each of them goes on with its own function (`Traced.aside`).
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -79,6 +84,10 @@ class Program:
         return jax.tree.unflatten(self.outputs, list(found))
 
 
+class Changed(Exception):
+    """A function is to be traced, and is not what it was found by any more."""
+
+
 class Traced:
     """A function in place of another: it computes the same, from its programs.
 
@@ -86,12 +95,14 @@ class Traced:
       fn: The function, pure.
       user: Name of the public function that compiles it, for errors.
       contents: What `fn` is made of at this moment.
-      changed: Called when `fn` was traced although what it refers to had changed: what
-        is compiled is to be found by these contents no more.
+      alone: Whether nothing but `fn` itself uses these programs. Otherwise they were
+        found by the contents, for functions that were equal to `fn` then.
+      programs: Of `fn` as it was then, by signature.
 
     Raises:
       TypeError: On calling: `fn` refers to a value that is being traced.
       ValueError: On calling: what `fn` reads has changed since its first program.
+      Changed: On calling: `fn` is to be traced, is not alone, and may have changed.
     """
 
     def __init__(
@@ -99,13 +110,14 @@ class Traced:
         fn: Callable[..., Any],
         user: str,
         contents: Contents,
-        changed: Callable[[], None] = lambda: None,
+        alone: bool = False,
+        programs: Mapping[Signature, Program] = MappingProxyType({}),
     ) -> None:
         self._fn = fn
         self._user = user
         self._contents = contents
-        self._changed = changed
-        self._programs: dict[Signature, Program] = {}
+        self._alone = alone or not contents.complete
+        self._programs = dict(programs)
 
     def __call__(self, *arguments: Any) -> Any:
         """What the function returns. While JAX traces only."""
@@ -121,10 +133,13 @@ class Traced:
         signature = signature_of(arguments, static)
         found = self._programs.get(signature)
         if found is None:
-            found = self._trace(signature)
             self._check(signature)
-            self._programs[signature] = found
+            found = self._programs[signature] = self._trace(signature)
         return found
+
+    def aside(self, fn: Callable[..., Any]) -> "Traced":
+        """For one of the functions that share these programs, which goes on alone."""
+        return Traced(fn, self._user, self._contents, True, self._programs)
 
     def _trace(self, signature: Signature) -> Program:
         structure, kinds, static, _ = signature
@@ -144,8 +159,8 @@ class Traced:
         now = contents_of(self._fn, self._user)
         if now.complete and now == self._contents:
             return
-        if self._contents.complete:
-            self._changed()
+        if not self._alone:
+            raise Changed
         # Under other settings of JAX the old program would be another one for that.
         earlier = [x for x in self._programs if x[-1] == new[-1]]
         if not earlier:

@@ -249,6 +249,21 @@ def test_a_function_argument_that_cannot_be_read_is_never_stale():
     assert _compilations() - before == 2
 
 
+def test_functions_of_equal_contents_change_apart():
+    """What was compiled for one serves the other, until it must be traced anew."""
+
+    def make():
+        held = [2.0]
+        return lambda v: v * held[0], held
+
+    (first, held), (second, _) = make(), make()
+    autograd.apply(first, leaf(3))
+    held[0] = 5.0
+    for fn, n, scale in ((second, 3, 2.0), (second, 4, 2.0), (first, 4, 5.0)):
+        out = autograd.apply(fn, leaf(n))
+        np.testing.assert_array_equal(out.value, normal(n) * scale)
+
+
 def test_a_closure_that_changes_is_told():
     x = leaf(3)
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from jdist.segment import RecompilationWarning, segment
+from jdist.segment._cache import VERSIONS
 from jdist.segment._contents import MOST_BYTES, MOST_VALUES, _Reader, contents_of
+from jdist.segment._segment import CACHE
 from tests.segment.referents import FOREIGN
 
 
@@ -30,6 +32,13 @@ class Layer:
 
 def read(thing):
     return thing.k
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled():
+    """What another test has compiled would be found."""
+    CACHE.clear()
+    VERSIONS.clear()
 
 
 @pytest.fixture
@@ -192,7 +201,7 @@ def test_a_module_that_is_closed_over_is_read(arrays, compilations):
     }
     for name, (fn, given) in cases.items():
         assert contents_of(fn, "segment").complete, name
-        made = {id(segment(fn)._halves) for _ in range(3)}
+        made = {segment(fn)._halves for _ in range(3)}
         assert len(made) == 1, name
         np.testing.assert_allclose(
             segment(fn).forward(given, x)[0], fn(given, x), rtol=1e-5
@@ -213,7 +222,8 @@ def test_a_segment_is_of_one_version(arrays):
     np.testing.assert_allclose(y, 2 * p * x, rtol=1e-6)
     message = (
         r"`segment\(fn\)` must stay what it was when it was first compiled\. "
-        r"Got another program of .*<lambda> .*: closure variable `config.scale` from 2.0 to 3.0\. "
+        r"Got another program of .*<lambda> .*: closure variable `config.scale` from "
+        r"2.0 to 3.0\. "
         r"Pass what changes as an input, or make .* anew"
     )
     for other in (seg.forward, seg.outputs):
@@ -235,6 +245,23 @@ def test_one_version_of_what_cannot_be_read(arrays):
     layer.k = 3.0
     with pytest.raises(ValueError, match=r"must stay what it was"):
         seg.forward(p, x[:1])
+
+
+def test_one_that_changes_does_not_stop_another_that_does_not(arrays):
+    """Functions of equal contents share what is compiled, and change apart."""
+    p, x = arrays
+    layers = [Layer(), Layer()]
+    first, second = [segment(layer.call) for layer in layers]
+    assert first._halves is second._halves
+    y, residuals = second.forward(p, x)
+    layers[0].k = 7.0
+    halved, _ = second.forward(p, x[:2])
+    np.testing.assert_allclose(halved, jnp.tanh(p * x[:2]) * 2, rtol=1e-6)
+    d_p, _ = second.backward(p, residuals, np.ones(3, np.float32))
+    np.testing.assert_allclose(d_p, (2 * x / jnp.cosh(p * x) ** 2).sum(), rtol=1e-5)
+    np.testing.assert_array_equal(second.forward(p, x)[0], y)
+    with pytest.raises(ValueError, match=r"must stay what it was .* 2\.0 to 7\.0"):
+        first.forward(p, x[:1])
 
 
 def test_a_program_of_another_version_is_not_found_by_the_old_contents(arrays):

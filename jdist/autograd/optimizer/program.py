@@ -17,7 +17,7 @@ from jdist._errors import requirement
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.clipping import scaled
 from jdist.segment._cache import Cache
-from jdist.segment._contents import Contents, contents_of
+from jdist.segment._contents import contents_of
 from jdist.segment._traced import Traced
 
 _ARGUMENT = "DistributedOptimizer(optimizer)"
@@ -83,13 +83,13 @@ def _by_contents(
     factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Program:
     make = partial(factory, *args, **kwargs)
-    return _CACHE.get(make, (), partial(_program, make))
+    return _CACHE.get(make, (), lambda _: _program(make))
 
 
 _CACHE: Cache[Program] = Cache("DistributedOptimizer", size=64)
 
 
-def _program(make: Callable[[], Any], contents: Contents) -> Program:
+def _program(make: Callable[[], Any]) -> Program:
     opt = _optimizer(make())
 
     def step(
@@ -104,9 +104,7 @@ def _program(make: Callable[[], Any], contents: Contents) -> Program:
         return opt.step(params, grads, state, **overrides)
 
     # A schedule is the user's code, which is read when a step is first traced.
-    changed = partial(_CACHE.drop, contents, ())
-    read = contents_of(step, _CACHE.user)
-    traced = Traced(step, _CACHE.user, read, changed)
+    traced = Traced(step, _CACHE.user, contents_of(step, _CACHE.user), alone=True)
     return Program(opt, jax.jit(opt.init), jax.jit(lambda *given: traced(*given)), step)
 
 

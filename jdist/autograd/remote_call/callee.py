@@ -42,9 +42,9 @@ from jdist.rpc.agent import Agent
 from jdist.rpc.ledger import Operation as Described
 from jdist.rpc.rref import RRef
 from jdist.segment._cache import VERSIONS, Cache
-from jdist.segment._contents import Contents
+from jdist.segment._contents import Contents, contents_of
 from jdist.segment._identity import identity_of
-from jdist.segment._traced import refuse_hidden, signature_of
+from jdist.segment._traced import Changed, refuse_hidden, signature_of
 
 CACHE: Cache[Flat] = Cache("remote_call", size=256)
 _PART = "jdist.autograd.remote_call.callee"
@@ -194,13 +194,17 @@ def perform(
     key = (agent.info.name, program.structure, made)
     arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
     arguments = (*held.leaves, *arrays)
+
+    def build(contents: Contents) -> Flat:
+        return _compiled(program, made, contents, key, arguments)
+
     with use_abstract_mesh(_NO_MESH):
-        compiled = CACHE.get(
-            program.function,
-            key,
-            lambda contents: _compiled(program, made, contents, key, arguments),
-        )
-        results = compiled(*arguments)
+        compiled = CACHE.get(program.function, key, build)
+        try:
+            results = compiled(*arguments)
+        except Changed:  # A function that was equal to this one when it was compiled.
+            CACHE.drop(compiled)
+            results = CACHE.get(program.function, key, build)(*arguments)
     # Errors of the computation are this call's, also where arrays are only shared.
     jax.block_until_ready(results)
     if also and context_id is not None:
@@ -242,7 +246,13 @@ def _compiled(
     function = _transformed(program, made)
     if contents.complete:
         VERSIONS.note(CACHE.user, contents, key)
-        return jax.jit(function)
+
+        def unchanged(*leaves: Any) -> list[Any]:
+            if contents_of(program.function, CACHE.user) != contents:
+                raise Changed
+            return function(*leaves)
+
+        return jax.jit(unchanged)
     # Each call traces what it runs: what the function reads cannot be looked at.
     closed, _ = trace_whole(function, *arguments)
     refuse_hidden(CACHE.user, closed)
