@@ -52,13 +52,16 @@ def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, A
 
 def constants_of(program: ClosedJaxpr) -> Iterator[Any]:
     """The arrays that a program, or one inside it, closes over."""
-    yield from program.consts
-    waiting: list[Any] = [program.jaxpr]
+    waiting: list[Any] = [program]
     while waiting:
-        for equation in waiting.pop().eqns:
-            for inner in inner_programs(equation):
-                yield from getattr(inner, "consts", ())
-                waiting.append(getattr(inner, "jaxpr", inner))
+        value = waiting.pop()
+        if isinstance(value, ClosedJaxpr):
+            yield from value.consts
+            waiting.append(value.jaxpr)
+        elif isinstance(value, Jaxpr):
+            waiting += [x for each in value.eqns for x in each.params.values()]
+        elif type(value) in (tuple, list):
+            waiting += value
 
 
 def _with_copies(program: ClosedJaxpr) -> ClosedJaxpr:

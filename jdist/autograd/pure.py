@@ -112,9 +112,9 @@ def call(
     segment = program.segment(spec)
     try:
         outputs, residuals = segment.forward((), *arrays)
-    except Changed:  # The function that was of equal contents, not this one.
+    except Changed:  # Perhaps another function, which was of equal contents.
         _PROGRAMS.drop(program)
-        segment = _program_of(fn).segment(spec)
+        segment = program.alone(fn).segment(spec)
         outputs, residuals = segment.forward((), *arrays)
     made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
     node = None
@@ -142,11 +142,15 @@ class Program:
     Args:
       fn: The function.
       code: Its code, by which versions of it are counted.
+      alone: See `Traced`.
     """
 
-    def __init__(self, fn: Callable[..., Any], code: Hashable) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], code: Hashable, alone: bool = False
+    ) -> None:
         self._fn = fn
         self._code = code
+        self._alone = alone
         self._lock = threading.Lock()
         self._segments: dict[Spec, Segment] = {}
 
@@ -160,14 +164,20 @@ class Program:
         if found is not None:
             return found
         with self._lock:
-            made = _segment(self._fn, self._code, spec)
+            made = _segment(self._fn, self._code, spec, self._alone)
             found = self._segments.setdefault(spec, made)
             if len(self._segments) > _SPECS:
                 del self._segments[next(iter(self._segments))]
         return found
 
+    def alone(self, fn: Callable[..., Any]) -> "Program":
+        """Of one of the functions of equal contents, as it is now."""
+        return Program(fn, self._code, alone=True)
 
-def _segment(fn: Callable[..., Any], code: Hashable, spec: "Spec") -> Segment:
+
+def _segment(
+    fn: Callable[..., Any], code: Hashable, spec: "Spec", alone: bool
+) -> Segment:
     name = _name(fn)
 
     def run(_: Any, *arrays: Any) -> Any:
@@ -177,7 +187,7 @@ def _segment(fn: Callable[..., Any], code: Hashable, spec: "Spec") -> Segment:
 
     run.__name__ = name
     contents = contents_of(run, "apply")
-    halves = Halves(run, False, "apply", contents, (code, spec.case))
+    halves = Halves(run, False, "apply", contents, (code, spec.case), alone=alone)
     return Segment(run, halves, (), own=False)
 
 

@@ -52,6 +52,7 @@ class Halves:
       contents: What `fn` is made of.
       label: What else tells it from others; halves of different labels share nothing.
       before: The halves of which these are set aside, for one of their functions.
+      alone: See `Traced`.
 
     Attributes:
       owner: What tells the residuals of these halves from those of others.
@@ -80,6 +81,7 @@ class Halves:
         contents: Contents,
         label: Hashable = None,
         before: "Halves | None" = None,
+        alone: bool = False,
     ) -> None:
         self.owner = object()
         self._user = user
@@ -88,7 +90,7 @@ class Halves:
         self._label = label
         self._before = before
         self._traced = (
-            Traced(fn, user, contents) if before is None else before._traced.aside(fn)
+            before._traced.aside(fn) if before else Traced(fn, user, contents, alone)
         )
         self._elsewhere: dict[Any, Halves] = {}
         name = getattr(fn, "__name__", type(fn).__name__)

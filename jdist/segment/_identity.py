@@ -2,8 +2,9 @@
 
 Two programs are compared equation by equation, with numbers in place of variables. The
 arrays that a program closes over are compared as contents of functions are: JAX arrays
-by identity, NumPy arrays by their bytes. What a program will yet call (the derivative
-rules of a function, callbacks to the host) is Python again, and counts by its contents.
+by identity, NumPy arrays by their bytes. What a program will yet call is Python again:
+derivative rules are pure and count by their contents; callbacks to the host, which read
+and write when the program runs, by which objects they refer to.
 """
 
 import enum
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jdist._compat import WRAPPED_FUNCTION, parts_of_wrapped
+from jdist._compat import WRAPPED_FUNCTION, inner_programs, parts_of_wrapped
 from jdist.segment._contents import FIXED_PACKAGES, MOST_BYTES, contents_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, enum.Enum, type)
@@ -41,6 +42,24 @@ def likeness_of(program: ClosedJaxpr) -> Hashable:
     return _Writer(certain=False).closed(program)
 
 
+def calls_user(program: ClosedJaxpr) -> bool:
+    """Whether a program calls functions of the user's on the host when it runs."""
+    waiting: list[Any] = [program.jaxpr]
+    while waiting:
+        for equation in waiting.pop().eqns:
+            values = equation.params.values() if _calls_host(equation) else ()
+            called = [x for x in values if callable(x) and not isinstance(x, type)]
+            if any(True for each in called for _ in _users_functions(each)):
+                return True
+            inner = inner_programs(equation)
+            waiting += [getattr(each, "jaxpr", each) for each in inner]
+    return False
+
+
+def _calls_host(equation: JaxprEqn) -> bool:
+    return "callback" in equation.primitive.name
+
+
 class _Writer:
     """Writes one program down as nested tuples."""
 
@@ -48,6 +67,7 @@ class _Writer:
         self._certain = certain
         self._numbers: dict[Var, int] = {}
         self._contexts: dict[int, str] = {}
+        self._host = False
         self._bytes = MOST_BYTES
 
     def closed(self, program: ClosedJaxpr) -> Hashable:
@@ -61,6 +81,7 @@ class _Writer:
 
     def _equation(self, equation: JaxprEqn) -> Hashable:
         params = sorted(equation.params.items())
+        self._host = _calls_host(equation)
         return (
             equation.primitive.name,
             self._read(equation.invars),
@@ -107,17 +128,19 @@ class _Writer:
 
     def _other(self, value: Any) -> Hashable:
         """Descriptions of JAX's own, which are equal by what they say."""
+        if callable(value) and not isinstance(value, type):
+            return self._callable(value)
         kind: Any = type(value)
         ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
         if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
             return kind, value
-        if callable(value):
-            return self._callable(value)
         return _Held(value) if self._certain else kind
 
     def _callable(self, fn: Any) -> Hashable:
         if not self._certain:
             return "callable"
+        if self._host:
+            return tuple([_referents(each) for each in _users_functions(fn)])
         keys = []
         for each in _users_functions(fn):
             contents = contents_of(each, "segment")
@@ -173,9 +196,14 @@ def _users_functions(fn: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _of_library(value: Any) -> bool:
-    named = value.__globals__ if isinstance(value, types.FunctionType) else None
-    module = type(value).__module__ if named is None else str(named.get("__name__"))
-    return module.partition(".")[0] in FIXED_PACKAGES
+    if isinstance(value, types.FunctionType):
+        module = str(value.__globals__.get("__name__"))
+        return module.partition(".")[0] in FIXED_PACKAGES
+    if isinstance(value, types.MethodType):
+        return _of_library(value.__func__) and _of_library(value.__self__)
+    if isinstance(value, types.BuiltinFunctionType):  # Such as a list's `append`.
+        return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+    return type(value).__module__.partition(".")[0] in FIXED_PACKAGES
 
 
 def _inside(value: Any) -> list[Any]:
@@ -189,7 +217,21 @@ def _inside(value: Any) -> list[Any]:
     if not callable(value) or isinstance(value, type):
         return []
     named = [getattr(value, name, None) for name in ("func", "args", "__self__")]
-    return [*getattr(value, "__dict__", {}).values(), *named]
+    slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *named, *slots]
+
+
+def _referents(fn: Any) -> Hashable:
+    """A function by its code and the very objects that it refers to."""
+    if isinstance(fn, types.MethodType):
+        return _referents(fn.__func__), _Held(fn.__self__)
+    if isinstance(fn, types.BuiltinFunctionType):
+        return fn.__name__, _Held(fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return _Held(fn)
+    cells = [_content(cell) for cell in fn.__closure__ or ()]
+    held = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    return fn.__code__, _Held(fn.__globals__), tuple(map(_Held, held))
 
 
 def _content(cell: Any) -> Any:

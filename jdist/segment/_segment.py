@@ -68,6 +68,12 @@ class Segment:
         Returns:
           The outputs of `fn`, and the residuals. These hold arrays that depend on the
           inputs, of the fewest bytes that suffice.
+
+        Raises:
+          TypeError: `fn` reads a value that is being traced; or a static argument is
+            not hashable, or holds what cannot be read.
+          ValueError: The shapes are new, and what `fn` reads has changed since it was
+            first compiled.
         """
         static: Static = ()
         if self._static:
@@ -371,8 +377,9 @@ def segment(
 
     Args:
       fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Of what
-        else it refers to (closure, globals, defaults) the values of this moment count.
-        Segments of one code object and equal contents share their compiled halves.
+        else it reads (closure, globals, defaults, attributes) the values of this moment
+        count; later changes are not seen. Segments of one code object share what is
+        compiled where they are certain to be the same program.
       recompute: What the backward pass may compute again instead of reading what the
         forward pass kept. False: what costs next to nothing, element-wise arithmetic.
         "dots": all but matrix products, convolutions and the like. True: everything;
@@ -388,7 +395,8 @@ def segment(
       A `Segment`.
 
     Raises:
-      TypeError: `fn` is not callable, or refers to a value that is being traced.
+      TypeError: `fn` is not callable, or refers to a value that is being traced (also
+        when it is first called).
       ValueError: `recompute` or `static_argnums` is none of the above.
 
     Example:

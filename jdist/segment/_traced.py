@@ -31,7 +31,7 @@ from jdist._compat import (
 )
 from jdist._errors import requirement
 from jdist.segment._contents import Contents, contents_of
-from jdist.segment._identity import likeness_of
+from jdist.segment._identity import calls_user, likeness_of
 
 
 class StaticValue:
@@ -102,7 +102,8 @@ class Traced:
     Raises:
       TypeError: On calling: `fn` refers to a value that is being traced.
       ValueError: On calling: what `fn` reads has changed since its first program.
-      Changed: On calling: `fn` is to be traced, is not alone, and may have changed.
+      Changed: On calling: `fn` is to be traced and is not alone; and it has changed, or
+        calls functions on the host.
     """
 
     def __init__(
@@ -152,6 +153,8 @@ class Traced:
 
         closed, shapes = trace_whole(called, *kinds)
         refuse_hidden(self._user, closed)
+        if not self._alone and calls_user(closed):
+            raise Changed  # Objects of equal contents are not the same to write to.
         return Program(closed, jax.tree.structure(shapes))
 
     def _check(self, new: Signature) -> None:

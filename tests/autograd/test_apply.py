@@ -264,6 +264,15 @@ def test_functions_of_equal_contents_change_apart():
         np.testing.assert_array_equal(out.value, normal(n) * scale)
 
 
+def test_callbacks_write_to_their_own_objects():
+    """Also where two functions are alike in all that can be read."""
+    logs = [[], []]
+    for log in (*logs, *logs):
+        autograd.apply(lambda v: (jax.debug.callback(log.append, 1), v * 2)[1], leaf(3))  # noqa: B023
+        jax.effects_barrier()
+    assert [len(log) for log in logs] == [2, 2]
+
+
 def test_a_closure_that_changes_is_told():
     x = leaf(3)
 

@@ -320,6 +320,28 @@ def test_a_derivative_rule_that_changes_is_seen(arrays):
         np.testing.assert_allclose(gradient(scale), np.full(3, scale * p), rtol=1e-6)
 
 
+def test_callbacks_write_to_their_own_objects(arrays):
+    """Two functions with equal lists are one program only until they write to them."""
+    p, x = arrays
+
+    def telling(log):
+        def fn(p, x):
+            jax.debug.callback(lambda y: log.append(float(y)), p)
+            return p * x
+
+        return segment(fn)
+
+    logs = [[], []]
+    segments = [telling(log) for log in logs]
+    for seg in segments:
+        seg.forward(p, x)
+        jax.effects_barrier()
+    assert [len(log) for log in logs] == [1, 1]
+    telling(logs[1]).forward(p, x)
+    jax.effects_barrier()
+    assert [len(log) for log in logs] == [1, 2]
+
+
 def test_static_arguments_count_by_their_contents(arrays):
     """A function as a static argument is read as any other."""
     p, x = arrays
