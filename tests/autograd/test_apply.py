@@ -3,7 +3,9 @@
 import functools
 import itertools
 import operator
+import threading
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -348,6 +350,36 @@ def test_recorded_values_have_to_be_arguments():
     ):
         with pytest.raises(TypeError, match=r"mark the function with @autograd\.eager"):
             autograd.apply(fn, w)
+
+
+def test_recorded_values_are_refused_wherever_they_hide():
+    """In an object, in one that cannot be read, and by way of a helper."""
+    thing, local = SimpleNamespace(), threading.local()
+    for thing.held in (leaf(3), leaf(3) * 2.0):
+        local.held = thing.held
+        for fn in (
+            lambda x: x * thing.held,
+            lambda x: thing.held * x,
+            lambda x: jnp.sin(x * vars(thing)["held"]),
+            lambda x: x + local.held.value,
+        ):
+            with pytest.raises(TypeError, match=r"autograd\.(eager|remote_call|apply)"):
+                autograd.apply(fn, leaf(3))
+
+
+def test_a_function_in_the_name_of_a_library_is_the_users():
+    """`functools.wraps` gives it the library's name, and nothing else of it."""
+    thing = SimpleNamespace(scale=2.0)
+
+    @functools.wraps(jnp.tanh)
+    def tanh(x):
+        return x * thing.scale
+
+    for thing.scale in (2.0, 3.0):
+        for fn in (tanh, jax.jit(lambda x: x * thing.scale)):
+            jax.clear_caches()  # What a jitted function has read is JAX's to keep.
+            out = autograd.apply(fn, leaf(3))
+            np.testing.assert_array_equal(out.value, normal(3) * thing.scale)
 
 
 def test_a_pure_function_makes_no_calls(threads):
