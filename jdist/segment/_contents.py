@@ -138,6 +138,7 @@ class Contents:
             if isinstance(was, Contents) and isinstance(now, Contents):
                 changes += now.changes_since(was)
             else:
+                was, now = _innermost(was, now)
                 changes.append(f"{part} from {_shown(was)} to {_shown(now)}")
         return changes or [f"something within {part}" for part in self.unread]
 
@@ -651,6 +652,17 @@ def _hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _innermost(was: Any, now: Any) -> tuple[Any, Any]:
+    """The first parts of two keys that differ, as deep inside as they are alike."""
+    if isinstance(was, Contents) and isinstance(now, Contents) and was.code == now.code:
+        was, now = was.parts, now.parts
+    both = isinstance(was, tuple) and isinstance(now, tuple)
+    if both and len(was) == len(now) and len(was) > 0:
+        pairs = zip(was, now, strict=True)
+        return next(_innermost(a, b) for a, b in pairs if a != b)
+    return was, now
 
 
 def _shown(key: Hashable) -> str:

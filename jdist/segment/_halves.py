@@ -89,7 +89,7 @@ class Halves:
         self._contents = contents
         self._label = label
         self._before = before
-        self._traced = (
+        self._traced: Traced = (
             before._traced.aside(fn) if before else Traced(fn, user, contents, alone)
         )
         self._elsewhere: dict[Any, Halves] = {}
