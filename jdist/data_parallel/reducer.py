@@ -163,10 +163,10 @@ class _Driver:
         self.mesh, self.reduction = mesh, reduction
         self.rows = NamedSharding(mesh, PartitionSpec(axis))
         self.whole = NamedSharding(mesh, PartitionSpec())
-        # The first layer is an argument: a wrapper made for it would be a new version
-        # of one function for every model.
-        self.segments = [segment(_first, static_argnums=2), *map(segment, layers[1:])]
-        self.extra = [(layers[0],), *[()] * (len(layers) - 1)]
+        # First layers share the wrapper's code: the label tells them apart.
+        label = ("reducer", getattr(layers[0], "__code__", type(layers[0])))
+        first = segment(_first(layers[0]), label=label)
+        self.segments = [first, *map(segment, layers[1:])]
 
         def head(outputs: Any, batch: Any, weights: jax.Array) -> Any:
             part = reductions.partial(loss_fn, outputs, batch, weights, reduction)
@@ -272,10 +272,8 @@ class _Pass:
         """All layers and the loss; returns this replica's value and weight."""
         value = self.batch
         driver = self.driver
-        for seg, params, extra in zip(
-            driver.segments, self.params, driver.extra, strict=True
-        ):
-            value, residuals = seg.forward(params, value, *extra)
+        for seg, params in zip(driver.segments, self.params, strict=True):
+            value, residuals = seg.forward(params, value)
             self.residuals.append(residuals)
         scalars, self.cotangent = driver.head(value, self.batch, self.weights)
         return scalars
@@ -303,9 +301,13 @@ def _fill_bucket(gradients: list[jax.Array]) -> jax.Array:
     return flatten([g.astype(wide_dtype(g.dtype)) for g in gradients])[None]
 
 
-def _first(params: Any, batch: Any, layer: Layer) -> Any:
-    """The first layer: nobody asks for the gradient of the batch."""
-    return layer(params, jax.tree.map(jax.lax.stop_gradient, batch))
+def _first(layer: Layer) -> Layer:
+    """The first layer: nothing asks for the gradient of the batch."""
+
+    def first(params: Any, batch: Any) -> Any:
+        return layer(params, jax.tree.map(jax.lax.stop_gradient, batch))
+
+    return first
 
 
 def _named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

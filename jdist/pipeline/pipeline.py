@@ -104,6 +104,12 @@ class Pipeline:
             stage.compiled(self.wiring.from_batch(number), number)
             for number, stage in enumerate(self.wiring.stages)
         ]
+        self._evaluated = [
+            stage.evaluated(compiled, number)
+            for number, (stage, compiled) in enumerate(
+                zip(self.wiring.stages, self._compiled, strict=True)
+            )
+        ]
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._tied = Tied(self.stages)
@@ -375,6 +381,7 @@ class Pipeline:
         made: type[StageRun] = StageRun,
     ) -> dict[tuple[int, int], StageRun]:
         runs = {}
+        compiled = self._evaluated if made is EvaluationRun else self._compiled
         for number in self.own:
             stage, own = self.stages[number], None
             if draws(stage) if made is EvaluationRun else stage.keyed:
@@ -385,7 +392,7 @@ class Pipeline:
                 device = self._places.devices[worker]
                 runs[worker, number] = made(
                     stage,
-                    self._compiled[number],
+                    compiled[number],
                     moved(params[number], device),
                     moved(states[number], device),
                     moved(own, device),

@@ -63,6 +63,7 @@ class OneProgram:
         check_shares(places.schedule)
         self._places = places
         self._stages = wiring.stages
+        self._compiled = wiring.stages[0].compiled(frozenset(), "SPMD")
         self._mesh = mesh
         self._loss = loss
         self._with_square = with_square
@@ -186,7 +187,7 @@ class OneProgram:
         axis = self._mesh.axis_names[0]
         model = Model(
             self._table,
-            stage.compiled(frozenset(), "SPMD"),
+            self._compiled,
             self._loss.passes(lot, read),
             name,
             self._loss.kind,

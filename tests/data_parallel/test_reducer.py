@@ -1,6 +1,7 @@
 """The host-driven reducer: the same gradient, and reduced before the pass has ended."""
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -203,3 +204,21 @@ def test_wrong_calls_are_refused(problem, mesh):
     listed = reducer(LAYERS, loss_of, mesh(2), bucket_cap_mb=[["0/w", "9/w"]])
     with pytest.raises(ValueError, match=r"missing: 0/b, 1/b, 1/w, 2; unknown.*9/w"):
         listed(params, batch[:6])
+
+
+def test_what_a_layer_reads_is_seen(mesh, rng):
+    """A reducer that is made after a change computes with it, in all layers."""
+    batch = rng.uniform(0.5, 2, size=(4, 5)).astype(np.float32)
+    params = [jnp.float32(0.5), jnp.float32(1.5)]
+    scales = SimpleNamespace(first=2.0, second=3.0)
+    layers = [
+        lambda w, x: x * w * scales.first,
+        lambda w, h: h * w * scales.second,
+    ]
+    for scales.first, scales.second in ((2.0, 3.0), (5.0, 3.0), (5.0, 7.0)):
+        three = mesh(3)
+        fn = reducer(layers, lambda y, x: y.sum(axis=1), three)
+        loss, (first, _) = fn(params, *shard_batch(batch, three, sizes=(2, 1, 1)))
+        want = batch.sum(axis=1).mean() * 1.5 * scales.first * scales.second
+        np.testing.assert_allclose(loss, want * 0.5, rtol=1e-5)
+        np.testing.assert_allclose(first, want, rtol=1e-5)
