@@ -57,14 +57,20 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     pipe.stopwatch = watch = Stopwatch()
     try:
         result = step()
+    except BaseException:
+        with pipe.executor.opened("timed"):  # Others may be in a call, or here.
+            raise
     finally:
         pipe.stopwatch = None
-    offset = pipe.executor.clock_offset()
-    own = [
-        tuple(record._replace(start=record.start + offset, end=record.end + offset))
-        for record in watch.records
-    ]
-    gathered = pipe.executor.gather((own, watch.held), "timed")
+    # All come first, so that the worker that is asked is not computing.
+    pipe.executor.gather(None, "comparing clocks")
+    with pipe.executor.opened("timed") as post:
+        offset = pipe.executor.clock_offset()
+        own = [
+            tuple(record._replace(start=record.start + offset, end=record.end + offset))
+            for record in watch.records
+        ]
+        gathered = post.agree((own, watch.held))
     held: dict[int, int] = {}
     for _, theirs in gathered:
         held |= theirs
