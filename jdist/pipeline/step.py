@@ -176,7 +176,7 @@ class Step:
         told = self._post.agree((self.losses, news), (self.losses, news, computed))
         losses: dict[int, Partial] = {}
         stages: dict[int, Any] = {}
-        for some, of_stages in told:
+        for some, of_stages in moved(told, self._places.devices[self._places.own[0]]):
             losses |= some
             stages = of_stages | stages  # Of replicas, what the first one tells.
         found = [losses[worker] for worker in sorted(losses)]
