@@ -36,6 +36,10 @@ class Executor(Protocol):
     def sees_all(self) -> bool:
         """Whether all workers are in this process."""
 
+    @property
+    def last(self) -> Post | None:
+        """The last call that was begun."""
+
     def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
         """Begins a call that all processes of the pipeline make; see `Opened`.
 
@@ -72,11 +76,13 @@ class InProcess:
 
     def __init__(self, places: Places) -> None:
         self.places = places
+        self.last: Post | None = None
         self._calls = itertools.count()
 
     def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
         """See `Executor`."""
-        return ending(InProcessPost(self.places.devices, next(self._calls)))
+        self.last = InProcessPost(self.places.devices, next(self._calls))
+        return ending(self.last)
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """See `Executor`."""
@@ -111,6 +117,7 @@ class Workers:
         self._leader = min(schedule.placement[0])
         self._about = about
         self._pipeline = mailbox_of(agent).new_pipeline(names)
+        self.last: Post | None = None
         self._calls = itertools.count()
         self._met = False
 
@@ -121,9 +128,10 @@ class Workers:
             self._met = True
         address = (self._pipeline, next(self._calls))
         own = self.places.own[0]
-        return ending(
-            WorkerPost(self._agent, self._names, own, self._leader, address, kind)
+        self.last = WorkerPost(
+            self._agent, self._names, own, self._leader, address, kind
         )
+        return ending(self.last)
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """See `Executor`."""

@@ -67,13 +67,12 @@ class Identity(NamedTuple):
         Raises:
           ValueError: It is in another call, or was given another batch.
         """
-        call = f"Pipeline.{self.kind}"
         if self[:5] != other[:5]:
             rule = "must be called by all workers alike"
             got = f"{self} on {name!r}, {other} on {name_of_other!r}"
             remedy = "All workers have made this call in vain and are in step again: "
             remedy += "repeat the batch on all of them, or on none."
-            raise ValueError(requirement(call, rule, got, remedy))
+            raise ValueError(requirement(self.kind, rule, got, remedy))
         common = self.checksums.keys() & other.checksums.keys()
         differ = [x for x in sorted(common) if self.checksums[x] != other.checksums[x]]
         if differ:
@@ -82,7 +81,7 @@ class Identity(NamedTuple):
             got += f"{name_of_other!r}, in {self}"
             remedy = "Read the data in one order on all workers; leave out of a "
             remedy += "worker's batch what its stages do not take."
-            raise ValueError(requirement(call, rule, got, remedy))
+            raise ValueError(requirement(self.kind, rule, got, remedy))
 
 
 def sized(

@@ -41,9 +41,11 @@ class Post(Protocol):
 
     Attributes:
       number: Of the call, counted alike by all workers.
+      failed: Whether it has ended with an error.
     """
 
     number: int
+    failed: bool
 
     def identify(
         self,
@@ -130,6 +132,7 @@ class InProcessPost:
         self, devices: Sequence[jax.Device | None] = (), number: int = 0
     ) -> None:
         self.number = number
+        self.failed = False
         self._devices = devices
         self._arrived: dict[tuple[Parcel, int], Any] = {}
 
@@ -171,6 +174,7 @@ class InProcessPost:
 
     def end(self, error: BaseException | None) -> None:
         """See `Post`."""
+        self.failed = error is not None
         self._arrived.clear()
 
 

@@ -22,6 +22,7 @@ from jdist.pipeline.passage import Passage, size_of
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.schedule_actions import Action
+from jdist.pipeline.shapes import entry_of
 from jdist.pipeline.stage_run import Share, StageRun, join
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.wiring import BATCH, Wiring
@@ -294,7 +295,8 @@ class Step:
 
     def _entry(self, worker: int, micro: int, name: str, taker: int) -> Any:
         """An entry of the batch, where it is taken."""
-        entry = self._parts[micro].batch[name]
+        who = "the loss" if taker == self._places.loss else f"stage {taker}"
+        entry = entry_of(self._parts[micro].batch, name, who)
         self._places.check(name, entry, worker, taker)
         self._note(micro, name, BATCH, taker, entry, False)
         return moved(entry, self._places.devices[worker])

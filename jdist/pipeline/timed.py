@@ -55,10 +55,14 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         remedy = "One program does all actions: look at it with jax.profiler."
         raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
     pipe.stopwatch = watch = Stopwatch()
+    before = pipe.executor.last
     try:
         result = step()
     except BaseException:
-        with pipe.executor.opened("timed"):  # Others may be in a call, or here.
+        last = pipe.executor.last
+        if last is not before and last is not None and last.failed:
+            raise  # The call that failed has failed on all.
+        with pipe.executor.opened("timed"):  # The others are in a call, or here.
             raise
     finally:
         pipe.stopwatch = None

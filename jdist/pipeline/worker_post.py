@@ -202,6 +202,7 @@ class WorkerPost:
         kind: str,
     ) -> None:
         self.number = address[1]
+        self.failed = False
         self._agent = agent
         self._names = names
         self._own = own
@@ -420,6 +421,7 @@ class WorkerPost:
 
     def end(self, error: BaseException | None) -> None:
         """See `Post`."""
+        self.failed = error is not None
         failure = self._mailbox.failures.get(self._address)
         known = failure is not None and failure.told and failure.error is error
         if error is not None and not known and not self._over:

@@ -70,7 +70,7 @@ def test_epochs_that_are_not_the_same(cluster):
     tasks = [cluster.start(rank, worlds.other_epochs, rank) for rank in range(2)]
     for task in tasks:
         text = task.result()
-        assert "`Pipeline.train_epoch` must be called by all workers alike" in text
+        assert "`train_epoch` must be called by all workers alike" in text
         for micro_batches in (3, 2):
             assert f"in {micro_batches} micro-batches (schedule=<" in text
 
