@@ -143,8 +143,8 @@ class PipeDream(Pipeline):
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
 
-        With workers in several processes each of them calls it with the same batches;
-        entries that its stages and losses do not take are not looked at.
+        With workers in several processes each of them calls it with the same batches,
+        which may lack the entries that its stages and losses do not take.
 
         Args:
           state: From `init` or the epoch before. Nothing of it is donated.
@@ -159,12 +159,12 @@ class PipeDream(Pipeline):
         Raises: what `value_and_grad` raises.
         """
         with self.executor.opened("train_epoch") as post:
-            schedule = self.epoch_schedule(len(batches))
             parts = _parts(batches, weights, "PipeDream.train_epoch")
+            schedule = self.epoch_schedule(len(parts))
             step, key = state.step, state.key
             own = None if key is None else jax.random.fold_in(key, step)
             settings = {"schedule": f"{schedule!r} with {schedule.updates}"}
-            post.identify(step, settings, batches, parts, own)
+            post.identify(step, settings, [part.batch for part in parts], parts, own)
             runs = self._stashed_runs(schedule, state, own)
             loss, skipped = self._loss, None
             if self._scaled:
@@ -242,6 +242,14 @@ def _check_apart(
 def _parts(
     batches: Sequence[Mapping[str, Any]], weights: Sequence[Any] | None, call: str
 ) -> list[MicroBatch]:
+    if not hasattr(batches, "__len__"):
+        rule = "must be a sequence: the schedule depends on how many there are"
+        got = f"a {type(batches).__name__}"
+        remedy = "Give list(batches)."
+        raise TypeError(requirement(f"{call}(batches)", rule, got, remedy))
+    if not len(batches):
+        rule = "must have one batch at least"
+        raise ValueError(requirement(f"{call}(batches)", rule, "none"))
     given = [None] * len(batches) if weights is None else list(weights)
     if len(given) != len(batches):
         rule = f"must be one array for each of the {len(batches)} batches"
