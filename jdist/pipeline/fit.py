@@ -51,7 +51,8 @@ def fit(
 
     Raises:
       ValueError: `save_every` is less than 1.
-      Exception: What `train_step` and `Checkpoints.save` raise.
+      Exception: What `train_step` and `Checkpoints.save` raise; and what `batches`
+        raises, which is then raised on all workers. They must end alike, too.
 
     Example:
       >>> import jax.numpy as jnp

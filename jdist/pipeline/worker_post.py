@@ -233,7 +233,9 @@ class WorkerPost:
         key: Any = None,
     ) -> None:
         """See `Post`."""
-        made = self._identity._replace(step=step, settings=settings or {})
+        texts = {name: str(value) for name, value in (settings or {}).items()}
+        number = None if step is None else int(step)
+        made = self._identity._replace(step=number, settings=texts)
         self._identity = sized(made, batches, parts, key) if parts else made
         self._meta = {_IDENTITY: self._identity.plain()}
         with self._mailbox.changed:
@@ -387,10 +389,10 @@ class WorkerPost:
 
     def _vote(self, value: Any) -> list[Any]:
         """Tells the leader that this worker's part is done; what was decided."""
-        self.put(_vote_of(self._own), self._leader, value)
-        self._voted = True
         decision = _decision_of(self._leader)
+        self._voted = True  # It may be on its way from here on, whatever is raised.
         try:
+            self.put(_vote_of(self._own), self._leader, value)
             while not self.has(decision, self._own):
                 self.wait({decision: "the end of the call"})
             told = self.take(decision, self._own)
@@ -406,16 +408,17 @@ class WorkerPost:
         if failure is not None and failure.told:
             return None
         body = (*self._address, describe(error, self._name))
+        self._over = True  # Unless the leader says that it is not.
         try:
             told = self._agent.call(self._names[self._leader], _GIVE_UP, body)
         except RpcError as unreachable:
-            self._over = True
             error.add_note(
                 f"Whether others finished the call is unknown: {unreachable}"
             )
             return None
-        if told is not None:
-            self._over = True
+        if told is None:
+            self._over = False
+        else:
             error.add_note("The other workers have finished the call.")
         return told
 
