@@ -105,7 +105,6 @@ class Evaluator:
 
     def run(
         self,
-        number: int,
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
@@ -116,14 +115,12 @@ class Evaluator:
         if len(parts) not in self._forward:
             self._forward[len(parts)] = forward_places(self._places, len(parts))
         places = self._forward[len(parts)]
-        step = EvaluationStep(
-            number, self._wiring, places, runs, post, self._loss, read, parts
-        )
+        step = EvaluationStep(self._wiring, places, runs, post, self._loss, read, parts)
         step.kept = {} if outputs else None
         step.run()
         examples = sum(len(part.weights) for part in parts)
         weight = sum(part.given for part in parts)
-        loss = step.loss(places.own[0])
+        loss, _ = step.agree({}, step.kept)
         return step.passages, Evaluation(loss, examples, weight, step.outputs())
 
 

@@ -57,16 +57,26 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         remedy = "One program does all actions: look at it with jax.profiler."
         raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
     pipe.stopwatch = watch = Stopwatch()
+    before = pipe.executor.last
     try:
         result = step()
+    except BaseException:
+        last = pipe.executor.last
+        if last is not before and last is not None and last.failed:
+            raise  # The call that failed has failed on all.
+        with pipe.executor.opened("timed"):  # The others are in a call, or here.
+            raise
     finally:
         pipe.stopwatch = None
-    offset = pipe.executor.clock_offset()
-    own = [
-        tuple(record._replace(start=record.start + offset, end=record.end + offset))
-        for record in watch.records
-    ]
-    gathered = pipe.executor.gather((own, watch.held, watch.kept), "timed")
+    # All come first, so that the worker that is asked is not computing.
+    pipe.executor.gather(None, "comparing clocks")
+    with pipe.executor.opened("timed") as post:
+        offset = pipe.executor.clock_offset()
+        own = [
+            tuple(record._replace(start=record.start + offset, end=record.end + offset))
+            for record in watch.records
+        ]
+        gathered = post.agree((own, watch.held, watch.kept))
     held: dict[int, int] = {}
     for _, theirs, _ in gathered:
         held |= theirs
