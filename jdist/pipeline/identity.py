@@ -101,7 +101,8 @@ def sized(
     Example:
       >>> from jdist.pipeline.micro_batch import split_batch
       >>> batch = {"x": np.arange(5.0)}
-      >>> made = sized(Identity("evaluate"), [batch], split_batch(batch, None, 2, "mean"))
+      >>> parts = split_batch(batch, None, 2, "mean")
+      >>> made = sized(Identity("evaluate"), [batch], parts)
       >>> str(made), list(made.checksums)
       ('evaluate with 5 examples in 2 micro-batches', ["entry 'x'", 'weights'])
     """

@@ -54,12 +54,14 @@ def describe(error: BaseException, worker: str) -> dict[str, Any]:
     # Each part is read on its own: `args`, `__dict__` and `__notes__` may be properties
     # or hold anything, and an exception that cannot be described must be told all the
     # same, or its caller would wait for an answer that never comes.
+    state: dict[str, Any] = {}
+    notes: list[str] = []
     return {
         "type": own_name(type(error)) or type(error).__name__,
         "text": _text(error),
         "args": _attempt(lambda: _arguments(error), None),
-        "state": _attempt(lambda: _state(error), {}),
-        "notes": _attempt(lambda: _notes(error), []),
+        "state": _attempt(lambda: _state(error), state),
+        "notes": _attempt(lambda: _notes(error), notes),
         "traceback": _traceback(error),
         "worker": worker,
     }
