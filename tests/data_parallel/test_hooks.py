@@ -336,3 +336,13 @@ def test_the_bucket_is_what_a_hook_needs():
     assert changed.buffer[6] == 12
     assert isinstance(changed, Bucket)
     assert Hook("plain", lambda s, b: (s, b)).start(bucket) == ()
+
+
+def test_power_sgd_in_float16_says_that_a_factor_overflowed(rng):
+    """128 numbers of about 20000 are a float16 each, their sum is not: never finite."""
+    shares = rng.uniform(15000, 25000, size=(1, 2, 128 * 128)).astype(np.float32)
+    power = hooks.power_sgd(start=0, rank=1)
+    found, _ = run_hook(hooks.fp16(power), shares, shapes=[(128, 128)])
+    assert not np.isfinite(found).any()
+    plain, _ = run_hook(power, shares, shapes=[(128, 128)])
+    assert np.isfinite(plain).all()

@@ -39,7 +39,9 @@ def power_sgd(
 
     A gradient of shape (n, a, b, ..) is an n x (a b ..) matrix. It is compressed if
     `(n + m) r * min_compression_rate < n m`; vectors never are: they travel with the
-    first factors. Two collectives for each bucket.
+    first factors. Two collectives for each bucket. Inside `fp16` factors are float16,
+    too: each number of one is a sum over a row or column, and where that is beyond
+    65504 the result is infinite or NaN, although the gradient need not be.
 
     Args:
       rank: Columns r of the factors, at most n and m.
