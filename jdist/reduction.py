@@ -122,9 +122,7 @@ def partial_with_aux(
     value, cotangents, weight = seeds(losses, weights, reduction)
     given, factor = _entering(cotangents, losses.dtype, reduction)
     (gradient,) = pull_back(given)
-    gradient = jax.tree.map(_widen, gradient)
-    if factor is not None:
-        gradient = jax.tree.map(lambda g: _scaled(jnp.multiply, g, factor), gradient)
+    gradient = scaled(jax.tree.map(_widen, gradient), factor)
     return Partial(value, gradient, weight), aux
 
 
@@ -208,20 +206,51 @@ def check_losses(losses: Any, expected: tuple[int, ...]) -> None:
     raise ValueError(requirement("loss_fn(params, batch)", rule, got, remedy))
 
 
+def rounded(cotangents: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Cotangents of losses, in the dtype of the losses.
+
+    Args:
+      cotangents: `(examples,)`, float32 or wider, as `seeds` gives them.
+      dtype: Of the losses.
+
+    Returns:
+      The cotangents; and the scalar by which what they are pulled back to is to be
+      multiplied, so that their rounding does not change their total. None for 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> given, factor = rounded(jnp.array([0.3, 0.3, 0.4]), jnp.bfloat16)
+      >>> bool(jnp.isclose(given.astype("float32").sum() * factor, 1.0))
+      True
+    """
+    given = cotangents.astype(dtype)
+    if wide_dtype(dtype) == dtype:
+        return given, None
+    total, sent = jnp.sum(cotangents), jnp.sum(_widen(given))
+    return given, jnp.where(sent == 0, 1, total / sent)
+
+
+def scaled(gradient: Any, factor: jax.Array | None) -> Any:
+    """A tree times what `rounded` returned.
+
+    16-bit leaves are multiplied in float32: the factor is 1 but for a rounding of theirs.
+    """
+    if factor is None:
+        return gradient
+    return jax.tree.map(
+        lambda g: _scaled(jnp.multiply, _widen(g), factor).astype(g.dtype), gradient
+    )
+
+
 def _entering(
     cotangents: jax.Array, dtype: Any, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """What the backward pass is given, and what its result is multiplied by."""
-    is_narrow = wide_dtype(dtype) != dtype
-    given = cotangents
-    if reduction in ("max", "min"):
-        ties = jnp.maximum(jnp.sum(cotangents), 1)
-        given = given * _reciprocal_power(ties)
-    elif not is_narrow:
-        return given, None
-    given = given.astype(dtype)
-    total, sent = jnp.sum(cotangents), jnp.sum(_widen(given))
-    return given, jnp.where(sent == 0, 1, total / sent)
+    if reduction not in ("max", "min"):
+        return rounded(cotangents, dtype)
+    power = _reciprocal_power(jnp.maximum(jnp.sum(cotangents), 1))
+    given, factor = rounded(cotangents * power, dtype)
+    return given, (1 if factor is None else factor) / power
 
 
 def _reciprocal_power(number: jax.Array) -> jax.Array:

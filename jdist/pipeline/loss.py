@@ -215,8 +215,9 @@ def _compiled(
             scale, total = factor[0], weight if factor[1] is None else factor[1]
             scale, total = (jnp.asarray(x, seeds.dtype) for x in (scale, total))
             seeds = seeds * (scale / total)
-        (d_values,) = pull_back(seeds.astype(found.dtype))
-        return Partial(value, None, weight), d_values
+        given, rounding = reduction.rounded(seeds, found.dtype)
+        (d_values,) = pull_back(given)
+        return Partial(value, None, weight), reduction.scaled(d_values, rounding)
 
     def losses(values: Any, entries: Any, weights: Any) -> Partial:
         found = losses_of(values, entries, weights)

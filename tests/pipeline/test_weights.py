@@ -168,3 +168,17 @@ def test_weights_of_a_mean_in_float16_do_not_overflow():
     batch = {"x": np.full(64, 2048, np.float16)}
     loss, (grad,) = pipe.value_and_grad([jnp.float16(1)], batch, np.full(64, 2.0**20))
     assert (float(loss), float(grad)) == (2048, 2048)
+
+
+def test_a_loss_in_16_bits_keeps_the_total_of_its_weights(rng):
+    """0.3 is 0.3008 in bfloat16; equal weights must not change a mean's gradient."""
+    stage = pipeline.Stage(lambda w, x: x * w, ("x",), ("y",))
+    pipe = pipeline.Pipeline(
+        [stage],
+        lambda y, batch: y.astype(jnp.bfloat16),
+        pipeline.one_f_one_b(1, PARTS),
+    )
+    x = rng.uniform(1, 2, 11).astype(np.float32)
+    for weights in (np.full(11, 0.3), np.full(11, 0.7)):
+        _, (grad,) = pipe.value_and_grad([jnp.float32(1.5)], {"x": x}, weights)
+        assert abs(float(grad) / x.mean() - 1) < 11 * np.finfo(np.float32).eps
