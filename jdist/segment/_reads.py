@@ -70,7 +70,7 @@ class _Found:
         """Of one instruction."""
         if opname == "IMPORT_NAME":
             self._imports.add(variable)
-        elif opname in _GLOBAL or opname.endswith("_GLOBAL"):
+        elif opname in _GLOBAL or "GLOBAL" in opname:  # Also LOAD_FROM_DICT_OR_GLOBALS.
             self._names.setdefault(variable, set()).add(path)
         else:
             self._variable(variable, {path})
