@@ -233,7 +233,7 @@ def rounded(cotangents: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | N
 def scaled(gradient: Any, factor: jax.Array | None) -> Any:
     """A tree times what `rounded` returned.
 
-    16-bit leaves are multiplied in float32: the factor is 1 but for a rounding of theirs.
+    16-bit leaves are multiplied in float32: in 16 bits the factor may round to 1.
     """
     if factor is None:
         return gradient
