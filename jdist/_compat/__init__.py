@@ -6,6 +6,7 @@ here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made
 `tests/segment/test_programs.py`, that fails when JAX changes it.
 """
 
+from jdist._compat.alike import alike as alike
 from jdist._compat.programs import WRAPPED_FUNCTION as WRAPPED_FUNCTION
 from jdist._compat.programs import Loop as Loop
 from jdist._compat.programs import byte_count as byte_count
@@ -33,7 +34,6 @@ from jdist._compat.runtime import let_go as let_go
 from jdist._compat.runtime import placed as placed
 from jdist._compat.runtime import set_cpu_device_count as set_cpu_device_count
 from jdist._compat.shards import after as after
-from jdist._compat.shards import alike as alike
 from jdist._compat.shards import laid_out as laid_out
 from jdist._compat.shards import map_shards as map_shards
 from jdist._compat.shards import tracks_varying_axes as tracks_varying_axes

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -65,20 +64,6 @@ def map_shards(
         return mapped(*placed)
 
     return resharded
-
-
-def alike(array: jax.Array, like: jax.Array) -> jax.Array:
-    """`array` with the layout of `like`, which has its shape; in jit and outside.
-
-    Under jit a layout over automatic axes is known to the compiler alone, and it is the
-    compiler that is told to make the two the same. `like` becomes an input of the
-    program by that, which jit otherwise forgets, together with the devices it lies on,
-    if no value depends on it.
-    """
-    sharding: Any = jax.typeof(like).sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        array = jax.sharding.reshard(array, sharding)
-    return shard_alike(like, array)[1]
 
 
 def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
