@@ -47,9 +47,9 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
         rule = "must have a backward pass for each forward pass, and a flush"
         raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
     for number, workers in enumerate(schedule.placement):
-        if stages[number].stateful and len(workers) > 1:
-            rule = f"must give stage {number} one worker, because it has a state"
-            got = f"workers {workers}"
+        if len(workers) > schedule.micro_batches:
+            rule = f"must have a micro-batch for each worker of stage {number}"
+            got = f"{schedule.micro_batches} for the workers {workers}"
             raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
 

@@ -177,12 +177,13 @@ class PipeDream(Pipeline):
             )
             epoch.run(self.stopwatch)
             values, totals = epoch.losses(self._places.own[0])
+            left = epoch.states()
         self.record, self.passes = epoch.passages, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
             params[j], opt_states[j] = run.params, run.stash.opt_state
-            states[j] = run.state
+            states[j] = left[j]
         after = PipelineState(step, params, opt_states, states, own_key)
         if skipped is not None:
             pairs = zip(skipped_in(opt_states), skipped, strict=True)

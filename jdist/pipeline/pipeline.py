@@ -319,13 +319,6 @@ class Pipeline:
             raise
         post.end(None)
 
-    def _after(self, runs: Mapping[tuple[int, int], StageRun]) -> list[Any]:
-        """What stateful stages were left with."""
-        after: list[Any] = [None] * len(self.stages)
-        for j in self.own:
-            after[j] = runs[self._first(j), j].state
-        return after
-
     def _step(
         self,
         number: int,
@@ -358,7 +351,9 @@ class Pipeline:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
             told = {j: update.news(j, grads[j], own) for j, own in counted.items()}
             news = joined(step.from_all_stages(told))
-        return Found(step.loss(self._places.own[0]), grads, news, self._after(runs))
+        found = step.states()
+        after = [found.get(j) for j in range(len(self.stages))]
+        return Found(step.loss(self._places.own[0]), grads, news, after)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""

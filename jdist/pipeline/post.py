@@ -18,7 +18,7 @@ class Parcel(NamedTuple):
         what stages share.
       micro_batch: Number of the micro-batch; -1 for what belongs to none.
         For "G" of the bucket.
-      name: Of the value, or of what is shared.
+      name: Of the value, or of what is shared; for "G" "state" or nothing.
       stage: For which stage; the number of stages for the loss.
       sender: Rank of the worker that sent it.
     """

@@ -21,6 +21,7 @@ from jdist.pipeline.micro_batch import MicroBatch
 from jdist.pipeline.passage import Passage, size_of
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
+from jdist.pipeline.replica_state import joined_state
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stage_run import Share, StageRun, join
 from jdist.pipeline.stopwatch import Stopwatch
@@ -194,6 +195,35 @@ class Step:
                 parcel = Parcel("G", number, "", stage, worker)
                 self._post.put(parcel, other, bucket)
 
+    def states(self) -> dict[int, Any]:
+        """What the stages of this process are left with, over all their workers."""
+        for (worker, stage), run in self._runs.items():
+            if run.state is None:
+                continue
+            for other in self._replicas(worker, stage):
+                self._post.put(self._state_of(worker, stage), other, run.state)
+        owner = self._places.schedule.owner
+        found: dict[int, Any] = {}
+        for (worker, stage), run in sorted(self._runs.items(), key=_place):
+            replicas = self._replicas(worker, stage)
+            if stage in found or run.state is None or not replicas:
+                found.setdefault(stage, run.state)
+                continue
+            own = {worker: run.state}
+            for other in replicas:
+                own[other] = self._last(worker, self._state_of(other, stage))
+            weights = dict.fromkeys(own, 0.0)
+            for part, who in zip(self._parts, owner[stage].tolist(), strict=True):
+                weights[who] += float(part.total)
+            ranks = sorted(own)
+            found[stage] = joined_state(
+                [own[w] for w in ranks], [weights[w] for w in ranks]
+            )
+        return found
+
+    def _state_of(self, worker: int, stage: int) -> Parcel:
+        return Parcel("G", -1, "state", stage, worker)
+
     def _replicas(self, worker: int, stage: int) -> list[int]:
         workers = sorted(self._places.schedule.placement[stage])
         return [other for other in workers if other != worker]
@@ -332,6 +362,10 @@ class Step:
             for name, takers in self._wiring.consumers[stage].items()
             for taker in takers
         ]
+
+
+def _place(item: tuple[tuple[int, int], Any]) -> tuple[int, int]:
+    return item[0]
 
 
 def summed(cotangents: Sequence[Any]) -> Any:

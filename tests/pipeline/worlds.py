@@ -65,6 +65,23 @@ def replicated(reduction):
     return jax.tree.map(np.asarray, found)
 
 
+def replicated_state(names):
+    """States after two steps of `trained`, whose second stage has two workers."""
+    schedule = pipeline.one_f_one_b(2, 4, replicas=(1, 2))
+    names = None if names is None else names[:3]
+    if names is not None and rpc.get_worker_info().id > 2:
+        return [None, None]
+    pipe = pipeline.Pipeline(
+        trained.made().stages,
+        trained.losses,
+        schedule,
+        names,
+        optimizer=optim.sgd(lr=0.1),
+    )
+    state, _ = trained.steps(pipe, trained.start(pipe), 2)
+    return jax.tree.map(np.asarray, state.states)
+
+
 def refused_first_step(change):
     """The error of a pipeline whose second stage does not fit, and of a later one."""
     params, batch, weights = problem(7)
