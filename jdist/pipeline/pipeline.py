@@ -10,7 +10,12 @@ from jax.sharding import Mesh
 
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
-from jdist.pipeline.arguments import check_arguments, key_given, trees_of
+from jdist.pipeline.arguments import (
+    check_arguments,
+    check_not_traced,
+    key_given,
+    trees_of,
+)
 from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
@@ -123,6 +128,11 @@ class Pipeline:
         placement = self.schedule.placement
         return [j for j, workers in enumerate(placement) if here.intersection(workers)]
 
+    @property
+    def _has_devices(self) -> bool:
+        """Whether somebody chose the devices of its workers."""
+        return any(device is not None for device in self._places.devices)
+
     def place(self, params: Sequence[Any]) -> list[Any]:
         """The parameters (or states) of each stage, on its device.
 
@@ -130,6 +140,8 @@ class Pipeline:
         place of stages that run in other processes.
         """
         params = trees_of("Pipeline.place(params)", params, len(self.stages))
+        if self._has_devices:
+            check_not_traced("Pipeline.place(params)", params)
         placed: list[Any] = [None] * len(self.stages)
         for number in self.own:
             device = self._places.devices[self._first(number)]
@@ -367,6 +379,8 @@ class Pipeline:
         kind: str,
         made: type[StageRun] = StageRun,
     ) -> dict[tuple[int, int], StageRun]:
+        if self._has_devices:
+            check_not_traced("Pipeline(.., devices)", params, states, key)
         runs = {}
         for number in self.own:
             stage, own = self.stages[number], None

@@ -173,7 +173,9 @@ class StageRun:
         names = self._stage.outputs
         if len(names) == 1:
             return cotangents[names[0]], None
-        return type(returned)([cotangents[name] for name in names]), None
+        # A tuple, a list or a named tuple, like the outputs.
+        structure = jax.tree.structure(returned, is_leaf=lambda x: x is not returned)
+        return jax.tree.unflatten(structure, [cotangents[n] for n in names]), None
 
 
 @jax.jit

@@ -5,9 +5,10 @@ its inputs: JAX returns from a computation before it is done, so that all device
 busy. With one worker the same loop waits for what the other processes send.
 """
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,11 +93,12 @@ class Step:
             for worker, queue in queues.items():
                 while queue and not self._missing(worker, queue[0]):
                     action = queue.popleft()
-                    if stopwatch is None:
-                        self._do(worker, action)
-                    else:
-                        do = functools.partial(self._do, worker, action)
-                        stopwatch.time(worker, action, do, self._runs)
+                    with _naming(worker, action):
+                        if stopwatch is None:
+                            self._do(worker, action)
+                        else:
+                            do = functools.partial(self._do, worker, action)
+                            stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
             if not moved_on:
                 self._wait(queues)
@@ -362,6 +364,21 @@ class Step:
             for name, takers in self._wiring.consumers[stage].items()
             for taker in takers
         ]
+
+
+@contextlib.contextmanager
+def _naming(worker: int, action: Action) -> Iterator[None]:
+    """Says in a note of any error at which action it came up."""
+    try:
+        yield
+    except Exception as error:
+        passes = {"F": "forward pass", "B": "backward pass", "W": "weight gradient"}
+        what = f"the {passes[action.kind]} of stage {action.stage}"
+        error.add_note(
+            f"It came up in {what} for micro-batch {action.micro_batch}, on worker "
+            f"{worker} of the schedule."
+        )
+        raise
 
 
 def _place(item: tuple[tuple[int, int], Any]) -> tuple[int, int]:

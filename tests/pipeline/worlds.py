@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -80,6 +81,37 @@ def replicated_state(names):
     )
     state, _ = trained.steps(pipe, trained.start(pipe), 2)
     return jax.tree.map(np.asarray, state.states)
+
+
+class Drawn(NamedTuple):
+    """A value and the key for what follows."""
+
+    h: jax.Array
+    key: jax.Array
+
+
+def hands_on(w, x, key):
+    first, second = jax.random.split(key)
+    return Drawn(x @ w + jax.random.normal(first, (len(x), 4), x.dtype), second)
+
+
+def draws(w, drawn):
+    return drawn.h * w[None] + jax.random.normal(drawn.key, drawn.h.shape, w.dtype)
+
+
+def key_between(names):
+    """Loss and gradients where a stage puts out a named tuple with a key in it."""
+    stages = [
+        pipeline.Stage(hands_on, ("x",), ("drawn",), keyed=True),
+        pipeline.Stage(draws, ("drawn",), ("y",)),
+    ]
+    schedule = pipeline.one_f_one_b(2, 2)
+    pipe = pipeline.Pipeline(stages, lambda y, batch: (y**2).sum(-1), schedule, names)
+    rng = np.random.default_rng(2)
+    params = [rng.normal(size=s).astype(np.float32) for s in ((3, 4), (4,))]
+    batch = {"x": rng.normal(size=(5, 3)).astype(np.float32)}
+    found = pipe.value_and_grad(pipe.place(params), batch, key=jax.random.key(4))
+    return jax.tree.map(np.asarray, found)
 
 
 def refused_first_step(change):
