@@ -97,7 +97,11 @@ class Program:
             taken += [values[name] for name in line.reads]
             if line.keyed:
                 taken.append(jax.random.fold_in(key, number))
-            returned = line.fn(whole[line.module], *taken)
+            try:
+                returned = line.fn(whole[line.module], *taken)
+            except Exception as error:
+                error.add_note(f"It was raised by the module {line.module!r}.")
+                raise
             if line.returns_state:
                 returned, after[line.module] = returned
             call = f"Module({line.module!r}).fn"
@@ -399,7 +403,7 @@ def _stage(
         return Stage(
             module.fn,
             program.inputs,
-            program.outputs,
+            program.lines[0].writes,
             stateful=program.stateful,
             keyed=program.keyed,
             recompute=recompute,

@@ -203,11 +203,27 @@ def _tied(
         for path, number in _parameters(call, layer, holders, key):
             holders.setdefault(number, []).append((key, path))
     for places in holders.values():
-        for key, path in places[: len(places) * (len(places) > 1)]:
-            inside = any(path == p or path.startswith(f"{p}/") for p in found[key])
-            if not inside:
-                found[key][path] = "/".join(map(str, places[0]))
+        named = [_name_of(found[key], path) for key, path in places]
+        own = {name for name in named if name is not None}
+        if len(places) == 1 or (len(own) == 1 and None not in named):
+            continue  # One layer alone has it, or all of them name it alike.
+        name, below = own.pop() if own else ("/".join(map(str, places[0])), "")
+        if own or below:
+            rule = f"must tie {places[0][1]!r} of {places[0][0]!r} alike in all layers "
+            rule += "that hold it"
+            got = f"{[key for key, _ in places]} hold it"
+            raise ValueError(requirement(f"{call}(tied=...)", rule, got))
+        for key, path in places:
+            found[key].setdefault(path, name)
     return found
+
+
+def _name_of(tied: Mapping[str, str], path: str) -> tuple[str, str] | None:
+    """Under which name a path is tied, and what of it lies below the tied one."""
+    for top, name in tied.items():
+        if path == top or path.startswith(f"{top}/"):
+            return name, path.removeprefix(top)
+    return None
 
 
 def _parameters(
@@ -252,7 +268,8 @@ def _module(
     def restore(params: Any, kept: Any) -> Any:
         from flax import nnx
 
-        return nnx.merge(graph, params, streams, state if kept is None else kept)
+        rest = state if kept is None else kept
+        return nnx.merge(graph, params, streams, rest, copy=True)
 
     return Module(
         name,
@@ -289,8 +306,10 @@ def _taken_apart(module: Any) -> tuple[Any, Any, Any, Any]:
     """Structure, parameters, random streams, and what else a module keeps."""
     from flax import nnx
 
-    parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    return parts[0], parts[1], parts[2], parts[3]
+    # Variables of its own: what becomes of the module later is not seen here.
+    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    params, streams, rest = (jax.tree.map(lambda x: x, state) for state in states)
+    return graph, params, streams, rest
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

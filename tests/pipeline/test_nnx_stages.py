@@ -185,6 +185,43 @@ def test_copies_that_are_tied_by_name(rng):
         stages_from_nnx([[first, second]], tied={"w": {0: "weight", 1: "kernel"}})
 
 
+def test_a_shared_parameter_that_is_tied_to_another_one_too():
+    """Three copies of one name; or a refusal, where the names do not say so."""
+    rngs = nnx.Rngs(0)
+    first, other = (nnx.Linear(3, 3, rngs=rngs) for _ in range(2))
+    holder = nnx.Sequential(first, jnp.tanh)
+    tied = {"w": {0: "kernel", 2: "kernel"}}
+    made = stages_from_nnx([first, holder, other], tied=tied)
+    assert [dict(stage.tied) for stage in made.stages] == [
+        {"kernel": "w", "bias": "0/bias"},
+        {"layers/0/kernel": "w", "layers/0/bias": "0/bias"},
+        {"kernel": "w"},
+    ]
+    message = r"must tie 'kernel' of 0 alike in all layers.*\[0, 1\] hold it"
+    pairs = {"w": {0: "kernel", 2: "kernel"}, "v": {1: "layers/0/kernel", 3: "kernel"}}
+    with pytest.raises(ValueError, match=message):
+        stages_from_nnx([first, holder, other, other], tied=pairs)
+
+
+def test_what_is_done_to_the_modules_later_is_not_seen():
+    """Nor do modules that came back change the state that they came from."""
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    made = stages_from_nnx([layer])
+    before = np.array(made.params[0]["kernel"][...])
+    (back,) = made.modules(made.params, made.states)
+    layer.kernel[...] = 2 * layer.kernel[...]
+    back.kernel[...] = 3 * back.kernel[...]
+    np.testing.assert_array_equal(made.params[0]["kernel"][...], before)
+
+
+def test_an_output_that_nothing_takes():
+    """It is named, and does not become a part of the other one."""
+    layers = [Split(3, 4, nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
+    made = stages_from_nnx(layers, inputs={1: ("h1",)}, outputs={0: ("h1", "load")})
+    with pytest.raises(ValueError, match="Got 'load' of stage 0, which neither"):
+        pipeline.Pipeline(made.stages, losses, pipeline.gpipe(2, 2))
+
+
 def test_a_state_cannot_be_shared():
     norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     with pytest.raises(
