@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m experiments", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="shorter, same claims")
+    parser.add_argument(
+        "--quick", action="store_true", help="shorter; says what it cannot judge"
+    )
     parser.add_argument("--devices", type=int, default=8, help="at most so many (8)")
     parser.add_argument("--device", help="JAX platform: cpu, cuda, tpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -52,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _listing(known: Sequence[str]) -> Table:
-    table = Table("experiment", "claim", box=None, pad_edge=False)
+    table = Table("experiment", "question", box=None, pad_edge=False)
     for name in known:
         table.add_row(name, _runner.summary(_runner.load(name)))
     table.caption = "python -m experiments NAME [--quick]"

@@ -34,6 +34,8 @@ def write(folder: Path) -> Path:
     """Writes `report.html` from every result in the folder; returns its path."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     held = sum(record["holds"] for record in records)
+    claims = [claim for record in records for claim in record["claims"]]
+    left = sum(claim["holds"] is None for claim in claims)
     sections = "\n".join(_section(folder, record) for record in records)
     page = folder / "report.html"
     page.write_text(
@@ -42,7 +44,8 @@ def write(folder: Path) -> Path:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{STYLE}</style></head><body>
 <h1>jdist: experiments</h1>
-<p>{held} of {len(records)} experiments hold.</p>
+<p>{held} of {len(records)} experiments hold. Of {len(claims)} claims {left} were not
+judged.</p>
 {sections}
 </body></html>
 """
@@ -52,15 +55,15 @@ def write(folder: Path) -> Path:
 
 def _section(folder: Path, record: dict[str, Any]) -> str:
     kind = "good" if record["holds"] else "bad"
-    verdict = record["proved"] if record["holds"] else "A claim does not hold."
+    outcome = record.get("outcome", "Written in an older form.")
     form = "quick form" if record["settings"]["quick"] else "full form"
     claims = [("", "claim", "measured")] + [
-        (_mark(claim["holds"]), claim["text"], claim["measured"])
+        (_mark(claim["holds"]), claim["text"], _told(claim))
         for claim in record["claims"]
     ]
     parts = [
         f"<h2>{escape(record['name'])}</h2><p>{escape(record['summary'])}</p>",
-        f'<p class="proved {kind}">{escape(verdict)}</p>',
+        f'<p class="proved {kind}">{escape(outcome)}</p>',
         _table("Claims", claims),
         *(_table(title, rows) for title, rows in record["tables"].items()),
         *(_figure(folder, picture) for picture in record["pictures"]),
@@ -71,8 +74,15 @@ def _section(folder: Path, record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _mark(holds: bool) -> str:
-    return "✓" if holds else "✗"
+def _mark(holds: bool | None) -> str:
+    return "–" if holds is None else "✓" if holds else "✗"
+
+
+def _told(claim: dict[str, Any]) -> str:
+    if claim["holds"] is not None:
+        return str(claim["measured"])
+    measured = f"; measured: {claim['measured']}" if claim["measured"] else ""
+    return f"not judged: {claim['why_not']}{measured}"
 
 
 def _table(title: str, rows: Iterable[Iterable[Any]]) -> str:

@@ -43,8 +43,8 @@ def pictures(seconds: Seconds, setup: str, batch: int) -> list[Picture]:
         ),
         Picture(
             "split_size_tradeoff",
-            "Small parts fill the pipeline sooner, large ones are computed better. The "
-            "dashed line is what the bubble alone would leave of two equal halves.",
+            "Seconds over the size of a part. The dashed line is what the bubble alone "
+            "would leave of two equal halves.",
             tradeoff(seconds, sizes, setup, batch),
         ),
     ]

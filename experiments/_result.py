@@ -1,11 +1,19 @@
-"""What an experiment returns: claims, each with what was measured, and the evidence."""
+"""What an experiment returns: claims, each with what was measured, and the evidence.
+
+An experiment asks a question and judges claims. Whatever is said of the outcome, on the
+terminal, in the JSON and on the page, is made here from claims and their verdicts:
+there is no other place for a sentence about a result. What is not a claim (captions,
+notes, titles) says what is shown and how it was found, and not what came out.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.figure import Figure
+
+Verdict = Literal["holds", "does not hold", "not judged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +21,7 @@ class Settings:
     """What the command line chooses.
 
     Attributes:
-      quick: A shorter form that still tests every claim.
+      quick: A shorter form. What it cannot judge it says.
       devices: How many devices to use at most.
       seed: Of everything random.
     """
@@ -25,16 +33,55 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One sentence, whether it holds, and the measurement that decides."""
+    """One sentence, and whether the measurement bears it out.
+
+    Attributes:
+      text: The sentence, as it reads where it holds.
+      holds: Whether it does; None: it was not judged.
+      measured: What decides.
+      why_not: Why it was not judged; empty where it was.
+      leads: Whether the line at the end of a run repeats it.
+
+    Raises:
+      ValueError: It is not judged and does not say why, or the other way round.
+    """
 
     text: str
-    holds: bool
+    holds: bool | None
     measured: str
+    why_not: str = ""
+    leads: bool = False
+
+    def __post_init__(self) -> None:
+        """A claim is judged, or says why it is not."""
+        if (self.holds is None) != bool(self.why_not):
+            raise ValueError(f"not judged and no reason, or both: {self.text!r}")
+
+    @property
+    def verdict(self) -> Verdict:
+        """In words."""
+        if self.holds is None:
+            return "not judged"
+        return "holds" if self.holds else "does not hold"
+
+    @property
+    def sentence(self) -> str:
+        """The claim with its measurement, or with the reason why there is none."""
+        shown = self.measured if self.holds is not None else self.why_not
+        return f"{self.text} ({shown})" if shown else self.text
+
+    def unless(self, why_not: str) -> "Claim":
+        """The claim as it is, or not judged if there is a reason.
+
+        Args:
+          why_not: The reason; empty for none.
+        """
+        return replace(self, holds=None, why_not=why_not) if why_not else self
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure with the sentence that says what to see in it."""
+    """A figure, with a caption that says what is drawn."""
 
     name: str
     caption: str
@@ -46,16 +93,14 @@ class Result:
     """The outcome of an experiment.
 
     Attributes:
-      proved: One line that says what was proved, for the end of the run.
       claims: What is asserted.
       pictures: Plots.
       tables: Title to rows; the first row is the header.
       data: Every number behind it, as JSON can hold it.
-      notes: What was skipped, and what a reader must know.
+      notes: How things were measured, and what was left out.
       files: By name, what writes a file of evidence to a path.
     """
 
-    proved: str
     claims: Sequence[Claim]
     pictures: Sequence[Picture] = ()
     tables: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
@@ -63,7 +108,30 @@ class Result:
     notes: Sequence[str] = ()
     files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
 
+    def having(self, verdict: Verdict) -> list[Claim]:
+        """The claims of one verdict."""
+        return [claim for claim in self.claims if claim.verdict == verdict]
+
     @property
     def holds(self) -> bool:
-        """Whether every claim holds; an experiment without claims proves nothing."""
-        return bool(self.claims) and all(claim.holds for claim in self.claims)
+        """Whether every claim that was judged holds; without any, nothing is proved."""
+        return bool(self.having("holds")) and not self.having("does not hold")
+
+    @property
+    def outcome(self) -> str:
+        """The line at the end of a run, made of the claims alone."""
+        held, failed = self.having("holds"), self.having("does not hold")
+        left = self.having("not judged")
+        judged = len(held) + len(failed)
+        shown = failed or [claim for claim in held if claim.leads]
+        told = "; ".join(claim.sentence for claim in shown)
+        count = f"{len(held)} of {judged} claims hold"
+        if failed:
+            parts = [f"{count}. Does not hold: {told}."]
+        else:
+            parts = [f"{count}: {told}." if told else f"{count}."]
+        reasons: dict[str, int] = {}
+        for claim in left:
+            reasons[claim.why_not] = reasons.get(claim.why_not, 0) + 1
+        parts += [f"Not judged: {n}, because {why}." for why, n in reasons.items()]
+        return " ".join(parts)

@@ -11,13 +11,20 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 import experiments
 from experiments import _report
 from experiments._environment import Environment
-from experiments._result import Result, Settings
+from experiments._result import Claim, Result, Settings
+
+MARKS = {
+    "holds": "[green]✓[/green]",
+    "does not hold": "[bold red]✗[/bold red]",
+    "not judged": "[yellow]–[/yellow]",
+}
 
 
 def names() -> list[str]:
@@ -32,12 +39,12 @@ def load(name: str) -> ModuleType:
 
 
 def summary(module: ModuleType) -> str:
-    """The first paragraph of its docstring, on one line."""
+    """Its question: the first paragraph of its docstring, on one line."""
     return " ".join((module.__doc__ or "").partition("\n\n")[0].split())
 
 
 def run(name: str, settings: Settings, folder: Path, console: Console) -> bool:
-    """Runs one experiment, shows its claims, writes its files; whether it holds."""
+    """Runs one experiment, shows its claims, writes its files; whether they hold."""
     module = load(name)
     console.print(f"[bold]{name}[/bold]: {summary(module)}")
     start = time.perf_counter()
@@ -47,25 +54,27 @@ def run(name: str, settings: Settings, folder: Path, console: Console) -> bool:
     _show(result, console)
     _write(name, result, settings, seconds, folder)
     page = _report.write(folder)
-    if result.holds:
-        outcome = f"[bold green]Proved[/bold green] in {seconds:.0f} s: {result.proved}"
-    else:
-        failed = sum(not claim.holds for claim in result.claims)
-        outcome = (
-            f"[bold red]FAILED[/bold red]: {failed} of {len(result.claims)} claims."
-        )
-    console.print(f"{outcome} Report: {page}", soft_wrap=True)
+    word = "[bold green]Proved[/bold green]" if result.holds else "[bold red]FAILED[/]"
+    told = escape(result.outcome)
+    console.print(f"{word} in {seconds:.0f} s: {told} Report: {page}", soft_wrap=True)
     return result.holds
+
+
+def told(claim: Claim) -> str:
+    """What stands beside a claim: the measurement, and whether it was judged at all."""
+    if claim.verdict != "not judged":
+        return claim.measured
+    measured = f"; measured: {claim.measured}" if claim.measured else ""
+    return f"not judged: {claim.why_not}{measured}"
 
 
 def _show(result: Result, console: Console) -> None:
     shown = Table("", "claim", "measured", box=None, pad_edge=False)
     for claim in result.claims:
-        mark = "[green]✓[/green]" if claim.holds else "[bold red]✗[/bold red]"
-        shown.add_row(mark, claim.text, claim.measured)
+        shown.add_row(MARKS[claim.verdict], escape(claim.text), escape(told(claim)))
     console.print(shown)
     for note in result.notes:
-        console.print(f"[yellow]note:[/yellow] {note}")
+        console.print(f"[yellow]note:[/yellow] {escape(note)}")
 
 
 def _write(
@@ -85,9 +94,9 @@ def _write(
     record: dict[str, Any] = {
         "name": name,
         "summary": summary(load(name)),
-        "proved": result.proved,
+        "outcome": result.outcome,
         "holds": result.holds,
-        "claims": [asdict(claim) for claim in result.claims],
+        "claims": [asdict(c) | {"verdict": c.verdict} for c in result.claims],
         "tables": result.tables,
         "notes": result.notes,
         "pictures": pictures,

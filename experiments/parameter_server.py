@@ -1,5 +1,5 @@
-"""A parameter server that updates in batches: trainers wait for each other without a
-thread of the server, and all go on with the same parameters.
+"""Does a parameter server that updates in batches average what each trainer sent, and
+do all go on with the same parameters?
 
 Each trainer sends the gradient of its own share of the batch. The server's function is
 an `async_execution`: it returns a future, and when the last trainer's gradient is in,
@@ -70,10 +70,6 @@ def run(settings: Settings, progress: Progress) -> Result:
         work, (rounds, settings.seed), nprocs=1 + TRAINERS, timeout=900
     )[0]
     return Result(
-        proved=(
-            f"{rounds} rounds of {TRAINERS} trainers: the server averaged what each "
-            "sent, and all hold one device's parameters, bit for bit."
-        ),
         claims=list(claims(found, rounds)),
         pictures=[
             Picture("loss", "Mean loss of the batch at each round.", plot(found.losses))
@@ -265,7 +261,7 @@ def claims(found: Trained, rounds: int) -> Iterator[Claim]:
         yield Claim(what, count == rounds, f"{count} of {rounds} rounds")
     final = found.server[-1].params
     text = "after the last round the parameters are one device's, bit for bit"
-    yield Claim(text, final == found.alone, final[:12])
+    yield Claim(text, final == found.alone, final[:12], leads=True)
     text = "the mean is the gradient of the whole batch, within the derived bound"
     ratio = found.error_over_bound
     yield Claim(text, ratio <= 1, f"error/bound {ratio:.2f}")

@@ -1,5 +1,5 @@
-"""What PipeDream's planner makes of a ResNet-50 and a VGG-16 for 2, 4 and 16 workers:
-profiled here, and from the profiles that were published with it.
+"""What does PipeDream's planner make of a ResNet-50 and a VGG-16 for 2, 4 and 16
+workers: profiled here, and from the profiles that were published with it?
 
 Each layer is timed where this runs. The planner cuts the profile into stages, some of
 them replicated, for the machines of the paper's cluster A; every plan is then played
@@ -96,16 +96,7 @@ def run(settings: Settings, progress: Progress) -> Result:
     ]
     factors = SLOWER[::3] if settings.quick else SLOWER
     gains = {which: gained(profile, factors) for which, profile in profiles.items()}
-    best = max(
-        case.plan.data_parallel_time / case.plan.bottleneck_time
-        for case in cases
-        if case.source == "published"
-    )
     return Result(
-        proved=(
-            f"none of {len(cases)} plans is slower than data parallelism; published "
-            f"ones run as planned, and VGG-16 gains {best:.2f} times."
-        ),
         claims=list(claims(cases)),
         pictures=list(pictures(cases, gains, factors)),
         tables={
@@ -120,8 +111,7 @@ def run(settings: Settings, progress: Progress) -> Result:
         notes=[
             f"Profiled here: {sizes.vgg} and {sizes.resnet}, {sizes.pixels} pixels, "
             f"{sizes.examples} images at a time, on {jax.devices()[0].device_kind}.",
-            "The paper measured time; the planner's model of the same machines is more "
-            "modest, and so is what its own code finds for its own profiles.",
+            "The paper measured time; here are times of the planner's model.",
         ],
     )
 
@@ -205,7 +195,8 @@ def claims(cases: Sequence[Case]) -> Iterator[Claim]:
     """About all plans; about published ones also what was published."""
     ratios = [c.plan.bottleneck_time / c.plan.data_parallel_time for c in cases]
     text = "no plan's bottleneck is slower than data parallelism's, by the same model"
-    yield Claim(text, max(ratios) <= 1 + 1e-12, f"{max(ratios):.4f} of it at most")
+    shown = f"{max(ratios):.4f} of it at most, {len(cases)} plans"
+    yield Claim(text, max(ratios) <= 1 + 1e-12, shown, leads=True)
     off = [abs(busy(case.free) / case.free.bottleneck_time - 1) for case in cases]
     text = "the slowest stage's passes and reductions are the planner's bottleneck"
     yield Claim(text, max(off) < 1e-9, f"relative difference {max(off):.1e} at most")
@@ -228,7 +219,8 @@ def claims(cases: Sequence[Case]) -> Iterator[Claim]:
     vgg, resnet = (over_alone(gain[model]) for model in ("VGG-16", "ResNet-50"))
     text = "as in the paper, VGG-16 gains from a pipeline and ResNet-50 next to nothing"
     holds = vgg > 1.5 and 1 <= resnet < 1.1
-    yield Claim(text, holds, f"{vgg:.2f} and {resnet:.2f} times data parallelism")
+    shown = f"{vgg:.2f} and {resnet:.2f} times data parallelism"
+    yield Claim(text, holds, shown, leads=True)
 
 
 def busy(plan: pipeline.Plan) -> float:
@@ -303,7 +295,9 @@ def pictures(
             name = f"{case.model}-{case.source}".lower()
             caption = f"{case.model}, profile: {case.source}. Seconds of each stage."
             yield Picture(name, caption, case.plan.picture())
-    caption = "The slower the network, the more a pipeline gains over data parallelism."
+    caption = (
+        "What a pipeline gains over data parallelism, for slower and slower links."
+    )
     yield Picture("gains", caption, plot_gains(gains, factors))
 
 

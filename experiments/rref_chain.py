@@ -1,5 +1,5 @@
-"""A value stays on its owner while its reference passes through a chain of workers; it
-travels only when it is fetched, and is freed after its last user.
+"""Does a value stay on its owner while its reference passes through a chain of workers:
+when does it travel, and when is it freed?
 
 One worker makes an array. Its reference goes from worker to worker, each of which gets
 it from the one before; the owner is asked how many it counts after every step. Either
@@ -58,7 +58,6 @@ def run(settings: Settings, progress: Progress) -> Result:
     found = rpc.spawn(_worker, (plan, settings.seed), nprocs=plan.workers)[0]
     progress.remove_task(task)
     return Result(
-        proved="a forwarded reference moves no value; its last user frees it",
         claims=claims(plan, found),
         pictures=[
             Picture(
@@ -293,6 +292,7 @@ def claims(plan: Plan, found: dict[str, Any]) -> list[Claim]:
             "it is freed when the last one, in random order, has given up",
             in_time == len(rounds) and others_too,
             f"{in_time} of {len(rounds)} rounds, the relay, and when it was fetched",
+            leads=True,
         ),
         Claim(
             "in the relay each gives up at once, and the next one still has it",
@@ -303,6 +303,7 @@ def claims(plan: Plan, found: dict[str, Any]) -> list[Claim]:
             "forwarding moves no byte of the value",
             arrays == 0,
             f"{arrays} of {nbytes} bytes in {steps} steps",
+            leads=True,
         ),
         Claim(
             f"a step sends at most {HOP_BYTES >> 10} KiB, all messages included",

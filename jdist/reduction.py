@@ -15,10 +15,24 @@ that hold the extreme), so that any split gives the whole batch's gradient:
 
     dL/dW = sum_i (B_i / B) dL_i/dW                 with B_i = S w over shard i
 
-Nothing has to be known of the other shards before the backward pass, a shard without
-examples needs no special case, and because weights enter through the seeds and not
-afterwards, a loss that uses collectives (batch statistics over all replicas) gets its
-right gradient too.
+A shard without examples needs no special case, and because weights enter through the
+seeds and not afterwards, a loss that uses collectives (batch statistics over all
+replicas) gets its right gradient too.
+
+Precision. Partials are float32 or wider, and so are their sums, their total and the
+division; the finished gradient is rounded once. Inside the backward pass the model
+computes in dtypes of its own, and in float16 a sum over many examples overflows where
+their mean does not. So what enters it is divided beforehand, by a power of two, which
+rounds nothing and cancels in the end:
+
+    mean        `normalized` weights, whose total over *all* shards is in (1/2, 1]: the
+                cotangent of a loss is at most w / S w, as in `jax.grad` of the mean
+    max, min    `partial` divides by the number of ties in the shard, rounded up
+    sum         is not divided by anything, and overflows where `jax.grad` of it does
+
+A loss in 16 bits takes its cotangent rounded to 16 bits. `partial` multiplies what
+comes back by S seed / S rounded seed, so that the roundings do not change the total:
+equal weights stay exact, and B_i / B is.
 
 Weights that are negative or NaN give NaN on every replica, and so do weights that are
 all zero (a sum of nothing is 0): inside a compiled function nothing can be refused.
@@ -106,8 +120,46 @@ def partial_with_aux(
 
     losses, pull_back, aux = jax.vjp(losses_of, trainable, has_aux=True)
     value, cotangents, weight = seeds(losses, weights, reduction)
-    (gradient,) = pull_back(cotangents.astype(losses.dtype))
-    return Partial(value, jax.tree.map(_widen, gradient), weight), aux
+    given, factor = _entering(cotangents, losses.dtype, reduction)
+    (gradient,) = pull_back(given)
+    gradient = jax.tree.map(_widen, gradient)
+    if factor is not None:
+        gradient = jax.tree.map(lambda g: _scaled(jnp.multiply, g, factor), gradient)
+    return Partial(value, gradient, weight), aux
+
+
+def normalized(weights: Any, reduction: str, total: Any = None) -> jax.Array:
+    """Weights of a mean, times the power of two that brings their total to (1/2, 1].
+
+    Nothing is rounded, and a mean does not change: both of its sums get the factor.
+    To be used before `partial`, with the total of all shards; see the module.
+
+    Args:
+      weights: `(examples,)`, of one shard.
+      reduction: Any but "mean" leaves the weights as they are.
+      total: The sum of all shards' weights, a scalar; None for the sum of `weights`.
+
+    Returns:
+      `(examples,)`, float32 or wider. As they were if the total is 0, negative, NaN or
+      infinite, so that the result is NaN all the same.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> normalized(jnp.array([3.0, 1.0, 2.0]), "mean")
+      Array([0.375, 0.125, 0.25 ], dtype=float32)
+    """
+    weights = wide_weights(weights)
+    if reduction != "mean":
+        return weights
+    total = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
+    usable = (total > 0) & jnp.isfinite(total)
+    return weights * jnp.where(usable, _reciprocal_power(total), 1)
+
+
+def wide_weights(weights: Any) -> jax.Array:
+    """Weights, or one, in the precision that they are added up in: 16 bits overflow."""
+    weights = jnp.asarray(weights)
+    return _widen(weights) if is_inexact(weights) else weights.astype(jnp.float32)
 
 
 def seeds(
@@ -118,7 +170,7 @@ def seeds(
     All three are float32 or wider; the cotangents are not divided by any total yet.
     """
     losses = _widen(losses)
-    weights = weights.astype(losses.dtype)
+    weights = wide_weights(weights).astype(losses.dtype)
     weights = jnp.where(weights >= 0, weights, jnp.nan)
     if reduction in ("mean", "sum"):
         # A loss of weight 0 must not matter, even when it is infinite.
@@ -154,6 +206,31 @@ def check_losses(losses: Any, expected: tuple[int, ...]) -> None:
         got = f"{losses.dtype} of shape {shape}"
         remedy = "Sum each example's own terms; keep only the axis of examples."
     raise ValueError(requirement("loss_fn(params, batch)", rule, got, remedy))
+
+
+def _entering(
+    cotangents: jax.Array, dtype: Any, reduction: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the backward pass is given, and what its result is multiplied by."""
+    is_narrow = wide_dtype(dtype) != dtype
+    given = cotangents
+    if reduction in ("max", "min"):
+        ties = jnp.maximum(jnp.sum(cotangents), 1)
+        given = given * _reciprocal_power(ties)
+    elif not is_narrow:
+        return given, None
+    given = given.astype(dtype)
+    total, sent = jnp.sum(cotangents), jnp.sum(_widen(given))
+    return given, jnp.where(sent == 0, 1, total / sent)
+
+
+def _reciprocal_power(number: jax.Array) -> jax.Array:
+    """1 / 2^k for the smallest 2^k that is not below a positive number; exact."""
+    mantissa, exponent = jnp.frexp(number)
+    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    # The reciprocal of the largest powers is no normal number, and would be 0.
+    least = jnp.finfo(number.dtype).minexp
+    return jnp.ldexp(jnp.ones_like(number), jnp.clip(-exponent, least, -least))
 
 
 def _widen(array: jax.Array) -> jax.Array:
@@ -295,9 +372,7 @@ def weighted_mean(tree: Any, weight: Any, axis_name: Hashable) -> Any:
         rule = "must be one scalar per replica"
         raise ValueError(requirement("weighted_mean(weight=...)", rule, got, remedy))
     _check_reducible(tree, axis_name)
-    weight = jnp.asarray(weight)
-    if not is_inexact(weight):
-        weight = weight.astype(jnp.float32)
+    weight = wide_weights(weight)
     weight = jnp.where(weight >= 0, weight, jnp.nan)
 
     def weighted(leaf: jax.Array) -> jax.Array:

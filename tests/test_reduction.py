@@ -352,3 +352,112 @@ def test_none_leaves_stay_none():
         axis_name="i",
     )
     assert fn(jnp.arange(2.0))["b"] is None
+
+
+# --- sixteen bits ---
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_ties_do_not_overflow_in_float16(name):
+    """8192 examples hold the extreme: their sum is no float16, their mean is."""
+    x = jnp.full(8192, 20.0, jnp.float16)
+    w = jnp.array(-1.0 if name == "min" else 1.0, jnp.float16)
+    loss, gradient = reduce_of(lambda w, x: x * w, w, x, jnp.ones(8192), name)
+    assert (float(loss), float(gradient)) == (20 * float(w), 20)
+    assert gradient.dtype == jnp.float16
+
+
+def reduce_of(loss_fn, params, batch, weights, name):
+    """All examples as one partial, weights as the library normalizes them."""
+    weights = reduction.normalized(weights, name)
+    whole = reduction.partial(loss_fn, params, batch, weights, name)
+    return reduction.finish(whole, name, like=params)
+
+
+@pytest.mark.parametrize("factor", [2.0**-90, 1.0, 2.0**90])
+def test_normalizing_rounds_nothing(problem, factor):
+    """Loss and gradient have the bits that undivided sums give, whatever the scale."""
+    params, batch, weights = jax.tree.map(
+        lambda x: x if x.dtype == int else x.astype(jnp.float32), problem
+    )
+    whole = reduction.partial(losses_of, params, batch, weights, "mean")
+    plain = reduction.finish(whole, "mean", like=params)
+    weights = weights * jnp.float32(factor)
+    found = reduce_of(losses_of, params, batch, weights, "mean")
+    assert verify.compare(plain, found).bit_equal
+    total = float(reduction.normalized(weights, "mean").sum())
+    assert 0.5 < total <= 1
+
+
+@pytest.mark.parametrize("total", [1.0, 0.75, 3e38, 1.5e-38, 8192.0, 8193.0])
+def test_totals_are_normalized_to_a_half_and_one(total):
+    """Powers of two become 1; at the ends of float32 the power is a normal number."""
+    found = reduction.normalized(jnp.float32([total]), "mean")[0]
+    power = float(found) / float(np.float32(total))
+    assert np.frexp(power)[0] == 0.5
+    assert 0.5 < found <= 1 or total in (3e38, 1.5e-38)
+    assert 0.1 < found < 4
+
+
+def test_bad_totals_are_not_hidden():
+    """What is not a total stays as it is, and so do the weights of other reductions."""
+    for weights in ([0.0, 0.0], [-1.0, 0.5], [np.nan, 1.0], [np.inf, 1.0]):
+        found = reduction.normalized(jnp.array(weights), "mean")
+        np.testing.assert_array_equal(found, weights)
+    for name in ("sum", "max", "min"):
+        np.testing.assert_array_equal(
+            reduction.normalized(jnp.array([3.0, 5.0]), name), [3, 5]
+        )
+
+
+@pytest.mark.parametrize("name", ["mean", "sum"])
+@pytest.mark.parametrize("weight", [257.0, 1.0039, 511.0])
+def test_weights_that_a_16_bit_loss_cannot_hold(name, weight):
+    """Equal weights count equally; rounded ones kept neither their ratio nor 1.
+
+    The parameter is float32 and only the losses are rounded, so that all that is lost
+    is what the cotangents lose.
+    """
+    x = jnp.ones((7, 3), jnp.float32)
+
+    def losses(w, x):
+        return (x @ w).astype(jnp.bfloat16)
+
+    weights = jnp.full(7, weight, jnp.float32)
+    _, found = reduce_of(losses, jnp.ones(3, jnp.float32), x, weights, name)
+    total = 7 * weight if name == "sum" else 1
+    np.testing.assert_allclose(found, total, rtol=1e-6)
+
+
+def test_shards_of_a_16_bit_loss_count_by_their_exact_weight():
+    """B_i / B with B_i that bfloat16 rounds: 257 and 2 * 509 of 1275."""
+    parts = [
+        reduction.partial(
+            lambda w, x: (x * w).astype(jnp.bfloat16),
+            jnp.float32(1),
+            jnp.full(len(weights), value, jnp.float32),
+            jnp.float32(weights),
+            "mean",
+        )
+        for value, weights in ((4.0, [257]), (0.5, [509, 509]))
+    ]
+    whole = reduction.combine(*parts, "mean")
+    _, gradient = reduction.finish(whole, "mean", like=jnp.float32(1))
+    exact = (4 * 257 + 0.5 * 2 * 509) / (257 + 2 * 509)
+    np.testing.assert_allclose(gradient, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_narrow_weights_are_added_up_in_float32(dtype):
+    """1024 weights of 100 are beyond float16, and bfloat16 stops counting at 256."""
+    weights = jnp.full(1024, 100).astype(dtype)
+    x = jnp.arange(1024.0, dtype=jnp.float32)
+    loss, gradient = reduce_of(lambda w, x: x * w, jnp.float32(1), x, weights, "mean")
+    np.testing.assert_allclose((loss, gradient), 511.5, rtol=1e-6)
+    rows = x.reshape(8, 128).mean(axis=1)
+    counts = jnp.full(8, 120).astype(dtype) + jnp.arange(8).astype(dtype)
+    mean = jax.vmap(
+        lambda g, n: reduction.weighted_mean(g, n, "data"), axis_name="data"
+    )(rows, counts)
+    exact = np.average(np.asarray(rows), weights=np.arange(120, 128))
+    np.testing.assert_allclose(mean, exact, rtol=1e-6)

@@ -3,10 +3,13 @@
 Tested in `tests/segment/test_programs.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax._src.config import trace_context as _trace_context
+from jax._src.linear_util import WrappedFun
 from jax.extend.core import (
     ClosedJaxpr,
     DropVar,
@@ -18,6 +21,9 @@ from jax.extend.core import (
 )
 from jax.interpreters.ad import Zero
 from jax.interpreters.partial_eval import dce_jaxpr
+
+WRAPPED_FUNCTION = WrappedFun
+"""The form in which equations hold derivative rules that are yet to be called."""
 
 Rewrite = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
 
@@ -31,6 +37,68 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
     """
     nested, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     return rewritten(nested, jax.tree.leaves(arguments), _opened), shapes
+
+
+def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, Any]:
+    """The program of `fn` as JAX writes it, and the shapes of its results.
+
+    NumPy arrays that it closes over are copied: JAX refers to the caller's memory,
+    which may be written to before the program is lowered.
+    """
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
+    borrowed = any(isinstance(x, np.ndarray) for x in constants_of(program))
+    return (_with_copies(program) if borrowed else program), shapes
+
+
+def constants_of(program: ClosedJaxpr) -> Iterator[Any]:
+    """The arrays that a program, or one inside it, closes over."""
+    waiting: list[Any] = [program]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, ClosedJaxpr):
+            yield from value.consts
+            waiting.append(value.jaxpr)
+        elif isinstance(value, Jaxpr):
+            waiting += [x for each in value.eqns for x in each.params.values()]
+        elif type(value) in (tuple, list):
+            waiting += value
+
+
+def _with_copies(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with NumPy arrays of its own; their weak types stay."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return _with_copies(value)
+        if isinstance(value, Jaxpr):
+            return replaced(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(copied, value))
+        return value
+
+    def replaced(jaxpr: Jaxpr) -> Jaxpr:
+        equations = [
+            equation.replace(
+                params={name: copied(value) for name, value in equation.params.items()}
+            )
+            if inner_programs(equation)
+            else equation
+            for equation in jaxpr.eqns
+        ]
+        return jaxpr.replace(eqns=equations)
+
+    consts = [x.copy() if isinstance(x, np.ndarray) else x for x in program.consts]
+    return ClosedJaxpr(replaced(program.jaxpr), consts)
+
+
+def trace_context() -> Any:
+    """A key of all settings of JAX that change what a function is traced to."""
+    return _trace_context()
+
+
+def parts_of_wrapped(value: Any) -> list[Any]:
+    """What a `WRAPPED_FUNCTION` is made of, functions among it."""
+    return [value.f, value.f_transformed, *value.transforms]
 
 
 def rewritten(

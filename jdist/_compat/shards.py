@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -28,7 +29,11 @@ def tracks_varying_axes(axis_name: Hashable) -> bool:
 
 
 def map_shards(
-    fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_specs: Any
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    axis: str | None = None,
 ) -> Callable[..., Any]:
     """`jax.shard_map` without the check of varying axes, for any type of mesh.
 
@@ -36,9 +41,18 @@ def map_shards(
     casts of their carries, and the outputs of `all_gather` count as replicated. A mesh
     with explicit axes refuses inputs that are laid out differently; they are
     re-sharded here, as a mesh with automatic axes does by itself.
+
+    With `axis` the function sees the shards of that axis only, and the specs name no
+    other. Over the mesh's further axes, which are automatic, arrays stay divided as
+    they were given, and the compiler adds the communication that this takes.
     """
     mapped = jax.shard_map(
-        fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+        fn,
+        mesh=mesh,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=frozenset(mesh.axis_names if axis is None else (axis,)),
+        check_vma=False,
     )
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
@@ -51,6 +65,20 @@ def map_shards(
         return mapped(*placed)
 
     return resharded
+
+
+def alike(array: jax.Array, like: jax.Array) -> jax.Array:
+    """`array` with the layout of `like`, which has its shape; in jit and outside.
+
+    Under jit a layout over automatic axes is known to the compiler alone, and it is the
+    compiler that is told to make the two the same. `like` becomes an input of the
+    program by that, which jit otherwise forgets, together with the devices it lies on,
+    if no value depends on it.
+    """
+    sharding: Any = jax.typeof(like).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        array = jax.sharding.reshard(array, sharding)
+    return shard_alike(like, array)[1]
 
 
 def after(array: jax.Array, earlier: jax.Array) -> jax.Array:

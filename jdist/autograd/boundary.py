@@ -105,7 +105,7 @@ class Boundary:
         if recording is None:
             return call, {}
         context = recording.context
-        context.meet(to.name)
+        context.meet(to)
         row = _row(context.id, 0, self._container.ids.message())
         return call, {META: row, NEEDS: _NEEDED}
 
@@ -121,7 +121,7 @@ class Boundary:
         if header is None:
             return run(call), {}
         context = self._container.get_or_create(header.context)
-        context.meet(caller.name)
+        context.meet(caller)
         if self._container.is_gone(caller.number):
             self._container.releases.seek_end([context])
         if header.slots and is_pure(call.function):
@@ -184,7 +184,7 @@ class Boundary:
             label = (
                 f"answer of {parcel.operation}" if answers else str(parcel.operation)
             )
-            made = SendNode(row[_MESSAGE], parcel.worker.name, label, order)
+            made = SendNode(row[_MESSAGE], parcel.worker, label, order)
             context.sends[made.message_id] = made
         lost = functools.partial(_forget, context, made.message_id)
         parcel.if_lost = [*parcel.if_lost, lost]
@@ -202,7 +202,7 @@ class Boundary:
         made = RecvNode(
             header.context,
             header.message,
-            parcel.worker.name,
+            parcel.worker,
             header.slots,
             None if header.reach is None else frozenset(header.reach),
         )

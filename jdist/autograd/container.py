@@ -129,8 +129,8 @@ class Container:
         with self._lock:
             return list(self._contexts.values())
 
-    def end(self, context_id: int, reason: str) -> set[str]:
-        """Forgets a context; the workers that have to be told."""
+    def end(self, context_id: int, reason: str) -> set[int]:
+        """Forgets a context; numbers of the workers that have to be told."""
         with self._lock:
             found = self._contexts.pop(context_id, None)
             if context_id not in self._ended:

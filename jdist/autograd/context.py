@@ -7,6 +7,7 @@ from jdist.autograd.errors import no_context
 from jdist.autograd.ids import maker
 from jdist.autograd.node import RecvNode, SendNode
 from jdist.rpc.future import Future
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.autograd.container import Container
@@ -28,7 +29,8 @@ class Context:
       id: Its id; the worker that made it is in the top 16 bits.
       sends: Send functions by message id.
       recvs: Receive functions by message id.
-      known: Names of the workers with which this one exchanged messages in it.
+      known: The workers with which this one exchanged messages in it: names by
+        numbers, because a lost worker's successor may bear its name.
       gradients: What backward passes have added up for this worker's variables.
       passes: Parts of backward passes under way, by the passes' ids; the engine's.
       ended: Why it is not there any more, or None.
@@ -43,7 +45,7 @@ class Context:
         self.lock = threading.RLock()
         self.sends: dict[int, SendNode] = {}
         self.recvs: dict[int, RecvNode] = {}
-        self.known: set[str] = set()
+        self.known: dict[int, str] = {}
         self.gradients: dict[Variable, Any] = {}
         self.passes: dict[int, Part] = {}
         self.ended: str | None = None
@@ -66,6 +68,11 @@ class Context:
     def known_workers(self) -> set[str]:
         """Names of the workers with which this one exchanged messages in it."""
         with self.lock:
+            return set(self.known.values())
+
+    def known_numbers(self) -> set[int]:
+        """Their numbers."""
+        with self.lock:
             return set(self.known)
 
     def release(self) -> Future[None]:
@@ -81,7 +88,7 @@ class Context:
         if self.ended is not None:
             raise no_context(self.id, self.ended)
 
-    def meet(self, worker: str) -> None:
+    def meet(self, worker: WorkerInfo) -> None:
         """A message goes to that worker: it has to be told of the end.
 
         Raises:
@@ -89,10 +96,10 @@ class Context:
         """
         with self.lock:
             self.check()
-            self.known.add(worker)
+            self.known[number_of(worker)] = worker.name
 
-    def end(self, reason: str) -> set[str]:
-        """Forgets everything, and ends passes; the workers that have to be told."""
+    def end(self, reason: str) -> set[int]:
+        """Forgets everything, and ends passes; numbers of the workers to be told."""
         with self.lock:
             if self.ended is not None:
                 return set()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from jdist.autograd.errors import GraphFreed
+from jdist.rpc.worker_info import WorkerInfo, number_of
 from jdist.segment import Residuals, Segment
 from jdist.segment._passing import passed_on
 
@@ -156,21 +157,24 @@ class SendNode(Node):
 
     Args:
       message_id: Of the message.
-      worker: Name of the receiver.
+      worker: The receiver.
       label: What the message was, for people.
       order: See `Node`.
 
     Attributes:
       message_id: Of the message.
       worker: Name of the receiver.
+      number: Its number; another worker may come to bear the name.
     """
 
-    __slots__ = ("_places", "_slots", "message_id", "worker")
+    __slots__ = ("_places", "_slots", "message_id", "number", "worker")
 
-    def __init__(self, message_id: int, worker: str, label: str, order: Order) -> None:
-        super().__init__(f"send {label} to {worker}", (), 0, order)
+    def __init__(
+        self, message_id: int, worker: WorkerInfo, label: str, order: Order
+    ) -> None:
+        super().__init__(f"send {label} to {worker.name}", (), 0, order)
         self.message_id = message_id
-        self.worker = worker
+        self.worker, self.number = worker.name, number_of(worker)
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
 
@@ -204,25 +208,29 @@ class RecvNode(Node):
     Args:
       context_id: Of the context in which the message was sent.
       message_id: Of the message.
-      worker: Name of the sender.
+      worker: The sender.
       outputs: How many recorded values it brings.
       reach: What lies beyond: the sender's send function, and all below it.
+
+    Attributes:
+      worker: Name of the sender.
+      number: Its number; another worker may come to bear the name.
     """
 
-    __slots__ = ("context_id", "message_id", "worker")
+    __slots__ = ("context_id", "message_id", "number", "worker")
 
     def __init__(
         self,
         context_id: int,
         message_id: int,
-        worker: str,
+        worker: WorkerInfo,
         outputs: int,
         reach: Reach | None,
     ) -> None:
-        super().__init__(f"receive from {worker}", (), outputs)
+        super().__init__(f"receive from {worker.name}", (), outputs)
         self.context_id = context_id
         self.message_id = message_id
-        self.worker = worker
+        self.worker, self.number = worker.name, number_of(worker)
         self.reach = reach
 
     def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:

@@ -14,7 +14,7 @@ import enum
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,24 +25,25 @@ from jax.extend.core import Var
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import is_inexact
+from jdist.autograd.modules import state_kept
 from jdist.autograd.node import Edge, SegmentNode
 from jdist.autograd.recording import next_order, refuse_in_pure, tracing
 from jdist.segment import Segment
 from jdist.segment._cache import Cache
-from jdist.segment._contents import contents_of
+from jdist.segment._contents import contents_of, is_fixed, value_of
 from jdist.segment._flow import depending_on
-from jdist.segment._halves import halves
+from jdist.segment._halves import Halves
 from jdist.segment._plan import Plan
+from jdist.segment._traced import Changed
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (float, complex)
 """Python's numbers that are inputs, unless said otherwise."""
 
-_STATIC = (bool, int, str, bytes, range, type, np.dtype, enum.Enum, type(...))
+_STATIC = (bool, int, str, bytes, range, np.dtype, type(...))
 _FUNCTIONS = (
     types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs)), jnp.ufunc
 )  # fmt: skip
-_LIBRARIES = ("_operator", "jax")
 
 
 class Recordable:
@@ -108,8 +109,14 @@ def call(
     name = _name(fn)
     refuse_in_pure("a call of {} with recorded values", name)
     _refuse_closure(fn)
-    segment = _program_of(fn).segment(Spec(structure, tuple(kinds)))
-    outputs, residuals = segment.forward((), *arrays)
+    program, spec = _program_of(fn), Spec(structure, tuple(kinds))
+    segment = program.segment(spec)
+    try:
+        outputs, residuals = segment.forward((), *arrays)
+    except Changed:  # Perhaps another function, which was of equal contents.
+        _PROGRAMS.drop(program)
+        segment = program.alone(fn).segment(spec)
+        outputs, residuals = segment.forward((), *arrays)
     made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
     node = None
     if True in live:
@@ -120,25 +127,31 @@ def call(
 
 def _program_of(fn: Callable[..., Any]) -> "Program":
     """What was compiled for the function, or for one of the same contents."""
-    if isinstance(fn, _FUNCTIONS) and _package(fn) in _LIBRARIES:
+    if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
         return _program_of_library(fn)  # it cannot change, so nothing needs reading
-    return _PROGRAMS.get(fn, (), lambda: Program(fn))
-
-
-def _package(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__module__", None)).partition(".")[0]
+    return _PROGRAMS.get(fn, (), lambda contents: Program(fn, contents.code))
 
 
 @functools.lru_cache(maxsize=1024)
 def _program_of_library(fn: Callable[..., Any]) -> "Program":
-    return Program(fn)
+    return Program(fn, fn)
 
 
 class Program:
-    """One function, compiled for each way in which its arguments are made of arrays."""
+    """One function, compiled for each way in which its arguments are made of arrays.
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    Args:
+      fn: The function.
+      code: Its code, by which versions of it are counted.
+      alone: See `Traced`.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], code: Hashable, alone: bool = False
+    ) -> None:
         self._fn = fn
+        self._code = code
+        self._alone = alone
         self._lock = threading.Lock()
         self._segments: dict[Spec, Segment] = {}
 
@@ -152,22 +165,33 @@ class Program:
         if found is not None:
             return found
         with self._lock:
-            found = self._segments.setdefault(spec, _segment(self._fn, spec))
+            made = _segment(self._fn, self._code, spec, self._alone)
+            found = self._segments.setdefault(spec, made)
             if len(self._segments) > _SPECS:
                 del self._segments[next(iter(self._segments))]
         return found
 
+    def alone(self, fn: Callable[..., Any]) -> "Program":
+        """Of one of the functions of equal contents, as it is now."""
+        return Program(fn, self._code, alone=True)
 
-def _segment(fn: Callable[..., Any], spec: "Spec") -> Segment:
+
+def _segment(
+    fn: Callable[..., Any], code: Hashable, spec: "Spec", alone: bool
+) -> Segment:
     name = _name(fn)
 
     def run(_: Any, *arrays: Any) -> Any:
         args, kwargs = spec.arguments(arrays)
-        with tracing(f"apply({name})"):
-            return fn(*args, **kwargs)
+        call = f"apply({name})"
+        with tracing(call), state_kept(call, (args, kwargs)) as returned:
+            returned.append(fn(*args, **kwargs))
+        return returned[0]
 
     run.__name__ = name
-    return Segment(run, halves(run, False), ())
+    contents = contents_of(run, "apply")
+    halves = Halves(run, False, "apply", contents, (code, spec.case), alone=alone)
+    return Segment(run, halves, (), own=False)
 
 
 class Spec(NamedTuple):
@@ -175,6 +199,12 @@ class Spec(NamedTuple):
 
     structure: Any
     kinds: tuple[Any, ...]
+
+    @property
+    def case(self) -> Hashable:
+        """What versions of one function share: functions count by their code."""
+        kinds = [x.case if isinstance(x, _Static) else x for x in self.kinds]
+        return self.structure, tuple(kinds)
 
     def arguments(self, arrays: Sequence[Any]) -> Any:
         """`(args, kwargs)`, made of these arrays."""
@@ -204,13 +234,20 @@ class _Plain(NamedTuple):
 
 
 class _Static:
-    """A value that is part of the compiled function; equal by its key."""
+    """A value that is part of the compiled function; equal by its key.
 
-    __slots__ = ("_key", "_value")
+    Args:
+      value: The value.
+      key: Its key; an object of its own where nothing certainly equals the value.
+      case: Its key as far as it is no version of another value.
+    """
 
-    def __init__(self, value: Any, key: Any) -> None:
+    __slots__ = ("_key", "_value", "case")
+
+    def __init__(self, value: Any, key: Any, case: Any) -> None:
         self._value = value
         self._key = key
+        self.case = case
 
     def value(self, given: Any) -> Any:
         return self._value
@@ -257,7 +294,19 @@ def _take(
         arrays.append(leaf)
         edges.append(None)
         return _PLAIN
-    return _Static(leaf, _key(leaf))
+    if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
+        return _static_by_contents(leaf)
+    key = _key(leaf)
+    return _Static(leaf, key, key)
+
+
+def _static_by_contents(leaf: Any) -> _Static:
+    """A function or class as part of the compiled function."""
+    _refuse_closure(leaf)
+    read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
+    contents = read(leaf, "apply")
+    key = contents if contents.complete else object()
+    return _Static(leaf, key, contents.code)
 
 
 def _key(leaf: Any) -> Any:
@@ -265,9 +314,6 @@ def _key(leaf: Any) -> Any:
         return type(leaf), leaf
     if isinstance(leaf, slice):
         return slice, _key_of_end(leaf.start), _key_of_end(leaf.stop), leaf.step
-    if isinstance(leaf, _FUNCTIONS):
-        _refuse_closure(leaf)
-        return contents_of(leaf, "apply")
     rule = "must be made of arrays, numbers, strings, functions and pytrees of them"
     kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
     remedy = (

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._errors import requirement
 from jdist.autograd import pure
@@ -14,6 +15,11 @@ from jdist.autograd.pure import ONE, Recordable
 from jdist.autograd.recording import refuse_in_pure
 
 Axis = int | tuple[int, ...] | None
+_COMPARABLE = (
+    Recordable, jax.Array, np.ndarray, np.generic, int, float, complex,
+    list, tuple, dict,
+)  # fmt: skip
+_METADATA = (np.shape, np.ndim, np.size)
 
 
 def record(
@@ -46,7 +52,8 @@ def record(
 class Operators(Recordable):
     """Arithmetic and a few methods; each makes a recorded value.
 
-    They work as those of JAX's arrays. For anything else there is `autograd.apply`.
+    They work as those of JAX's arrays. For anything else there is `autograd.apply`;
+    what would drop the history is refused.
     """
 
     __slots__ = ()
@@ -96,6 +103,29 @@ class Operators(Recordable):
     def __rpow__(self, other: Any) -> Any:
         return _binary(operator.pow, other, self)
 
+    # Comparisons have no derivative: what they return is a plain array of booleans.
+
+    def __eq__(self, other: object) -> Any:
+        return _compared(jnp.equal, self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return _compared(jnp.not_equal, self, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return _compared(jnp.less, self, other)
+
+    def __le__(self, other: Any) -> Any:
+        return _compared(jnp.less_equal, self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return _compared(jnp.greater, self, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return _compared(jnp.greater_equal, self, other)
+
+    # By identity, so that recorded values and variables can be keys.
+    __hash__ = object.__hash__
+
     def __getitem__(self, index: Any) -> Any:
         return record(_item, (self, index), {})
 
@@ -124,6 +154,21 @@ class Operators(Recordable):
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("numpy.asarray")
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        name = getattr(function, "__name__", "function")
+        if function in _METADATA and len(args) == 1:
+            return getattr(self, name)
+        # Some, such as array_equal, would take an error of `__array__` for an answer.
+        self._refuse(f"numpy.{name}")
+
+    def __contains__(self, value: object) -> NoReturn:
+        self._refuse("contains")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickle.dumps")
 
     def __bool__(self) -> NoReturn:
         self._refuse("bool")
@@ -215,6 +260,13 @@ class Recorded(Operators):
     def __len__(self) -> int:
         return len(self._value)
 
+    def __copy__(self) -> "Recorded":
+        return self
+
+    def __deepcopy__(self, known: Any) -> "Recorded":
+        # It cannot be changed, and a copy of its history would lead to no variable.
+        return self
+
     def flat(self) -> Any:
         """See `Recordable`."""
         return ONE, (self._value,), (self._edge,)
@@ -230,6 +282,21 @@ def described(array: Any) -> str:
 
 def _item(array: Any, index: Any) -> Any:
     return array[index]
+
+
+def _compared(fn: Callable[..., Any], left: Any, right: Any) -> Any:
+    # Nothing else can be equal to an array.
+    if not isinstance(right, _COMPARABLE):
+        return NotImplemented
+    for side in (left, right):
+        tree = (
+            isinstance(side, Recordable) and side.flat()[0].structure != ONE.structure
+        )
+        if tree or isinstance(side, list | tuple | dict):
+            rule = "must compare one array with an array or a number"
+            remedy = "Trees are compared leaf by leaf: `autograd.apply(fn, x, y)`."
+            raise TypeError(requirement(f"{fn.__name__}(x, y)", rule, side, remedy))
+    return record(fn, (left, right), {}, numbers=(int, float, complex))
 
 
 def _binary(fn: Callable[..., Any], left: Any, right: Any) -> Any:

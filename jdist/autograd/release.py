@@ -25,7 +25,7 @@ from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.future import Future, call_when_done, error_of
 from jdist.rpc.peer import Peer
 from jdist.rpc.waiting import collect_all
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
@@ -66,7 +66,7 @@ class Releases:
         self._container = container
         self._agent: Agent = container.agent
         self._lock = threading.Lock()
-        self._forwarded: dict[tuple[str, int], Future[None]] = {}
+        self._forwarded: dict[tuple[int, int], Future[None]] = {}
         self._gathered: dict[Peer, list[int]] = {}
         self._unanswered: set[Future[Any]] = set()
         self._agent.register(_RELEASE, self._on_release)
@@ -76,7 +76,7 @@ class Releases:
 
     def release(self, context_id: int) -> Future[None]:
         """Ends a context; done when all workers that took part have ended it."""
-        return self._end(context_id, _RELEASED, "")
+        return self._end(context_id, _RELEASED)
 
     def leave(self, context_id: int) -> None:
         """Ends a context here at once, and soon on all workers that took part."""
@@ -94,17 +94,23 @@ class Releases:
         for peer, contexts in gathered.items():
             self._persist(peer, _RELEASE, contexts)
 
-    def _end(self, context_id: int, reason: str, told_by: str) -> Future[None]:
+    def _end(
+        self, context_id: int, reason: str, told_by: int | None = None
+    ) -> Future[None]:
         """Ends a context here, and at once on all workers but the one that told."""
         peers = self._end_here(context_id, reason, told_by)
         told = [self._persist(peer, _RELEASE, [context_id]) for peer in peers]
         return _all_of(told)
 
-    def _end_here(self, context_id: int, reason: str, told_by: str = "") -> list[Peer]:
+    def _end_here(
+        self, context_id: int, reason: str, told_by: int | None = None
+    ) -> list[Peer]:
         """Those that have to be told, in the order of their names."""
         known = self._container.end(context_id, reason)
-        tell = sorted(known - {told_by, self._agent.info.name})
-        return list(map(self._agent.directory.find, tell))
+        tell = known - {told_by, self._agent.info.number}
+        peers = [self._agent.directory.numbered(number) for number in tell]
+        there = [peer for peer in peers if peer is not None]
+        return sorted(there, key=lambda peer: peer.info)
 
     # --- what others say ---
 
@@ -112,7 +118,7 @@ class Releases:
         return _all_of([self._told(caller, context_id) for context_id in _ids(body)])
 
     def _told(self, caller: WorkerInfo, context_id: int) -> Future[None]:
-        key = (caller.name, context_id)
+        key = (number_of(caller), context_id)
         with self._lock:
             # It is told again when the answer was lost: then it waits for the same.
             again = self._forwarded.get(key)
@@ -120,7 +126,7 @@ class Releases:
                 return again
             forwarded: Future[None] = _quietly(Future)
             self._forwarded[key] = forwarded
-        ended = self._end(context_id, f"{caller.name!r} released it.", caller.name)
+        ended = self._end(context_id, f"{caller.name!r} released it.", key[0])
 
         def over() -> None:
             with self._lock:
@@ -141,7 +147,7 @@ class Releases:
                 over.append(context_id)
                 continue
             try:
-                context.meet(caller.name)
+                context.meet(caller)
             except RuntimeError:  # it ended this very moment
                 over.append(context_id)
         return over
@@ -154,7 +160,7 @@ class Releases:
         for context in self._container.contexts():
             if context.origin == worker.number:
                 self._container.end(context.id, why)
-            elif worker.name in context.known_workers():
+            elif worker.number in context.known_numbers():
                 orphans.append(context)
         self.seek_end(orphans)
 
@@ -172,7 +178,7 @@ class Releases:
     def _let_go(self, asked: Future[Any]) -> None:
         if error_of(asked) is None:
             for context_id in _ids(asked.value() or []):
-                self._end(context_id, _RELEASED, "")
+                self._end(context_id, _RELEASED)
 
     def _on_close(self) -> None:
         for context in self._container.contexts():

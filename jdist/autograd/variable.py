@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jdist._compat import is_traced, placed
 from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves, path_of
 from jdist.autograd.eager import eager
+from jdist.autograd.modules import refuse_state
 from jdist.autograd.node import Edge, LeafNode
 from jdist.autograd.pure import Differentiated
 from jdist.autograd.recorded import Operators, Recorded, described
@@ -54,16 +55,20 @@ class Variable(Operators):
     Attributes:
       value: The tree. Another one of the same structure, shapes and dtypes may be put
         in its place. A backward pass uses the one that its forward pass has used.
+      step_lock: Held by whoever steps it.
     """
 
-    __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node")
+    __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
 
     def __init__(self, tree: Any) -> None:
+        refuse_state("variable(tree)", tree)
         self._held = _Held.of(jax.tree.map_with_path(_array, tree))
         if not any(self._held.kind.wanted):
             rule = "must have at least one floating array"
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
+        # A weak dictionary of locks would compare variables, which compares arrays.
+        self.step_lock = threading.Lock()
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 
@@ -79,6 +84,17 @@ class Variable(Operators):
         if not new.is_like(self._held):
             _check_paths(self._held.tree, new.tree)
         self._held = new
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def __deepcopy__(self, known: Any) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        rule = "must not be given a variable: gradients would go to the original"
+        remedy = "Make another one: `autograd.variable(x.value)`."
+        raise TypeError(requirement("copy(x)", rule, repr(self), remedy))
 
     @property
     def structure(self) -> Any:
@@ -166,7 +182,9 @@ def variable(tree: Any) -> Variable:
         gradient.
 
     Raises:
-      TypeError: A leaf is no array, or is recorded or traced.
+      TypeError: A leaf is no array, or is recorded or traced; a Flax NNX module in it
+        holds more than `nnx.Param`, such as statistics or streams of random numbers:
+        these would never change.
       ValueError: No leaf is floating.
 
     Example:

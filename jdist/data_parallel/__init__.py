@@ -9,6 +9,7 @@ the classic mistake; here weights travel with the data, and uneven shards, empty
 and masked examples come out right.
 """
 
+from jdist.data_parallel.agreement import ReplicasDiffer as ReplicasDiffer
 from jdist.data_parallel.averaged import averaged as averaged
 from jdist.data_parallel.broadcast import check_replicas as check_replicas
 from jdist.data_parallel.broadcast import replicate as replicate

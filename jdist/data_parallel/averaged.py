@@ -8,6 +8,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
+
+from jdist._tree import wide_dtype
 from jdist.optim import Optimizer
 from jdist.reduction import weighted_mean
 
@@ -47,6 +50,9 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
         params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         rest = dict(overrides)
+        if opt.precision is not None:
+            # Masters take the mean as it was added up, and not rounded to 16 bits.
+            grads = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), grads)
         whole = weighted_mean(grads, rest.pop("weight", 1.0), axis_name)
         return opt.step_tree(params, whole, state, rest)
 

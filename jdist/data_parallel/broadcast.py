@@ -16,7 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
-from jdist._tree import named_leaves
+from jdist._tree import merge, named_leaves
+from jdist.data_parallel.layout import is_divided
 
 
 def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:
@@ -27,13 +28,14 @@ def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:
     be donated while the caller keeps `tree`.
 
     Args:
-      tree: Pytree of arrays and numbers, this process's own. A leaf that lies on
-        several devices already is taken from the first.
+      tree: Pytree of arrays and numbers, this process's own. A leaf that lies whole on
+        several devices already is taken from the first. One that is divided over them
+        is one array of all processes, and stays divided.
       mesh: The devices; or a number of replicas on one device.
       name: What the tree is, for the error.
 
     Returns:
-      Tree of JAX arrays, replicated over the mesh.
+      Tree of JAX arrays, replicated over the mesh or divided as they were.
 
     Raises:
       ValueError: Processes have trees of other structure, shapes or dtypes.
@@ -44,15 +46,19 @@ def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:
       >>> replicate({"w": 1.5}, mesh)["w"].sharding.is_fully_replicated
       True
     """
+    divided = jax.tree.map(lambda x: x if is_divided(x) else None, tree)
+    tree = jax.tree.map(lambda x: None if is_divided(x) else x, tree)
+    divided = jax.tree.map(jnp.copy, divided)
     own = jax.tree.map(_first_copy, tree)
     if jax.process_count() > 1:
         _check_processes(own, name)
         own = _from_process_0(own)
     if isinstance(mesh, int):
-        return jax.tree.map(jnp.copy, own)
+        return merge(jax.tree.map(jnp.copy, own), divided)
     place = NamedSharding(mesh, PartitionSpec())
     # A placed array may share memory with its source on one of the devices.
-    return jax.tree.map(lambda x: jnp.copy(_placed(x, place)), own)
+    whole = jax.tree.map(lambda x: jnp.copy(_placed(x, place)), own)
+    return merge(whole, divided)
 
 
 def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jdist._tree import examples_in
+from jdist._tree import examples_in, is_inexact, wide_dtype
+from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of, shard_batch
 
@@ -31,7 +32,8 @@ def DataParallel(
 
     Returns:
       `apply(params, batch) -> outputs` of the whole batch, in its order. Compiled;
-      differentiable in `params`, whose gradient is the whole batch's.
+      differentiable in `params`, whose gradient is the whole batch's, added up over
+      the devices of a mesh in float32 at least.
 
     Raises:
       ValueError: The mesh has no such axis. On calling: an empty batch.
@@ -46,14 +48,22 @@ def DataParallel(
       `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
     """
     replicas = replicas_of(mesh, axis, "DataParallel")
+    check_mesh("DataParallel", mesh, axis)
     rows = PartitionSpec(axis)
-    compiled = jax.jit(
-        over_replicas(lambda p, b: (fn(p, b),), mesh, axis, (EACH, rows), (rows,))
-    )
+
+    @jax.jit
+    def compiled(params: Any, scattered: Any) -> Any:
+        def on_replica(wide: Any, batch: Any) -> Any:
+            given = jax.tree.map(_as_it_was, wide, params)
+            return (fn(given, batch),)
+
+        mapped = over_replicas(on_replica, mesh, axis, (EACH, rows), (rows,))
+        return mapped(jax.tree.map(_widened, params), scattered)
 
     def apply(params: Any, batch: Any) -> Any:
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""
         count = examples_in(batch, "apply(params, batch)")
+        check_params("apply(params=...)", params, mesh, axis)
         scattered, _ = shard_batch(batch, mesh, axis=axis)
         (outputs,) = compiled(params, scattered)
         if count % replicas == 0:
@@ -67,3 +77,12 @@ def DataParallel(
         return jax.tree.map(lambda x: x[jax.numpy.array(real)], outputs)
 
     return apply
+
+
+def _widened(param: Any) -> Any:
+    """In the precision that the replicas' gradients are added up in."""
+    return param.astype(wide_dtype(param.dtype)) if is_inexact(param) else param
+
+
+def _as_it_was(wide: Any, param: Any) -> Any:
+    return wide.astype(param.dtype) if is_inexact(wide) else wide

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reduction as reductions
-from jdist._compat import after
+from jdist._compat import after, alike
 from jdist._errors import requirement
-from jdist._tree import named_leaves, split_inexact
+from jdist._tree import examples_in, named_leaves, split_inexact
+from jdist.data_parallel.agreement import checksums
 from jdist.data_parallel.buckets import (
     ALONE,
     Cap,
@@ -98,6 +99,9 @@ class Exchange:
       bucket_cap_mb: See `data_parallel.value_and_grad`.
       hook: See `data_parallel.value_and_grad`.
       replicated: Whether all replicas must end up with the same gradient.
+      divided: Whether gradients may be divided over further axes of the mesh. Each is
+        then summed by itself, in its own shape, and nothing joins or gathers them.
+      debug: Whether replicas compare the gradients that they end up with.
     """
 
     call: str
@@ -107,6 +111,8 @@ class Exchange:
     bucket_cap_mb: Cap = None
     hook: Any = None
     replicated: bool = True
+    divided: bool = False
+    debug: bool = False
 
     def __post_init__(self) -> None:
         """Refuses options that are not what they must be."""
@@ -116,12 +122,35 @@ class Exchange:
             argument = f"{self.call}(method=...)"
             raise ValueError(requirement(argument, rule, repr(self.method)))
         check_cap(f"{self.call}(bucket_cap_mb=...)", self.bucket_cap_mb)
+        if self.divided:
+            self._check_divided()
         self._check_hook()
 
     @property
     def stateful(self) -> bool:
         """Whether there is a hook that keeps something from step to step."""
         return isinstance(self.hook, Hook) and self.hook.init is not None
+
+    def weights_of(self, batch: Any, weights: Any) -> jax.Array:
+        """This replica's weights as `partial` is to have them; None stands for 1 each.
+
+        For a mean they are normalized by the total over all replicas, which takes a
+        collective of one number. It needs no more than the weights, so that it can run
+        beside the forward pass.
+        """
+        count = examples_in(batch, self.call)
+        total: Any = count * jax.lax.axis_size(self.axis)
+        if weights is None:
+            weights = jnp.ones(count, jnp.float32)
+        elif self.reduction == "mean":
+            total = jnp.sum(reductions.wide_weights(weights))
+            if jax.lax.axis_size(self.axis) > 1:
+                total = METHODS[self.method](total, self.axis)
+        return reductions.normalized(weights, self.reduction, total)
+
+    def checksums(self, gradient: Any) -> dict[str, jax.Array] | None:
+        """Of what all replicas ended up with, to be compared; None unless debugging."""
+        return checksums(gradient, self.axis) if self.debug else None
 
     def start(self, part: Partial, ready: Partial) -> tuple[Any, ...]:
         """The hook's state of one replica before the first step, by bucket."""
@@ -147,6 +176,7 @@ class Exchange:
         Returns:
           The loss, the gradient, and the hook's new state.
         """
+        part = self._as_parameters(part, like)
         part = reductions.aligned(part, self.reduction, self.axis)
         leaves = self._take_apart(part.gradient, ready.gradient)
         structure = jax.tree.structure(part.gradient)
@@ -164,6 +194,13 @@ class Exchange:
             trainable,
         )
         return loss, gradient, state
+
+    def _as_parameters(self, part: Partial, like: Any) -> Partial:
+        """The partial with its gradient divided as the parameters are."""
+        if not self.divided:
+            return part
+        trainable, _ = split_inexact(like)
+        return part._replace(gradient=jax.tree.map(alike, part.gradient, trainable))
 
     def _without_hook(
         self, part: Partial, leaves: _Leaves
@@ -188,6 +225,8 @@ class Exchange:
 
     def _carrier(self, leaves: _Leaves, dtype: Any) -> int | None:
         """The first bucket that is copied anyway and can take loss and total along."""
+        if self.divided:
+            return None
         for number, indices in enumerate(leaves.buckets):
             first = leaves.arrays[indices[0]]
             is_copied = len(indices) > 1 or bytes_of(first) < ALONE
@@ -198,13 +237,14 @@ class Exchange:
     def _in_order(self, buffers: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """One collective for each list of arrays, one after the other."""
         sums, previous = [], None
-        swaps = self.method == "all_reduce" and _swaps(self.axis)
+        # Swaps are not merged, and XLA keeps collectives in the program's order. A
+        # dependence would only keep it from fusing the additions. Nor are there buckets
+        # to keep apart where gradients are divided.
+        free = self.divided or (self.method == "all_reduce" and _swaps(self.axis))
         for arrays in buffers:
             # An array that travels alone keeps its shape, so that nothing is copied.
             buffer = arrays[0] if len(arrays) == 1 else flatten(arrays)
-            # Nobody merges swaps, and XLA keeps collectives in the program's order. A
-            # dependence would only keep it from fusing the additions.
-            if previous is not None and not swaps:
+            if previous is not None and not free:
                 buffer = after(buffer, previous)
             previous = METHODS[self.method](buffer, self.axis)
             shapes = [x.shape for x in arrays]
@@ -247,9 +287,8 @@ class Exchange:
         argument = f"{self.call}(bucket_cap_mb=...)"
         check_paths(argument, arrays, paths, self.bucket_cap_mb)
         when = jax.tree.leaves(ready)
-        return _Leaves(
-            arrays, paths, plan_buckets(arrays, when, paths, self.bucket_cap_mb)
-        )
+        cap = 0 if self.divided else self.bucket_cap_mb
+        return _Leaves(arrays, paths, plan_buckets(arrays, when, paths, cap))
 
     def _filled(self, leaves: _Leaves, weight: jax.Array) -> list[Bucket]:
         count = len(leaves.buckets)
@@ -275,6 +314,24 @@ class Exchange:
     def _with_scalars(self, part: Partial, found: Sequence[jax.Array]) -> Partial:
         values = (part.value,) if len(found) == 1 else (found[1],)
         return Partial(*values, None, found[0])
+
+    def _check_divided(self) -> None:
+        """Refuses what would make whole a gradient that is divided over other axes."""
+        given = {
+            "method": self.method != "all_reduce",
+            "bucket_cap_mb": self.bucket_cap_mb is not None,
+            "hook": self.hook is not None,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                rule = f"must be left out on a mesh with axes beside {self.axis!r}"
+                got = repr(getattr(self, name))
+                remedy = (
+                    "Over those a gradient may be divided, and it would be made whole. "
+                    f"Parameters that are whole need a mesh with {self.axis!r} alone."
+                )
+                argument = f"{self.call}({name}=...)"
+                raise ValueError(requirement(argument, rule, got, remedy))
 
     def _check_hook(self) -> None:
         argument = f"{self.call}(hook=...)"

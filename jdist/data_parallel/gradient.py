@@ -18,9 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist import reduction as reductions
 from jdist._errors import requirement
 from jdist._tree import examples_in
+from jdist.data_parallel.agreement import check_agreement
 from jdist.data_parallel.buckets import Cap
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import check_weight_values, replicas_of
@@ -35,6 +37,7 @@ def value_and_grad(
     method: str = "all_reduce",
     bucket_cap_mb: Cap = None,
     hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None = None,
+    debug: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
     """Like `jax.value_and_grad` of the reduced loss, computed over replicas.
 
@@ -45,7 +48,8 @@ def value_and_grad(
         `(examples,)`. It must treat examples independently, or combine them by
         collectives over `axis`.
       mesh: The devices; or a number of replicas that share one device.
-      axis: The mesh axis that counts replicas; parameters are replicated over it.
+      axis: The mesh axis that counts replicas; parameters are replicated over it. Over
+        further axes of the mesh they may be divided, and their gradients are then, too.
       reduction: "mean" S w l / S w, "sum" S w l, or "max", "min" over w > 0, where
         ties share the gradient equally over the whole batch.
       method: "all_reduce" sums partial gradients on the way; "all_gather" collects
@@ -57,6 +61,8 @@ def value_and_grad(
         second, .. bucket. Or the buckets themselves: lists of leaf paths.
       hook: How a bucket is summed, from `data_parallel.hooks`, or a pure function
         `(state, bucket) -> (state, bucket)`. None: exactly.
+      debug: Whether to compare, after each call, the bits of all replicas' gradients,
+        which a hook could leave different; the host waits for the result.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, compiled. `batch` and
@@ -66,15 +72,19 @@ def value_and_grad(
       have a first axis of replicas and are divided over the mesh.
       The loss is a scalar, float32 or wider. The gradient has the structure, shapes and
       dtypes of `params`, with None where a parameter is not a floating array, and is
-      replicated: bit-equal on all devices. Weights in device memory are not read back
+      replicated: bit-equal on all replicas. Weights in device memory are not read back
       to be checked: negative, NaN or all-zero ones give NaN.
 
     Raises:
       ValueError: Unknown reduction or method; a mesh without the axis; a limit below
-        0; a hook that leaves replicas with different gradients. On calling:
+        0; a hook that says it leaves replicas with different gradients. On calling:
         listed buckets that do not fit the parameters; a hook that returns another
         shape; losses of another shape; a batch that does not divide by the replicas;
-        weights of another shape; NumPy weights that are negative, not finite or all 0.
+        weights of another shape; NumPy weights that are negative, not finite or all 0,
+        or whose total is beyond the devices' precision; parameters that are divided
+        over the replicas. On a mesh with further axes: one that is explicit, a hook,
+        buckets, or another method; see docs/data_parallel.md.
+      ReplicasDiffer: On calling, with `debug`: they do.
 
     Example:
       >>> import jax.numpy as jnp
@@ -92,7 +102,10 @@ def value_and_grad(
     """
     call = "value_and_grad"
     replicas = replicas_of(mesh, axis, call)
-    exchange = Exchange(call, axis, reduction, method, bucket_cap_mb, hook)
+    divided = check_mesh(call, mesh, axis)
+    exchange = Exchange(
+        call, axis, reduction, method, bucket_cap_mb, hook, divided=divided, debug=debug
+    )
     run = _Programs(loss_fn, mesh, exchange)
 
     def fn(
@@ -101,14 +114,16 @@ def value_and_grad(
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
         check_call(count, replicas, weights)
-        if weights is None:
-            weights = np.ones(count, np.float32)
+        check_params("fn(params=...)", params, mesh, axis)
         if not exchange.stateful:
             _check_no_state(hook_state)
-            return run.step(params, batch, weights, ())[:2]
-        if hook_state is None:
+            hook_state = ()
+        elif hook_state is None:
             (hook_state,) = run.start(params, batch, weights)
-        return run.step(params, batch, weights, hook_state)
+        *found, sums = run.step(params, batch, weights, hook_state)
+        if debug:
+            check_agreement(call, sums, mesh, axis)
+        return tuple(found if exchange.stateful else found[:2])
 
     return fn
 
@@ -122,25 +137,27 @@ class _Programs:
         reduction = exchange.reduction
         rows = PartitionSpec(exchange.axis)
 
-        def parts(params: Any, batch: Any, weights: jax.Array) -> Any:
+        def parts(params: Any, batch: Any, weights: Any) -> Any:
             fn = partial(reductions.partial, loss_fn, reduction=reduction)
+            weights = exchange.weights_of(batch, weights)
             return with_readiness(fn, params, batch, weights)
 
-        def step(params: Any, batch: Any, weights: jax.Array, state: Any) -> Any:
+        def step(params: Any, batch: Any, weights: Any, state: Any) -> Any:
             # A state has one row for each replica.
             own = jax.tree.map(lambda x: x[0], state)
             part, ready = parts(params, batch, weights)
             loss, gradient, own = exchange(part, ready, params, own)
-            return loss, gradient, jax.tree.map(lambda x: x[None], own)
+            kept = jax.tree.map(lambda x: x[None], own)
+            return loss, gradient, kept, exchange.checksums(gradient)
 
-        def start(params: Any, batch: Any, weights: jax.Array) -> Any:
+        def start(params: Any, batch: Any, weights: Any) -> Any:
             own = exchange.start(*parts(params, batch, weights))
             return (jax.tree.map(lambda x: jnp.asarray(x)[None], own),)
 
         axis = exchange.axis
         takes = (EACH, rows, rows)
         self.step = jax.jit(
-            over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows))
+            over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows, EACH))
         )
         self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
@@ -31,6 +30,7 @@ from jdist.data_parallel.gradient import check_call
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
 from jdist.data_parallel.hooks.post_local_sgd import group_mean
 from jdist.data_parallel.hooks.switch import one_of
+from jdist.data_parallel.layout import check_alone, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of
@@ -73,6 +73,7 @@ class LocalSGD:
         """The state before the first step: the parameters once for each replica."""
         count = replicas_of(self.mesh, self.axis, "local_sgd")
         nothing = jnp.zeros((), jnp.result_type(float))
+        check_params("init(params=...)", params, self.mesh, self.axis)
         own = (params, self.optimizer.init(params), nothing)
         stacked = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own
@@ -101,8 +102,6 @@ class LocalSGD:
         """
         count = examples_in(batch, "step(state, batch)")
         check_call(count, replicas_of(self.mesh, self.axis, "step"), weights)
-        if weights is None:
-            weights = np.ones(count, np.float32)
         step, own, loss = self.compiled[0](*state, batch, weights)
         return LocalState(step, *own), loss
 
@@ -133,7 +132,8 @@ def local_sgd(
       axis: The mesh axis that counts replicas.
 
     Raises:
-      ValueError: `period` or `group_size` below 1, or `start` below 0.
+      ValueError: `period` or `group_size` below 1, or `start` below 0. The optimizer
+        has masters: each replica's would stay its own, and undo every average.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,12 +154,8 @@ def local_sgd(
       .distributed.optim.PostLocalSGDOptimizer`, which average without weights.
     """
     replicas_of(mesh, axis, "local_sgd")
-    if period < 1:
-        argument = "local_sgd(period=...)"
-        raise ValueError(requirement(argument, "must be at least 1", period))
-    if start < 0:
-        argument = "local_sgd(start=...)"
-        raise ValueError(requirement(argument, "must be at least 0", start))
+    check_alone("local_sgd", mesh, axis)
+    _check_options(optimizer, period, start)
     hooks = (all_reduce(), group_mean(group_size))
 
     def on_replica(step: Any, *arguments: Any) -> Any:
@@ -175,10 +171,13 @@ def local_sgd(
 
         hook = Hook("local_sgd", summed, replicated=False)
         exchange = Exchange("local_sgd", axis, hook=hook, replicated=False)
+        if weights is None:
+            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
+        weights = exchange.weights_of(batch, weights)
         part, ready = with_readiness(part_of, params, batch, weights)
         loss, grads, _ = exchange(part, ready, params)
         params, opt_state = optimizer.step(params, grads, opt_state)
-        seen = seen + part.weight.astype(seen.dtype)
         params, seen = jax.lax.cond(
             (step >= start) & ((step - start) % period == 0),
             lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),
@@ -199,6 +198,18 @@ def local_sgd(
         jax.jit(lambda *a: mean(*a)[0]),
     )
     return LocalSGD(optimizer, mesh, axis, compiled)
+
+
+def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
+    if optimizer.precision is not None:
+        rule = "must have no masters, which are state and are not averaged"
+        remedy = "Train in float32, or in 16 bits without masters."
+        argument = "local_sgd(optimizer=...)"
+        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
+    for name, value, least in (("period", period, 1), ("start", start, 0)):
+        if value < least:
+            argument = f"local_sgd({name}=...)"
+            raise ValueError(requirement(argument, f"must be at least {least}", value))
 
 
 def _averaged(params: Any, seen: jax.Array, axis: str) -> Any:

@@ -43,7 +43,8 @@ from jdist.data_parallel.roll_call import Place, ProcessLost, listed, roll_call
 VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
 """What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
 
-_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+# JAX's own variable, which a user may set, counts before the launcher's.
+_BIND = ("JAX_COORDINATOR_BIND_ADDRESS", "JDIST_COORDINATOR_BIND_ADDRESS")
 # Variables that count processes, and what to do where nothing says how to find them.
 _ONE_OF_SEVERAL = {
     "WORLD_SIZE": "Set JAX_COORDINATOR_ADDRESS to host:port, as `jdist.launch` does.",
@@ -143,6 +144,7 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
         roll_call(place, timeout)
         initialize(
             coordinator_address=place.coordinator,
+            coordinator_bind_address=place.bind,
             num_processes=place.size,
             process_id=place.rank,
             local_device_ids=_own_devices(os.environ),
@@ -166,7 +168,8 @@ def _place(environment: Mapping[str, str]) -> Place | None:
         raise ValueError(requirement("RANK", f"must be in 0..{size - 1}", rank))
     coordinator = environment["JAX_COORDINATOR_ADDRESS"]
     port = coordinator.rpartition(":")[2]
-    return Place(rank, size, coordinator, environment.get(_BIND, f"[::]:{port}"))
+    told = (environment[name] for name in _BIND if name in environment)
+    return Place(rank, size, coordinator, next(told, f"[::]:{port}"))
 
 
 def _own_devices(environment: Mapping[str, str]) -> list[int] | None:

@@ -32,6 +32,7 @@ from jdist._tree import examples_in, is_inexact, named_leaves, split_inexact, wi
 from jdist.data_parallel.buckets import Cap, check_cap, check_paths, plan_buckets
 from jdist.data_parallel.gradient import check_call
 from jdist.data_parallel.hooks._base import flatten, split
+from jdist.data_parallel.layout import check_params
 from jdist.data_parallel.shards import replicas_of
 from jdist.reduction import Partial
 from jdist.segment import segment
@@ -64,7 +65,8 @@ def reducer(
       bucket_cap_mb: As in `value_and_grad`, gradients being ready layer by layer, the
         last layer's first. Paths begin with the layer's number: `"2/w"`.
       on_reduce: Called with each bucket's number and its sum, a flat array that may not
-        be computed yet, when its collective has been dispatched; for timelines.
+        be computed yet, when its collective has been dispatched; for timelines. Of a
+        mean the sum is still to be divided by a total between 1/2 and 1.
 
     Returns:
       `fn(params, batch, weights=None) -> (loss, gradient)`, not to be jitted. `params`
@@ -108,6 +110,7 @@ def reducer(
             )
         if weights is None:
             weights = np.ones(count, np.float32)
+        check_params("fn(params=...)", params, mesh, axis)
         plan = _Plan.of(call, params, bucket_cap_mb)
         return driver.run(plan, params, (batch, weights), on_reduce)
 
@@ -160,10 +163,10 @@ class _Driver:
         self.mesh, self.reduction = mesh, reduction
         self.rows = NamedSharding(mesh, PartitionSpec(axis))
         self.whole = NamedSharding(mesh, PartitionSpec())
-        # The first layer is an argument: a wrapper made for it would be a new version
-        # of one function for every model.
-        self.segments = [segment(_first, static_argnums=2), *map(segment, layers[1:])]
-        self.extra = [(layers[0],), *[()] * (len(layers) - 1)]
+        # First layers share the wrapper's code: the label tells them apart.
+        label = ("reducer", getattr(layers[0], "__code__", type(layers[0])))
+        first = segment(_first(layers[0]), label=label)
+        self.segments = [first, *map(segment, layers[1:])]
 
         def head(outputs: Any, batch: Any, weights: jax.Array) -> Any:
             part = reductions.partial(loss_fn, outputs, batch, weights, reduction)
@@ -178,6 +181,10 @@ class _Driver:
 
         spec = PartitionSpec(axis)
         self.head = jax.jit(head)
+        self.normalized = jax.jit(
+            lambda weights: reductions.normalized(weights, reduction),
+            out_shardings=self.rows,
+        )
         summed = map_shards(reduce_bucket, mesh, (spec,), PartitionSpec())
         self.reduce = jax.jit(_named("reduce_bucket", summed))
         self.finish = jax.jit(self._finished, static_argnums=0)
@@ -192,7 +199,8 @@ class _Driver:
         """Dispatches one pass."""
         params = jax.device_put(list(params), self.whole)
         own_params = self._by_device(params)
-        own_given = self._by_device(jax.device_put(given, self.rows))
+        batch, weights = jax.device_put(given, self.rows)
+        own_given = self._by_device((batch, self.normalized(weights)))
         passes = [
             _Pass(self, p, *g) for p, g in zip(own_params, own_given, strict=True)
         ]
@@ -264,10 +272,8 @@ class _Pass:
         """All layers and the loss; returns this replica's value and weight."""
         value = self.batch
         driver = self.driver
-        for seg, params, extra in zip(
-            driver.segments, self.params, driver.extra, strict=True
-        ):
-            value, residuals = seg.forward(params, value, *extra)
+        for seg, params in zip(driver.segments, self.params, strict=True):
+            value, residuals = seg.forward(params, value)
             self.residuals.append(residuals)
         scalars, self.cotangent = driver.head(value, self.batch, self.weights)
         return scalars
@@ -295,9 +301,13 @@ def _fill_bucket(gradients: list[jax.Array]) -> jax.Array:
     return flatten([g.astype(wide_dtype(g.dtype)) for g in gradients])[None]
 
 
-def _first(params: Any, batch: Any, layer: Layer) -> Any:
-    """The first layer: nobody asks for the gradient of the batch."""
-    return layer(params, jax.tree.map(jax.lax.stop_gradient, batch))
+def _first(layer: Layer) -> Layer:
+    """The first layer: nothing asks for the gradient of the batch."""
+
+    def first(params: Any, batch: Any) -> Any:
+        return layer(params, jax.tree.map(jax.lax.stop_gradient, batch))
+
+    return first
 
 
 def _named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import map_shards
+from jdist.data_parallel.layout import further_axes
 
 EACH = PartitionSpec()
 """The same on all replicas, such as parameters."""
@@ -25,7 +26,8 @@ def over_replicas(
     Args:
       on_replica: From pytrees to a tuple of pytrees. It may use collectives over
         `axis`.
-      mesh: The devices; or a number of replicas that share one device.
+      mesh: The devices; or a number of replicas that share one device. Over further
+        axes arrays stay as they are divided (see `jdist.data_parallel.layout`).
       axis: Name of the mesh axis, or of the `vmap`.
       in_specs: For each argument, `EACH` or `PartitionSpec(axis)`: divided along the
         first dimension.
@@ -33,7 +35,8 @@ def over_replicas(
         checked to be so.
     """
     if isinstance(mesh, Mesh):
-        return map_shards(on_replica, mesh, in_specs, tuple(out_specs))
+        only = axis if further_axes(mesh, axis) else None
+        return map_shards(on_replica, mesh, in_specs, tuple(out_specs), only)
     if mesh == 1:
         return _alone(on_replica, axis, out_specs)
     takes = tuple(None if spec == EACH else 0 for spec in in_specs)

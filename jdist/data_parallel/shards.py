@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
-from jdist._tree import examples_in
+from jdist._tree import examples_in, wide_dtype
 
 
 def shard_batch(
@@ -176,7 +177,8 @@ def check_weight_values(
 ) -> None:
     """Refuses weights that would make a NaN: negative, not finite, or all zero.
 
-    `all_zero` allows the last, where other processes have weights as well.
+    So does a total that the devices' precision cannot hold. `all_zero` allows weights
+    that are all 0, where other processes have weights as well.
     """
     argument = f"{call}(weights=...)"
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
@@ -188,6 +190,16 @@ def check_weight_values(
         rule = "must not all be 0: there would be nothing to average"
         got = f"{weights.size} zeros"
         raise ValueError(requirement(argument, rule, got))
+    floating = jnp.issubdtype(weights.dtype, jnp.floating)
+    dtype = jax.dtypes.canonicalize_dtype(weights.dtype if floating else np.float32)
+    kept = jnp.finfo(wide_dtype(dtype))
+    with np.errstate(over="ignore"):
+        total = float(weights.sum(dtype=np.float64))
+    if total and not float(kept.tiny) <= total <= float(kept.max):
+        rule = f"must have a total between {kept.tiny:.2g} and {kept.max:.2g}, as "
+        rule += f"{kept.dtype} can hold it"
+        remedy = "Multiply them all by one number: a mean does not change."
+        raise ValueError(requirement(argument, rule, f"{total:.3g}", remedy))
 
 
 def _padded_rows(sizes: tuple[int, ...], width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,12 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jdist._compat import alike
 from jdist._errors import requirement
 from jdist._tree import examples_in
+from jdist.data_parallel.agreement import check_agreement
 from jdist.data_parallel.broadcast import replicate
 from jdist.data_parallel.buckets import Cap
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.loss import Loss
 from jdist.data_parallel.model_state import check_rule
 from jdist.data_parallel.replicas import EACH, over_replicas
@@ -52,6 +55,10 @@ class Synchronization(TypedDict, total=False):
     model_state: str
     """Of model state: "mean", the default, or "first"; see `synchronized`."""
 
+    debug: bool
+    """Whether to compare the replicas' gradients after each step; see `value_and_grad`.
+    The state given to a step that raises has been donated."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
@@ -65,6 +72,8 @@ class TrainStep:
         which does not change, is apart: it is not donated and never leaves.
       start: `(state, batch, weights) -> hook_state`, jitted, before the first step with
         a hook that keeps something; else None.
+      axis: The mesh axis that counts replicas.
+      debug: Whether replicas are compared after each step.
     """
 
     optimizer: Optimizer
@@ -72,6 +81,8 @@ class TrainStep:
     divisor: int
     compiled: Any
     start: Any = None
+    axis: str = "data"
+    debug: bool = False
 
     def init(
         self,
@@ -95,8 +106,10 @@ class TrainStep:
             make it from the full-precision parameters.
 
         Raises:
-          ValueError: Processes disagree about structure, shapes or dtypes.
+          ValueError: Processes disagree about structure, shapes or dtypes. A parameter
+            is divided over the replicas, or not over this mesh.
         """
+        check_params("init(params=...)", params, self.mesh, self.axis)
         params = replicate(params, self.mesh)
         if opt_state is None:
             opt_state = self.optimizer.init(params)
@@ -125,6 +138,7 @@ class TrainStep:
         Raises:
           ValueError: The rows do not divide, or NumPy weights are negative, not finite
             or all 0; and what the loss function and the optimizer refuse.
+          ReplicasDiffer: In debug mode: they do.
         """
         count = examples_in(batch, "step(state, batch)")
         if count % self.divisor or not count:
@@ -138,7 +152,9 @@ class TrainStep:
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
         key, moving = state.key, state._replace(key=None)
-        moved, metrics = self.compiled(moving, key, batch, weights, overrides)
+        moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
+        if self.debug:
+            check_agreement("train_step", sums, self.mesh, self.axis)
         return moved._replace(key=key), metrics
 
     def lower(
@@ -185,7 +201,7 @@ def train_step(
       The step; begin with its `init`.
 
     Raises:
-      ValueError: An argument breaks its rule.
+      ValueError: An argument breaks its rule; see `value_and_grad` for meshes.
       TypeError: An argument of an unknown name; `accumulate` is not an integer.
 
     Example:
@@ -212,11 +228,11 @@ def train_step(
     options = _checked_options(call, synchronization)
     rule = options.pop("model_state", "mean")
     check_rule(call, rule)
-    exchange = Exchange(call, axis, reduction, **options)
-    work = Work(Loss(loss_fn, has_aux), exchange, accumulate, rule)
-    rows = PartitionSpec(axis)
-    takes, gives = (EACH, rows, EACH, rows, rows), (EACH, EACH, EACH, rows, rows)
-    mapped = over_replicas(work.step, mesh, axis, takes, gives)
+    divided = check_mesh(call, mesh, axis)
+    exchange = Exchange(call, axis, reduction, **options, divided=divided)
+    masters = optimizer.precision is not None
+    work = Work(Loss(loss_fn, has_aux), exchange, accumulate, rule, wide=masters)
+    mapped = _mapped(work, mesh, axis)
 
     def step(
         state: TrainState, key: Any, batch: Any, weights: Any, overrides: Any
@@ -224,7 +240,7 @@ def train_step(
         scale = None
         if optimizer.loss_factor is not None:
             scale = optimizer.loss_factor(state.opt_state)
-        loss, grads, model_state, hook_state, aux = mapped(
+        loss, grads, model_state, hook_state, aux, sums = mapped(
             state._replace(opt_state=None, hook_state=None, key=key),
             state.hook_state,
             scale,
@@ -238,7 +254,9 @@ def train_step(
         new = TrainState(
             state.step + 1, params, opt_state, model_state, None, hook_state
         )
-        return new, Metrics(_unscaled(loss, scale), norm, aux)
+        if divided:  # A donated buffer serves again for what is laid out like it.
+            new = jax.tree.map(alike, new, state)
+        return new, Metrics(_unscaled(loss, scale), norm, aux), sums
 
     return TrainStep(
         optimizer,
@@ -246,7 +264,16 @@ def train_step(
         replicas * accumulate,
         jax.jit(step, donate_argnums=0),
         _start(work, mesh, axis) if exchange.stateful else None,
+        axis,
+        exchange.debug,
     )
+
+
+def _mapped(work: Work, mesh: Mesh | int, axis: str) -> Any:
+    rows = PartitionSpec(axis)
+    takes = (EACH, rows, EACH, rows, rows)
+    gives = (EACH, EACH, EACH, rows, rows, EACH)
+    return over_replicas(work.step, mesh, axis, takes, gives)
 
 
 def _start(work: Work, mesh: Mesh | int, axis: str) -> Any:

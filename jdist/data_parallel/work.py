@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._tree import examples_in, is_none, wide_dtype
+from jdist._tree import is_none, wide_dtype
 from jdist.data_parallel.accumulation import Share, accumulated
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.loss import Loss
@@ -25,12 +25,14 @@ class Work:
       exchange: How gradients are joined.
       accumulate: Number of micro-batches.
       rule: How model state is joined.
+      wide: Whether 16-bit parameters get gradients in float32, for their masters.
     """
 
     loss: Loss
     exchange: Exchange
     accumulate: int
     rule: str
+    wide: bool = False
 
     def step(
         self, state: TrainState, hook_state: Any, scale: Any, batch: Any, weights: Any
@@ -45,31 +47,31 @@ class Work:
           weights: Theirs, or None for 1 each.
 
         Returns:
-          Loss, gradient, model state, the hook's new row, and auxiliary outputs.
+          Loss, gradient, model state, the hook's new row, auxiliary outputs, and the
+          replicas' checksums of the gradient, or None.
         """
-        if weights is None:
-            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        weights = self.exchange.weights_of(batch, weights)
         (part, model_state, aux), ready = self._own(state, scale, batch, weights)
         axis = self.exchange.axis
         model_state = synchronized(model_state, jnp.sum(weights), axis, self.rule)
-        like = jax.tree.map(
-            lambda g, p: None if g is None else p,
-            part.gradient,
-            state.params,
-            is_leaf=is_none,
-        )
+        like = jax.tree.map(self._like, part.gradient, state.params, is_leaf=is_none)
         # A hook's state has one row for each replica.
         kept = jax.tree.map(lambda x: x[0], hook_state)
         loss, grads, kept = self.exchange(part, ready[0], like, kept or ())
         row = None
         if self.exchange.stateful:
             row = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
-        return loss, grads, model_state, row, aux
+        return loss, grads, model_state, row, aux, self.exchange.checksums(grads)
+
+    def _like(self, gradient: Any, param: Any) -> Any:
+        """An array of the dtype in which a finished gradient is handed over."""
+        if gradient is None or not self.wide:
+            return None if gradient is None else param
+        return param.astype(wide_dtype(param.dtype))
 
     def start(self, state: TrainState, batch: Any, weights: Any) -> tuple[Any]:
         """This replica's row of what the hook keeps, before the first step."""
-        if weights is None:
-            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        weights = self.exchange.weights_of(batch, weights)
         (part, *_), ready = self._own(state, None, batch, weights)
         kept = self.exchange.start(part, ready[0])
         return (jax.tree.map(lambda x: jnp.asarray(x)[None], kept),)

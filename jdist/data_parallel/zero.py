@@ -30,6 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist._compat import laid_out
 from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves
+from jdist.data_parallel.layout import check_alone, check_params
 from jdist.data_parallel.shards import replicas_of
 from jdist.optim import Optimizer
 
@@ -92,8 +93,10 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         rule = "must be a jax.sharding.Mesh: one device has nobody to share with"
         raise TypeError(requirement("zero(mesh=...)", rule, mesh))
     layout = _Layout(mesh, axis, replicas_of(mesh, axis, "zero"))
+    check_alone("zero", mesh, axis)
 
     def init_tree(params: Any) -> Any:
+        check_params("init(params=...)", params, mesh, axis)
         wanted = jax.eval_shape(opt.init_tree, params)
 
         def init(params: Any) -> Any:
@@ -125,6 +128,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         step_tree,
         opt.hyperparameters,
         None if factor is None else lambda state: factor(_unwrapped(state)),
+        opt.precision,
     )
 
 

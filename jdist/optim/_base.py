@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist._compat import is_traced
+from jdist._compat import alike, is_traced
 from jdist._errors import requirement
 from jdist._tree import is_inexact, is_none, path_of, wide_dtype
 from jdist.optim._hyper import Hyperparameter, check_overrides, resolved
@@ -70,7 +70,8 @@ class Optimizer:
         Returns:
           For the algorithms of `jdist.optim`: tree like `params`, with the algorithm's
           NamedTuple in the place of each floating leaf and None in that of any other,
-          placed and sharded as the parameter is. Others say what they return.
+          placed and sharded as the parameter is, under jit too. Others say what they
+          return.
 
         Raises:
           ValueError: `params` has no leaves.
@@ -88,9 +89,10 @@ class Optimizer:
         Args:
           params: The parameters.
           grads: Tree like `params`: a gradient of the leaf's shape and dtype, or None
-            to leave that parameter, its state and its count unchanged. Of a complex
-            leaf the direction of ascent, as in torch: the *conjugate* of what
-            `jax.grad` gives.
+            to leave that parameter, its state and its count unchanged. With masters it
+            may be wider than its compute copy: a float32 sum over micro-batches is not
+            to be rounded on its way. Of a complex leaf the direction of ascent, as in
+            torch: the *conjugate* of what `jax.grad` gives.
           state: What `init` or the last step returned.
           **overrides: Numeric hyperparameters for this step only; they may be traced
             (no recompilation when they change).
@@ -103,7 +105,7 @@ class Optimizer:
             parameter's, or an override breaks its rule.
           TypeError: An override is not one of the optimizer's numeric hyperparameters.
         """
-        _check_gradients(self.name, params, grads)
+        _check_gradients(self.name, params, grads, self.precision is not None)
         return self.step_tree(params, grads, state, overrides)
 
     def scale_loss(self, loss: jax.Array, state: Any) -> jax.Array:
@@ -231,7 +233,7 @@ def matching(call: str, argument: str, params: Any, tree: Any) -> list[Any]:
         raise ValueError(requirement(f"{call}({argument}=...)", rule, got)) from error
 
 
-def _check_gradients(name: str, params: Any, grads: Any) -> None:
+def _check_gradients(name: str, params: Any, grads: Any, masters: bool) -> None:
     leaves = matching(f"{name}.step", "grads", params, grads)
     for (keys, param), grad in zip(
         jax.tree.leaves_with_path(params), leaves, strict=True
@@ -240,12 +242,25 @@ def _check_gradients(name: str, params: Any, grads: Any) -> None:
             continue
         shape, dtype = jnp.shape(param), jnp.result_type(param)
         got = (jnp.shape(grad), jnp.result_type(grad))
-        if got != (shape, dtype):
+        if got[0] != shape or not (
+            got[1] == dtype or (masters and _widens(dtype, got[1]))
+        ):
             argument = f"{name}.step(grads=...)"
             rule = (
                 f"must match its parameter at {path_of(keys)}, {dtype} of shape {shape}"
             )
+            rule += ", or be of a wider dtype" if masters else ""
             raise ValueError(requirement(argument, rule, f"{got[1]} of shape {got[0]}"))
+
+
+def _widens(dtype: Any, other: Any) -> bool:
+    """Whether every number of one floating dtype is one of the other, of its kind."""
+    kinds = (jnp.floating, jnp.complexfloating)
+    alike = any(all(jnp.issubdtype(d, k) for d in (dtype, other)) for k in kinds)
+    if not alike:
+        return False
+    own, wider = jnp.finfo(dtype), jnp.finfo(other)
+    return bool(own.nmant <= wider.nmant and own.maxexp <= wider.maxexp)
 
 
 # --- one leaf: into the precision of the step, and out of it ---
@@ -278,11 +293,17 @@ def _init_one(init_leaf: InitLeaf, param: jax.Array) -> Any:
 
 
 def _placed(state: Any, param: jax.Array) -> Any:
-    """Scalars beside their parameter, where a compiled step will leave them.
+    """Arrays laid out as their parameter is; scalars where a step will leave them.
 
-    A count that moved after the first step would compile the step a second time.
+    Zeros do not follow from the parameter, so that a compiler which is told nothing
+    puts them whole on every device. A count that moved after the first step would
+    compile the step a second time.
     """
-    if is_traced(param) or not param.committed:
+    if is_traced(param):
+        return jax.tree.map(
+            lambda s: alike(s, param) if s.shape == param.shape else s, state
+        )
+    if not param.committed:
         return state
     place = param.sharding
     if isinstance(place, NamedSharding):

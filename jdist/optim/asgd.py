@@ -8,6 +8,12 @@
     mu   <- 1 / max(1, t - t0)
 
 The average a, in the state, is what the method is named for: take it as the result.
+
+eta and mu are computed and kept in the parameter's precision, float32 at least. torch
+keeps them in its *default* dtype: for float64 parameters its runs are these to rounding
+only under `torch.set_default_dtype(torch.float64)`. Under its own default, float32, the
+rate is rounded to float32 (`foreach=True` computes it so), and a parameter differs by
+up to 6 * 2^-24 of the length of its path.
 """
 
 from types import SimpleNamespace

@@ -131,10 +131,12 @@ def with_master_weights(
     """An optimizer over compute copies, with masters and the loss scale in its state.
 
     `init` takes the parameters in full precision and returns a `MasterState`; `step`
-    takes and returns compute copies. A None gradient leaves its master and its copy as
-    they are. Where a model is in several places, each with an optimizer of its own, a
-    step with `finite=flag` is skipped unless the flag is true, too: given `all_finite`
-    of all places together, they skip together.
+    takes and returns compute copies. Gradients have the copies' dtype or a wider one,
+    and are not rounded: a float32 sum over micro-batches reaches the masters as it is.
+    A None gradient leaves its master and its copy as they are. Where a model is in
+    several places, each with an optimizer of its own, a step with `finite=flag` is
+    skipped unless the flag is true, too: given `all_finite` of all places together,
+    they skip together.
 
     Args:
       opt: Steps the masters; any optimizer of jdist, `by_label` and `from_optax` too.

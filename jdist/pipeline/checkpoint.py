@@ -25,6 +25,7 @@ from jdist._checkpoint import (
 from jdist._errors import requirement
 from jdist._tree import named_leaves
 from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.post import Opened, Post
 from jdist.pipeline.training import PipelineState
 
 
@@ -35,13 +36,13 @@ class Saved(NamedTuple):
       stages: How many the model has.
       own: Numbers of those whose trees are here.
       written: Those of them that this process writes. Each stage has one writer.
-      gather: `gather(value, purpose)`: what every process gave, once all have.
+      opened: Begins a call that all processes make.
     """
 
     stages: int
     own: Collection[int]
     written: Collection[int]
-    gather: Callable[[Any, str], list[Any]]
+    opened: Opened
 
     @classmethod
     def of(cls, pipe: Pipeline) -> "Saved":
@@ -49,7 +50,7 @@ class Saved(NamedTuple):
         here = pipe.executor.places.own
         first = [min(workers) for workers in pipe.schedule.placement]
         written = [j for j, worker in enumerate(first) if worker in here]
-        return cls(len(pipe.stages), pipe.own, written, pipe.executor.gather)
+        return cls(len(pipe.stages), pipe.own, written, pipe.executor.opened)
 
 
 class StageCheckpoints(Closing):
@@ -67,11 +68,12 @@ class StageCheckpoints(Closing):
 
     Example:
       >>> import tempfile, jax.numpy as jnp
-      >>> alone = Saved(2, [0, 1], [0, 1], lambda value, purpose: [value])
+      >>> from jdist.pipeline.post import alone
+      >>> here = Saved(2, [0, 1], [0, 1], alone)
       >>> trees = {0: {"w": jnp.array([1.0, 2.0])}, 1: {"b": jnp.array(3)}}
       >>> with (
       ...     tempfile.TemporaryDirectory() as folder,
-      ...     StageCheckpoints(folder, alone) as checkpoints,
+      ...     StageCheckpoints(folder, here) as checkpoints,
       ... ):
       ...     checkpoints.save(7, trees)
       ...     step, again = checkpoints.restore(trees)
@@ -83,14 +85,17 @@ class StageCheckpoints(Closing):
         self, folder: str | Path, saved: Saved, *, keep: int | None = 3
     ) -> None:
         """Opens the folder."""
-        if keep is not None and keep < 1:
-            call = "StageCheckpoints(keep=...)"
-            raise ValueError(requirement(call, "must be 1 at least", keep))
         self._saved = saved
         self._keep = keep
-        self._folders = {j: StepFolder(Path(folder) / f"stage{j}") for j in saved.own}
+        self._folders: dict[int, StepFolder] = {}
         try:
-            self._complete = self._found()
+            with saved.opened("Checkpoints") as post:
+                if keep is not None and keep < 1:
+                    call = "StageCheckpoints(keep=...)"
+                    raise ValueError(requirement(call, "must be 1 at least", keep))
+                for j in saved.own:
+                    self._folders[j] = StepFolder(Path(folder) / f"stage{j}")
+                self._complete = self._found(post)
         except BaseException:
             self.close()
             raise
@@ -110,18 +115,16 @@ class StageCheckpoints(Closing):
           ValueError: It is not later.
           WorkerLost, RpcTimeout: Another worker did not save its stages.
         """
-        if self._complete and step <= self._complete[-1]:
-            rule = f"must come after the last step that was saved, {self._complete[-1]}"
-            remedy = "Go on from there, or use another folder."
-            raise ValueError(requirement("save(step)", rule, step, remedy))
-        for j in self._saved.written:
-            leaves = _leaves(trees[j])
-            description = {"stages": self._saved.stages, "leaves": described(leaves)}
-            arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
-            # Left by a run that ended before the other stages had that step.
-            self._delete(j, lambda other: other >= step)
-            self._folders[j].write(step, {"arrays": arrays}, description)
-        self._complete = self._found()
+        with self._saved.opened("Checkpoints.save") as post:
+            post.identify(step)
+            if self._complete and step <= self._complete[-1]:
+                last = self._complete[-1]
+                rule = f"must come after the last step that was saved, {last}"
+                remedy = "Go on from there, or use another folder."
+                raise ValueError(requirement("save(step)", rule, step, remedy))
+            for j in self._saved.written:
+                self._write(j, step, trees[j])
+            self._complete = self._found(post)
         kept = self._complete if self._keep is None else self._complete[-self._keep :]
         for j in self._saved.written:
             self._delete(j, lambda other: other not in kept)
@@ -143,18 +146,30 @@ class StageCheckpoints(Closing):
           ValueError: There is no such step; or it was saved from other trees, and the
             message names the first path that differs.
         """
-        step = chosen("restore", self._complete, step)
-        return step, {j: self._read(j, step, tree) for j, tree in like.items()}
+        with self._saved.opened("Checkpoints.restore") as post:
+            step = chosen("restore", self._complete, step)
+            post.identify(step)
+            found = {j: self._read(j, step, tree) for j, tree in like.items()}
+            post.agree(None, found)
+        return step, found
 
     def close(self) -> None:
         """Ends what orbax runs in the background."""
         for folder in self._folders.values():
             folder.close()
 
-    def _found(self) -> list[int]:
-        """The steps that all stages have, as their writers say."""
+    def _write(self, stage: int, step: int, tree: Any) -> None:
+        leaves = _leaves(tree)
+        description = {"stages": self._saved.stages, "leaves": described(leaves)}
+        arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
+        # Left by a run that ended before the other stages had that step.
+        self._delete(stage, lambda other: other >= step)
+        self._folders[stage].write(step, {"arrays": arrays}, description)
+
+    def _found(self, post: Post) -> list[int]:
+        """The steps that all stages have, as their writers say; ends the call."""
         mine = [[j, self._folders[j].steps()] for j in self._saved.written]
-        told = self._saved.gather(mine, "a checkpoint of a pipeline")
+        told = post.agree(mine)
         there = [set(steps) for stages in told for _, steps in stages]
         return sorted(set.intersection(*there))
 

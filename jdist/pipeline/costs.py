@@ -8,6 +8,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule_actions import KINDS, B, F, W
+from jdist.pipeline.schedule_memory import PENDING
 from jdist.pipeline.timeline import Timeline
 
 Cost = float | Sequence[float] | np.ndarray
@@ -35,7 +36,13 @@ class Costs:
         keep the link from the next.
       bandwidth: Bytes per second from one worker to another, in each direction. A link
         carries one message at a time.
-      activation_bytes: What a stage keeps of a micro-batch until its B, or W, ends.
+      activation_bytes: What a stage keeps of a micro-batch from F to B.
+      pending_bytes: What it keeps of one from B to W: activations that enter weight
+        gradients, and cotangents. None: twice `activation_bytes`, as much of each. A
+        stage that recomputes, or whose outputs are wider than its inputs, has more.
+      join_weight_gradients: Whether the stage is made so (see `Stage`): for all, or one
+        per stage. It keeps `pending_bytes` of each micro-batch from B on, until its
+        last backward pass before an update has ended.
       weight_bytes: Of one version of a stage's weights.
 
     Raises:
@@ -52,6 +59,8 @@ class Costs:
     latency: Cost = 0.0
     bandwidth: Cost = float("inf")
     activation_bytes: Cost = 0.0
+    pending_bytes: Cost | None = None
+    join_weight_gradients: bool | Sequence[bool] | np.ndarray = False
     weight_bytes: Cost = 0.0
 
     def __post_init__(self) -> None:
@@ -70,6 +79,9 @@ class Costs:
         for name in ("backward_inputs", "backward_params"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, half)
+        if self.pending_bytes is None:
+            twice = PENDING * np.asarray(self.activation_bytes, np.float64)
+            object.__setattr__(self, "pending_bytes", twice)
 
     def table(self, name: str, stages: int, micro_batches: int) -> np.ndarray:
         """One cost for each stage (or neighbouring pair of stages) and micro-batch.
@@ -88,14 +100,25 @@ class Costs:
             raise ValueError(requirement(f"Costs({name}=...)", rule, got))
         return np.broadcast_to(wide, shape)
 
+    def joined(self, stages: int) -> tuple[bool, ...]:
+        """Whether each stage joins its weight gradients.
+
+        Raises:
+          ValueError: It was given for another number of stages.
+        """
+        table = self.table("join_weight_gradients", stages, 1)
+        return tuple((table[:, 0] > 0).tolist())
+
     @classmethod
     def measured(cls, timeline: Timeline, **others: Any) -> "Costs":
         """Takes the medians of a run's actions, per stage and kind, and its latencies.
 
+        Of a run by `timed` also the bytes that its stages kept of a micro-batch.
+
         Args:
           timeline: Of a run; its first micro-batch is left out where there are others.
-          others: Costs that a timeline does not show, such as bytes; or that are to
-            take the place of what it shows.
+          others: Costs that a timeline does not show, such as those of messages; or
+            that are to take the place of what it shows.
 
         Raises:
           ValueError: A stage has no forward passes.
@@ -130,4 +153,13 @@ class Costs:
                 raise ValueError(requirement("Costs.measured(timeline)", rule, "none"))
             if all(map(len, rows)):
                 found[name] = np.array([np.median(row) for row in rows])
+        if timeline.stage_bytes is not None:
+            kept = timeline.stage_bytes
+            joined = np.array(timeline.joined or [False] * stages)
+            waits = joined | np.isin(np.arange(stages), columns.stage[halved])
+            found["activation_bytes"] = kept.activation
+            # Of a stage that ran whole it is not known what a W would wait with.
+            guess = PENDING * kept.activation
+            found["pending_bytes"] = np.where(waits, kept.pending, guess)
+            found["join_weight_gradients"] = joined
         return cls(**found | others)

@@ -55,7 +55,6 @@ class EpochStep(Step):
     """What the workers of this process do in one epoch.
 
     Args:
-      number: Of the epoch.
       wiring: Which value goes where.
       places: Who runs which stage for which micro-batch, and on what device.
       runs: By worker and stage, of the workers of this process.
@@ -70,7 +69,6 @@ class EpochStep(Step):
 
     def __init__(
         self,
-        number: int,
         wiring: Wiring,
         places: Places,
         runs: Mapping[tuple[int, int], StashedRun],
@@ -79,7 +77,7 @@ class EpochStep(Step):
         read: tuple[str, ...],
         parts: Sequence[MicroBatch],
     ) -> None:
-        super().__init__(number, wiring, places, runs, post, loss, read, parts)
+        super().__init__(wiring, places, runs, post, loss, read, parts)
         self.passes: list[Pass] = []
         self._stashed = runs
         self._found: dict[int, dict[int, Partial]] = {}
@@ -92,36 +90,38 @@ class EpochStep(Step):
             while run.stash.version < len(self._updates[stage]):
                 self._update(worker, stage)
 
-    def losses(self, worker: int) -> tuple[np.ndarray, np.ndarray]:
-        """The weighted sum of each micro-batch's losses, and the sum of its weights.
+    def agree_on_losses(self, computed: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Ends the epoch on all workers, or on none.
 
         Args:
-          worker: One of this process. Every process asks, and gets all of them.
+          computed: What the epoch leaves behind; see `Post.agree`.
+
+        Returns:
+          The weighted sum of each micro-batch's losses, and the sum of its weights, of
+          all micro-batches on every worker.
+
+        Raises: what `Post.agree` raises.
         """
         schedule = self._places.schedule
-        for sender, found in self._found.items():
+        mine = {}
+        for worker, found in self._found.items():
             order = sorted(found)
-            told = tuple(
+            mine[worker] = tuple(
                 np.stack([np.asarray(getattr(found[i], field)) for i in order])
                 for field in ("value", "weight")
             )
-            for other in range(schedule.workers):
-                self._post.put(self._losses_of(sender), other, told)
+        told: dict[int, Any] = {}
+        for some in self._post.agree(mine, computed):
+            told |= some
         senders = schedule.placement[-1]
         # With fewer micro-batches than workers some had none.
-        parts = [
-            self._last(worker, self._losses_of(sender))
-            for sender in senders[: schedule.micro_batches]
-        ]
+        parts = [told[sender] for sender in senders[: schedule.micro_batches]]
         values, weights = (
             np.empty(schedule.micro_batches, np.asarray(x).dtype) for x in parts[0]
         )
         for turn, part in enumerate(parts):
             values[turn :: len(senders)], weights[turn :: len(senders)] = part
         return values, weights
-
-    def _losses_of(self, sender: int) -> Parcel:
-        return Parcel("L", -1, "", self._places.loss, sender)
 
     def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
         self._found.setdefault(worker, {})[micro] = found

@@ -5,7 +5,7 @@ the states as training left them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,6 @@ from jdist.pipeline.stage import Stage
 from jdist.pipeline.stage_run import StageRun, fold
 from jdist.pipeline.step import Step
 from jdist.pipeline.wiring import Wiring
-from jdist.segment._cache import Cache
 
 
 class Evaluation(NamedTuple):
@@ -42,38 +41,20 @@ class Evaluation(NamedTuple):
     workers in other processes: those of the micro-batches that this one had."""
 
 
-_CACHE: Cache[Callable[..., Any]] = Cache("Pipeline.evaluate", size=256)
-
-
 class EvaluationRun(StageRun):
     """The forward passes of one stage, of which nothing is kept."""
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
-        given = [inputs[name] for name in self._stage.inputs]
-        if self._stage.stateful:
-            given.insert(0, self.state)
-        if self._key is not None:
-            given.append(fold(self._key, micro))
-        return self._stage.named(_forward_of(self._stage)(self.params, *given))
+        given = tuple([inputs[name] for name in self._stage.inputs])
+        key = None if self._key is None else fold(self._key, micro)
+        returned, _ = self._compiled.outputs(self.params, self.state, given, key)
+        return self._stage.named(returned)
 
 
 def draws(stage: Stage) -> bool:
     """Whether a stage takes a key in evaluation, too."""
     return stage.keyed and stage.in_evaluation is None
-
-
-def _forward_of(stage: Stage) -> Callable[..., Any]:
-    """The compiled function of the parameters and inputs that puts out the outputs."""
-    drops_state = stage.stateful and stage.in_evaluation is None
-    fn = stage.fn if stage.in_evaluation is None else stage.in_evaluation
-
-    def build() -> Callable[..., Any]:
-        return jax.jit(lambda *given: fn(*given)[0] if drops_state else fn(*given))
-
-    # Stages of one factory share their code: what tells them apart are their names.
-    options = (stage.inputs, stage.outputs, drops_state)
-    return _CACHE.get(fn, options, build)
 
 
 class EvaluationStep(Step):
@@ -129,7 +110,6 @@ class Evaluator:
 
     def run(
         self,
-        number: int,
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
@@ -140,14 +120,12 @@ class Evaluator:
         if len(parts) not in self._forward:
             self._forward[len(parts)] = forward_places(self._places, len(parts))
         places = self._forward[len(parts)]
-        step = EvaluationStep(
-            number, self._wiring, places, runs, post, self._loss, read, parts
-        )
+        step = EvaluationStep(self._wiring, places, runs, post, self._loss, read, parts)
         step.kept = {} if outputs else None
         step.run()
         examples = sum(len(part.weights) for part in parts)
-        weight = sum(part.total for part in parts)
-        loss = step.loss(places.own[0])
+        weight = sum(part.given for part in parts)
+        loss, _ = step.agree({}, step.kept)
         return step.passages, Evaluation(loss, examples, weight, step.outputs())
 
 

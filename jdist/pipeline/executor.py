@@ -4,10 +4,12 @@ The program of a step is one (`Step`); an executor says which workers are here, 
 values get to the others.
 """
 
+import contextlib
 import functools
+import hashlib
+import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.pipeline.places import Places, places_on
-from jdist.pipeline.post import InProcessPost, Post
+from jdist.pipeline.post import InProcessPost, Post, ending
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.stopwatch import clock_offset
 from jdist.pipeline.worker_post import CLOCK, WorkerPost, mailbox_of
@@ -34,15 +36,28 @@ class Executor(Protocol):
     def sees_all(self) -> bool:
         """Whether all workers are in this process."""
 
-    def open(self, step: int) -> Post:
-        """The way of values in one step."""
+    @property
+    def last(self) -> Post | None:
+        """The last call that was begun."""
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
+        """Begins a call that all processes of the pipeline make; see `Opened`.
+
+        Args:
+          kind: The public method. What it is given is looked at inside.
+
+        Raises:
+          ValueError: Before the first call: the pipelines are not alike.
+          WorkerLost, RpcTimeout: Not all processes came to the first call.
+        """
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
-        """What every process of the pipeline gave, once all of them have.
+        """What every process of the pipeline gave, once all have: a call of its own.
 
         Raises:
           WorkerLost: A worker will not come.
           RpcTimeout: Nor did it within the default timeout; the message names it.
+          ValueError: It is in another call.
         """
 
     def clock_offset(self) -> float:
@@ -54,16 +69,20 @@ class Executor(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
 class InProcess:
     """All workers in this process, each with a device."""
 
-    places: Places
-    sees_all: bool = True
+    sees_all = True
 
-    def open(self, step: int) -> Post:
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.last: Post | None = None
+        self._calls = itertools.count()
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
         """See `Executor`."""
-        return InProcessPost(self.places.devices)
+        self.last = InProcessPost(self.places.devices, next(self._calls))
+        return ending(self.last)
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """See `Executor`."""
@@ -81,39 +100,46 @@ class Workers:
       agent: This one.
       schedule: The schedule.
       names: Of all, by rank in the schedule.
+      about: What else must be the same on all workers.
     """
 
     sees_all = False
 
-    def __init__(self, agent: Agent, schedule: Schedule, names: Sequence[str]) -> None:
+    def __init__(
+        self, agent: Agent, schedule: Schedule, names: Sequence[str], about: str
+    ) -> None:
         own = names.index(agent.info.name)
         devices: list[jax.Device | None] = [None] * len(names)
         devices[own] = agent.options.device
         self.places = Places(schedule, devices, (own,))
         self._agent = agent
         self._names = names
+        self._leader = min(schedule.placement[0])
+        self._about = about
         self._pipeline = mailbox_of(agent).new_pipeline(names)
+        self.last: Post | None = None
+        self._calls = itertools.count()
+        self._met = False
 
-    def open(self, step: int) -> Post:
-        """See `Executor`. Before the first step the workers wait for each other.
-
-        Raises:
-          ValueError: They have different schedules.
-        """
-        if step == 0:
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
+        """See `Executor`."""
+        if not self._met:
             self._meet()
-        address = (self._pipeline, step)
+            self._met = True
+        address = (self._pipeline, next(self._calls))
         own = self.places.own[0]
-        return WorkerPost(self._agent, self._names, own, address)
+        self.last = WorkerPost(
+            self._agent, self._names, own, self._leader, address, kind
+        )
+        return ending(self.last)
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """See `Executor`."""
-        found = self._agent.group.all_gather(value, self._names, -1, purpose)
-        return [found[name] for name in self._names]
+        with self.opened(purpose) as post:
+            return post.agree(value)
 
     def clock_offset(self) -> float:
-        """See `Executor`; all come first, so that the one asked is not computing."""
-        self.gather(None, "comparing clocks")
+        """See `Executor`."""
         first = self._names[0]
         if first == self._agent.info.name:
             return 0.0
@@ -121,21 +147,36 @@ class Workers:
         return clock_offset(ask, time.perf_counter)
 
     def _meet(self) -> None:
+        """Waits for all workers; their calls are counted from here on."""
         schedule = self.places.schedule
-        mine = f"{schedule!r} as {self._pipeline}"
-        found = self.gather(mine, "Pipeline")
-        if len(set(found)) > 1:
+        mine = f"{schedule!r} as {self._pipeline}, {self._about}"
+        digest = hashlib.sha256(repr(_plain(schedule)).encode()).hexdigest()[:8]
+        found = self._agent.group.all_gather(
+            f"{mine}, actions {digest}", self._names, -1, "Pipeline"
+        )
+        if len({*found.values()}) > 1:
             rule = "must be the same on all workers, made in the same order"
-            pairs = zip(self._names, found, strict=True)
-            shown = "; ".join(f"{name}: {text}" for name, text in pairs)
+            shown = "; ".join(f"{name}: {found[name]}" for name in self._names)
             raise ValueError(requirement("Pipeline(schedule)", rule, shown))
+
+
+def _plain(schedule: Schedule) -> list[Any]:
+    columns = schedule.columns
+    arrays = columns.first, columns.kind, columns.stage, columns.micro_batch
+    return [schedule.placement, *(array.tolist() for array in arrays)]
 
 
 def executor_for(
     schedule: Schedule,
     workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None,
+    about: str = "",
 ) -> Executor:
     """The executor that the places ask for.
+
+    Args:
+      schedule: The schedule.
+      workers_or_devices: See `Pipeline`.
+      about: What else must be the same on all workers, for the error's text.
 
     Raises:
       ValueError: There is not one place for each worker; a name is no worker of the
@@ -158,4 +199,4 @@ def executor_for(
     if agent.info.name not in given or not {*given} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"
         raise ValueError(requirement(call, rule, given, f"The group has {known}."))
-    return Workers(agent, schedule, given)
+    return Workers(agent, schedule, given, about)

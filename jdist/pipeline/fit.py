@@ -51,7 +51,8 @@ def fit(
 
     Raises:
       ValueError: `save_every` is less than 1.
-      Exception: What `train_step` and `Checkpoints.save` raise.
+      Exception: What `train_step` and `Checkpoints.save` raise; and what `batches`
+        raises, which is then raised on all workers. They must end alike, too.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,15 +68,20 @@ def fit(
       >>> state.step, round(pipeline.over_epoch(found).loss, 3)
       (3, 9.844)
     """
-    if save_every < 1:
-        call = "fit(save_every=...)"
-        raise ValueError(requirement(call, "must be 1 at least", save_every))
-    if total is None and isinstance(batches, Sized):
-        total = len(batches)
+    with pipe.executor.opened("fit") as post:
+        if save_every < 1:
+            call = "fit(save_every=...)"
+            raise ValueError(requirement(call, "must be 1 at least", save_every))
+        saves = save_every if checkpoints is not None else 0
+        post.identify(None, {"save_every": saves})
+        if total is None and isinstance(batches, Sized):
+            total = len(batches)
+        supply = iter(batches)
+        post.agree(None)
     metrics: list[Metrics] = []
     with _bar(console, total) as bar:
-        for given in batches:
-            batch, weights = given if isinstance(given, tuple) else (given, None)
+        while (given := _next(supply, pipe)) is not None:
+            batch, weights = given
             state, found = pipe.train_step(state, batch, weights)
             # The loss before: that of this step may still be computed.
             bar.advance(state.step, metrics[-1] if metrics else None)
@@ -85,6 +91,30 @@ def fit(
     if checkpoints is not None and metrics and state.step % save_every:
         checkpoints.save(state)
     return state, metrics
+
+
+_END = object()
+
+
+def _next(supply: Iterator[Any], pipe: Pipeline) -> tuple[Any, Any] | None:
+    """The next batch and its weights; None at the end, to which all workers come.
+
+    What goes wrong with the data of one worker is an error of the step on all.
+    """
+    try:
+        given = next(supply, _END)
+        if given is not _END:
+            return _pair(given)
+    except BaseException:
+        with pipe.executor.opened("train_step"):
+            raise
+    pipe.executor.gather(None, "the end of fit")
+    return None
+
+
+def _pair(given: Any) -> tuple[Any, Any]:
+    batch, weights = given if isinstance(given, tuple) else (given, None)
+    return batch, weights
 
 
 class _Bar:

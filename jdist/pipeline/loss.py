@@ -1,7 +1,8 @@
 """The loss at the end of a pipeline, differentiated by what it is given."""
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,9 @@ from jdist._tree import merge, split_inexact
 from jdist.pipeline.kind import Kind, is_kind, kinds_of
 from jdist.pipeline.post import moved
 from jdist.reduction import Partial
-from jdist.segment._cache import Cache
+from jdist.segment._cache import VERSIONS, Cache
+from jdist.segment._contents import Contents
+from jdist.segment._traced import Changed, Traced
 
 
 class LossPasses(NamedTuple):
@@ -30,7 +33,43 @@ class LossPasses(NamedTuple):
     losses: Callable[..., Partial]
 
 
-_CACHE: Cache[LossPasses] = Cache("Pipeline(loss_fn)", size=64)
+class _Compiled:
+    """What is compiled of one loss function, for all pipelines that have it.
+
+    Args:
+      fn: The loss function.
+      contents: What it is made of.
+
+    Attributes:
+      fn: The same, by its programs.
+    """
+
+    def __init__(self, fn: Callable[..., Any], contents: Contents) -> None:
+        self.fn = Traced(fn, _CACHE.user, contents)
+        self._contents = contents
+        self._passes: dict[Hashable, LossPasses] = {}
+
+    def aside(self, fn: Callable[..., Any]) -> "_Compiled":
+        """See `Traced.aside`."""
+        made = _Compiled(fn, self._contents)
+        made.fn = self.fn.aside(fn)
+        return made
+
+    def passes(
+        self, names: tuple[str, ...], kind: str, unread: Mapping[str, Any]
+    ) -> LossPasses:
+        """See `PipelineLoss.passes`."""
+        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
+        options = (names, kind, tuple(leaves), structure)
+        made = self._passes.get(options)
+        if made is None:
+            VERSIONS.note(_CACHE.user, self._contents, options)
+            made = _compiled(self.fn, names, kind, leaves, structure)
+            self._passes[options] = made
+        return made
+
+
+_CACHE: Cache[_Compiled] = Cache("Pipeline(loss_fn)", size=64)
 
 
 class PipelineLoss:
@@ -47,9 +86,10 @@ class PipelineLoss:
     def __init__(
         self, fn: Callable[..., Any], names: tuple[str, ...], kind: str
     ) -> None:
-        self._fn = fn
         self._names = names
         self._factor: Any = None
+        self._fn = fn
+        self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
 
     @property
@@ -81,11 +121,12 @@ class PipelineLoss:
           batch: The batch, or its shapes.
         """
         names = sorted(batch)
-        program, _ = trace(
-            lambda entries, values: _called(self._fn, self._names, values, entries),
-            {name: batch[name] for name in names},
-            values,
-        )
+        entries = {name: batch[name] for name in names}
+
+        def losses_of(entries: Any, values: Any) -> Any:
+            return _called(self._compiled.fn, self._names, values, entries)
+
+        program, _ = self._unchanged(lambda: trace(losses_of, entries, values))
         sizes = [len(jax.tree.leaves(batch[name])) for name in names]
         _, read = without_unread(program, sum(sizes))
         found, start = [], 0
@@ -105,14 +146,32 @@ class PipelineLoss:
         unread = {
             name: kinds_of(entry) for name, entry in batch.items() if name not in read
         }
-        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
-        options = (self._names, self.kind, tuple(leaves), structure)
-        made = _CACHE.get(
-            self._fn,
-            options,
-            lambda: _compiled(self._fn, self._names, self.kind, leaves, structure),
-        )
+
+        def both(*given: Any) -> Any:
+            return self._unchanged(
+                lambda: self._compiled.passes(self._names, self.kind, unread).both(
+                    *given
+                )
+            )
+
+        def losses(*given: Any) -> Any:
+            return self._unchanged(
+                lambda: self._compiled.passes(self._names, self.kind, unread).losses(
+                    *given
+                )
+            )
+
+        made = LossPasses(both, losses)
         return made if self._factor is None else self._with_factor(made)
+
+    def _unchanged(self, run: Callable[[], Any]) -> Any:
+        """Runs what may trace the loss function; if need be, this one's own."""
+        try:
+            return run()
+        except Changed:
+            _CACHE.drop(self._compiled)
+            self._compiled = self._compiled.aside(self._fn)
+            return run()
 
     def _with_factor(self, made: LossPasses) -> LossPasses:
         def both(values: Any, entries: Any, weights: Any) -> Any:

@@ -18,17 +18,19 @@ class MicroBatch(NamedTuple):
     Attributes:
       number: Which of them.
       batch: Its entries.
-      weights: `(examples,)`, float32 or wider.
-      total: Sum of the weights.
+      weights: `(examples,)`, float32 or wider, as `normalized` made them.
+      total: Their sum.
+      given: The sum of the weights as they were given.
     """
 
     number: int
     batch: dict[str, Any]
     weights: np.ndarray
     total: float
+    given: float
 
 
-def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
+def split_batch(batch: Any, weights: Any, count: int, kind: str) -> list[MicroBatch]:
     """Cuts a batch into `count` micro-batches, as equal as they can be.
 
     Where the examples do not divide, the first ones have one more. No example is added
@@ -39,14 +41,16 @@ def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
       batch: Mapping of names to pytrees of arrays, each `(examples, ...)`.
       weights: `(examples,)`, non-negative, or None for 1 each.
       count: How many; at most the number of examples.
+      kind: The reduction.
 
     Raises:
       TypeError: The batch is no mapping.
       ValueError: It has fewer examples than that, or leaves of unequal length; the
-        weights are of another shape, negative, not finite, or all zero.
+        weights are of another shape, negative, not finite, or all zero; those of a sum
+        are beyond float32.
 
     Example:
-      >>> parts = split_batch({"x": np.arange(5.0)}, None, 2)
+      >>> parts = split_batch({"x": np.arange(5.0)}, None, 2, "mean")
       >>> [part.batch["x"].tolist() for part in parts]
       [[0.0, 1.0, 2.0], [3.0, 4.0]]
     """
@@ -65,9 +69,76 @@ def split_batch(batch: Any, weights: Any, count: int) -> list[MicroBatch]:
     for number, (start, end) in enumerate(bounds):
         rows = jax.tree.unflatten(structure, [piece[number] for piece in pieces])
         own = checked[start:end]
-        # In float64: single weights are judged against double gradients, too.
-        parts.append(MicroBatch(number, rows, own, float(own.sum(dtype=np.float64))))
-    return parts
+        parts.append(_weighted(number, rows, own))
+    return normalized(parts, kind, "Pipeline.value_and_grad")
+
+
+def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroBatch]:
+    """The micro-batches, with weights that single precision can add up.
+
+    A mean does not change with a factor of all weights. A power of two rounds nothing
+    and brings the largest total to (1/2, 1]: neither totals nor the cotangents of
+    16-bit losses overflow, and no total vanishes. For max and min weights are 0 or 1.
+
+    Args:
+      parts: All that are joined with each other.
+      kind: The reduction.
+      call: The public function that asks, for the error's text.
+
+    Raises:
+      ValueError: A weight of a sum, which has to be taken as it is, is beyond float32.
+
+    Example:
+      >>> parts = split_batch({"x": np.arange(3.0)}, [1e38, 3e38, 2e38], 1, "mean")
+      >>> parts[0].weights.round(3), round(parts[0].total, 3)
+      (array([0.147, 0.441, 0.294]), 0.882)
+    """
+    if kind == "sum":
+        _check_sum([part.weights for part in parts], call)
+        return list(parts)
+    if kind != "mean":
+        shown = [part.weights for part in parts]
+        chosen = [(w > 0).astype(w.dtype) for w in shown]
+    else:
+        # First by the largest weight: the sum of such numbers cannot overflow.
+        _, top = np.frexp(max(part.weights.max() for part in parts))
+        scaled = [np.ldexp(part.weights.astype(np.float64), -top) for part in parts]
+        largest = max(own.sum() for own in scaled)
+        fraction, exponent = np.frexp(largest)
+        exponent = exponent - 1 if fraction == 0.5 else exponent
+        chosen = [
+            _at_least_tiny(np.ldexp(own, -exponent)).astype(part.weights.dtype)
+            for own, part in zip(scaled, parts, strict=True)
+        ]
+    return [
+        part._replace(weights=own, total=_total(own))
+        for part, own in zip(parts, chosen, strict=True)
+    ]
+
+
+def _at_least_tiny(weights: np.ndarray) -> np.ndarray:
+    """A weight above 0 stays above 0 in float32: beside totals of 1 it adds nothing."""
+    tiny = float(np.finfo(np.float32).tiny)
+    return np.where(weights > 0, np.maximum(weights, tiny), 0.0)
+
+
+def _check_sum(weights: Sequence[np.ndarray], call: str) -> None:
+    largest = max(own.max() for own in weights)
+    if largest > np.finfo(np.float32).max:
+        rule = "must be within float32 where losses are added up"
+        remedy = "Divide them, or use the mean, which does not change with a factor."
+        raise ValueError(requirement(f"{call}(weights=...)", rule, largest, remedy))
+
+
+def _weighted(number: int, batch: Any, weights: np.ndarray) -> MicroBatch:
+    total = _total(weights)
+    return MicroBatch(number, batch, weights, total, total)
+
+
+def _total(weights: np.ndarray) -> float:
+    # In float64: single weights are judged against double gradients, too.
+    with np.errstate(over="ignore"):  # What is computed with is `normalized`.
+        return float(weights.sum(dtype=np.float64))
 
 
 Bounds = tuple[tuple[int, int], ...]
@@ -97,7 +168,7 @@ def micro_batch_of(number: int, batch: Any, weights: Any, call: str) -> MicroBat
     Raises: what `split_batch` raises.
     """
     checked = check_weights(weights, _examples(batch, call), call)
-    return MicroBatch(number, batch, checked, float(checked.sum(dtype=np.float64)))
+    return _weighted(number, batch, checked)
 
 
 def _examples(batch: Any, call: str) -> int:
@@ -113,7 +184,7 @@ def size_of_batch(batch: Any, weights: Any) -> tuple[int, float]:
     examples = len(jax.tree.leaves(batch)[0])
     if weights is None:
         return examples, float(examples)
-    return examples, float(np.asarray(weights).sum(dtype=np.float64))
+    return examples, _total(np.asarray(weights))
 
 
 def check_weights(weights: Any, examples: int, call: str) -> np.ndarray:

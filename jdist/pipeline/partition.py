@@ -51,9 +51,11 @@ def partition(
       transfers: Whether activations that cross a cut take time. They do; False is for
         links that are used behind the computation.
       memory: Bytes of a worker. A stage with w workers from it to the end, r of them
-        its own, has ceil(w / r) micro-batches in flight, each with its activations and
-        a version of the weights. With several levels this takes longer: those inside
-        are planned for each number of workers that may come after them.
+        its own, has ceil(w / r) micro-batches in flight, each with its activations (the
+        outputs of its layers, and what it takes from the stages before) and a version
+        of the weights. Gradients, optimizers and what layers keep inside come on top.
+        With several levels this takes longer: those inside are planned for each number
+        of workers that may come after them.
       replicate: False plans a straight pipeline, one worker per stage.
 
     Returns:
@@ -171,6 +173,8 @@ class Planner:
     def _worker(self) -> Machine:
         seconds = spans(self.cuts, self.cuts.seconds)
         held = spans(self.cuts, self.cuts.activation_bytes + self.cuts.parameter_bytes)
+        # What a stage takes from those before is kept there for its backward pass.
+        held += self.cuts.output_bytes[:, None]
 
         def machine(cases: Sequence[Fraction]) -> Column:
             in_flight = np.array([math.ceil(1 + case) for case in cases])[:, None]
@@ -220,13 +224,14 @@ def _stage(
 ) -> PlannedStage:
     names = cuts.between(begin, end)
     layers = [profile[name] for name in names]
+    taken = float(cuts.output_bytes[begin])
     return PlannedStage(
         names,
         ranks,
         math.fsum(layer.forward for layer in layers),
         math.fsum(layer.backward for layer in layers),
         math.fsum(layer.parameter_bytes for layer in layers),
-        math.fsum(layer.output_bytes for layer in layers),
+        math.fsum([*(layer.output_bytes for layer in layers), taken]),
         float(cuts.output_bytes[end]),
     )
 

@@ -9,7 +9,7 @@ class Passage(NamedTuple):
     """A value, or its cotangent, that went from one stage to another.
 
     Attributes:
-      step: Number of the step.
+      step: Number of the call of the pipeline.
       micro_batch: Number of the micro-batch.
       name: Of the value.
       source: The stage that sent it; -1 for the batch.

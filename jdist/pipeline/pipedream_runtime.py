@@ -11,7 +11,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.optim import Optimizer
 from jdist.pipeline.epoch import EpochStep, Pass
-from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of
+from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of, normalized
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.policy import Policy, schedule_of_epoch
 from jdist.pipeline.post import moved
@@ -143,8 +143,8 @@ class PipeDream(Pipeline):
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
 
-        With workers in several processes each of them calls it with the same batches;
-        entries that its stages and losses do not take are not looked at.
+        With workers in several processes each of them calls it with the same batches,
+        which may lack the entries that its stages and losses do not take.
 
         Args:
           state: From `init` or the epoch before. Nothing of it is donated.
@@ -158,46 +158,41 @@ class PipeDream(Pipeline):
 
         Raises: what `value_and_grad` raises.
         """
-        schedule = self.epoch_schedule(len(batches))
-        parts = _parts(batches, weights, "PipeDream.train_epoch")
-        self._agree("train_epoch", f"{schedule!r} with {schedule.updates}")
-        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        runs = self._stashed_runs(schedule, state, key)
-        loss, skipped = self._loss, None
-        if self._scaled:
-            loss = loss.scaled(scale_in(state.opt_states), None)
-            skipped = skipped_in(state.opt_states)
-        step, own_key = state.step + 1, state.key
-        del state  # Unless the caller keeps it, versions go when nobody needs them.
-        places = replace(self._places, schedule=schedule)
-        with self._opened() as (number, post):
+        with self.executor.opened("train_epoch") as post:
+            parts = _parts(batches, weights, "PipeDream.train_epoch")
+            schedule = self.epoch_schedule(len(parts))
+            step, key = state.step, state.key
+            own = None if key is None else jax.random.fold_in(key, step)
+            settings = {"schedule": f"{schedule!r} with {schedule.updates}"}
+            post.identify(step, settings, [part.batch for part in parts], parts, own)
+            runs = self._stashed_runs(schedule, state, own)
+            loss, skipped = self._loss, None
+            if self._scaled:
+                loss = loss.scaled(scale_in(state.opt_states), None)
+                skipped = skipped_in(state.opt_states)
+            del (
+                state
+            )  # Unless the caller keeps it, versions go when no batch needs them.
+            places = replace(self._places, schedule=schedule)
             read = self._shapes.read(post, runs, parts[0].batch)
-            epoch = EpochStep(
-                number, self.wiring, places, runs, post, loss, read, parts
-            )
+            epoch = EpochStep(self.wiring, places, runs, post, loss, read, parts)
             epoch.run(self.stopwatch)
-            values, totals = epoch.losses(self._places.own[0])
-            left = epoch.states()
+            after_epoch = epoch.states()
+            left = [run.arrays() for run in runs.values()]
+            values, totals = epoch.agree_on_losses(left)
+            self._shapes.agreed(read)
         self.record, self.passes = epoch.passages, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
             params[j], opt_states[j] = run.params, run.stash.opt_state
-            states[j] = left[j]
-        after = PipelineState(step, params, opt_states, states, own_key)
+            states[j] = after_epoch[j]
+        after = PipelineState(step + 1, params, opt_states, states, key)
         if skipped is not None:
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
         mean = float(values.sum() / totals.sum())
         return after, EpochMetrics(values / totals, mean, skipped)
-
-    def _agree(self, call: str, what: str) -> None:
-        """Waits for all workers; refuses what is not the same for all."""
-        found = self.executor.gather(what, f"PipeDream.{call}")
-        if len(set(found)) > 1:
-            rule = "must be the same number of batches on all workers"
-            got = "; ".join(found)
-            raise ValueError(requirement(f"PipeDream.{call}(batches)", rule, got))
 
     def _stashed_runs(
         self, schedule: Schedule, state: PipelineState, key: Any
@@ -248,11 +243,27 @@ def _check_apart(
 def _parts(
     batches: Sequence[Mapping[str, Any]], weights: Sequence[Any] | None, call: str
 ) -> list[MicroBatch]:
+    if not hasattr(batches, "__len__"):
+        rule = "must be a sequence: the schedule depends on how many there are"
+        got = f"a {type(batches).__name__}"
+        remedy = "Give list(batches)."
+        raise TypeError(requirement(f"{call}(batches)", rule, got, remedy))
+    if not len(batches):
+        rule = "must have one batch at least"
+        raise ValueError(requirement(f"{call}(batches)", rule, "none"))
     given = [None] * len(batches) if weights is None else list(weights)
     if len(given) != len(batches):
         rule = f"must be one array for each of the {len(batches)} batches"
         raise ValueError(requirement(f"{call}(weights=...)", rule, f"{len(given)}"))
-    return [
+    parts = [
         micro_batch_of(number, batch, own, call)
         for number, (batch, own) in enumerate(zip(batches, given, strict=True))
     ]
+    parts = normalized(parts, "mean", call)
+    least = min(parts, key=lambda part: part.total)
+    most = max(parts, key=lambda part: part.total)
+    if least.total < 2.0**-64 * most.total:
+        rule = "must have totals within a factor of 2^64 of each other"
+        got = f"totals from {least.given:.3g} to {most.given:.3g}"
+        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+    return parts

@@ -1,7 +1,6 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +30,15 @@ from jdist.pipeline.step import Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
 from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
-from jdist.pipeline.update import Found, News, Update, joined, loss_scale_of, started
+from jdist.pipeline.update import (
+    NO_NEWS,
+    Found,
+    News,
+    Update,
+    joined,
+    loss_scale_of,
+    started,
+)
 from jdist.pipeline.wiring import wire
 from jdist.reduction import check_reduction
 
@@ -99,7 +106,8 @@ class Pipeline:
         self.record: list[Passage] = []
         self.stopwatch: Stopwatch | None = None
         check_arguments(schedule, self.wiring.stages, reduction)
-        self.executor = executor_for(schedule, workers_or_devices)
+        about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
+        self.executor = executor_for(schedule, workers_or_devices, about)
         self._places = self.executor.places
         self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
         self.one_program = one_program_on(
@@ -109,12 +117,18 @@ class Pipeline:
             stage.compiled(self.wiring.from_batch(number), number)
             for number, stage in enumerate(self.wiring.stages)
         ]
+        self._evaluated = [
+            stage.evaluated(compiled, number)
+            for number, (stage, compiled) in enumerate(
+                zip(self.wiring.stages, self._compiled, strict=True)
+            )
+        ]
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._tied = Tied(self.stages)
         self._shapes = Shapes(self.wiring, self.executor, self._loss)
         self._evaluator = Evaluator(self.wiring, self._places, self._loss)
-        self._steps = 0
+        self._rehearsed: set[Any] = set()
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -184,9 +198,11 @@ class Pipeline:
           WorkerLost: A worker of the pipeline is gone.
           RpcTimeout: Nothing came from the others for longer than rpc's default timeout
             (`rpc.set_default_timeout`); their compilation counts.
-          Exception: Whatever went wrong on another worker, with its name in a note.
+          Exception: Whatever went wrong on another worker, with its name in a note. If
+            this raises on one worker, it does on all; the next call is right again.
         """
-        found = self._run(params, batch, weights, states, key)
+        with self.executor.opened("value_and_grad") as post:
+            found = self._run(post, params, batch, weights, states, key)
         if states is None:
             return found.loss, found.grads
         return found.loss, found.grads, found.states
@@ -207,18 +223,30 @@ class Pipeline:
           key: A PRNG key, if a stage takes one; step t uses `fold_in(key, t)`.
 
         Raises:
-          ValueError, TypeError: No optimizer fits; or not one tree per stage.
+          ValueError, TypeError: No optimizer fits; or not one tree per stage. With tied
+            parameters, which are compared, on all workers if on one.
         """
+        if not self._tied:
+            return self._initial(params, states, key)[0]
+        with self.executor.opened("init") as post:
+            state, given = self._initial(params, states, key)
+            optimizers = optimizers_for(self._optimizer, len(self.stages))
+            self._tied.check(given, optimizers, post)
+        return state
+
+    def _initial(
+        self, params: Sequence[Any], states: Sequence[Any] | None, key: Any
+    ) -> tuple[PipelineState, list[Any]]:
+        """The state, and the parameters in full precision."""
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = optimizers_for(self._optimizer, stages)
         loss_scale_of(optimizers)
         placed = jax.tree.map(jnp.copy, self.place(params))
-        self._tied.check(placed, optimizers, self.executor)
-        kept: list[Any] = [None] * stages
+        copies, kept = list(placed), [None] * stages
         for j in self.own:
-            placed[j], kept[j] = started(optimizers[j], placed[j])
-        return PipelineState(0, placed, kept, self.place(given), key)
+            copies[j], kept[j] = started(optimizers[j], placed[j])
+        return PipelineState(0, copies, kept, self.place(given), key), placed
 
     def train_step(
         self,
@@ -230,7 +258,8 @@ class Pipeline:
         """One step: the gradient of the batch, and an update of every stage.
 
         Args:
-          state: From `init` or the step before; its arrays are donated.
+          state: From `init` or the step before; its arrays are donated, but if this
+            raises what another worker has raised.
           batch: As for `value_and_grad`.
           weights: As for `value_and_grad`.
           **overrides: Of all optimizers for this step, such as `lr=1e-3`; as for
@@ -239,22 +268,24 @@ class Pipeline:
         Returns:
           The next state, and what the step found out.
 
-        Raises: what `value_and_grad` and `Optimizer.step` raise.
+        Raises: what `value_and_grad` and `Optimizer.step` raise. Stages step together:
+          if this raises on one worker, none has stepped.
         """
-        optimizers = optimizers_for(self._optimizer, len(self.stages))
-        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-        params, kept = list(state.params), list(state.opt_states)
-        update = Update(
-            optimizers, state.params, state.opt_states, self._max_norm, overrides
-        )
-        found = self._run(params, batch, weights, state.states, key, update)
-        norm = None
-        for j in self.own:
-            news = moved(found.news, self._places.devices[self._first(j)])
-            params[j], kept[j], norm = update.apply(j, found.grads[j], news)
-        step = state.step + 1
+        with self.executor.opened("train_step") as post:
+            optimizers = optimizers_for(self._optimizer, len(self.stages))
+            step, key = state.step, state.key
+            own = None if key is None else jax.random.fold_in(key, step)
+            params, kept = list(state.params), list(state.opt_states)
+            update = Update(optimizers, params, kept, self._max_norm, overrides)
+            states = state.states
+            found = self._run(post, params, batch, weights, states, own, update, step)
+            norm = None
+            # From here on all workers have agreed to step.
+            for j in self.own:
+                news = moved(found.news, self._places.devices[self._first(j)])
+                params[j], kept[j], norm = update.apply(j, found.grads[j], news)
         metrics = Metrics(found.loss, norm, *size_of_batch(batch, weights))
-        return PipelineState(step, params, kept, found.states, state.key), metrics
+        return PipelineState(step + 1, params, kept, found.states, key), metrics
 
     def evaluate(
         self,
@@ -279,61 +310,64 @@ class Pipeline:
 
         Raises: what `value_and_grad` raises.
         """
-        if isinstance(params, PipelineState):
-            states, params = params.states, params.params
         call, stages = "Pipeline.evaluate", len(self.stages)
-        given = trees_of(f"{call}(states=...)", states, stages)
-        trees = trees_of(f"{call}(params)", params, stages)
-        if self.one_program is not None:
-            self.one_program.check_alone(call)
-        count = min(self.schedule.micro_batches, examples_in(batch, call))
-        parts = split_batch(batch, weights, count)
-        runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
-        with self._opened() as (number, post):
+        with self.executor.opened("evaluate") as post:
+            step = None
+            if isinstance(params, PipelineState):
+                step, states, params = params.step, params.states, params.params
+            given = trees_of(f"{call}(states=...)", states, stages)
+            trees = trees_of(f"{call}(params)", params, stages)
+            if self.one_program is not None:
+                self.one_program.check_alone(call)
+            count = min(self.schedule.micro_batches, examples_in(batch, call))
+            parts = split_batch(batch, weights, count, self._loss.kind)
+            runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
+            post.identify(step, {}, [batch], parts, key)
             read = self._shapes.read(post, runs, parts[0].batch)
-            self.record, found = self._evaluator.run(
-                number, post, runs, parts, read, outputs
-            )
+            self.record, found = self._evaluator.run(post, runs, parts, read, outputs)
+            self._shapes.agreed(read)
         return found
 
     def _run(
         self,
+        post: Post,
         params: Sequence[Any],
         batch: Mapping[str, Any],
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
         update: Update | None = None,
+        step: int | None = None,
     ) -> Found:
+        """The passes of one call, upon which all workers have agreed."""
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
         given = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
         if self.one_program is not None:
-            return self.one_program(trees, batch, weights, update)
-        parts = split_batch(batch, weights, self.schedule.micro_batches)
+            found = self.one_program(trees, batch, weights, update)
+            if update is not None:
+                told = dict.fromkeys(self.own, found.news)
+                self._rehearse(update, found.grads, told)
+            return found
+        count = self.schedule.micro_batches
+        parts = split_batch(batch, weights, count, self._loss.kind)
         loss = self._loss
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = self._runs(trees, given, key, loss.gradient_kind)
-        with self._opened() as (number, post):
-            return self._step(number, post, runs, parts, loss, update)
+        settings = {} if update is None else update.settings
+        post.identify(step, settings, [batch], parts, key)
+        return self._step(post, runs, parts, loss, update)
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[int, Post]]:
-        """A step: its number, and the way of its values, which ends with it."""
-        number, self._steps = self._steps, self._steps + 1
-        post = self.executor.open(number)
-        try:
-            yield number, post
-        except BaseException as error:
-            post.end(error)
-            raise
-        post.end(None)
+    def _rehearse(
+        self, update: Update, grads: Sequence[Any], told: Mapping[int, News]
+    ) -> None:
+        for j in self.own:
+            update.rehearse(j, grads[j], told.get(j, NO_NEWS), self._rehearsed)
 
     def _step(
         self,
-        number: int,
         post: Post,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
@@ -341,31 +375,27 @@ class Pipeline:
         update: Update | None,
     ) -> Found:
         read = self._shapes.read(post, runs, parts[0].batch)
-        step = Step(
-            number,
-            self.wiring,
-            self._places,
-            runs,
-            post,
-            loss,
-            read,
-            parts,
-        )
+        step = Step(self.wiring, self._places, runs, post, loss, read, parts)
         step.run(self.stopwatch)
-        self.record = step.passages
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
-            grads[j] = step.gradient(self._first(j), j)
+            unrounded = update is not None and update.unrounded(j)
+            grads[j] = step.gradient(self._first(j), j, unrounded)
         params = {j: runs[self._first(j), j].params for j in self.own}
         grads = self._tied.summed(params, grads, self._places, post)
-        news = News(None, None)
+        told: dict[int, News] = {}
         if update is not None and update.together:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
             told = {j: update.news(j, grads[j], own) for j, own in counted.items()}
-            news = joined(step.from_all_stages(told))
-        found = step.states()
-        after = [found.get(j) for j in range(len(self.stages))]
-        return Found(step.loss(self._places.own[0]), grads, news, after)
+        if update is not None:
+            self._rehearse(update, grads, told)
+        left = step.states()
+        after = [left.get(j) for j in range(len(self.stages))]
+        found, news = step.agree(told, (grads, after))
+        self._shapes.agreed(read)
+        self.record = step.passages
+        together = joined(news) if news else NO_NEWS
+        return Found(found, grads, together, after)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""
@@ -382,6 +412,7 @@ class Pipeline:
         if self._has_devices:
             check_not_traced("Pipeline(.., devices)", params, states, key)
         runs = {}
+        compiled = self._evaluated if made is EvaluationRun else self._compiled
         for number in self.own:
             stage, own = self.stages[number], None
             if draws(stage) if made is EvaluationRun else stage.keyed:
@@ -392,7 +423,7 @@ class Pipeline:
                 device = self._places.devices[worker]
                 runs[worker, number] = made(
                     stage,
-                    self._compiled[number],
+                    compiled[number],
                     moved(params[number], device),
                     moved(states[number], device),
                     moved(own, device),

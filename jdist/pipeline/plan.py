@@ -32,7 +32,8 @@ class PlannedStage:
       forward: Seconds for one micro-batch on one worker.
       backward: Likewise.
       parameter_bytes: Of one version of its weights.
-      activation_bytes: Of its layers' outputs for one micro-batch.
+      activation_bytes: Of its layers' outputs for one micro-batch, and of what it takes
+        from the stages before.
       output_bytes: What goes on to the next stage.
     """
 

@@ -1,21 +1,27 @@
-"""How values get from stage to stage: within a process at once, or by messages."""
+"""A call of a pipeline's workers: how values get from stage to stage, and how it ends.
 
-from collections.abc import Mapping, Sequence
+Within a process values are there at once, between processes they are messages. See
+`jdist.pipeline.worker_post` for the protocol.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jdist._errors import requirement
+from jdist.pipeline.micro_batch import MicroBatch
 
 
 class Parcel(NamedTuple):
     """What tells a value under way from all others of its step.
 
     Attributes:
-      kind: "F" for a value, "B" for a cotangent, "G" for a replica's gradient, "L" for
-        the loss, "S" for shapes, "N" for what a stage tells all, "T" for a gradient of
-        what stages share.
+      kind: "F" for a value, "B" for a cotangent, "G" for a replica's gradient, "S" for
+        shapes, "T" for a gradient of what stages share; "V" for the vote of a worker
+        that has done its part, "D" for the decision that all have.
       micro_batch: Number of the micro-batch; -1 for what belongs to none.
         For "G" of the bucket.
       name: Of the value, or of what is shared; for "G" "state" or nothing.
@@ -31,7 +37,36 @@ class Parcel(NamedTuple):
 
 
 class Post(Protocol):
-    """Brings values to the worker of the stage that takes them."""
+    """One call that all workers make: brings values to the workers that take them.
+
+    Attributes:
+      number: Of the call, counted alike by all workers.
+      failed: Whether it has ended with an error.
+    """
+
+    number: int
+    failed: bool
+
+    def identify(
+        self,
+        step: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        batches: Iterable[Mapping[str, Any]] = (),
+        parts: Sequence[MicroBatch] = (),
+        key: Any = None,
+    ) -> None:
+        """Says what the call is given, once that is checked and before values are sent.
+
+        Args:
+          step: Of the training state.
+          settings: Numbers and texts that concern all workers, by name.
+          batches: See `sized`, as for the other arguments.
+          parts: The micro-batches.
+          key: The PRNG key.
+
+        Raises:
+          Exception: Another worker has refused the call, or was given something else.
+        """
 
     def put(self, parcel: Parcel, worker: int, value: Any) -> None:
         """Sends a value to a worker; does not wait until it is there."""
@@ -52,8 +87,27 @@ class Post(Protocol):
           Exception: Nothing will arrive any more, or not in time.
         """
 
+    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+        """Ends the call on all workers, or on none.
+
+        Args:
+          value: What this process has to tell all others.
+          computed: Arrays that must be there first: what fails in them fails the call.
+
+        Returns:
+          What every process told, once all have done their part.
+
+        Raises:
+          Exception: One of them has not; then this raises on all of them.
+        """
+
     def end(self, error: BaseException | None) -> None:
-        """The step is over here, with an error or without."""
+        """The call is over here; if it failed before `agree`, the others are told."""
+
+
+Opened = Callable[[str], contextlib.AbstractContextManager[Post]]
+"""Begins a call of that kind. What is raised inside is raised on all workers, until
+they have agreed."""
 
 
 def receive(post: Post, parcel: Parcel, worker: int, purpose: str) -> Any:
@@ -71,11 +125,26 @@ class InProcessPost:
 
     Args:
       devices: Of each worker; None for wherever values are.
+      number: See `Post`.
     """
 
-    def __init__(self, devices: Sequence[jax.Device | None]) -> None:
+    def __init__(
+        self, devices: Sequence[jax.Device | None] = (), number: int = 0
+    ) -> None:
+        self.number = number
+        self.failed = False
         self._devices = devices
         self._arrived: dict[tuple[Parcel, int], Any] = {}
+
+    def identify(
+        self,
+        step: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        batches: Iterable[Mapping[str, Any]] = (),
+        parts: Sequence[MicroBatch] = (),
+        key: Any = None,
+    ) -> None:
+        """See `Post`: there is no other process to compare with."""
 
     def put(self, parcel: Parcel, worker: int, value: Any) -> None:
         """See `Post`."""
@@ -90,7 +159,7 @@ class InProcessPost:
         return self._arrived.pop((parcel, worker))
 
     def wait(self, waiting: Mapping[Parcel, str]) -> None:
-        """Nobody else is there to send anything.
+        """No other process is there to send anything.
 
         Raises:
           ValueError: Always.
@@ -99,9 +168,30 @@ class InProcessPost:
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
+    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+        """See `Post`; does not wait for arrays, which one process need not."""
+        return [value]
+
     def end(self, error: BaseException | None) -> None:
         """See `Post`."""
+        self.failed = error is not None
         self._arrived.clear()
+
+
+@contextlib.contextmanager
+def ending(post: Post) -> Iterator[Post]:
+    """Ends a call with the error that the block raises, or without."""
+    try:
+        yield post
+    except BaseException as error:
+        post.end(error)
+        raise
+    post.end(None)
+
+
+def alone(kind: str) -> contextlib.AbstractContextManager[Post]:
+    """An `Opened` for a process that shares its calls with no other."""
+    return ending(InProcessPost())
 
 
 def moved(value: Any, device: jax.Device | None) -> Any:

@@ -13,13 +13,12 @@ schedule would run if every action took the same time, which is what papers draw
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline import schedule_rules
+from jdist.pipeline import schedule_memory, schedule_rules
 from jdist.pipeline.schedule_actions import Action, B, Columns, W, check_numbers
 from jdist.pipeline.schedule_clock import play, waits_for
 from jdist.pipeline.schedule_program import check_counts
@@ -68,8 +67,9 @@ class Schedule:
       given_clock: The clock of each action; None: its earliest.
       forward_only: There are no backward passes.
       updates: When stages update; None: once, after all micro-batches (a flush).
-      activation_bound: Per worker, how many micro-batches' activations of one stage may
-        be alive at most: from F until the last of its B and W. None: no promise.
+      activation_bound: Per worker, the most that it may hold between two actions, in
+        activations of one stage for one micro-batch: 1 from F to B, and 2 from B to W,
+        the activations and their cotangents. None: no promise.
       clock_bound: How many clocks it takes at most. None: no promise.
 
     Example:
@@ -233,12 +233,22 @@ class Schedule:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per worker, how many activations (stage, micro-batch) are alive at most."""
-        alive = schedule_rules.live_activations(self.columns)
-        first = self.columns.first
-        return tuple(
-            int(alive[begin:end].max(initial=0)) for begin, end in pairwise(first)
-        )
+        """Per worker, the most held between two actions.
+
+        In activations of one stage for one micro-batch: 1 from F to B, and 2 from B to
+        W, which needs activations and as many cotangents. For stages of other
+        proportions, and for bytes, see `Costs`.
+        """
+        return schedule_memory.peak_activations(self.columns)
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per worker, of how many (stage, micro-batch) at most F is done and B not.
+
+        What the literature calls micro-batches in flight; pending weight gradients
+        (B done, W not) are not among them.
+        """
+        return schedule_memory.peak_in_flight(self.columns)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

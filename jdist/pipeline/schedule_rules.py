@@ -13,6 +13,7 @@ from jdist.pipeline.schedule_actions import (
     ScheduleError,
     W,
 )
+from jdist.pipeline.schedule_memory import held
 
 if TYPE_CHECKING:
     from jdist.pipeline.schedule import Schedule
@@ -67,38 +68,6 @@ def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
     what = f"is missing of {stages} stages and {micro_batches} micro-batches"
     what += f"; the highest numbers are those of {highest[0]} and {highest[1]}"
     raise ScheduleError("complete", what, None, action)
-
-
-def live_activations(columns: Columns) -> np.ndarray:
-    """How many activations a worker holds when each of its actions has begun.
-
-    F adds one; W takes one away when it ends, and so does a B that no W follows.
-
-    Returns:
-      int64, one per action.
-    """
-    return live(columns, np.ones(len(columns), np.int64))
-
-
-def live(columns: Columns, size: np.ndarray) -> np.ndarray:
-    """What a worker holds in all, if each action's activations have a size.
-
-    Args:
-      columns: The actions.
-      size: For each action, of its stage's activations for its micro-batch.
-
-    Returns:
-      The dtype of `size`, one per action, when it has begun.
-    """
-    shape = (columns.stage.max(initial=0) + 1, columns.micro_batch.max(initial=0) + 1)
-    split = columns.index_of(W, *shape) >= 0
-    whole = ~split[columns.stage, columns.micro_batch]
-    freed = (columns.kind == W) | ((columns.kind == B) & whole)
-    made = np.concatenate([[0], np.cumsum(size * (columns.kind == F))])
-    gone = np.concatenate([[0], np.cumsum(size * freed)])
-    # Counted from the beginning of each worker's own program.
-    begin = np.repeat(columns.first[:-1], np.diff(columns.first))
-    return (made[1:] - made[begin]) - (gone[:-1] - gone[begin])
 
 
 def _placed(schedule: "Schedule") -> None:
@@ -171,8 +140,7 @@ def _live_activations(schedule: "Schedule") -> None:
     if schedule.activation_bound is None:
         return
     bound = np.asarray(schedule.activation_bound)
-    alive = live_activations(schedule.columns)
-    wrong = alive > np.repeat(bound, np.diff(schedule.columns.first))
+    wrong = held(schedule.columns) > np.repeat(bound, np.diff(schedule.columns.first))
     what = f"exceeds the bounds {schedule.activation_bound}"
     _refuse_first(schedule, "live activations", wrong, what)
 

@@ -21,7 +21,8 @@ from jdist.pipeline.wiring import BATCH, Wiring
 class Shapes:
     """Checks a pipeline's values, once for all steps of equal shapes.
 
-    Between processes only in the first step: nobody sees others' shapes change.
+    Between processes only in the first step that succeeds: no process sees that
+    others' shapes change, and all must know whether they are exchanged.
 
     Args:
       wiring: Which value goes where.
@@ -41,17 +42,30 @@ class Shapes:
         runs: Mapping[tuple[int, int], StageRun],
         batch: Mapping[str, Any],
     ) -> tuple[str, ...]:
-        """What `check_shapes` returns; and raises, where the shapes are new."""
+        """What `check_shapes` returns; and raises, where the shapes are new.
+
+        Between processes they are new until `agreed` is told.
+        """
         trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
         leaves, structure = jax.tree.flatten((trees, dict(batch)))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
         signature = (kinds, structure) if self._executor.sees_all else None
-        if signature not in self._checked:
-            places = self._executor.places
-            self._checked[signature] = check_shapes(
-                self._wiring, places, post, self._loss, trees, batch
-            )
-        return self._checked[signature]
+        if signature in self._checked:
+            return self._checked[signature]
+        places = self._executor.places
+        found = check_shapes(self._wiring, places, post, self._loss, trees, batch)
+        if self._executor.sees_all:
+            self._checked[signature] = found
+        return found
+
+    def agreed(self, read: tuple[str, ...]) -> None:
+        """The step in which shapes were exchanged has succeeded on all workers.
+
+        Args:
+          read: What `read` returned in it.
+        """
+        if not self._executor.sees_all:
+            self._checked[None] = read
 
 
 def check_shapes(

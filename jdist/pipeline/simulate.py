@@ -6,7 +6,9 @@ overhead. Its result goes to the neighbouring stage while the worker goes on: if
 stage is on another worker, the message takes the link between the two workers (one for
 each direction), after the messages before it, for bytes / bandwidth, and arrives
 `latency` later. Updates of weights, reductions between replicas and waiting buffers
-cost nothing here; add them to `backward` where they matter.
+cost nothing here; add them to `backward` where they matter. Memory is what workers hold
+between two actions (`schedule_memory`); what an action needs while it runs, and values
+that wait to be sent or taken, come on top.
 """
 
 import math
@@ -17,7 +19,7 @@ from jdist.pipeline.costs import Costs
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_actions import B, F, W
 from jdist.pipeline.schedule_clock import Wires, play, waits_for
-from jdist.pipeline.schedule_rules import live
+from jdist.pipeline.schedule_memory import held, peaks
 from jdist.pipeline.schedule_versions import live_versions
 from jdist.pipeline.timeline import Timeline
 
@@ -65,6 +67,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         f"{schedule.name}, {schedule.workers} workers, {shape[1]} micro-batches",
         _activation_bytes(schedule, costs),
         _weight_bytes(schedule, costs),
+        joined=costs.joined(schedule.stages),
     )
 
 
@@ -124,13 +127,15 @@ def _links(schedule: Schedule) -> np.ndarray:
 
 def _activation_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     shape = (schedule.stages, schedule.micro_batches)
-    table = costs.table("activation_bytes", *shape)
     columns = schedule.columns
-    held = live(columns, table[columns.stage, columns.micro_batch])
-    return tuple(
-        float(held[a:b].max(initial=0.0))
-        for a, b in zip(columns.first[:-1], columns.first[1:], strict=True)
+    activation, pending = (
+        costs.table(name, *shape)[columns.stage, columns.micro_batch]
+        for name in ("activation_bytes", "pending_bytes")
     )
+    every = None if schedule.updates is None else schedule.updates.every
+    joined = costs.joined(schedule.stages)
+    amount = held(columns, activation, pending, joined, every)
+    return tuple(peaks(columns, amount).tolist())
 
 
 def _weight_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

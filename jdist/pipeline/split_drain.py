@@ -17,8 +17,9 @@ def split_drain(schedule: Schedule) -> Schedule:
     gradients. Here it sends the cotangent first (B) and computes them right afterwards
     (W). With W no longer than F, the bubble of (n-1)(F + B) is one of (n-1)(F + B - W).
     Backward passes before the drain stay whole, since two halves cost a little more,
-    and so do those of the first stage, which nobody waits for. Order and activations
-    are those of the schedule given.
+    and so do those of the first stage, which nobody waits for. The order is that of the
+    schedule given. Between its B and its W a worker holds the cotangents of one more
+    micro-batch than before.
 
     Args:
       schedule: With a flush, as 1F1B, GPipe or the looped ones have. What is split in
@@ -48,6 +49,8 @@ def split_drain(schedule: Schedule) -> Schedule:
     drain = np.arange(len(columns)) > last[worker]
     whole = ~schedule.split[columns.stage, columns.micro_batch]
     at = np.flatnonzero(drain & whole & (columns.kind == B) & (columns.stage > 0))
+    more = np.bincount(worker[at], minlength=columns.workers) > 0
+    bound = schedule.activation_bound
     split = Columns(
         np.insert(columns.kind, at + 1, W),
         np.insert(columns.stage, at + 1, columns.stage[at]),
@@ -59,5 +62,8 @@ def split_drain(schedule: Schedule) -> Schedule:
         name=f"{schedule.name}, split drain",
         columns=split,
         given_clock=None,
+        activation_bound=None
+        if bound is None
+        else tuple(b + int(one) for b, one in zip(bound, more, strict=True)),
         clock_bound=None,
     )

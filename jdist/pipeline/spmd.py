@@ -63,6 +63,7 @@ class OneProgram:
         check_shares(places.schedule)
         self._places = places
         self._stages = wiring.stages
+        self._compiled = wiring.stages[0].compiled(frozenset(), "SPMD")
         self._mesh = mesh
         self._loss = loss
         self._with_square = with_square
@@ -88,12 +89,15 @@ class OneProgram:
             call = "Pipeline(optimizer=...)"
             got = f"{update.loss_scale}"
             raise ValueError(requirement(call, rule, got, remedy))
-        program, arguments = self._prepared(params, batch, weights)
+        masters = update.unrounded if update is not None else lambda stage: False
+        unrounded = any(map(masters, range(len(self._stages))))
+        program, arguments = self._prepared(params, batch, weights, unrounded)
         loss, grads, square = program.run(*arguments)
         found: list[Any] = [None] * len(self._stages)
         for index, rank in enumerate(self._places.own):
             for chunk, stage in enumerate(self._table.stages[rank]):
-                found[stage] = _like(_here(grads[chunk], index), program.shapes)
+                own = _like(_here(grads[chunk], index), program.shapes)
+                found[stage] = own if masters(stage) else _rounded(own, program.shapes)
         news = News(_here(square, 0), None)
         return Found(_here(loss, 0), found, news, [None] * len(found))
 
@@ -117,12 +121,17 @@ class OneProgram:
             raise ValueError(requirement(call, rule, got, remedy))
 
     def _prepared(
-        self, params: Sequence[Any], batch: Any, weights: Any
+        self,
+        params: Sequence[Any],
+        batch: Any,
+        weights: Any,
+        unrounded: bool = False,
     ) -> tuple["_Program", tuple[list[Any], Feed]]:
         check_not_traced("Pipeline(.., mesh)", params, batch, weights)
-        cut = lots(batch, weights, self._places.schedule.micro_batches)
+        count = self._places.schedule.micro_batches
+        cut = lots(batch, weights, count, self._loss.kind)
         own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
-        program = self._program(own, batch, cut)
+        program = self._program(own, batch, cut, unrounded)
         whole = [
             jax.tree.map(lambda *parts: self._spread.together(parts), *trees)
             for trees in self._by_chunk(own)
@@ -155,17 +164,21 @@ class OneProgram:
 
     # --- once for all batches of equal shapes ---
 
-    def _program(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> "_Program":
+    def _program(
+        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+    ) -> "_Program":
         leaves, structure = jax.tree.flatten((own, batch))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = kinds, structure, str(cut.weights.dtype)
+        signature = kinds, structure, str(cut.weights.dtype), unrounded
         # At each step: one process may know the shapes while another one does not.
         self._agree(own, batch, cut)
         if signature not in self._programs:
-            self._programs[signature] = self._made(own, batch, cut)
+            self._programs[signature] = self._made(own, batch, cut, unrounded)
         return self._programs[signature]
 
-    def _made(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> "_Program":
+    def _made(
+        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+    ) -> "_Program":
         shapes = {j: jax.tree.map(_shape, tree) for j, tree in own.items()}
         check_params(shapes)
         stage, number = self._stages[0], min(own)
@@ -177,12 +190,13 @@ class OneProgram:
         axis = self._mesh.axis_names[0]
         model = Model(
             self._table,
-            stage.compiled(frozenset(), "SPMD"),
+            self._compiled,
             self._loss.passes(lot, read),
             name,
             self._loss.kind,
             axis,
             self._with_square,
+            unrounded,
         )
 
         def on_device(params: Sequence[Any], feed: Feed) -> Any:
@@ -253,6 +267,16 @@ def _like(tree: Any, shapes: Any) -> Any:
     """Scalars again what crosses the program's border with an axis of one."""
     return jax.tree.map(
         lambda x, shape: x if x is None or shape.shape else x.reshape(()),
+        tree,
+        shapes,
+        is_leaf=is_none,
+    )
+
+
+def _rounded(tree: Any, shapes: Any) -> Any:
+    """A gradient in the dtypes of its parameters."""
+    return jax.tree.map(
+        lambda x, shape: None if x is None else x.astype(shape.dtype),
         tree,
         shapes,
         is_leaf=is_none,

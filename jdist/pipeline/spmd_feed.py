@@ -43,13 +43,13 @@ class Lots(NamedTuple):
         return bool(self.order[-1, -1] == self.order.size - 1)
 
 
-def lots(batch: Any, weights: Any, count: int) -> Lots:
+def lots(batch: Any, weights: Any, count: int, kind: str) -> Lots:
     """Cuts a batch as `split_batch` does, and pads it.
 
     Raises: what `split_batch` raises.
 
     Example:
-      >>> found = lots({"x": np.arange(5.0)}, None, 2)
+      >>> found = lots({"x": np.arange(5.0)}, None, 2, "sum")
       >>> found.order.tolist(), found.weights.tolist()
       ([[0, 1, 2], [3, 4, 4]], [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     """
@@ -57,7 +57,7 @@ def lots(batch: Any, weights: Any, count: int) -> Lots:
     if isinstance(batch, dict):
         examples = examples_in(batch, "Pipeline.value_and_grad")
         numbered = {"number": np.arange(examples)}
-    parts = split_batch(numbered, weights, count)
+    parts = split_batch(numbered, weights, count, kind)
     rows = len(parts[0].weights)  # the first ones are the longest
 
     def padded(own: np.ndarray, mode: Any) -> np.ndarray:

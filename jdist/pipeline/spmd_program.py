@@ -81,6 +81,7 @@ class Model(NamedTuple):
       kind: The reduction.
       axis: Of the mesh.
       with_square: Whether |g|^2 over all stages is wanted.
+      unrounded: Whether gradients stay in the precision of their sums, for masters.
     """
 
     table: Table
@@ -90,6 +91,7 @@ class Model(NamedTuple):
     kind: str
     axis: str
     with_square: bool
+    unrounded: bool = False
 
     @property
     def last(self) -> tuple[int, int]:
@@ -122,7 +124,7 @@ def run(
     clocks = jax.tree.map(jnp.asarray, (model.table.row, model.table.travels))
     state, _ = jax.lax.scan(clock, device.start(), clocks)
     grads = [
-        reduction.finish(part, model.kind, own)[1]
+        reduction.finish(part, model.kind, part.gradient if model.unrounded else own)[1]
         for part, own in zip(state.partials, params, strict=True)
     ]
     # One device has computed the losses.

@@ -31,8 +31,12 @@ def check_stages(wiring: Wiring) -> None:
     first, *others = wiring.stages
     contents = contents_of(first.fn, "Pipeline")
     for number, stage in enumerate(others, start=1):
-        if contents_of(stage.fn, "Pipeline") != contents:
-            _refuse("have the same function", f"another one in stage {number}")
+        alike = contents.complete and contents_of(stage.fn, "Pipeline") == contents
+        if stage.fn is not first.fn and not alike:
+            got = f"another one in stage {number}"
+            if not contents.complete:
+                got += f", or one that cannot be compared: {contents.unread[0]}"
+            _refuse("have the same function", got)
         if stage.recompute != first.recompute:
             got = f"{stage.recompute!r} in stage {number}, {first.recompute!r} before"
             _refuse("have the same `recompute`", got)

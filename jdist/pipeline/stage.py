@@ -1,6 +1,6 @@
 """A stage: a pure function with named inputs and outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,13 +109,28 @@ class Stage:
           constant: Names of inputs that no cotangent is wanted of.
           label: Tells stages of one factory apart.
         """
-        # All stages share the code of `body`; what varies by intent is in the label,
-        # such as a callable with an equality of its own.
-        kind: Any = type(self.fn)
-        by_value = kind.__eq__ is not object.__eq__
-        code = getattr(self.fn, "__code__", self.fn if by_value else kind)
-        meant = ("stage", label, code, self.stateful, self.keyed, constant)
+        meant = self._label("stage", label, self.fn, constant)
         return segment(_body(self, constant), recompute=self.recompute, label=meant)
+
+    def evaluated(self, compiled: Segment, label: Any) -> Segment:
+        """As a segment too, what evaluation calls of it.
+
+        Args:
+          compiled: What `compiled` made. It is used in evaluation too where the stage
+            has no function for that, so that both are the same program.
+          label: Tells stages of one factory apart.
+        """
+        if self.in_evaluation is None:
+            return compiled
+        meant = self._label("evaluation", label, self.in_evaluation, frozenset())
+        return segment(_body_in_evaluation(self), label=meant)
+
+    def _label(
+        self, use: str, label: Any, fn: Callable[..., Any], constant: frozenset[str]
+    ) -> Hashable:
+        # All stages share the code of `body`: what varies by intent is in the label.
+        code = getattr(fn, "__code__", type(fn))
+        return (use, label, code, self.stateful, self.keyed, constant)
 
 
 def _check_tied(tied: Any) -> None:
@@ -148,5 +163,15 @@ def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., Any]:
             given.append(key)
         returned = fn(params, *given)
         return returned if stateful else (returned, None)
+
+    return body
+
+
+def _body_in_evaluation(stage: Stage) -> Callable[..., Any]:
+    fn, stateful = stage.in_evaluation, stage.stateful
+    assert fn is not None
+
+    def body(params: Any, state: Any, inputs: tuple[Any, ...], key: Any) -> Any:
+        return fn(params, *((state, *inputs) if stateful else inputs)), None
 
     return body

@@ -64,6 +64,7 @@ class StageRun:
         self._kind = kind
         self._add: Callable[..., Partial] = _ADD[kind]
         self._residuals: dict[int, Any] = {}
+        self._returns: Callable[..., Any] = tuple
         self._rests: dict[int, tuple[Any, Share]] = {}
         self._deferred: dict[int, Deferred] = {}
         self._partial: Partial | None = None
@@ -82,15 +83,19 @@ class StageRun:
         """All arrays that it has at the moment, beside parameters and keys."""
         return self._kept, self._partial, self.state
 
-    def nbytes(self) -> int:
-        """Bytes kept for backward passes still to come, each array counted once.
+    def kept(self, micro: int | None = None) -> dict[int, int]:
+        """The bytes of each array that waits for a backward pass, by its `id`.
 
         Parameters, which pending weight gradients may refer to, are not among them.
+
+        Args:
+          micro: A micro-batch; None: all of them.
         """
+        of = self._kept
+        kept: Any = of if micro is None else [some.get(micro) for some in of]
         own = {id(x) for x in jax.tree.leaves(self.params)}
-        kept = jax.tree.leaves(self._kept)
-        sizes = {id(x): x.nbytes for x in kept if isinstance(x, jax.Array)}
-        return sum(size for number, size in sizes.items() if number not in own)
+        arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
+        return {id(x): x.nbytes for x in arrays if id(x) not in own}
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
@@ -99,7 +104,9 @@ class StageRun:
         (returned, self.state), residuals = self._compiled.forward(
             self.params, self.state, given, key
         )
-        self._residuals[micro] = residuals, returned
+        # Outputs are not kept: they belong to the stages that take them.
+        self._residuals[micro] = residuals
+        self._returns = getattr(type(returned), "_make", type(returned))
         return self._stage.named(returned)
 
     def backward(
@@ -113,8 +120,8 @@ class StageRun:
           share: See there.
           split: Whether `backward_params` comes later.
         """
-        residuals, returned = self._residuals.pop(micro)
-        d_outputs = self._cotangent(returned, cotangents)
+        residuals = self._residuals.pop(micro)
+        d_outputs = self._cotangent(cotangents)
         passes, given = self._compiled, (self.params, residuals, d_outputs)
         add = self._add, self._partial, share
         if self._stage.join_weight_gradients:
@@ -153,8 +160,16 @@ class StageRun:
             lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
         )
 
-    def finished(self, joined: Partial) -> Any:
-        """The gradient that a partial makes, in the dtypes of the parameters."""
+    def finished(self, joined: Partial, unrounded: bool = False) -> Any:
+        """The gradient that a partial makes.
+
+        Args:
+          joined: The partial of all micro-batches.
+          unrounded: Whether it stays in the precision of the sum, for masters. Else it
+            has the dtypes of the parameters.
+        """
+        if unrounded:
+            return _unrounded(joined, self._kind)
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
         return _finished(joined, dtypes, structure, self._kind)
@@ -169,13 +184,11 @@ class StageRun:
         assert self._partial is not None
         return self._partial
 
-    def _cotangent(self, returned: Any, cotangents: Mapping[str, Any]) -> Any:
+    def _cotangent(self, cotangents: Mapping[str, Any]) -> Any:
         names = self._stage.outputs
         if len(names) == 1:
             return cotangents[names[0]], None
-        # A tuple, a list or a named tuple, like the outputs.
-        structure = jax.tree.structure(returned, is_leaf=lambda x: x is not returned)
-        return jax.tree.unflatten(structure, [cotangents[n] for n in names]), None
+        return self._returns([cotangents[name] for name in names]), None
 
 
 @jax.jit
@@ -213,6 +226,11 @@ _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
 def join(first: Partial, second: Partial, kind: str) -> Partial:
     """The partial of both, compiled."""
     return reduction.combine(first, second, kind)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unrounded(part: Partial, kind: str) -> Any:
+    return reduction.finish(part, kind, part.gradient)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
-from jdist._tree import split_inexact, wide_dtype
+from jdist._tree import wide_dtype
 from jdist.optim import Optimizer
 from jdist.pipeline.stage_run import Share, StageRun, added
 from jdist.pipeline.weight_stashing import StashState, WeightStashing
@@ -78,9 +78,9 @@ class StashedRun(StageRun):
         newest = self.stash.version
         if not self._rule.consistent:
             self.used[micro] = newest
-            residuals, returned = self._residuals[micro]
+            residuals = self._residuals[micro]
             # Taken apart and put together, they do not know whose they are.
-            self._residuals[micro] = jax.tree.map(lambda x: x, residuals), returned
+            self._residuals[micro] = jax.tree.map(lambda x: x, residuals)
         self._load(self.used[micro])
         d_inputs = super().backward(micro, cotangents, share, split)
         self.grown += 1
@@ -138,5 +138,6 @@ def _updated(
     optimizer: Optimizer, params: Any, part: Partial, opt_state: Any, kind: str
 ) -> tuple[Any, Any]:
     """The division and the step in one: each array is read once."""
-    grads = reduction.finish(part, kind, split_inexact(params)[0])[1]
+    rounded_as = params if optimizer.precision is None else part.gradient
+    grads = reduction.finish(part, kind, rounded_as)[1]
     return optimizer.step(params, grads, opt_state)

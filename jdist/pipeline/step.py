@@ -24,6 +24,7 @@ from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
 from jdist.pipeline.replica_state import joined_state
 from jdist.pipeline.schedule_actions import Action
+from jdist.pipeline.shapes import entry_of
 from jdist.pipeline.stage_run import Share, StageRun, join
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.wiring import BATCH, Wiring
@@ -34,7 +35,6 @@ class Step:
     """What the workers of this process do in one step.
 
     Args:
-      number: Of the step, for the record.
       wiring: Which value goes where.
       places: Who runs which stage for which micro-batch, and on what device.
       runs: By worker and stage, of the workers of this process.
@@ -45,11 +45,11 @@ class Step:
 
     Attributes:
       passages: What was sent from here, in order.
+      losses: Of the workers of this process that run the last stage, so far.
     """
 
     def __init__(
         self,
-        number: int,
         wiring: Wiring,
         places: Places,
         runs: Mapping[tuple[int, int], StageRun],
@@ -59,7 +59,7 @@ class Step:
         parts: Sequence[MicroBatch],
     ) -> None:
         self.passages: list[Passage] = []
-        self._number = number
+        self.losses: dict[int, Partial] = {}
         self._wiring = wiring
         self._places = places
         self._runs = runs
@@ -67,13 +67,15 @@ class Step:
         self._loss = loss
         self._read = read
         self._parts = parts
-        self._losses: dict[int, Partial] = {}
+        last = wiring.source[places.loss]
+        self._sources_of_loss = {
+            name: source for name, source in last.items() if source != BATCH
+        }
         owner = places.schedule.owner
         self._left = {
             (worker, stage): int((owner[stage] == worker).sum())
             for worker, stage in runs
         }
-        self._losses_left = {w: int((owner[-1] == w).sum()) for w in places.own}
 
     def run(self, stopwatch: Stopwatch | None = None) -> None:
         """Does all actions of this process's workers, each worker's in its order.
@@ -118,15 +120,17 @@ class Step:
     def _missing(self, worker: int, action: Action) -> list[Parcel]:
         if action.kind == "W":
             return []
-        needed = self._inputs(action) if action.kind == "F" else self._taken_by(action)
-        return [parcel for parcel in needed if not self._post.has(parcel, worker)]
+        needed = self._needed_forward if action.kind == "F" else self._taken_by
+        return [
+            parcel for parcel in needed(action) if not self._post.has(parcel, worker)
+        ]
 
     def _do(self, worker: int, action: Action) -> Any:
         """Starts an action; what it computes beside what its stage keeps."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
-            self._forward(worker, run, action)
-            return self._losses.get(worker)
+            outputs = self._forward(worker, run, action)
+            return outputs, self.losses.get(worker)
         split = bool(self._places.schedule.split[action.stage, action.micro_batch])
         if action.kind == "B":
             self._backward(worker, run, action, split)
@@ -145,12 +149,18 @@ class Step:
 
     # --- what several workers have to join ---
 
-    def gradient(self, worker: int, stage: int) -> Any:
-        """The finished gradient of a stage, over all workers that run it."""
+    def gradient(self, worker: int, stage: int, unrounded: bool = False) -> Any:
+        """The finished gradient of a stage, over all workers that run it.
+
+        Args:
+          worker: One of this process that runs the stage.
+          stage: Its number.
+          unrounded: As for `StageRun.finished`.
+        """
         run, replicas = self._runs[worker, stage], self._replicas(worker, stage)
         own = run.partial()
         if not replicas:
-            return run.finished(own)
+            return run.finished(own, unrounded)
         sums = []
         for number, bucket in enumerate(buckets_of(own)):
             found = {worker: bucket}
@@ -158,35 +168,30 @@ class Step:
                 parcel = Parcel("G", number, "", stage, other)
                 found[other] = self._last(worker, parcel)
             sums.append(run.joined(found))
-        return run.finished(whole(sums, own))
+        return run.finished(whole(sums, own), unrounded)
 
-    def loss(self, worker: int) -> Any:
-        """The loss of the whole batch, over all workers that run the last stage."""
-        found = []
-        for sender in sorted({*self._places.schedule.owner[-1].tolist()}):
-            parcel = Parcel("L", -1, "", self._places.loss, sender)
-            found.append(self._last(worker, parcel))
-        joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
-        return _finished(joined, self._loss.kind)
-
-    def from_all_stages(self, own: Mapping[int, Any]) -> list[Any]:
-        """What each stage has to tell all workers, by stage.
+    def agree(self, news: Mapping[int, Any], computed: Any) -> tuple[Any, list[Any]]:
+        """Ends the step on all workers, or on none.
 
         Args:
-          own: Of the stages of this process.
+          news: What each stage of this process has to tell all workers.
+          computed: What the step leaves behind; see `Post.agree`.
+
+        Returns:
+          The loss of the whole batch, over all workers that run the last stage; and the
+          news of every stage that has some, in order.
+
+        Raises: what `Post.agree` raises.
         """
-        placement = self._places.schedule.placement
-        here = self._places.own[0]
-        for stage, value in own.items():
-            sender = min(placement[stage])
-            if sender not in self._places.own:
-                continue  # Another replica tells it.
-            for worker in range(self._places.schedule.workers):
-                self._post.put(Parcel("N", -1, "", stage, sender), worker, value)
-        return [
-            self._last(here, Parcel("N", -1, "", stage, min(workers)))
-            for stage, workers in enumerate(placement)
-        ]
+        told = self._post.agree((self.losses, news), (self.losses, news, computed))
+        losses: dict[int, Partial] = {}
+        stages: dict[int, Any] = {}
+        for some, of_stages in moved(told, self._places.devices[self._places.own[0]]):
+            losses |= some
+            stages = of_stages | stages  # Of replicas, what the first one tells.
+        found = [losses[worker] for worker in sorted(losses)]
+        joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
+        return _finished(joined, self._loss.kind), [stages[j] for j in sorted(stages)]
 
     def _share_gradient(self, worker: int, stage: int) -> None:
         """Its last backward pass is done: the others that run the stage get its sum."""
@@ -235,7 +240,7 @@ class Step:
 
     # --- forward ---
 
-    def _forward(self, worker: int, run: StageRun, action: Action) -> None:
+    def _forward(self, worker: int, run: StageRun, action: Action) -> dict[str, Any]:
         _, stage, micro = action
         inputs = {
             parcel.name: self._post.take(parcel, worker)
@@ -250,6 +255,7 @@ class Step:
                 self._send("F", worker, micro, name, stage, taker, value)
         if stage == last - 1:
             self._differentiate_loss(worker, micro)
+        return outputs
 
     def _differentiate_loss(self, worker: int, micro: int) -> None:
         """The losses of a micro-batch; their cotangents start the way back."""
@@ -261,7 +267,8 @@ class Step:
         share = Share(np.float32(0), part.total)
         if self._loss.kind in ("max", "min"):
             share = Share(found.value, found.weight)
-        for name, d_value in d_values.items():
+        for name in self._sources_of_loss:
+            d_value = d_values[name]
             self._send_back(worker, micro, name, last, (d_value, share))
 
     def _taken_by_loss(
@@ -269,8 +276,11 @@ class Step:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values that the loss is given, and the entries that it reads."""
         last = self._places.loss
-        values = {}
-        for name, source in self._wiring.source[last].items():
+        values = {
+            name: self._entry(worker, micro, name, last)
+            for name in self._wiring.from_batch(last)
+        }
+        for name, source in self._sources_of_loss.items():
             sender = self._places.worker(source, micro)
             parcel = Parcel("F", micro, name, last, sender)
             values[name] = self._post.take(parcel, worker)
@@ -278,15 +288,10 @@ class Step:
         return values, entries
 
     def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
-        """The losses so far; once they are complete, all workers get them."""
-        before = self._losses.get(worker)
+        """The losses so far."""
+        before = self.losses.get(worker)
         joined = found if before is None else join(before, found, self._loss.kind)
-        self._losses[worker] = joined
-        self._losses_left[worker] -= 1
-        if not self._losses_left[worker]:
-            for other in range(self._places.schedule.workers):
-                parcel = Parcel("L", -1, "", self._places.loss, worker)
-                self._post.put(parcel, other, joined)
+        self.losses[worker] = joined
 
     # --- backward ---
 
@@ -329,7 +334,8 @@ class Step:
 
     def _entry(self, worker: int, micro: int, name: str, taker: int) -> Any:
         """An entry of the batch, where it is taken."""
-        entry = self._parts[micro].batch[name]
+        who = "the loss" if taker == self._places.loss else f"stage {taker}"
+        entry = entry_of(self._parts[micro].batch, name, who)
         self._places.check(name, entry, worker, taker)
         self._note(micro, name, BATCH, taker, entry, False)
         return moved(entry, self._places.devices[worker])
@@ -345,7 +351,7 @@ class Step:
     ) -> None:
         size = size_of(value[0] if cotangent else value)
         self.passages.append(
-            Passage(self._number, micro, name, source, taker, cotangent, size)
+            Passage(self._post.number, micro, name, source, taker, cotangent, size)
         )
 
     def _inputs(self, action: Action) -> list[Parcel]:
@@ -355,6 +361,22 @@ class Step:
             for name, source in self._wiring.source[stage].items()
             if source != BATCH
         ]
+
+    def _needed_forward(self, action: Action) -> list[Parcel]:
+        """What a forward pass waits for; the last stage's, for the loss's inputs too.
+
+        Those of the loss that the last stage puts out are there when it is done.
+        """
+        _, stage, micro = action
+        last = self._places.loss
+        needed = self._inputs(action)
+        if stage == last - 1:
+            needed += [
+                Parcel("F", micro, name, last, self._places.worker(source, micro))
+                for name, source in self._sources_of_loss.items()
+                if source != stage
+            ]
+        return needed
 
     def _taken_by(self, action: Action) -> list[Parcel]:
         """The cotangents of a stage's outputs, one from each stage that took one."""

@@ -25,17 +25,22 @@ class Stopwatch:
     Attributes:
       records: Of each action, in order, by `time.perf_counter`.
       held: By worker, the most bytes that its stages kept for backward passes between
-        two actions: residuals, and what is left for weight gradients.
+        two actions: residuals, and what is left for weight gradients. An array that two
+        stages keep counts once.
+      kept: By stage, the most bytes that it kept of one micro-batch after F and after
+        B.
     """
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.held: dict[int, int] = {}
+        self.kept: dict[int, tuple[int, int]] = {}
 
     def clear(self) -> None:
         """A step begins: nothing of the one before is kept."""
         self.records.clear()
         self.held.clear()
+        self.kept.clear()
 
     def time(
         self,
@@ -56,8 +61,20 @@ class Stopwatch:
         computed = do()
         jax.block_until_ready((computed, runs[worker, action.stage].arrays()))
         self.records.append(Record(worker, *action, start, time.perf_counter()))
-        own = [run.nbytes() for (rank, _), run in runs.items() if rank == worker]
-        self.held[worker] = max(self.held.get(worker, 0), sum(own))
+        own: dict[int, int] = {}
+        for (rank, _), run in runs.items():
+            own |= run.kept() if rank == worker else {}
+        self.held[worker] = max(self.held.get(worker, 0), sum(own.values()))
+        self._note(action, runs[worker, action.stage])
+
+    def _note(self, action: Action, run: StageRun) -> None:
+        forward, backward = self.kept.get(action.stage, (0, 0))
+        size = sum(run.kept(action.micro_batch).values())
+        if action.kind == "F":
+            forward = max(forward, size)
+        elif action.kind == "B":
+            backward = max(backward, size)
+        self.kept[action.stage] = forward, backward
 
 
 def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> float:

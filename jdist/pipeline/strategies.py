@@ -78,7 +78,7 @@ def _pipedream(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..
             policy="flush",
             update_every=MICRO_BATCHES,
         )
-        parts = split_batch({"batch": batch}, weights, MICRO_BATCHES)
+        parts = split_batch({"batch": batch}, weights, MICRO_BATCHES, "mean")
         state, metrics = runtime.train_epoch(
             runtime.init(cut.params),
             [part.batch for part in parts],

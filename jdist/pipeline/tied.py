@@ -16,7 +16,6 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import path_of, wide_dtype
 from jdist.optim import Optimizer
-from jdist.pipeline.executor import Executor
 from jdist.pipeline.kind import kinds_of
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
@@ -47,26 +46,29 @@ class Tied:
                 raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
         self._groups = groups
 
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
     def check(
         self,
         params: Sequence[Any],
         optimizers: Sequence[Optimizer],
-        executor: Executor,
+        post: Post,
     ) -> None:
         """Refuses copies that are not equal, or would not stay so; on all processes.
+
+        Ends the call by its `agree`.
 
         Args:
           params: Of each stage of this process.
           optimizers: Of each stage.
-          executor: Says who else there is.
+          post: The call in which all processes compare theirs.
 
         Raises:
           ValueError: A path is unknown; copies differ in shape, dtype or value; their
             stages have different optimizers.
-          WorkerLost, RpcTimeout: Not all processes came.
+          Exception: Another process has failed.
         """
-        if not self._groups:
-            return
         for group in self._groups.values():
             if len({id(optimizers[j]) for j in group}) > 1:
                 which = f"the stages {list(group)}, which share parameters"
@@ -79,7 +81,7 @@ class Tied:
             for j, path in group.items()
             if params[j] is not None
         ]
-        told = executor.gather(mine, "comparing tied parameters")
+        told = post.agree(mine)
         reports = sorted((report for some in told for report in some), key=_order)
         first: dict[str, Any] = {}
         for name, stage, copy, complaint in reports:

@@ -1,13 +1,15 @@
 """`timed`: a step of a pipeline, and its timeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
+
+import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.stopwatch import Stopwatch
-from jdist.pipeline.timeline import Record, Timeline
+from jdist.pipeline.timeline import Record, StageBytes, Timeline
 
 T = TypeVar("T")
 
@@ -30,8 +32,8 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         one counts. What is compiled in it is part of the times.
 
     Returns:
-      What `step` returned, and the timeline, with the bytes of activations that each
-      worker held at most.
+      What `step` returned, and the timeline, with the bytes that each worker held for
+      backward passes at most, and those of each stage.
 
     Raises:
       ValueError: `step` did no step of this pipeline; or its workers are a mesh, where
@@ -55,23 +57,46 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         remedy = "One program does all actions: look at it with jax.profiler."
         raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
     pipe.stopwatch = watch = Stopwatch()
+    before = pipe.executor.last
     try:
         result = step()
+    except BaseException:
+        last = pipe.executor.last
+        if last is not before and last is not None and last.failed:
+            raise  # The call that failed has failed on all.
+        with pipe.executor.opened("timed"):  # The others are in a call, or here.
+            raise
     finally:
         pipe.stopwatch = None
-    offset = pipe.executor.clock_offset()
-    own = [
-        tuple(record._replace(start=record.start + offset, end=record.end + offset))
-        for record in watch.records
-    ]
-    gathered = pipe.executor.gather((own, watch.held), "timed")
+    # All come first, so that the worker that is asked is not computing.
+    pipe.executor.gather(None, "comparing clocks")
+    with pipe.executor.opened("timed") as post:
+        offset = pipe.executor.clock_offset()
+        own = [
+            tuple(record._replace(start=record.start + offset, end=record.end + offset))
+            for record in watch.records
+        ]
+        gathered = post.agree((own, watch.held, watch.kept))
     held: dict[int, int] = {}
-    for _, theirs in gathered:
+    for _, theirs, _ in gathered:
         held |= theirs
+    kept = [of_stages for _, _, of_stages in gathered]
     timeline = Timeline.from_records(
-        [Record(*record) for records, _ in gathered for record in records],
+        [Record(*record) for records, *_ in gathered for record in records],
         name=f"{pipe.schedule.name}, measured",
         updates=pipe.schedule.updates,
     )
     bytes_held = tuple(float(held.get(w, 0)) for w in range(timeline.workers))
-    return result, replace(timeline, activation_bytes=bytes_held)
+    return result, replace(
+        timeline,
+        activation_bytes=bytes_held,
+        stage_bytes=_stage_bytes(kept),
+        joined=tuple(stage.join_weight_gradients for stage in pipe.stages),
+    )
+
+
+def _stage_bytes(kept: Sequence[Mapping[int, Sequence[int]]]) -> StageBytes:
+    """Of all stages; the most of those that run in several processes."""
+    stages = sorted(set().union(*kept))
+    rows = [np.max([own[j] for own in kept if j in own], axis=0) for j in stages]
+    return StageBytes(*np.array(rows, np.float64).T)

@@ -10,11 +10,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline import timeline_picture, timeline_trace
+from jdist.pipeline import schedule_memory, timeline_picture, timeline_trace
 from jdist.pipeline.schedule import Updates
 from jdist.pipeline.schedule_actions import Action, B, Columns, F, Kind
-from jdist.pipeline.schedule_rules import live_activations
 from jdist.pipeline.schedule_versions import live_versions
+
+
+class StageBytes(NamedTuple):
+    """What a run's stages kept of a micro-batch, in bytes, float64, `(stages,)` each.
+
+    Where micro-batches differ in size, of the largest.
+
+    Attributes:
+      activation: Between F and B.
+      pending: After B: for W, or for joined weight gradients; 0 where nothing waits.
+    """
+
+    activation: np.ndarray
+    pending: np.ndarray
 
 
 class Record(NamedTuple):
@@ -38,10 +51,13 @@ class Timeline:
       end: And ended.
       updates: When stages updated; None: after all.
       name: For pictures.
-      activation_bytes: Per worker, the most bytes of activations alive at once; None:
-        not known.
+      activation_bytes: Per worker, the most bytes held between two actions:
+        activations of micro-batches in flight, and what weight gradients wait with.
+        None: not known.
       weight_bytes: Per worker, the bytes of all versions that it keeps at most; None:
         not known.
+      stage_bytes: Of a run by `timed`: what each stage kept. None: not known.
+      joined: Whether each stage joins its weight gradients; empty: none does.
 
     Example:
       >>> from jdist.pipeline import one_f_one_b, simulate
@@ -57,6 +73,8 @@ class Timeline:
     name: str = ""
     activation_bytes: tuple[float, ...] | None = None
     weight_bytes: tuple[float, ...] | None = None
+    stage_bytes: StageBytes | None = None
+    joined: tuple[bool, ...] = ()
 
     @classmethod
     def from_records(
@@ -129,13 +147,17 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per worker, how many activations (stage, micro-batch) were alive at most."""
-        alive = live_activations(self.columns)
-        first = self.columns.first
-        return tuple(
-            int(alive[first[w] : first[w + 1]].max(initial=0))
-            for w in range(self.workers)
-        )
+        """Per worker, the most held between two actions; see `Schedule`.
+
+        With what joined weight gradients keep, which a schedule does not know of.
+        """
+        every = None if self.updates is None else self.updates.every
+        return schedule_memory.peak_activations(self.columns, self.joined, every)
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per worker, the most (stage, micro-batch) between F and B."""
+        return schedule_memory.peak_in_flight(self.columns)
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:

@@ -37,6 +37,10 @@ class News(NamedTuple):
     finite: jax.Array | None
 
 
+NO_NEWS = News(None, None)
+"""Of a stage that needs not know of the others' gradients."""
+
+
 class Found(NamedTuple):
     """What the passes of one step have found.
 
@@ -93,6 +97,13 @@ class Update:
         }
 
     @property
+    def settings(self) -> dict[str, str]:
+        """What of it must be the same on all workers: this step's numbers."""
+        return {
+            name: str(np.asarray(number)) for name, number in self._overrides.items()
+        }
+
+    @property
     def together(self) -> bool:
         """Whether a stage needs to know of the others' gradients."""
         return self._max_norm is not None or self.loss_scale is not None
@@ -101,6 +112,14 @@ class Update:
     def scale(self) -> Any:
         """What the loss is multiplied by; 1 where the last stage is elsewhere."""
         return scale_in(self._opt_states)
+
+    def unrounded(self, stage: int) -> bool:
+        """Whether a stage's gradient is for masters, which take it as it was added up.
+
+        Args:
+          stage: Its number.
+        """
+        return self._optimizers[stage].precision is not None
 
     def news(self, stage: int, grads: Any, counted: Any) -> News:
         """What one stage has to tell.
@@ -117,6 +136,25 @@ class Update:
             else _all_finite(self._params[stage], grads, self._opt_states[stage]),
         )
 
+    def rehearse(self, stage: int, grads: Any, news: News, known: set[Any]) -> None:
+        """Traces one stage's step, so that what it refuses is refused before any steps.
+
+        Args:
+          stage: Its number.
+          grads: Its gradient.
+          news: Of all stages together, or of one: its numbers do not matter.
+          known: Of which steps that is known; grows.
+
+        Raises: what `Optimizer.step` raises.
+        """
+        given = self._given(stage, grads, news)
+        leaves, structure = jax.tree.flatten(given[1:])
+        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        step = given[0], structure, kinds
+        if step not in known:
+            _update.trace(*given)
+            known.add(step)
+
     def apply(self, stage: int, grads: Any, news: News) -> tuple[Any, Any, Any]:
         """One stage's step; its parameters and the optimizer's state are donated.
 
@@ -128,7 +166,11 @@ class Update:
         Returns:
           The parameters, the optimizer's state, and the norm without the loss scale.
         """
-        return _update(
+        return _update(*self._given(stage, grads, news))
+
+    def _given(self, stage: int, grads: Any, news: News) -> tuple[Any, ...]:
+        """The arguments of `_update`."""
+        return (
             self._optimizers[stage],
             self._params[stage],
             grads,

@@ -30,6 +30,15 @@ class Wiring:
     source: list[dict[str, int]]
     consumers: list[dict[str, tuple[int, ...]]]
 
+    @property
+    def named(self) -> str:
+        """The names of all values, for the comparison of pipelines."""
+        pairs = (
+            f"{', '.join(stage.inputs)} -> {', '.join(stage.outputs)}"
+            for stage in self.stages
+        )
+        return f"stages {'; '.join(pairs)}; loss of {', '.join(self.loss_inputs)}"
+
     def from_batch(self, number: int) -> frozenset[str]:
         """Names of the inputs of a stage, or of the loss, that the batch has."""
         found = self.source[number].items()

@@ -26,6 +26,7 @@ from jdist.rpc.current import use_worker as use_worker
 from jdist.rpc.elastic_cluster import ElasticCluster as ElasticCluster
 from jdist.rpc.elastic_cluster import elastic_cluster as elastic_cluster
 from jdist.rpc.errors import AuthenticationError as AuthenticationError
+from jdist.rpc.errors import CollectiveMismatch as CollectiveMismatch
 from jdist.rpc.errors import ForbiddenFunction as ForbiddenFunction
 from jdist.rpc.errors import ProcessFailed as ProcessFailed
 from jdist.rpc.errors import ProtocolError as ProtocolError

@@ -16,7 +16,7 @@ from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.execution import Execution
 from jdist.rpc.frame import ERROR, REPLY, Frame
 from jdist.rpc.functions import FunctionTable
-from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.future import Future, call_when_done, run_all
 from jdist.rpc.in_process import Hub, InProcessTransport
 from jdist.rpc.interceptor import Interceptor
 from jdist.rpc.ledger import Ledger, Operation
@@ -147,7 +147,7 @@ class Agent:
 
     def part(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
-        name = peer.info.name
+        name, number = peer.info.name, peer.info.number
         peer.close(reason)
         with self._lock:
             channels = [one for one in self._incoming if one.peer == peer.identity]
@@ -156,7 +156,7 @@ class Agent:
         # The thread that reads a channel for one call at a time is running that call,
         # and does not see it close. A function cannot be stopped: nobody waits for it.
         for execution in self.ledger.served():
-            if execution.peer == name:
+            if execution.caller.number == number:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.ledger.end(execution)
         self.references.gone(peer.info, reason)
@@ -239,7 +239,7 @@ class Agent:
         except ChannelClosed as error:
             if waiting.given_up is not None:
                 raise RpcTimeout(waiting.given_up) from error
-            raise self.lost(peer.info.name, operation, str(error)) from error
+            raise self.lost(peer, operation, str(error)) from error
         except TimeoutError as error:
             raise self.timed_out(peer, operation, limit) from error
         finally:
@@ -284,13 +284,12 @@ class Agent:
             self._submit(request, peer, frame)
             return
         except ChannelClosed as closed:
-            error = self.lost(peer.info.name, request.operation, str(closed))
+            error = self.lost(peer, request.operation, str(closed))
         except TimeoutError:
             error = self.timed_out(peer, request.operation, request.deadline)
         except Exception as other:  # noqa: BLE001 - it becomes the future's
             error = other
-        for callback in request.end(None, error):
-            callback()
+        run_all(request.end(None, error))
 
     # --- answers ---
 
@@ -324,7 +323,7 @@ class Agent:
             raise ProtocolError(f"An answer of kind {frame.kind!r} is none.")
         raise rebuild(value, self.codec.functions)
 
-    def lost(self, name: str, operation: Operation, reason: str) -> RpcError:
+    def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
         """The error for a call whose channel closed."""
         # The others close their channels to a worker that leaves before it does itself.
         if self.ending or self.closed:
@@ -332,8 +331,8 @@ class Agent:
         expelled = self.group.expelled()
         if expelled is not None:
             return WorkerLost(self.info.name, str(operation), expelled)
-        known = self.directory.departed(name) or f"its connection closed ({reason})"
-        return WorkerLost(name, str(operation), known)
+        known = peer.departed or f"its connection closed ({reason})"
+        return WorkerLost(peer.info.name, str(operation), known)
 
     def timed_out(
         self, peer: Peer, operation: Operation, limit: Deadline

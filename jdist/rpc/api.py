@@ -56,12 +56,16 @@ def set_default_timeout(seconds: float) -> None:
 
 
 def all_gather(
-    obj: Any, names: Iterable[str] | None = None, timeout: float = DEFAULT
+    obj: Any,
+    names: Iterable[str] | None = None,
+    timeout: float = DEFAULT,
+    tag: str = "",
 ) -> dict[str, Any]:
     """Every worker's `obj` by name, once all of them have called this.
 
-    Workers that meet several times in the same set meet in the order of their calls;
-    from several threads of a worker, in any order.
+    Workers that meet several times in the same set meet in the order of their calls.
+    All of them must come for the same: `all_gather` or `barrier`, with the same tag.
+    Several threads of a worker may do the same at a time, and meet in any order.
 
     In an elastic group, all are those who belong to it when the first of them calls
     this; one that leaves is not waited for. Who is named is waited for, also if it has
@@ -71,12 +75,20 @@ def all_gather(
       obj: Anything that can be sent.
       names: The workers that take part, this one among them; by default all.
       timeout: Seconds; -1 for the default, 0 for no limit.
+      tag: Says what it is for, and must be the same on all of them. Where the order of
+        calls could differ between workers, a tag makes the difference an error. At most
+        200 characters.
 
     Raises:
-      RpcTimeout: Somebody did not come in time; the message says who. It is raised on
-        all who came.
+      CollectiveMismatch: They came for different collectives, or one of them waits in
+        `shutdown` and nothing runs that could make it take part. It is raised on all
+        of them, also on one that comes late, and the next one is in step again.
+      RpcTimeout: Some did not come in time; the message says who. It is raised on all,
+        likewise.
+      RpcError: One of them had no value that can be sent; likewise.
       WorkerLost: One of them died, froze or left the group.
-      ValueError: `names` are not of the group, or do not contain this worker.
+      TypeError, ValueError: `obj` cannot be sent, which all of them are told; `names`
+        are not of the group, or do not contain this worker.
 
     Source: `torch.distributed.rpc.api._all_gather`.
 
@@ -86,10 +98,12 @@ def all_gather(
       ...     rpc.all_gather(7)
       {'a': 7}
     """
-    return current.agent().group.all_gather(obj, names, timeout)
+    return current.agent().group.all_gather(obj, names, timeout, "all_gather", tag)
 
 
-def barrier(names: Iterable[str] | None = None, timeout: float = DEFAULT) -> None:
+def barrier(
+    names: Iterable[str] | None = None, timeout: float = DEFAULT, tag: str = ""
+) -> None:
     """Waits until all workers, or those of `names`, have called this.
 
     Takes and raises what `all_gather` does; nothing is swallowed.
@@ -101,7 +115,7 @@ def barrier(names: Iterable[str] | None = None, timeout: float = DEFAULT) -> Non
       >>> with rpc.local_cluster(["a"]):
       ...     rpc.barrier()
     """
-    current.agent().group.all_gather(None, names, timeout, "barrier")
+    current.agent().group.all_gather(None, names, timeout, "barrier", tag)
 
 
 def debug_info() -> dict[str, Any]:
@@ -148,6 +162,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         calls are under way. This worker has ended nevertheless.
       WorkerLost: A worker of the group was lost, before or meanwhile; likewise. In an
         elastic group only the coordinator.
+      CollectiveMismatch: Other workers wait for this one in `all_gather` or `barrier`,
+        and no call is under way that could make it take part; likewise.
 
     Source: `torch.distributed.rpc.shutdown`.
     """

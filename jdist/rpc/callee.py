@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.rpc import current, deadline, extensions
 from jdist.rpc.current import Scope
-from jdist.rpc.errors import ProtocolError, RpcTimeout
+from jdist.rpc.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.execution import Execution
 from jdist.rpc.extensions import NEEDS
 from jdist.rpc.frame import ERROR, REPLY, Frame
@@ -48,7 +48,8 @@ class Callee:
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
-        self._taken_back: deque[tuple[str, Any]] = deque(maxlen=_MOST_EARLY)
+        # By the caller's number: a successor of its name counts its tickets anew.
+        self._taken_back: deque[tuple[int | None, int]] = deque(maxlen=_MOST_EARLY)
 
     def register(self, kind: str, handler: Handler) -> None:
         """Has `handler` answer requests of this kind.
@@ -66,7 +67,7 @@ class Callee:
         until = deadline.from_meta(frame.meta)
         execution = Execution(caller, frame.kind, until, ticket)
         self._agent.ledger.serve(execution)
-        if ticket is not None and (caller.name, ticket) in self._taken_back:
+        if ticket is not None and (caller.number, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
         return execution
 
@@ -74,9 +75,10 @@ class Callee:
         if type(ticket) is not int:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # First noted, then looked for: on another channel it may be still to come.
-        self._taken_back.append((caller.name, ticket))
+        self._taken_back.append((caller.number, ticket))
         for execution in self._agent.ledger.served():
-            if execution.ticket == ticket and execution.caller == caller:
+            same = execution.caller.number == caller.number
+            if same and execution.ticket == ticket:
                 execution.cancel(_taken_back_by(caller))
 
     def execute(
@@ -106,7 +108,15 @@ class Callee:
     def failure(self, number: int, error: BaseException) -> Frame:
         """The answer that says what was raised."""
         described = describe(error, self._agent.info.name)
-        tree, leaves = self._agent.codec.encode(described)
+        try:
+            tree, leaves = self._agent.codec.encode(described)
+        except BaseException as broken:  # noqa: BLE001 - an answer there must be
+            plain = RemoteError(
+                f"A {type(error).__name__} was raised, which cannot be sent: "
+                f"{type(broken).__name__} when it was packed."
+            )
+            described = describe(plain, self._agent.info.name)
+            tree, leaves = self._agent.codec.encode(described)
         return Frame(ERROR, number, {}, tree, leaves)
 
     def _run(self, execution: Execution, frame: Frame, depth: int) -> Any:

@@ -8,10 +8,10 @@ from jax.profiler import TraceAnnotation
 from jdist._errors import requirement
 from jdist.rpc import current, waiting
 from jdist.rpc.agent import Agent
+from jdist.rpc.arguments import named, positional
 from jdist.rpc.async_execution import check_result, is_asynchronous
 from jdist.rpc.callee import Reply
 from jdist.rpc.deadline import DEFAULT
-from jdist.rpc.errors import ProtocolError
 from jdist.rpc.execution import Execution
 from jdist.rpc.frame import CALL
 from jdist.rpc.future import Future
@@ -38,8 +38,8 @@ def rpc_sync(
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
       func: A function, a class, or a method of an importable class.
-      args: Positional arguments.
-      kwargs: Keyword arguments.
+      args: Positional arguments, in a tuple or a list.
+      kwargs: Keyword arguments, by their names.
       timeout: Seconds; -1 for the default, 0 for no limit. Within a called function
         the outer call's deadline holds in any case.
 
@@ -50,6 +50,8 @@ def rpc_sync(
       RpcTimeout: It took longer. The callee is told to stop where that is possible.
       WorkerLost: The callee died, froze or left.
       ForbiddenFunction: The callee does not allow the function.
+      TypeError: `func` cannot be called; `args` is neither a tuple nor a list, as in
+        `args=(x)`; `kwargs` is no mapping from strings.
       Exception: What the function raised, as its own type, with the remote traceback
         as a note.
 
@@ -106,9 +108,7 @@ def install(agent: Agent) -> None:
     """Lets `agent` answer calls of functions."""
 
     def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        if type(body) is not tuple or len(body) != 3 or not callable(body[0]):
-            raise ProtocolError("A call has a function, arguments and keywords.")
-        return execute(agent, caller, Invocation(CALL, *body), meta)
+        return execute(agent, caller, Invocation.unpack(CALL, body), meta)
 
     agent.register(CALL, answer)
 
@@ -181,12 +181,12 @@ def outgoing(
     """A call of a function, as a request of this kind.
 
     Raises:
-      TypeError: `func` cannot be called.
+      TypeError: `func` cannot be called, or `args` or `kwargs` is none.
     """
     if not callable(func):
         rule = "function should be callable"
         raise TypeError(requirement(f"{verb}(func)", rule, func))
-    body = (func, tuple(args or ()), dict(kwargs or {}))
+    body = (func, positional(verb, args), named(verb, kwargs))
     found = agent.outgoing(to, kind, body, timeout, None, Operation(verb, func))
     interceptor = agent.interceptor
     if interceptor is None:

@@ -19,11 +19,12 @@ from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.frame import REPLY, Frame
-from jdist.rpc.gathering import Gathering, Key, Part, patience
+from jdist.rpc.gathering import SHUTDOWN, Gathering, Key, part_of, patience
 from jdist.rpc.liveness import Pace, silent_for
 from jdist.rpc.member import Member
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.roster import Answers, Roster
+from jdist.rpc.stalemate import Stalemate
 
 NAME = ":coordinator:"
 """Of the coordinator's transport; no harm if a worker has the same."""
@@ -54,6 +55,8 @@ class Coordinator:
         self._options = options
         self._roster = roster
         self._gatherings: dict[Key, list[Gathering]] = {}
+        self._stalemate = Stalemate()
+        self._leaving: str | None = None
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
         self._crew = Crew("rpc coordinator", 1024)
@@ -86,6 +89,8 @@ class Coordinator:
         with self._fewer:
             for member in self._roster.close():
                 member.channel.close(_ENDING)
+            self._leaving = self._roster.present()[0].info.name
+            self._suspect()
             if self._fewer.wait_for(self._is_last, deadline.remaining()):
                 return
             others = [one.info.name for one in self._roster.present()][1:]
@@ -154,6 +159,10 @@ class Coordinator:
             self._hear(frame, lambda: self._roster.knows(member, newcomer), member)
         elif frame.kind == "group.gather":
             self._gather(member, frame)
+        elif frame.kind == "group.rest":
+            number, begun = int(frame.meta["round"]), frame.meta["begun"]
+            member.post(Frame(REPLY, frame.id, {}, None, []))
+            self._quiet(member, number, None if begun is None else int(begun))
         elif frame.kind == "group.leave":
             member.left = True
             self._gone(member, "it has left the group")
@@ -165,44 +174,41 @@ class Coordinator:
             self._post(heard())
 
     def _gather(self, member: Member, frame: Frame) -> None:
-        names, name = frame.meta["names"], member.info.name
-        key = None if names is None else tuple(names)
-        if key is not None and (name not in key or {type(one) for one in key} != {str}):
-            raise ProtocolError(f"{name!r} meets others without itself.")
-        timeout = frame.meta["timeout"]
-        part = Part(frame.id, frame.tree, frame.leaves, timeout, patience(timeout))
+        key, part = part_of(member, frame)
         with self._lock:
             if not self._roster.has(member):
-                raise ProtocolError(f"{name!r} was not let in.")
-            gathering = self._gathering(key, name, frame.meta["purpose"])
-            gathering.add(name, part)
+                raise ProtocolError(f"{member.info.name!r} was not let in.")
+            gathering = self._gathering(key, member.info.name)
+            gathering.add(member.info.name, part)
             for missing in gathering.missing():
                 gone = self._roster.gone(missing)
                 if gone is not None:
                     gathering.lose(missing, gone)
+            gathering.expire(time.monotonic(), self._whereabouts)
             self._settle(key, gathering)
+            self._suspect()
         self._alarm.set(part.until)
 
-    def _gathering(self, key: Key, name: str, purpose: str) -> Gathering:
+    def _gathering(self, key: Key, name: str) -> Gathering:
         """The one to which this worker comes now."""
         known = self._gatherings.setdefault(key, [])
         for gathering in known:
             if gathering.expects(name):
                 return gathering
-        names = key
+        names = key.names
         if names is None:
             names = tuple(sorted(one.info.name for one in self._roster.present()))
-        known.append(Gathering(names, purpose))
+        known.append(Gathering(names, numbered=not self._roster.elastic))
         return known[-1]
 
     def _settle(self, key: Key, gathering: Gathering) -> None:
         """Sends the answers that are due; keeps a decided gathering until all came."""
-        for name, answer in gathering.take_answers():
-            self._roster.find(name).post(answer)
+        self._post(gathering.take_answers())
         if not gathering.decided:
             return
         # Who comes late to an elastic group's meets those who have come instead.
-        over = gathering.lost and self._roster.elastic
+        gone = all(part.member.gone is not None for part in gathering.parts)
+        over = self._roster.elastic and (gathering.lost or gone)
         for name in gathering.missing():
             if over or not self._roster.is_present(name):
                 gathering.excuse(name)
@@ -210,6 +216,63 @@ class Coordinator:
             self._gatherings[key].remove(gathering)
             if not self._gatherings[key]:
                 del self._gatherings[key]
+
+    # --- collectives that can never be complete ---
+
+    def _whereabouts(self) -> dict[str, str]:
+        """What workers wait in, by name; the operation in words."""
+        found = {} if self._leaving is None else {self._leaving: SHUTDOWN}
+        # A program's collective hides the shutdown in which another thread waits.
+        for _, gathering in sorted(self._open(), key=lambda one: not one[0].ends):
+            for part in gathering.parts:
+                found[part.member.info.name] = str(part.purpose)
+        return found
+
+    def _suspect(self) -> None:
+        """Has it found out whether collectives wait for workers that only shut down."""
+        members, waits = self._roster.present(), frozenset[Any]()
+        if self._stuck() and {m.info.name for m in members} <= {*self._whereabouts()}:
+            parts = [part for _, gathering in self._open() for part in gathering.parts]
+            waits = frozenset((part.member, part.request) for part in parts)
+        self._post(self._stalemate.look(members, waits, time.monotonic()))
+        self._alarm.set(self._stalemate.again)
+
+    def _quiet(self, member: Member, number: int, begun: int | None) -> None:
+        with self._lock:
+            now = time.monotonic()
+            certain, questions = self._stalemate.heard(member, number, begun, now)
+            self._post(questions)
+            self._alarm.set(self._stalemate.again)
+            if not certain:
+                return
+            found, stuck = self._whereabouts(), self._stuck()
+            ending = [(key, one) for key, one in self._open() if key.ends]
+            told = [part.member.info.name for _, g in stuck for part in g.parts]
+            for key, gathering in [*stuck, *ending]:
+                gathering.mismatch(found)
+                for name in told:  # in its own collective: it may still end in order
+                    gathering.excuse(name)
+                self._settle(key, gathering)
+            self._suspect()
+
+    def _open(self) -> list[tuple[Key, Gathering]]:
+        return [pair for pair in self._all_gatherings() if not pair[1].decided]
+
+    def _stuck(self) -> list[tuple[Key, Gathering]]:
+        """The collectives that miss a worker which waits in its shutdown."""
+        ending = {
+            part.member.info.name
+            for key, gathering in self._open()
+            for part in gathering.parts
+            if key.ends
+        }
+        if self._leaving is not None:
+            ending.add(self._leaving)
+        return [
+            (key, gathering)
+            for key, gathering in self._open()
+            if not key.ends and ending.intersection(gathering.missing())
+        ]
 
     # --- losses ---
 
@@ -227,13 +290,14 @@ class Coordinator:
             if belonged:
                 self._miss(member, reason)
             self._post(self._roster.advance())
+            self._suspect()
             self._fewer.notify_all()
 
     def _miss(self, member: Member, reason: str) -> None:
         """Those who meet will do so without it, or not at all."""
         name = member.info.name
         for key, gathering in self._all_gatherings():
-            if key is not None or not member.left:
+            if key.names is not None or not member.left:
                 gathering.lose(name, reason)
             gathering.excuse(name)
             self._settle(key, gathering)
@@ -265,9 +329,11 @@ class Coordinator:
             self._post(self._roster.expire(now))
             moments = [self._roster.until()]
             for key, gathering in self._all_gatherings():
-                gathering.expire(now)
+                gathering.expire(now, self._whereabouts)
                 self._settle(key, gathering)
                 moments.append(gathering.until())
+            self._suspect()
+            moments.append(self._stalemate.again)
         return min((at for at in moments if at is not None), default=None)
 
     def _post(self, answers: Answers) -> None:

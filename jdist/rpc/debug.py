@@ -57,7 +57,7 @@ def _hint(agent: Agent, peer: Peer) -> str:
     try:
         # Not under the deadline that has just passed.
         context = contextvars.Context()
-        told = context.run(agent.call, peer.info.name, _KIND, None, timeout=_PATIENCE)
+        told = context.run(agent.call, peer.info, _KIND, None, timeout=_PATIENCE)
     except (RpcError, ValueError):
         return f" Asked what it is doing, {peer.info.name!r} did not answer."
     finally:

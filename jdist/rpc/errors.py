@@ -34,6 +34,14 @@ class RpcTimeout(RpcError, TimeoutError):
     """A deadline passed. The message says what was waited for, and for whom."""
 
 
+class CollectiveMismatch(RpcError):
+    """Workers met for different collectives. The message says who is in which.
+
+    It is raised on all of them, and on those that come late. The next collective of
+    the same workers is in step again.
+    """
+
+
 class ProcessFailed(RpcError):
     """A process that `spawn` started raised, or ended without a result.
 

@@ -118,8 +118,10 @@ class Future(Generic[T]):
         def run() -> None:
             try:
                 result = callback(self)
-            except Exception as error:  # noqa: BLE001 - it becomes the child's
+            except BaseException as error:
                 child.set_exception(error)
+                if _is_interrupt(error):
+                    raise
             else:
                 child.set_result(result)
 
@@ -139,7 +141,9 @@ class Future(Generic[T]):
         def run() -> None:
             try:
                 callback(self)
-            except Exception:  # noqa: BLE001 - logged with its traceback
+            except BaseException as error:
+                if _is_interrupt(error):
+                    raise
                 _log.exception("A callback of a future raised an exception.")
 
         self._when_done(run)
@@ -168,8 +172,7 @@ class Future(Generic[T]):
             if self._cancelled:
                 return  # who asked has gone; the result has no reader
             raise RpcError("Future can only be marked completed once.")
-        for callback in callbacks:
-            callback()
+        run_all(callbacks)
 
     def _when_done(self, run: Callable[[], None]) -> None:
         context = contextvars.copy_context()
@@ -244,8 +247,17 @@ def error_of(future: Future[Any]) -> BaseException | None:
 
 def cancel(future: Future[Any], error: BaseException) -> None:
     """Completes `future` with `error` unless it is; a later result is dropped."""
-    for callback in complete(future, None, error, cancelled=True) or ():
-        callback()
+    run_all(complete(future, None, error, cancelled=True) or [])
+
+
+def run_all(callbacks: list[Callable[[], None]]) -> None:
+    """Runs callbacks; one that raises keeps none of the others from running."""
+    for number, callback in enumerate(callbacks, 1):
+        try:
+            callback()
+        except BaseException:
+            run_all(callbacks[number:])
+            raise
 
 
 def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) -> bool:
@@ -290,6 +302,15 @@ def attend(future: Future[Any], until: float | None) -> bool:
 def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
     """Runs `callback` once completed, outside any context; it may take its time."""
     future._call_when_done(callback)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether it is a Ctrl-C, which must end the program as well.
+
+    Python raises it on the main thread alone; anywhere else a callback raised it.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and on_main
 
 
 def _check_exception(error: object) -> None:

@@ -10,10 +10,11 @@ from jdist._errors import requirement
 from jdist.rpc import current
 from jdist.rpc.agent import Agent
 from jdist.rpc.channel import Channel
-from jdist.rpc.deadline import Deadline, resolve
-from jdist.rpc.errors import RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.deadline import NEVER, Deadline, resolve
+from jdist.rpc.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.frame import REPLY, Frame
 from jdist.rpc.future import Future, call_when_done, complete, error_of
+from jdist.rpc.gathering import SHUTDOWN
 from jdist.rpc.line import Callbacks, Line
 from jdist.rpc.listing import Listing
 from jdist.rpc.liveness import Pace, silent_for
@@ -24,6 +25,11 @@ Lost = Callable[[str, str], None]
 """Told the name of a lost worker, and how its loss was noticed."""
 
 _ANSWER_SECONDS = 1.0
+_INSTANT = 1e-9
+"""Seconds to wait where the deadline has passed; 0 would be no limit."""
+
+_LONGEST_REFUSAL = 1000
+_LONGEST_TAG = 200
 
 _GRACE = 5.0
 """Seconds beyond a deadline that the coordinator watches: it knows who is missing, so
@@ -51,6 +57,8 @@ class Group:
         self._alone: str | None = None
         self._left = False
         self._lock = threading.Lock()
+        self._collective = threading.Lock()
+        self._came: dict[Any, int] = {}
         self._listeners: list[Lost] = []
         self._lost: dict[str, str] = {}
         self._gone_orderly: set[str] = set()
@@ -112,26 +120,72 @@ class Group:
         value: Any,
         names: Iterable[str] | None,
         timeout: float,
-        purpose: str = "all_gather",
+        operation: str = "all_gather",
+        tag: str = "",
     ) -> dict[str, Any]:
-        """What every one of `names` gave, by name, once all have come."""
-        taking_part = self._check_names(purpose, names)
+        """What every one of `names` gave, by name, once all have come for the same.
+
+        Args:
+          value: Anything that can be sent.
+          names: Who takes part; None for all.
+          timeout: Seconds; -1 for the default, 0 for no limit.
+          operation: What all must have come for, see `gathering.Purpose`.
+          tag: The caller's own, likewise.
+        """
+        taking_part = self._check_names(operation, names)
         enclosing = current.deadline()
-        limit = resolve(timeout, self._agent.default_timeout, enclosing)
-        tree, leaves = self._agent.codec.encode(value)
-        meta = {
-            "names": taking_part,
-            "purpose": purpose,
-            "timeout": limit.remaining() or 0.0,
-        }
-        frame = self._ask_until(
-            limit, "group.gather", meta, (tree, leaves), purpose
-        ).wait()
+        limit = NEVER
+        body: tuple[Any, list[Any]] = (None, [])
+        refused: Exception | None = None
+        try:
+            limit = resolve(timeout, self._agent.default_timeout, enclosing)
+            _check_tag(operation, tag)
+            body = self._agent.codec.encode(value)
+        except Exception as error:  # noqa: BLE001 - raised below, once all are told
+            refused, tag = error, ""
+        meta = {"names": taking_part, "operation": operation, "tag": tag}
+        asked = self._come(meta, body, limit, refused)
+        frame = asked.wait()
         if frame.kind == REPLY:
             return self._parts(frame)
         if "lost" in frame.meta:
-            raise WorkerLost(frame.meta["lost"], purpose, frame.meta["reason"])
+            raise WorkerLost(frame.meta["lost"], operation, frame.meta["reason"])
+        if "failed" in frame.meta:
+            kind = CollectiveMismatch if frame.meta["mismatch"] else RpcError
+            raise kind(frame.meta["failed"])
         raise RpcTimeout(frame.meta["timeout"])
+
+    def _come(
+        self,
+        meta: dict[str, Any],
+        body: tuple[Any, list[Any]],
+        limit: Deadline,
+        refused: Exception | None,
+    ) -> Future[Frame]:
+        """Goes to the next collective of these workers, if only to refuse it.
+
+        The others are about to come, or have. If this worker stayed away, they would
+        take its next collective for this one.
+
+        Raises:
+          Exception: What was refused, or that the value is beyond the limits.
+        """
+        operation = meta["operation"]
+        names = meta["names"]
+        left = limit.remaining()
+        meta["timeout"] = 0.0 if left is None else max(left, _INSTANT)
+        with self._collective:  # requests leave in the order of their numbers
+            key = (None if names is None else tuple(names), operation == SHUTDOWN)
+            self._came[key] = meta["number"] = self._came.get(key, 0) + 1
+            if refused is None:
+                try:
+                    sent = meta | {"refused": None}
+                    return self._ask_until(limit, "group.gather", sent, body, operation)
+                except ValueError as error:
+                    refused = error
+            meta["refused"] = f"{type(refused).__name__}: {refused}"[:_LONGEST_REFUSAL]
+            self._ask_until(NEVER, "group.gather", meta, (None, []), operation)
+        raise refused
 
     def workers(self) -> list[WorkerInfo]:
         """All workers, by rank; those who have gone only in a group of fixed size."""
@@ -270,6 +324,9 @@ class Group:
             self._ended = str(meta["reason"])
         elif frame.kind == "group.probe":
             self._reply("group.alive", {"probe": meta["probe"]})
+        elif frame.kind == "group.quiet":
+            begun = self._agent.ledger.at_rest()
+            self._reply("group.rest", {"round": meta["round"], "begun": begun})
         elif frame.kind == "group.coming":
             peer = self._agent.peer(Listing.of_row(meta["member"]))
             directory.know(peer)
@@ -346,6 +403,15 @@ class Group:
     def heard(self) -> None:
         """The coordinator gave a sign of life."""
         self._heard = time.monotonic()
+
+
+def _check_tag(operation: str, tag: object) -> None:
+    call = f"{operation}(tag=...)"
+    if type(tag) is not str:
+        raise TypeError(requirement(call, "must be a string", tag))
+    if len(tag) > _LONGEST_TAG:
+        rule = f"must be shorter than {_LONGEST_TAG + 1} characters"
+        raise ValueError(requirement(call, rule, f"{len(tag)} of them"))
 
 
 class _Asked:

@@ -6,6 +6,7 @@ Distributed autograd registers an interceptor; rpc itself knows nothing of gradi
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from jdist.rpc.errors import ProtocolError
 from jdist.rpc.worker_info import WorkerInfo
 
 
@@ -16,6 +17,19 @@ class Invocation(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @classmethod
+    def unpack(cls, kind: str, body: Any) -> "Invocation":
+        """The call that arrived.
+
+        Raises:
+          ProtocolError: It is none.
+        """
+        if type(body) is tuple and len(body) == 3:
+            function, args, kwargs = body
+            if callable(function) and type(args) is tuple and type(kwargs) is dict:
+                return cls(kind, function, args, kwargs)
+        raise ProtocolError("A call has a function, arguments and keywords.")
 
 
 class Interceptor(Protocol):

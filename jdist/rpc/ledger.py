@@ -115,6 +115,11 @@ class Ledger:
             finally:
                 self._watched -= 1
 
+    def at_rest(self) -> int | None:
+        """How many calls have ever begun; None while one is under way."""
+        with self._lock:
+            return None if self._sent or self._served else self._begun
+
     def wake(self) -> None:
         """Has those who wait in `when_empty` check again."""
         with self._empty:

@@ -19,7 +19,7 @@ from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import CANCEL, Frame
-from jdist.rpc.future import Future, unwatch, watch
+from jdist.rpc.future import Future, run_all, unwatch, watch
 from jdist.rpc.relief import SHORTLY, Reading, Relief
 
 Callbacks = list[Callable[[], None]]
@@ -142,7 +142,7 @@ class Line:
 
     def _later(self, callbacks: Callbacks) -> None:
         if callbacks:
-            self._crew.run(lambda: _run(callbacks))
+            self._crew.run(lambda: run_all(callbacks))
 
     def _cancel(self, number: int) -> None:
         # Not on this thread: the channel may be full, which may be why time ran out.
@@ -260,7 +260,7 @@ class Line:
         if callbacks:
             # They may wait for another answer, which others may read meanwhile.
             self._reading.leave()
-            _run(callbacks)
+            run_all(callbacks)
             return self._reading.take()
         return not (self._ready and self._leave_to_another())
 
@@ -279,8 +279,3 @@ class Line:
             self._disconnect(number, reason)
         if self._on_closed is not None:
             self._on_closed(reason)
-
-
-def _run(callbacks: Callbacks) -> None:
-    for callback in callbacks:
-        callback()

@@ -15,7 +15,7 @@ from jdist.rpc.coordinator import NAME, Coordinator
 from jdist.rpc.deadline import Deadline, moment
 from jdist.rpc.elastic_roster import ElasticRoster
 from jdist.rpc.endpoint import is_loopback
-from jdist.rpc.errors import RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.fixed_roster import FixedRoster
 from jdist.rpc.functions import FunctionTable
 from jdist.rpc.group import Group
@@ -43,6 +43,11 @@ class Place(NamedTuple):
     world_size: int
     coordinator: tuple[str, int]
     key: bytes
+
+    def __repr__(self) -> str:
+        """Without the key: representations end up in logs."""
+        shown = f"{self.info!r}, {self.world_size}, {self.coordinator!r}"
+        return f"Place({shown}, key=...)"
 
 
 def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
@@ -113,20 +118,25 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
       RpcTimeout: The others did not finish in time.
       WorkerLost: A worker of the group was lost, before or meanwhile; in an elastic
         group only the coordinator.
+      CollectiveMismatch: The others wait for this worker in a collective.
     """
-    finished = False
+    patience = 0.0
     try:
         if graceful:
             _finish(agent, deadline)
             # Everybody gives its references up, and only then somebody goes.
             agent.references.release(deadline, _RELEASE_SECONDS)
             _finish(agent, deadline)
-            finished = True
+            patience = _LEAVING_SECONDS
+    except CollectiveMismatch:
+        # The others go on, and may end in an orderly way.
+        patience = _LEAVING_SECONDS
+        raise
     except WorkerLost:
         _raise_lost(agent)
         raise
     finally:
-        _end(agent, _LEAVING_SECONDS if finished else 0.0)
+        _end(agent, patience)
     if graceful:
         _raise_lost(agent)
         _report(agent.references.leaks(), agent.options)

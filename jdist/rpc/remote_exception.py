@@ -6,13 +6,16 @@ the rebuilt exception says the same as the original; else a `RemoteError` tells 
 """
 
 import traceback
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jdist.rpc.errors import ForbiddenFunction, ProtocolError, RemoteError
 from jdist.rpc.functions import FunctionTable, own_name
+
+T = TypeVar("T")
 
 _LONGEST = 100_000
 """Characters of a text, and contents of arguments: beyond, an error would be a load."""
@@ -48,21 +51,17 @@ def describe(error: BaseException, worker: str) -> dict[str, Any]:
       >>> describe(KeyError("w"), "worker1")["text"]
       "'w'"
     """
-    args = error.args
-    if isinstance(error, OSError) and error.filename is not None:
-        # Its constructor takes more than it keeps in `args`.
-        args = (error.errno, error.strerror, error.filename, None, error.filename2)
-    notes = getattr(error, "__notes__", [])
+    # Each part is read on its own: `args`, `__dict__` and `__notes__` may be properties
+    # or hold anything, and an exception that cannot be described must be told all the
+    # same, or its caller would wait for an answer that never comes.
+    state: dict[str, Any] = {}
+    notes: list[str] = []
     return {
         "type": own_name(type(error)) or type(error).__name__,
         "text": _text(error),
-        "args": args if _is_plain(args) else None,
-        "state": {
-            name: value
-            for name, value in vars(error).items()
-            if not _is_special(name) and _is_plain(value)
-        },
-        "notes": [_cut(note) for note in notes if isinstance(note, str)],
+        "args": _attempt(lambda: _arguments(error), None),
+        "state": _attempt(lambda: _state(error), state),
+        "notes": _attempt(lambda: _notes(error), notes),
         "traceback": _traceback(error),
         "worker": worker,
     }
@@ -101,6 +100,34 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     return error
 
 
+def _attempt(read: Callable[[], T], otherwise: T) -> T:
+    try:
+        return read()
+    except BaseException:  # noqa: BLE001 - the exception is told without this part
+        return otherwise
+
+
+def _arguments(error: BaseException) -> tuple[Any, ...] | None:
+    args = error.args
+    if isinstance(error, OSError) and error.filename is not None:
+        # Its constructor takes more than it keeps in `args`.
+        args = (error.errno, error.strerror, error.filename, None, error.filename2)
+    return args if _is_plain(args) else None
+
+
+def _state(error: BaseException) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(error).items()
+        if type(name) is str and not _is_special(name) and _is_plain(value)
+    }
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", [])
+    return [_cut(note) for note in notes if isinstance(note, str)]
+
+
 def _own_type(
     description: dict[str, Any], functions: FunctionTable
 ) -> Exception | None:
@@ -117,12 +144,12 @@ def _own_type(
             error = kind.__new__(kind, *args)
         else:
             error = kind(*args)
+        if type(error) is not kind:
+            return None
+        # Straight into the dictionary: a frozen dataclass, too, may be an exception.
+        vars(error).update(description["state"])
     except Exception:  # noqa: BLE001 - a constructor may fail in any way: told in words
         return None
-    if type(error) is not kind:
-        return None
-    # Straight into the dictionary: a frozen dataclass, too, may be an exception.
-    vars(error).update(description["state"])
     return error if _text(error) == description["text"] else None
 
 
@@ -153,17 +180,17 @@ def _is_special(name: str) -> bool:
 def _text(error: BaseException) -> str:
     try:
         return _cut(str(error))
-    except Exception as broken:  # noqa: BLE001 - an exception's own __str__ may fail
+    except BaseException as broken:  # noqa: BLE001 - its own __str__ may raise anything
         return f"<no text: its __str__ raised {type(broken).__name__}>"
 
 
 def _traceback(error: BaseException) -> str:
     try:
         told = traceback.TracebackException.from_exception(error)
-    except Exception as broken:  # noqa: BLE001 - the same __str__, asked by traceback
+        told.__notes__ = None  # They travel by themselves.
+        return _cut("".join(told.format()))
+    except BaseException as broken:  # noqa: BLE001 - the same __str__, and attributes
         return f"<no traceback: making it raised {type(broken).__name__}>"
-    told.__notes__ = None  # They travel by themselves.
-    return _cut("".join(told.format()))
 
 
 def _cut(text: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist.rpc import calls, parameters
+from jdist.rpc.arguments import named, positional
 from jdist.rpc.async_execution import is_asynchronous
 from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.rref.proxy import Proxy
@@ -113,8 +114,8 @@ def remote_module(
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
       factory: A function or class that returns the object.
-      args: Its positional arguments.
-      kwargs: Its keyword arguments.
+      args: Its positional arguments, in a tuple or a list.
+      kwargs: Its keyword arguments, by their names.
       timeout: Seconds for making it; -1 for the default, 0 for no limit.
 
     Raises:
@@ -135,5 +136,6 @@ def remote_module(
     if not callable(factory) or is_asynchronous(factory):
         rule = "must be a function or class that returns the module, not a future of it"
         raise TypeError(requirement("remote_module(factory)", rule, factory))
-    making = (factory, tuple(args or ()), dict(kwargs or {}))
+    call = "remote_module"
+    making = (factory, positional(call, args), named(call, kwargs))
     return RemoteModule(calls.rpc_sync(to, parameters.create, making, timeout=timeout))

@@ -136,9 +136,10 @@ class Rendezvous:
             KEY_VARIABLE: self.key,
         }
         if self.address == LOOPBACK:
-            # JAX's coordinator asks nobody who he is; by default it listens on every
-            # interface of the machine.
-            told["JAX_COORDINATOR_BIND_ADDRESS"] = f"{LOOPBACK}:{self.jax_port}"
+            # JAX's coordinator authenticates no client, and listens on every interface
+            # by default. JAX's own variable would also move the coordinator of a
+            # program that gives `jax.distributed.initialize` an address of its own.
+            told["JDIST_COORDINATOR_BIND_ADDRESS"] = f"{LOOPBACK}:{self.jax_port}"
         return {name: str(value) for name, value in told.items()}
 
 

@@ -8,7 +8,7 @@ from jdist.rpc.channel import Channel, ChannelClosed
 from jdist.rpc.deadline import Deadline, to_meta
 from jdist.rpc.errors import RpcTimeout
 from jdist.rpc.frame import Frame
-from jdist.rpc.future import Future, complete
+from jdist.rpc.future import Future, complete, run_all
 from jdist.rpc.ledger import Operation
 from jdist.rpc.line import Callbacks, Line
 from jdist.rpc.parcel import Parcel
@@ -161,7 +161,7 @@ class Request:
 
     def disconnected(self, reason: str) -> Callbacks:
         """See `Pending`."""
-        return self.end(None, self._agent.lost(self.peer, self.operation, reason))
+        return self.end(None, self._agent.lost(self._peer, self.operation, reason))
 
     def expired(self) -> Callbacks:
         """See `Pending`."""
@@ -170,8 +170,7 @@ class Request:
     def give_up(self, reason: str) -> None:
         """The call within which this one is made was cancelled."""
         if self._line is not None and self._line.withdraw(self._number):
-            for callback in self.end(None, RpcTimeout(reason)):
-                callback()
+            run_all(self.end(None, RpcTimeout(reason)))
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
         """Completes the future; the callbacks that remain to be run."""
@@ -190,5 +189,4 @@ class Request:
 
     def _time_out(self) -> None:
         error = self._agent.timed_out(self._peer, self.operation, self.deadline)
-        for callback in self.end(None, error):
-            callback()
+        run_all(self.end(None, error))

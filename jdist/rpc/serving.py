@@ -115,8 +115,12 @@ class Serving:
         try:
             try:
                 self._channel.send(answer)
-            except ValueError as error:  # beyond the limits: say so instead
-                execution.cancel(f"its answer was not sent: {error}")
+            except (ChannelClosed, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                # It is beyond the limits, or packing it failed: an array was donated,
+                # or its deferred computation raised. Nothing of it was sent.
+                execution.cancel(f"its answer was not sent ({type(error).__name__})")
                 self._channel.send(self._agent.callee.failure(answer.id, error))
         except ChannelClosed as error:
             execution.cancel(f"{self._caller.name!r} gave up the call: {error}")

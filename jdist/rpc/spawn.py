@@ -19,6 +19,7 @@ from tempfile import TemporaryFile
 from typing import Any, Literal, Self, overload
 
 from jdist._errors import requirement
+from jdist.rpc.arguments import positional
 from jdist.rpc.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.process_settings import OFF, Plan, ProcessSettings, plan, share_out
 from jdist.rpc.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
@@ -89,7 +90,7 @@ def spawn(
     Args:
       fn: A function that pickle can name: defined at the top level of a module, or of
         the program itself if that guards its start by `if __name__ == "__main__":`.
-      args: Its arguments after the rank, picklable.
+      args: Its arguments after the rank, in a tuple or a list; picklable.
       nprocs: How many processes.
       settings: What is set up in them before JAX is; None for nothing.
       pin: How many cores each process gets for itself (True is 1); 0 for no pinning.
@@ -106,6 +107,8 @@ def spawn(
         its rank and its traceback.
       RpcTimeout: The timeout passed. All processes were ended.
       ValueError: An argument is out of range, or pickle cannot name or carry it.
+      TypeError: `fn` cannot be called; `args` is neither a tuple nor a list, as in
+        `args=(x)`.
       RuntimeError: Called while the main module of a spawned process is imported.
       Unavailable: Not a POSIX system.
 
@@ -264,7 +267,8 @@ def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     rule, remedy = "must be a function that pickle can name", "Define it in a module."
     _pickled(fn, requirement("spawn(fn=...)", rule, fn, remedy))
     rule = "must be values that pickle can carry"
-    call = _pickled((fn, tuple(args)), requirement("spawn(args=...)", rule, args))
+    given = positional("spawn", args)
+    call = _pickled((fn, given), requirement("spawn(args=...)", rule, given))
     path = [folder or os.getcwd() for folder in sys.path]
     # The keys are those of `multiprocessing.spawn.prepare`.
     return pickle.dumps(({"sys_path": path, "sys_argv": sys.argv, **main}, call))

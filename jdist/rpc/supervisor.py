@@ -87,7 +87,8 @@ class Program:
 
     name: str
     command: Sequence[str]
-    environment: Mapping[str, str]
+    # Not in the representation, which may be logged: the cluster's key is among them.
+    environment: Mapping[str, str] = dataclasses.field(repr=False)
     plan: Plan
     descriptors: tuple[int, ...] = ()
     captured: bool = False

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from jdist.rpc.agent import Agent
 from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import WorkerLost
+from jdist.rpc.gathering import SHUTDOWN
 from jdist.rpc.group import Group
 
 
@@ -42,7 +43,7 @@ def wait_for_all(
     while True:
         begun = agent.ledger.when_empty(deadline, check)
         timeout = 0.0 if deadline.at is None else max(1e-3, deadline.remaining() or 0.0)
-        wave = group.all_gather(begun, names, timeout, "shutdown")
+        wave = group.all_gather(begun, names, timeout, SHUTDOWN)
         if wave == before:
             return
         before = wave

@@ -37,6 +37,6 @@ class Tickets:
 
     def _take_back(self, peer: Peer, ticket: int) -> None:
         # Not under the deadline of whoever gave up, which has passed.
-        context, name = contextvars.Context(), peer.info.name
+        context = contextvars.Context()
         with contextlib.suppress(RpcError):  # This worker was shut down meanwhile.
-            context.run(self._agent.call_async, name, TAKE_BACK, ticket)
+            context.run(self._agent.call_async, peer.info, TAKE_BACK, ticket)

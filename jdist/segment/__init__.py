@@ -16,7 +16,10 @@ piece; and a lambda written in a loop compiles each time.
 - `_backward`: the backward program for one pattern of absent cotangents. `_split`: its
   two halves. `_deferred`: weight gradients for many calls at once.
 - `_passing`: backward passes that compute nothing.
-- `_cache`: compiled functions by code and contents. `_contents`: these contents.
+- `_traced`: a function by its programs, of one version of what it reads. `_identity`:
+  a program as a key.
+- `_cache`: what is compiled, by contents and by program. `_contents`: what a function
+  is made of. `_reads`: what its code can read.
 - `_halves`, `_residuals`, `_segment`: the compiled functions, what passes between them,
   and the public face.
 """

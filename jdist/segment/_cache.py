@@ -1,17 +1,22 @@
 """Compiled functions, found again by what a function *is*, not by which object it is.
 
 A lambda written in a loop is a new object in each turn, and `jax.jit` compiles each new
-object. Here the key is the function's code object together with the contents of all
-that its code refers to (`contents`): its closure, its defaults, the globals it reads.
-Equal keys mean equal programs, so the lambda is compiled once; and a lambda whose
-closure did change is never mistaken for the old one.
+object. Here what is compiled is found in two ways:
 
-Where the closure changes in each turn every turn compiles, which costs a thousand
-times the call. The third version of one code object therefore warns, once, and names
-what changed. The cache holds a bounded number of entries and drops the one that was not
-used for longest; what was handed out stays valid.
+1. `Cache`: by the function's code and the contents of all that the code refers to
+   (`contents`), without running it. Only where these could be read completely.
+2. `Versions`: by the program that the function is traced to (`identity`). That costs a
+   trace, a thousandth of a compilation, and cannot be wrong: the program has all that
+   the trace has read. So what could not be read, and a change of something that the
+   function does not use, compile nothing anew.
+
+Where the program changes in each turn every turn compiles, which costs a thousand times
+the call. The third version of one code object therefore warns, once, and names what
+changed. Both hold a bounded number of entries and drop the one that was not used for
+longest; what was handed out stays valid.
 """
 
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -19,7 +24,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from jdist.segment._contents import Contents, contents_of
+from jdist.segment._contents import FIXED_PACKAGES, Contents, contents_of
 
 Entry = TypeVar("Entry")
 PATIENCE = 3
@@ -38,15 +43,15 @@ class _History:
 
 
 class Cache(Generic[Entry]):
-    """A bounded map from functions to what was compiled for them; safe in threads.
+    """A bounded map from functions to what was made for them; safe in threads.
 
     Args:
-      user: Name of the public function that compiles, for the warning.
+      user: Name of the public function that compiles, for errors.
       size: How many entries are held.
 
     Example:
       >>> cache = Cache("apply", size=2)
-      >>> made = [cache.get(lambda x: x + 1, (), object) for _ in range(3)]
+      >>> made = [cache.get(lambda x: x + 1, (), lambda _: object()) for _ in range(3)]
       >>> made[0] is made[1] is made[2]
       True
       >>> len(cache)
@@ -54,33 +59,112 @@ class Cache(Generic[Entry]):
     """
 
     def __init__(self, user: str, size: int) -> None:
-        self._user = user
+        self.user = user
         self._size = size
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
-        self._histories: OrderedDict[Hashable, _History] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(
-        self, fn: Callable[..., Any], options: Hashable, build: Callable[[], Entry]
+        self,
+        fn: Callable[..., Any],
+        options: Hashable,
+        build: Callable[[Contents], Entry],
     ) -> Entry:
-        """The entry of a function and options; `build()` makes it if there is none.
+        """The entry of a function and options; `build(contents)` makes a new one.
+
+        A function that cannot be read completely gets a new one each time.
 
         Raises:
           TypeError: `fn` refers to a traced value.
         """
-        contents = contents_of(fn, self._user)
+        contents = contents_of(fn, self.user)
+        if not contents.complete:
+            return build(contents)
         key = (contents, options)
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return self._entries[key]
-            entry = self._entries[key] = build()
+            entry = self._entries[key] = build(contents)
             if len(self._entries) > self._size:
                 self._entries.popitem(last=False)
-            warning = self._note(contents, options)
-        if warning:
-            warnings.warn(warning, RecompilationWarning, stacklevel=3)
         return entry
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets an entry whose function is not what its contents say."""
+        with self._lock:
+            stale = [key for key, other in self._entries.items() if other is entry]
+            for key in stale:
+                del self._entries[key]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets all entries; what was handed out stays valid."""
+        with self._lock:
+            self._entries.clear()
+
+
+class Versions:
+    """A bounded map from programs to what was compiled for them; safe in threads.
+
+    Args:
+      size: How many programs are held.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._histories: OrderedDict[Hashable, _History] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(
+        self,
+        user: str,
+        contents: Contents,
+        case: Hashable,
+        program: Hashable,
+        entry: Any,
+    ) -> Any:
+        """What was compiled for the program; `entry` from now on, if nothing was.
+
+        Args:
+          user: Name of the public function that compiles.
+          contents: Of the function that was traced.
+          case: Its arguments' shapes, and all options.
+          program: What it was traced to.
+          entry: What is about to be compiled.
+        """
+        key = (user, contents.code, case, program)
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key]
+            self._entries[key] = entry
+            if len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+        self.note(user, contents, case)
+        return entry
+
+    def note(self, user: str, contents: Contents, case: Hashable) -> None:
+        """Counts a compilation of a code object; warns, if it is the one too many."""
+        key = (user, contents.code, case)
+        with self._lock:
+            before = self._histories.pop(key, None)
+            versions = 1 if before is None else before.versions + 1
+            self._histories[key] = _History(versions, contents)
+            if len(self._histories) > self._size:
+                self._histories.popitem(last=False)
+        if before is None or versions != PATIENCE:
+            return
+        changed = "; ".join(contents.changes_since(before.last))
+        warning = (
+            f"{user} compiles {contents.name} for the {PATIENCE}rd time, because "
+            f"what it refers to changed: {changed}. Each version costs a compilation. "
+            f"Pass what changes as an input, or write the function outside the loop."
+        )
+        warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -91,19 +175,17 @@ class Cache(Generic[Entry]):
             self._entries.clear()
             self._histories.clear()
 
-    def _note(self, contents: Contents, options: Hashable) -> str:
-        """Counts a version of a code object; the warning, if it is the one too many."""
-        key = (contents.code, options)
-        before = self._histories.pop(key, None)
-        versions = 1 if before is None else before.versions + 1
-        self._histories[key] = _History(versions, contents)
-        if len(self._histories) > self._size:
-            self._histories.popitem(last=False)
-        if before is None or versions != PATIENCE:
-            return ""
-        changed = "; ".join(contents.changes_since(before.last))
-        return (
-            f"{self._user} compiles {contents.name} for the {PATIENCE}rd time, because "
-            f"what it refers to changed: {changed}. Each version costs a compilation. "
-            f"Pass what changes as an input, or write the function outside the loop."
-        )
+
+VERSIONS = Versions(size=256)
+"""Of all that is compiled of functions, whoever compiles it."""
+
+
+def _users_level() -> int:
+    """The `stacklevel` at which a warning points to the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in FIXED_PACKAGES:
+            break
+        level, frame = level + 1, frame.f_back
+    return level

@@ -3,36 +3,62 @@
 Everything is decided while JAX traces: the forward function makes the plan and returns
 it in the structure of its residuals, so that the backward function finds it without any
 look-up of our own. A call therefore costs what a call of a jitted function costs.
+
+Only where the function turns out to be a program that other halves have compiled, the
+call goes to these, and such calls are looked up by their shapes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdist.segment._backward import Layout, cotangents_of, gradient
+from jdist.segment._cache import VERSIONS
+from jdist.segment._contents import Contents
 from jdist.segment._deferred import Deferral, defer
+from jdist.segment._identity import identity_of
 from jdist.segment._plan import Plan, plan
 from jdist.segment._repeat import Policy
 from jdist.segment._residuals import Deferred, Residuals, Rest
 from jdist.segment._split import split
-
-Static = tuple[tuple[int, type, Any], ...]
+from jdist.segment._traced import Program, Static, Traced, refuse_hidden, signature_of
 
 Then = Callable[[Any, Any, Any], Any]
 """`then(carry, d_params, given)`: what is made of gradients as they are computed."""
 
 
-@dataclass(frozen=True, slots=True)
+class Elsewhere(Exception):
+    """The program that is being traced is compiled already, by other halves.
+
+    Attributes:
+      home: These halves.
+    """
+
+    def __init__(self, home: "Halves") -> None:
+        super().__init__(home)
+        self.home = home
+
+
 class Halves:
     """The compiled functions of one function; JAX compiles each for new shapes.
+
+    Args:
+      fn: The function.
+      policy: What may be run again.
+      user: Name of the public function that compiles, for errors.
+      contents: What `fn` is made of.
+      label: What else tells it from others; halves of different labels share nothing.
+      before: The halves of which these are set aside, for one of their functions.
+      alone: See `Traced`.
 
     Attributes:
       owner: What tells the residuals of these halves from those of others.
       forward: `(params, inputs, static) -> (outputs, residuals)`; of these only what
         nobody else holds.
+      outputs: `(params, inputs, static) -> outputs`, of the same program.
       backward: `(params, residuals, d_outputs, layout) -> (d_params, d_inputs)`.
       first: `(params, residuals, d_outputs, layout) -> (d_inputs, rest)`; of the rest
         only what nobody else holds.
@@ -47,70 +73,135 @@ class Halves:
         given)`; the carry is donated.
     """
 
-    owner: object
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    first: Callable[..., Any]
-    second: Callable[..., Any]
-    backward_then: Callable[..., Any]
-    second_then: Callable[..., Any]
-    deferring_then: Callable[..., Any]
-    joined_then: Callable[..., Any]
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: Policy,
+        user: str,
+        contents: Contents,
+        label: Hashable = None,
+        before: "Halves | None" = None,
+        alone: bool = False,
+    ) -> None:
+        self.owner = object()
+        self._user = user
+        self._policy = policy
+        self._contents = contents
+        self._label = label
+        self._before = before
+        self._traced: Traced = (
+            before._traced.aside(fn) if before else Traced(fn, user, contents, alone)
+        )
+        self._elsewhere: dict[Any, Halves] = {}
+        name = getattr(fn, "__name__", type(fn).__name__)
+        compiled = functools.partial(_compiled, name)
+        self.forward = compiled(self._run_forward, static_argnums=2)
+        self.outputs = compiled(self._run_outputs, static_argnums=2)
+        self.backward = compiled(_backward, static_argnums=3)
+        self.first = compiled(_first, static_argnums=3)
+        self.second = compiled(_second, static_argnums=1)
+        backward_then, second_then = _continued()
+        deferring_then, joined_then = _joining()
+        apart, after = {"static_argnums": (0, 6)}, {"static_argnums": (0, 4)}
+        self.backward_then = compiled(backward_then, **apart, donate_argnums=1)
+        self.second_then = compiled(second_then, **after, donate_argnums=1)
+        self.deferring_then = compiled(deferring_then, **apart, donate_argnums=1)
+        self.joined_then = compiled(joined_then, **after, donate_argnums=1)
 
+    def aside(self, fn: Callable[..., Any]) -> "Halves":
+        """For one of the functions that share these halves, when another has changed.
 
-def halves(fn: Callable[..., Any], policy: Policy) -> Halves:
-    """Wraps a function's halves for compilation; they are traced when first called."""
-    owner = object()
+        What is compiled here serves it on; what is new it traces itself.
+        """
+        made_of = self._policy, self._user, self._contents, self._label
+        return Halves(fn, *made_of, before=self)
 
-    def forward(params: Any, inputs: Any, static: Static) -> Any:
-        def called(params: Any, *inputs: Any) -> Any:
-            arguments = list(inputs)
-            for place, _, value in static:
-                arguments[place] = value
-            return fn(params, *arguments)
+    def home_of(self, owner: object) -> "Halves | None":
+        """The halves that made residuals for a call of these; None if none did."""
+        if owner is self.owner:
+            return self
+        others = [*self._elsewhere.values(), *([self._before] if self._before else [])]
+        for other in others:
+            home = other.home_of(owner)
+            if home is not None:
+                return home
+        return None
 
-        planned = plan(called, params, inputs, policy, owner)
-        outputs, computed = _differentiable(planned, called, params, inputs)
+    def call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
+        """Calls `forward` or `outputs`, here or where the program is compiled."""
+        signature = None
+        if self._elsewhere:
+            signature = signature_of((params, *inputs), static)
+            home = self._elsewhere.get(signature)
+            if home is not None:
+                return home.call(half, params, inputs, static)
+        try:
+            return getattr(self, half)(params, inputs, static)
+        except Elsewhere as found:
+            home = found.home
+        signature = signature or signature_of((params, *inputs), static)
+        self._elsewhere[signature] = home
+        return home.call(half, params, inputs, static)
+
+    def _program(self, params: Any, inputs: Any, static: Static) -> Program:
+        """The function's program, if these are the halves where it is compiled.
+
+        Raises:
+          Elsewhere: It is compiled elsewhere.
+        """
+        arguments = (params, *inputs)
+        program = self._traced.program(arguments, static)
+        case = (self._policy, self._label, signature_of(arguments, static))
+        key = program.outputs, identity_of(program.closed)
+        home: Halves = VERSIONS.get(self._user, self._contents, case, key, self)
+        if home is not self:
+            raise Elsewhere(home)
+        return program
+
+    def _run_forward(self, params: Any, inputs: Any, static: Static) -> Any:
+        program = self._program(params, inputs, static)
+        planned = plan(program.run, params, inputs, self._policy, self.owner)
+        # The derivative rules have run by now, and may have brought something in.
+        refuse_hidden(self._user, planned.program)
+        outputs, computed = _differentiable(planned, program.run, params, inputs)
         return outputs, Residuals(planned, computed)
 
-    def backward(
-        params: Any, residuals: Residuals, d_outputs: Any, layout: Layout
-    ) -> Any:
-        kept = residuals.arrays
-        whole = gradient(residuals.plan, kept, params, d_outputs)
-        leaves = jax.tree.leaves((params, kept, d_outputs))
-        return whole.run(leaves, layout)
-
-    def first(params: Any, residuals: Residuals, d_outputs: Any, layout: Layout) -> Any:
-        kept = residuals.arrays
-        parts = split(gradient(residuals.plan, kept, params, d_outputs))
-        leaves = jax.tree.leaves((params, kept, d_outputs))
-        d_inputs, computed = parts.first(leaves, layout)
-        return d_inputs, Rest(parts, computed)
-
-    def second(rest: Rest, layout: Layout) -> list[Any]:
-        return rest.split.finish(rest.arrays, layout)
-
-    name = getattr(fn, "__name__", type(fn).__name__)
-    backward_then, second_then = _continued(backward)
-    deferring_then, joined_then = _joining()
-    continued = (backward_then, second_then, deferring_then, joined_then)
-    for half in (forward, backward, first, second, *continued):
-        half.__name__ = f"{name}_{half.__name__}"
-    return Halves(
-        owner,
-        jax.jit(forward, static_argnums=2),
-        jax.jit(backward, static_argnums=3),
-        jax.jit(first, static_argnums=3),
-        jax.jit(second, static_argnums=1),
-        jax.jit(backward_then, static_argnums=(0, 6), donate_argnums=1),
-        jax.jit(second_then, static_argnums=(0, 4), donate_argnums=1),
-        jax.jit(deferring_then, static_argnums=(0, 6), donate_argnums=1),
-        jax.jit(joined_then, static_argnums=(0, 4), donate_argnums=1),
-    )
+    def _run_outputs(self, params: Any, inputs: Any, static: Static) -> Any:
+        return self._program(params, inputs, static).run(params, *inputs)
 
 
-def _continued(backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+def _compiled(
+    name: str, half: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
+    """A half, compiled under the function's name, which shows in profiles."""
+
+    def run(*arguments: Any) -> Any:
+        return half(*arguments)
+
+    run.__name__ = f"{name}_{half.__name__.removeprefix('_run_').lstrip('_')}"
+    return jax.jit(run, **options)
+
+
+def _backward(params: Any, residuals: Residuals, d_outputs: Any, layout: Layout) -> Any:
+    kept = residuals.arrays
+    whole = gradient(residuals.plan, kept, params, d_outputs)
+    leaves = jax.tree.leaves((params, kept, d_outputs))
+    return whole.run(leaves, layout)
+
+
+def _first(params: Any, residuals: Residuals, d_outputs: Any, layout: Layout) -> Any:
+    kept = residuals.arrays
+    parts = split(gradient(residuals.plan, kept, params, d_outputs))
+    leaves = jax.tree.leaves((params, kept, d_outputs))
+    d_inputs, computed = parts.first(leaves, layout)
+    return d_inputs, Rest(parts, computed)
+
+
+def _second(rest: Rest, layout: Layout) -> list[Any]:
+    return rest.split.finish(rest.arrays, layout)
+
+
+def _continued() -> tuple[Callable[..., Any], ...]:
     """The whole backward pass, and the second half, with what is made of gradients."""
 
     def backward_then(
@@ -122,7 +213,7 @@ def _continued(backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
         d_outputs: Any,
         layout: Layout,
     ) -> Any:
-        d_params, d_inputs = backward(params, residuals, d_outputs, layout)
+        d_params, d_inputs = _backward(params, residuals, d_outputs, layout)
         return then(carry, d_params, given), d_inputs
 
     def second_then(

@@ -8,7 +8,7 @@ it is forgotten where JAX takes the tree apart.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 from weakref import ref
 
 import jax
@@ -144,10 +144,8 @@ _ONE_DEVICE = (SingleDeviceSharding, NoneType)
 # --- what is refused ---
 
 
-def check_origin(call: str, value: Any, kind: type, owner: object) -> None:
+def refuse_origin(call: str, value: Any, kind: type) -> NoReturn:
     """Refuses what another method, or another segment, has returned."""
-    if type(value) is kind and getattr(value, "owner", None) is owner:
-        return
     name, maker = {
         Residuals: ("residuals", "forward"),
         Rest: ("rest", "backward_inputs"),

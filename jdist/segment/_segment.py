@@ -9,18 +9,20 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.segment._cache import Cache
-from jdist.segment._halves import Halves, Static, Then, halves
+from jdist.segment._contents import Contents, value_of
+from jdist.segment._halves import Halves, Then
 from jdist.segment._repeat import POLICIES, Policy
 from jdist.segment._residuals import (
     Deferred,
     Residuals,
     Rest,
-    check_origin,
     check_version,
     explain_deleted,
     layout_of,
+    refuse_origin,
     version_of,
 )
+from jdist.segment._traced import Changed, Static, StaticValue
 
 CACHE: Cache[Halves] = Cache("segment", size=256)
 
@@ -37,14 +39,19 @@ class Segment:
       fn: The function.
     """
 
-    __slots__ = ("_halves", "_static", "fn")
+    __slots__ = ("_halves", "_own", "_static", "fn")
 
     def __init__(
-        self, fn: Callable[..., Any], halves: Halves, static: tuple[int, ...]
+        self,
+        fn: Callable[..., Any],
+        halves: Halves,
+        static: tuple[int, ...],
+        own: bool = True,
     ) -> None:
         self.fn = fn
         self._halves = halves
         self._static = static
+        self._own = own  # Whether `fn` is the caller's, and not one that is equal.
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
@@ -61,11 +68,17 @@ class Segment:
         Returns:
           The outputs of `fn`, and the residuals. These hold arrays that depend on the
           inputs, of the fewest bytes that suffice.
+
+        Raises:
+          TypeError: `fn` reads a value that is being traced; or a static argument is
+            not hashable, or holds what cannot be read.
+          ValueError: The shapes are new, and what `fn` reads has changed since it was
+            first compiled.
         """
         static: Static = ()
         if self._static:
             inputs, static = self._without_static(inputs)
-        outputs, saved = self._halves.forward(params, inputs, static)
+        outputs, saved = self._call("forward", params, inputs, static)
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
         given, arguments = plan.param_count, len(plan.trained)
@@ -76,6 +89,17 @@ class Segment:
         kept = tuple([jnp.array(x) if type(x) is np.ndarray else x for x in kept])
         version, layout = version_of(leaves[:given]), layout_of(leaves[:arguments])
         return outputs, Residuals(plan, kept, version, layout)
+
+    def outputs(self, params: Any, *inputs: Any) -> Any:
+        """The outputs of `forward` alone, where no backward pass follows.
+
+        Args and errors are those of `forward`. It runs the program that `forward`
+        differentiates: for the same shapes `fn` is traced once for both.
+        """
+        static: Static = ()
+        if self._static:
+            inputs, static = self._without_static(inputs)
+        return self._call("outputs", params, inputs, static)
 
     def backward(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -104,7 +128,7 @@ class Segment:
           TypeError: `residuals` is not what `forward` returned.
         """
         arguments = (params, residuals, d_outputs)
-        return self._pull_back("backward", self._halves.backward, arguments)
+        return self._pull_back("backward", "backward", arguments)
 
     def backward_then(
         self,
@@ -133,8 +157,8 @@ class Segment:
         Raises: what `backward` raises.
         """
         arguments = (params, residuals, d_outputs)
-        half, before = self._halves.backward_then, (then, carry, given)
-        return self._pull_back("backward_then", half, arguments, before)
+        before = (then, carry, given)
+        return self._pull_back("backward_then", "backward_then", arguments, before)
 
     def backward_inputs(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -151,9 +175,7 @@ class Segment:
           `backward_params`.
         """
         arguments = (params, residuals, d_outputs)
-        d_inputs, found = self._pull_back(
-            "backward_inputs", self._halves.first, arguments
-        )
+        d_inputs, found = self._pull_back("backward_inputs", "first", arguments)
         arrays = _gathered(found, arguments, d_inputs)
         return d_inputs, Rest(found.split, arrays, residuals.layout)
 
@@ -172,11 +194,11 @@ class Segment:
             another segment.
           TypeError: `rest` is not what `backward_inputs` returned.
         """
-        check_origin("backward_params", rest, Rest, self._halves.owner)
+        home = self._home("backward_params", rest, Rest)
         finished: list[Any] = []
         if None in rest.split.ready:
             try:
-                finished = self._halves.second(rest, rest.layout)
+                finished = home.second(rest, rest.layout)
             except (RuntimeError, ValueError) as error:
                 explain_deleted("backward_params", error, {"rest": rest})
                 raise
@@ -190,9 +212,9 @@ class Segment:
         Raises: what `backward_params` raises.
         """
         call = "backward_params_then"
-        check_origin(call, rest, Rest, self._halves.owner)
+        home = self._home(call, rest, Rest)
         try:
-            return self._halves.second_then(then, carry, given, rest, rest.layout)
+            return home.second_then(then, carry, given, rest, rest.layout)
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"rest": rest})
             raise
@@ -219,9 +241,9 @@ class Segment:
           `joined_then`.
         """
         arguments = (params, residuals, d_outputs)
-        half, before = self._halves.deferring_then, (then, carry, given)
+        call, before = "backward_deferring_then", (then, carry, given)
         carry, d_inputs, found = self._pull_back(
-            "backward_deferring_then", half, arguments, before
+            call, "deferring_then", arguments, before
         )
         arrays = _gathered(found, arguments, d_inputs)
         return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
@@ -250,47 +272,77 @@ class Segment:
         call = "joined_then"
         alike: dict[Any, list[Deferred]] = {}
         for each in deferred:
-            check_origin(call, each, Deferred, self._halves.owner)
-            alike.setdefault(each.split, []).append(each)
+            home = self._home(call, each, Deferred)
+            alike.setdefault((home, each.split), []).append(each)
         try:
-            for split, calls in alike.items():
+            for (home, split), calls in alike.items():
                 if any(split.put_off):
-                    carry = self._halves.joined_then(
-                        then, carry, given, calls, calls[0].layout
-                    )
+                    layout = calls[0].layout
+                    carry = home.joined_then(then, carry, given, calls, layout)
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"deferred": list(deferred)})
             raise
         return carry
 
+    def _call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
+        try:
+            return self._halves.call(half, params, inputs, static)
+        except Changed:
+            if not self._own:
+                raise
+        CACHE.drop(self._halves)
+        self._halves = self._halves.aside(self.fn)
+        return self._halves.call(half, params, inputs, static)
+
     def _pull_back(
         self,
         call: str,
-        half: Callable[..., Any],
+        half: str,
         arguments: tuple[Any, Residuals, Any],
         before: tuple[Any, ...] = (),
     ) -> Any:
         params, residuals, _ = arguments
-        check_origin(call, residuals, Residuals, self._halves.owner)
+        home = self._home(call, residuals, Residuals)
         check_version(call, params, residuals.version)
         try:
-            return half(*before, *arguments, residuals.layout)
+            return getattr(home, half)(*before, *arguments, residuals.layout)
         except (RuntimeError, ValueError) as error:
             names = ("params", "residuals", "d_outputs")
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
             raise
 
+    def _home(self, call: str, value: Any, kind: Any) -> Halves:
+        """The halves that made what a call of this segment has returned."""
+        if type(value) is kind:
+            home = self._halves.home_of(value.owner)
+            if home is not None:
+                return home
+        refuse_origin(call, value, kind)
+
     def _without_static(
         self, inputs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Static]:
-        places = [n - 1 for n in self._static if n <= len(inputs)]
-        static = tuple((i, type(inputs[i]), inputs[i]) for i in places)
-        for place, kind, value in static:
-            if not issubclass(kind, Hashable):
-                rule = "must be hashable where an argument is static"
-                got = f"{value!r} as argument {place + 1}"
-                raise TypeError(requirement("Segment.forward(*inputs)", rule, got))
-        return tuple(None if i in places else x for i, x in enumerate(inputs)), static
+        places = [n for n in self._static if n <= len(inputs)]
+        static = tuple(_static(n, inputs[n - 1]) for n in places)
+        return tuple(
+            None if i in places else x for i, x in enumerate(inputs, start=1)
+        ), static
+
+
+def _static(place: int, value: Any) -> StaticValue:
+    call = "Segment.forward(*inputs)"
+    if not isinstance(value, Hashable):
+        rule = "must be hashable where an argument is static"
+        raise TypeError(requirement(call, rule, f"{value!r} as argument {place}"))
+    if type(value) in (bool, int, str, type(None)):
+        return StaticValue(place, value, (type(value), value))
+    contents = value_of(value, call)
+    if not contents.complete:
+        rule = "must be readable where an argument is static: what it holds may change"
+        got = f"{value!r} as argument {place}, with {', '.join(contents.unread)}"
+        remedy = "Close over it: the function is then traced anew for each segment."
+        raise TypeError(requirement(call, rule, got, remedy))
+    return StaticValue(place, value, contents)
 
 
 def _gathered(
@@ -325,14 +377,16 @@ def segment(
 
     Args:
       fn: `fn(params, *inputs) -> outputs`, pure; all are pytrees of arrays. Of what
-        else it refers to (closure, globals, defaults) the values of this moment count.
-        Segments of one code object and equal contents share their compiled halves.
+        else it reads (closure, globals, defaults, attributes) the values of this moment
+        count; later changes are not seen. Segments of one code object share what is
+        compiled where they are certain to be the same program.
       recompute: What the backward pass may compute again instead of reading what the
         forward pass kept. False: what costs next to nothing, element-wise arithmetic.
         "dots": all but matrix products, convolutions and the like. True: everything;
         only inputs are kept.
       static_argnums: Numbers of arguments that are hashable Python values and not
-        arrays, counted as in `jax.jit` (`params` is 0 and cannot be static).
+        arrays, counted as in `jax.jit` (`params` is 0 and cannot be static). Functions
+        and objects among them count by their contents, as `fn` does.
       label: Tells versions of one code object that are meant, such as the stages of a
         pipeline made by one factory, from those that a closure makes by accident.
         Segments of different labels share nothing.
@@ -341,7 +395,8 @@ def segment(
       A `Segment`.
 
     Raises:
-      TypeError: `fn` is not callable, or refers to a value that is being traced.
+      TypeError: `fn` is not callable, or refers to a value that is being traced (also
+        when it is first called).
       ValueError: `recompute` or `static_argnums` is none of the above.
 
     Example:
@@ -372,5 +427,11 @@ def segment(
         raise ValueError(
             requirement("segment(static_argnums=...)", rule, static_argnums, remedy)
         )
-    compiled = CACHE.get(fn, (recompute, label), lambda: halves(fn, recompute))
-    return Segment(fn, compiled, static)
+    return Segment(fn, _halves_of(fn, recompute, label), static)
+
+
+def _halves_of(fn: Callable[..., Any], recompute: Policy, label: Hashable) -> Halves:
+    def build(contents: Contents) -> Halves:
+        return Halves(fn, recompute, "segment", contents, label)
+
+    return CACHE.get(fn, (recompute, label), build)

@@ -13,11 +13,16 @@ from jax.experimental.buffer_callback import buffer_callback
 from jdist import autograd
 from tests.rpc.rref.common import PATIENCE
 
+TRACED = "/jdist/tests/layer_is_traced"
 traced = queue.SimpleQueue()
 """Has an entry for each time that JAX traced `layer` in this process.
 
-A queue counts as the same whatever is in it; a changed list would compile anew.
+`layer` itself does not refer to it: what changes, or cannot be read, would be traced
+anew.
 """
+jax.monitoring.register_event_listener(
+    lambda event, **_: traced.put("layer") if event == TRACED else None
+)
 
 SIZE = 3
 BAD_MOOD = False
@@ -27,7 +32,7 @@ arrived = threading.Semaphore(0)
 
 def layer(params, x):
     """(4, 3) to (4, 5), and an integer."""
-    traced.put("layer")
+    jax.monitoring.record_event(TRACED)
     h = jnp.tanh(x @ params["kernel"] + params["bias"][None])
     return {"h": h, "rows": jnp.int32(x.shape[0])}
 

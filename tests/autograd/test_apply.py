@@ -3,7 +3,9 @@
 import functools
 import itertools
 import operator
+import threading
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -186,20 +188,18 @@ def test_keywords_and_nested_arguments():
 
 
 def test_python_values_are_static_but_floating_numbers():
-    traced = SimpleQueue()  # its contents are no part of the function
-
     def fn(x, shape, number, text):
-        traced.put((type(shape), type(number).__name__, text))
-        return x.reshape(shape) * number
+        return x.reshape(shape) * number + len(text)
 
-    x = leaf(6)
+    x, before = leaf(6), _compilations()
     for number in (1.5, 2.5, -0.5):
         out = autograd.apply(fn, x, (2, 3), number, "a")
-        np.testing.assert_array_equal(out.value, normal(6).reshape(2, 3) * number)
-    assert traced.qsize() == 1
+        want = normal(6).reshape(2, 3) * number + 1
+        np.testing.assert_allclose(out.value, want, rtol=1e-12, atol=1e-15)
+    assert _compilations() - before == 1
     autograd.apply(fn, x, (3, 2), 1.5, "a")
-    autograd.apply(fn, x, (3, 2), 1.5, "b")
-    assert traced.qsize() == 3
+    autograd.apply(fn, x, (3, 2), 1.5, "bc")
+    assert _compilations() - before == 3
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, True), (0, False), ("a", b"a")])
@@ -212,25 +212,67 @@ def test_static_values_are_told_apart_by_type(one, other):
 
 
 def test_functions_as_arguments():
-    traced = SimpleQueue()
-
     def fn(x, act):
-        traced.put(act)
         return act(x)
 
-    x = leaf(4)
+    x, before = leaf(4), _compilations()
     for _ in range(3):
         autograd.apply(fn, x, lambda v: jnp.tanh(v) * 2)
         autograd.apply(fn, x, jnp.sin)
-    assert traced.qsize() == 2
+    assert _compilations() - before == 2
 
 
 def test_a_lambda_in_a_loop_is_compiled_once():
-    traced = SimpleQueue()
-    x = leaf(3)
+    x, before = leaf(3), _compilations()
     for _ in range(5):
-        autograd.apply(lambda v: (traced.put(1), v * 2)[1], x)
-    assert traced.qsize() == 1
+        autograd.apply(lambda v: v * 2 + 1, x)
+    assert _compilations() - before == 1
+
+
+def test_what_cannot_be_read_is_traced_anew_and_compiled_once():
+    """A queue may hold anything: the function is traced in every call."""
+    traced, x, before = SimpleQueue(), leaf(5), _compilations()
+    for _ in range(4):
+        autograd.apply(lambda v: (traced.put(1), v * 3 - 1)[1], x)
+    assert (traced.qsize(), _compilations() - before) == (4, 1)
+
+
+def test_a_function_argument_that_cannot_be_read_is_never_stale():
+    """Its key equals no other, its program decides."""
+    scales, x, before = SimpleQueue(), leaf(3, seed=4), _compilations()
+
+    def scaled(v):
+        return v * scales.get()
+
+    for scale in (2, 2, 5):
+        scales.put(scale)
+        out = autograd.apply(lambda v, act: act(v), x, scaled)
+        np.testing.assert_array_equal(out.value, normal(3, seed=4) * scale)
+    assert _compilations() - before == 2
+
+
+def test_functions_of_equal_contents_change_apart():
+    """What was compiled for one serves the other, until it must be traced anew."""
+
+    def make():
+        held = [2.0]
+        return lambda v: v * held[0], held
+
+    (first, held), (second, _) = make(), make()
+    autograd.apply(first, leaf(3))
+    held[0] = 5.0
+    for fn, n, scale in ((second, 3, 2.0), (second, 4, 2.0), (first, 4, 5.0)):
+        out = autograd.apply(fn, leaf(n))
+        np.testing.assert_array_equal(out.value, normal(n) * scale)
+
+
+def test_callbacks_write_to_their_own_objects():
+    """Also where two functions are alike in all that can be read."""
+    logs = [[], []]
+    for log in (*logs, *logs):
+        autograd.apply(lambda v: (jax.debug.callback(log.append, 1), v * 2)[1], leaf(3))  # noqa: B023
+        jax.effects_barrier()
+    assert [len(log) for log in logs] == [2, 2]
 
 
 def test_a_closure_that_changes_is_told():
@@ -308,6 +350,36 @@ def test_recorded_values_have_to_be_arguments():
     ):
         with pytest.raises(TypeError, match=r"mark the function with @autograd\.eager"):
             autograd.apply(fn, w)
+
+
+def test_recorded_values_are_refused_wherever_they_hide():
+    """In an object, in one that cannot be read, and by way of a helper."""
+    thing, local = SimpleNamespace(), threading.local()
+    for thing.held in (leaf(3), leaf(3) * 2.0):
+        local.held = thing.held
+        for fn in (
+            lambda x: x * thing.held,
+            lambda x: thing.held * x,
+            lambda x: jnp.sin(x * vars(thing)["held"]),
+            lambda x: x + local.held.value,
+        ):
+            with pytest.raises(TypeError, match=r"autograd\.(eager|remote_call|apply)"):
+                autograd.apply(fn, leaf(3))
+
+
+def test_a_function_in_the_name_of_a_library_is_the_users():
+    """`functools.wraps` gives it the library's name, and nothing else of it."""
+    thing = SimpleNamespace(scale=2.0)
+
+    @functools.wraps(jnp.tanh)
+    def tanh(x):
+        return x * thing.scale
+
+    for thing.scale in (2.0, 3.0):
+        for fn in (tanh, jax.jit(lambda x: x * thing.scale)):
+            jax.clear_caches()  # What a jitted function has read is JAX's to keep.
+            out = autograd.apply(fn, leaf(3))
+            np.testing.assert_array_equal(out.value, normal(3) * thing.scale)
 
 
 def test_a_pure_function_makes_no_calls(threads):

@@ -1,5 +1,7 @@
 """A distributed optimizer does what a local one does, bit for bit."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -277,22 +279,63 @@ def test_variables_stay_where_they_are():
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+STEP_IS_TRACED = "/jdist/tests/step_is_traced"
+
+
+def counting():
+    """Plain SGD; JAX is told when its step is traced."""
+    inner = optim.sgd(lr=1.0)
+
+    def step_tree(*arguments):
+        jax.monitoring.record_event(STEP_IS_TRACED)
+        return inner.step_tree(*arguments)
+
+    return optim.Optimizer("counting", inner.init_tree, step_tree)
+
+
 def traced():
     """How many times a step is traced: once for each pattern of gradients."""
-    world.log.clear()
+    events, counts = [], []
+
+    def listen(event, **_):
+        if event == STEP_IS_TRACED:
+            events.append(event)
+
+    jax.monitoring.register_event_listener(listen)
     rrefs = [rpc.RRef(world.make(world.numbers(i))) for i in (0, 1)]
-    dist_opt = autograd.DistributedOptimizer(world.watched, rrefs, "one", False)
-    counts = []
+    dist_opt = autograd.DistributedOptimizer(counting, rrefs)
     for turn in range(6):
         pattern = [world.numbers(turn), None if turn % 2 else world.numbers(turn, 1)]
         world.step(dist_opt, rrefs, pattern)
-        counts.append(len(world.log) // 2)
+        counts.append(len(events))
+    jax.monitoring.unregister_event_listener(listen)
     return counts
 
 
 def test_each_pattern_of_gradients_compiles_once():
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         assert traced() == [1, 2, 2, 2, 2, 2]
+
+
+def test_a_schedule_is_of_one_version():
+    """A new optimizer sees what its schedule reads now; a held one is what it was."""
+    held = SimpleNamespace(scale=2.0)
+
+    def make():
+        return optim.sgd(lr=lambda _: jnp.float32(0.1 * held.scale))
+
+    def stepped(one, size):
+        params = [jnp.ones(size)]
+        return one.compiled(params, params, one.init(params), None, {})[0][0]
+
+    for held.scale in (2.0, 3.0):
+        one = program(make, (), {})
+        want = np.full(3, 1 - 0.1 * held.scale)
+        np.testing.assert_allclose(stepped(one, 3), want, rtol=1e-6)
+    held.scale = 4.0
+    np.testing.assert_allclose(stepped(one, 3), want, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"must stay what it was .* 3\.0 to 4\.0"):
+        stepped(one, 2)
 
 
 def test_trainers_with_the_same_optimizer_share_its_program():

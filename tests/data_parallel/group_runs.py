@@ -13,10 +13,18 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jdist import optim
-from jdist.data_parallel import Checkpoints, shard_batch, train_step, value_and_grad
+from jdist.data_parallel import (
+    Checkpoints,
+    ReplicasDiffer,
+    shard_batch,
+    train_step,
+    value_and_grad,
+)
 from jdist.data_parallel.process_group import process_group
 
 MOMENTUM = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
@@ -83,6 +91,58 @@ def gradient(sizes, reduction, method):
     fn = value_and_grad(losses_of, where, reduction=reduction, method=method)
     shards = sharded(where, sizes, *examples(sum(sizes)), rows=max(sizes))
     return jax.tree.map(np.asarray, fn(parameters(), *shards))
+
+
+def float16_mean(method):
+    """Of 1500 and 500 examples around 600, whose sum is 18 times float16's largest."""
+    rng = np.random.default_rng(3)
+    x = rng.uniform(550, 650, size=(2000, 3)).astype(np.float16)
+    weights = rng.uniform(0.5, 300, size=2000)
+    fn = value_and_grad(lambda w, x: x @ w, mesh(1), method=method)
+    shards = sharded(mesh(1), (1500, 500), x, weights, rows=1500)
+    _, found = fn(jnp.ones(3, jnp.float16), *shards)
+    return np.asarray(found), np.average(x.astype(float), axis=0, weights=weights)
+
+
+def silent_hook():
+    """What debug mode says of a hook that does not communicate."""
+    fn = value_and_grad(
+        losses_of, mesh(1), hook=lambda state, bucket: (state, bucket), debug=True
+    )
+    shards = sharded(mesh(1), (3, 2), *examples(5), rows=3)
+    try:
+        fn(parameters(), *shards)
+    except ReplicasDiffer as error:
+        return str(error)
+
+
+def divided():
+    """Three steps on 2 processes x 2 devices: layouts, and values beside one device's.
+
+    The parameters are one array of both processes, divided over each one's devices.
+    """
+    rows = np.array(jax.devices()).reshape(-1, jax.local_device_count())[:, :2]
+    grid = Mesh(rows, ("data", "model"))
+    specs = {"w1": P(None, "model"), "b1": P("model"), "w2": P("model")}
+    whole = {k: p[..., :6] if k != "w2" else p[:6] for k, p in parameters().items()}
+    own = {
+        k: jax.device_put(p, NamedSharding(grid, specs[k])) for k, p in whole.items()
+    }
+    opt = optim.adam(lr=0.05)
+    step = train_step(losses_of, opt, grid, clip=0.5)
+    alone = train_step(losses_of, opt, 1, clip=0.5)
+    state, expected = step.init(own), alone.init(whole)
+    batch, weights = examples(7)
+    for _ in range(3):
+        state, _ = step(state, *sharded(grid, (5, 2), batch, weights, rows=5))
+        expected, _ = alone(expected, batch, weights)
+    kept = [
+        leaf.sharding.spec == specs[name]
+        for name in specs
+        for leaf in (state.params[name], state.opt_state[name].exp_avg)
+    ]
+    found = multihost_utils.process_allgather(state.params, tiled=True)
+    return kept, found, jax.tree.map(np.asarray, expected.params)
 
 
 def collectives(each):

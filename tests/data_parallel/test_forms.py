@@ -109,3 +109,31 @@ def test_gradients_that_are_summed_already_are_refused(mesh):
     )
     with pytest.raises(ValueError, match=r"already\s+summed"):
         mapped(jnp.float64(1), jnp.arange(4.0))
+
+
+def test_masters_take_horovods_mean_unrounded():
+    """Of 256 and 1 it is 128.5, which is no bfloat16; the copies are rounded."""
+    inner = optim.with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.bfloat16)
+    opt = averaged(inner, "data")
+    state = opt.init(jnp.zeros(()))
+
+    def step(gradient):
+        return opt.step(jnp.zeros((), jnp.bfloat16), gradient, state)
+
+    gradients = jnp.array([256, 1], jnp.bfloat16)
+    copies, moved = jax.vmap(step, axis_name="data")(gradients)
+    assert moved.masters.tolist() == [-128.5, -128.5]
+    assert copies.tolist() == [-128, -128]
+
+
+def test_the_models_gradient_is_added_up_in_float32(mesh):
+    """2048 and seven times 1: float16 stays at 2048 if it is rounded on the way."""
+    model = DataParallel(lambda w, x: x * w, mesh(8))
+    x = jnp.array([2048] + [1] * 7, jnp.float16)
+
+    def total(w):
+        return model(w, x).astype(jnp.float32).sum()
+
+    gradient = jax.grad(total)(jnp.array(1, jnp.float16))
+    assert gradient.dtype == jnp.float16
+    assert gradient == 2056

@@ -1,6 +1,8 @@
 """Replicas' gradients: equal to one device's, whatever is split over whatever."""
 
+import re
 from functools import cache
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,17 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jdist import verify
-from jdist.data_parallel import shard_batch, value_and_grad
+from jdist import optim, verify
+from jdist.data_parallel import (
+    Join,
+    hooks,
+    local_sgd,
+    reducer,
+    shard_batch,
+    value_and_grad,
+)
 from jdist.reduction import REDUCTIONS
+from tests.data_parallel.recording import gradient_of
 
 METHODS = ("all_reduce", "all_gather")
 
@@ -164,11 +174,21 @@ def test_compiled_once_for_all_sizes(problem, mesh):
 
 
 def test_one_collective_in_the_compiled_program(problem, mesh):
-    """Loss, weight and all gradients travel together: one all-reduce, not several."""
+    """Loss, weight and all gradients travel together; weights by their total, before.
+
+    Weights that are 1 each have a total that is known, and nothing more is sent.
+    """
     params, batch, _ = problem
     fn = value_and_grad(losses_of, mesh(4))
-    text = jax.jit(fn).lower(params, *shard_batch(batch, mesh(4))).compile().as_text()
-    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+    shards = shard_batch(batch, mesh(4))
+    # w, unused, loss and total: 12 + 2 + 2.
+    for arguments, expected in (
+        (shards[:1], ["f64[16]"]),
+        (shards, ["f32[]", "f64[16]"]),
+    ):
+        text = jax.jit(fn).lower(params, *arguments).compile().as_text()
+        found = re.findall(r"= (\w+\[\d*\]).* all-reduce(?:-start)?\(", text)
+        assert sorted(found) == expected
 
 
 def test_inside_jit_bad_weights_are_nan(problem):
@@ -311,3 +331,86 @@ def test_losses_that_are_not_reduced_may_be_reduced_by_hand(problem, mesh):
     judge("mean")(
         params, batch, {"by hand": candidate}, weights=weights, seed=None
     ).raise_if_failed()
+
+
+# --- sixteen bits ---
+
+
+def scaled_rows(w, x):
+    """A float16 loss whose sum over some hundred examples is beyond 65504."""
+    return x @ w
+
+
+def entries(mesh):
+    """Every way to a whole batch's gradient, as `fn(w, x, weights)` over 3 replicas."""
+    sizes, rows = (2048, 0, 1024), 2048
+
+    def over(where, run):
+        def fn(w, x, weights):
+            shards = shard_batch(x, where, sizes, weights=weights, rows=rows)
+            return run(w, *shards)[:2]
+
+        return fn
+
+    found = {}
+    for kind, where in (("devices", mesh(3)), ("vmap", 3)):
+        for method in METHODS:
+            fn = value_and_grad(scaled_rows, where, method=method)
+            found[f"{method}, {kind}"] = over(where, fn)
+    for name, hook in (("hook", hooks.all_reduce()), ("int8", hooks.int8_per_tensor())):
+        found[name] = over(3, value_and_grad(scaled_rows, 3, hook=hook))
+    found["accumulated"] = over(3, gradient_of(scaled_rows, 3, accumulate=4))
+    driven = reducer([scaled_rows], lambda outputs, _: outputs, mesh(3))
+    found["reducer"] = over(mesh(3), lambda w, *shards: unwrapped(driven([w], *shards)))
+
+    def joined(w, x, weights):
+        ends = (0, 2048, 2048, 3072)
+        streams = [[(x[a:b], weights[a:b])] if b > a else [] for a, b in pairwise(ends)]
+        ((batch, counts),) = Join(streams, 3, rows=rows, weighted=True)
+        return gradient_of(scaled_rows, 3)(w, batch, counts)
+
+    def local(w, *shards):
+        training = local_sgd(scaled_rows, optim.sgd(lr=2.0**-10), 3, period=1)
+        state, loss = training.step(training.init(w), *shards)
+        # Of numbers below 1, so that the difference is as exact as the gradient.
+        return loss, (w - training.average(state)) * 1024
+
+    return found | {"Join": joined, "local_sgd": over(3, local)}
+
+
+def unwrapped(found):
+    loss, (gradient,) = found
+    return loss, gradient
+
+
+def test_a_float16_mean_is_never_a_sum_first(rng, mesh):
+    """Finite wherever the mean is, and near it, by every way; the sum is 28 x 65504.
+
+    Bounds: float16 holds a gradient of 600 to 1/4, and one step of int8 is 650 / 255.
+    """
+    x = rng.uniform(550, 650, size=(3072, 3)).astype(np.float16)
+    weights = rng.uniform(0.5, 400, size=3072).astype(np.float32)
+    w = jnp.ones(3, jnp.float16) / 4
+    expected = np.average(x.astype(float), axis=0, weights=weights.astype(float))
+    for name, fn in entries(mesh).items():
+        loss, gradient = fn(w, x, weights)
+        assert gradient.dtype == jnp.float16, name
+        bound = 3 if name == "int8" else 0.75
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=bound, err_msg=name)
+        np.testing.assert_allclose(loss, expected.sum() / 4, rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_weights_beyond_the_devices_precision_are_refused(problem, wide):
+    """Their total would be infinite or 0, and the mean NaN."""
+    params, batch, _ = problem
+    with jax.enable_x64(wide):
+        fn = value_and_grad(losses_of, 2)
+        top = 1e308 if wide else 3e38
+        for weight, shown in ((top, "inf" if wide else "2.4e+39"), (1e-320, "8e-320")):
+            weights = np.full(8, weight)
+            message = rf"must have a total between .*Got {re.escape(shown)}"
+            with pytest.raises(ValueError, match=message):
+                fn(params, batch, weights)
+            with pytest.raises(ValueError, match=message):
+                shard_batch(batch, 2, weights=weights)

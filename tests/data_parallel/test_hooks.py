@@ -116,6 +116,18 @@ def test_int8_keeps_zero_and_what_is_on_its_levels(rng):
     np.testing.assert_array_equal(results[:, 0], (levels * scale).sum(axis=1))
 
 
+@pytest.mark.parametrize("inner", [hooks.int8_per_tensor(), hooks.int8_per_channel(64)])
+def test_int8_of_16_bit_buckets_has_their_range(inner, rng):
+    """From -45000 to 45000 is further than float16 reaches; within a step even so."""
+    shares = rng.uniform(-1, 1, size=(1, 2, 128)).astype(np.float32) * 20000
+    shares[0, 0, ::64], shares[0, 0, 1::64] = 45000, -45000
+    results, _ = run_hook(hooks.fp16(inner), shares)
+    steps = (np.ptp(shares[0], axis=1) / 255).sum()
+    # Half a step each, and the roundings to float16: of shares, and of the result.
+    bound = steps / 2 + 3 * 2.0**-11 * 65000
+    np.testing.assert_allclose(results[0, 0], shares[0].sum(axis=0), rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_is_not_finite_is_not_hidden(name, shares):
     """A NaN of one replica is NaN on all."""

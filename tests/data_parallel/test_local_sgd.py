@@ -161,6 +161,16 @@ def test_wrong_options_are_refused(mesh, options, message):
         local_sgd(losses_of, optim.sgd(), mesh(2), **options)
 
 
+def test_masters_are_refused():
+    """Each replica's masters would undo every average of the copies."""
+    opt = optim.with_master_weights(optim.sgd(), compute_dtype=jnp.float16)
+    message = (
+        r"local_sgd\(optimizer=...\)` must have no masters.*Got with_master_weights"
+    )
+    with pytest.raises(ValueError, match=message):
+        local_sgd(losses_of, opt, 2, period=2)
+
+
 def test_wrong_calls_are_refused(params, batches):
     """Rows that do not divide, and weights that are wrong."""
     local = local_sgd(losses_of, optim.sgd(), 2, period=1)

@@ -62,11 +62,34 @@ def test_the_gradient_is_that_of_one_device(pair, sizes, reduction):
         assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
 
 
+@pytest.mark.parametrize("method", ["all_reduce", "all_gather"])
+def test_a_float16_mean_is_divided_before_it_is_added_up(pair, method):
+    """Finite on both, within a spacing of float16 at 600 of the exact one."""
+    for found, expected in pair.everywhere(runs.float16_mean, method):
+        assert found.dtype == np.float16
+        np.testing.assert_allclose(found, expected, rtol=0, atol=0.75)
+
+
+def test_a_hook_that_does_not_communicate_is_named_on_both(pair):
+    """The same text, with the devices of both."""
+    one, other = pair.everywhere(runs.silent_hook)
+    assert one == other
+    assert "the gradient at b1 is not the same on all replicas" in one
+    assert one.count("on replica") == 2
+
+
+def test_parameters_divided_within_each_process_stay_so(pair):
+    for kept, found, expected in pair.everywhere(runs.divided):
+        assert all(kept)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-12)
+
+
 def test_two_cpus_swap_and_four_reduce(pair):
-    """One collective for the only bucket, losses and weights included."""
+    """One for the only bucket, losses included, and before it one for the weights."""
     none = dict.fromkeys(runs.KINDS, 0)
-    assert pair.everywhere(runs.collectives, 1)[1] == none | {"collective-permute": 1}
-    assert pair.everywhere(runs.collectives, 2)[0] == none | {"all-reduce": 1}
+    assert pair.everywhere(runs.collectives, 1)[1] == none | {"collective-permute": 2}
+    assert pair.everywhere(runs.collectives, 2)[0] == none | {"all-reduce": 2}
 
 
 def test_swaps_are_not_mixed_up(pair):

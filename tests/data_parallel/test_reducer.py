@@ -1,6 +1,7 @@
 """The host-driven reducer: the same gradient, and reduced before the pass has ended."""
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,8 @@ def test_sixteen_bits_are_summed_in_thirty_two(rng, mesh):
     _, gradient = fn(params, *shard_batch(batch, mesh(2)))
     assert {x.dtype for x in sums} == {jnp.dtype("float32")}
     assert gradient[0]["w"].dtype == jnp.bfloat16
-    mean = (sums[0][:5] / 6).astype(jnp.bfloat16)
+    # Six examples are normalized to a total of 6 / 8.
+    mean = (sums[0][:5] / 0.75).astype(jnp.bfloat16)
     np.testing.assert_array_equal(gradient[1]["b"], mean)
 
 
@@ -163,7 +165,8 @@ def test_a_bucket_is_reduced_before_the_backward_pass_has_ended(rng, mesh):
     _, gradient = jax.block_until_ready(fn(params, *shard_batch(batch, mesh(2))))
     readers[0].join()
     assert met == [True, True]
-    np.testing.assert_array_equal(sums[0].reshape(4, 4) / 4, gradient[1])
+    # Four examples of 1 / 4 each.
+    np.testing.assert_array_equal(sums[0].reshape(4, 4), gradient[1])
 
 
 @pytest.mark.parametrize(
@@ -201,3 +204,21 @@ def test_wrong_calls_are_refused(problem, mesh):
     listed = reducer(LAYERS, loss_of, mesh(2), bucket_cap_mb=[["0/w", "9/w"]])
     with pytest.raises(ValueError, match=r"missing: 0/b, 1/b, 1/w, 2; unknown.*9/w"):
         listed(params, batch[:6])
+
+
+def test_what_a_layer_reads_is_seen(mesh, rng):
+    """A reducer that is made after a change computes with it, in all layers."""
+    batch = rng.uniform(0.5, 2, size=(4, 5)).astype(np.float32)
+    params = [jnp.float32(0.5), jnp.float32(1.5)]
+    scales = SimpleNamespace(first=2.0, second=3.0)
+    layers = [
+        lambda w, x: x * w * scales.first,
+        lambda w, h: h * w * scales.second,
+    ]
+    for scales.first, scales.second in ((2.0, 3.0), (5.0, 3.0), (5.0, 7.0)):
+        three = mesh(3)
+        fn = reducer(layers, lambda y, x: y.sum(axis=1), three)
+        loss, (first, _) = fn(params, *shard_batch(batch, three, sizes=(2, 1, 1)))
+        want = batch.sum(axis=1).mean() * 1.5 * scales.first * scales.second
+        np.testing.assert_allclose(loss, want * 0.5, rtol=1e-5)
+        np.testing.assert_allclose(first, want, rtol=1e-5)

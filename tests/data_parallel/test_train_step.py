@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from jdist import optim, verify
-from jdist.data_parallel import shard_batch, train_step
+from jdist.data_parallel import shard_batch, train_step, zero
 from tests.data_parallel.recording import copies_differ, gradient_of
 
 ROWS = 6
@@ -206,6 +206,71 @@ def test_a_loss_scale_leaves_no_trace(problem, mesh, clip):
         np.testing.assert_allclose(
             plain_metrics.grad_norm, scaled_metrics.grad_norm, rtol=1e-6
         )
+
+
+@pytest.mark.parametrize("kind", ["replicas", "micro-batches", "ZeRO"])
+def test_masters_take_the_sum_as_it_was_added_up(mesh, kind):
+    """256 + 1 is no bfloat16; the masters move by 257 and the copies are rounded."""
+    opt = optim.with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.bfloat16)
+    where, accumulate = (1, 2) if kind == "micro-batches" else (mesh(2), 1)
+    if kind == "ZeRO":
+        opt = zero(opt, where)
+    step = train_step(
+        lambda w, x: x @ w, opt, where, reduction="sum", accumulate=accumulate
+    )
+    full = jnp.zeros(2, jnp.float32)
+    state = step.init(jnp.zeros(2, jnp.bfloat16), opt_state=opt.init(full))
+    state, _ = step(state, jnp.array([[256, 2], [1, 512]], jnp.bfloat16))
+    masters = state.opt_state.masters
+    masters = masters.whole() if kind == "ZeRO" else masters
+    assert masters.tolist() == [-257, -514]
+    assert state.params.dtype == jnp.bfloat16
+    assert state.params.tolist() == [-256, -512]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("where", ["devices", "vmap"])
+def test_a_dynamic_scale_falls_no_deeper_than_in_a_plain_loop(
+    rng, mesh, where, accumulate
+):
+    """Its height is what float16 gradients live from; a batch's size must not cost it.
+
+    Weights of 512 tokens each and 4096 examples: undivided, the sum is two million
+    times the mean, and the scale would fall by as much.
+    """
+    place = mesh(2) if where == "devices" else 2
+    opt = optim.with_master_weights(
+        optim.sgd(lr=0.0),
+        compute_dtype=jnp.float16,
+        loss_scale=optim.DynamicLossScale(),
+    )
+    full = jnp.linspace(0.05, 0.15, 4, dtype=jnp.float32)
+    x = rng.uniform(0.2, 0.8, size=(4096, 4)).astype(np.float16)
+    weights = rng.integers(400, 600, size=4096).astype(np.float32)
+
+    def losses(w, x):
+        return (x @ w).astype(jnp.float32) ** 2
+
+    step = train_step(losses, opt, place, accumulate=accumulate)
+    copies = optim.compute_copies(full, jnp.float16)
+    state = step.init(copies, opt_state=opt.init(full))
+    shards = shard_batch(x, place, (3000, 1096), weights=weights, rows=3000)
+    for _ in range(6):
+        state, _ = step(state, *shards)
+
+    @jax.jit
+    def plain(params, state):
+        def loss(params):
+            found = (weights * losses(params, x)).sum() / weights.sum()
+            return opt.scale_loss(found, state)
+
+        return opt.step(params, jax.grad(loss)(params), state)
+
+    reference = copies, opt.init(full)
+    for _ in range(6):
+        reference = plain(*reference)
+    found, expected = state.opt_state.loss_scale, reference[1].loss_scale
+    assert (found.scale, found.skipped) == (expected.scale, expected.skipped)
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])

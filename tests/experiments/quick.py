@@ -1,5 +1,6 @@
 """Running an experiment as a user does: a fresh process, a plain environment."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,4 +17,9 @@ def run_quick(name, folder):
         capture_output=True, text=True, timeout=280, cwd=ROOT, env=plain,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("Proved in ")
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("Proved in ")
+    # The whole line is made of the claims that were judged.
+    record = json.loads((folder / f"{name}.json").read_text())
+    assert record["outcome"] in last
+    assert all(claim["verdict"] != "does not hold" for claim in record["claims"])

@@ -37,8 +37,8 @@ def test_replicas_share_a_device_where_there_are_too_few():
     """By vmap, and the report says so."""
     kinds = [type(where) for _, where, _ in job.replicas(2)]
     assert kinds == [Mesh, int, int]
-    assert "2 device(s) here: the runs of 4, 8 replicas share one" in job._notes(2)[0]
-    assert job._notes(8) == []
+    assert job.sharing(2) == "2 device(s) here, and 4, 8 replicas share one by vmap"
+    assert job.sharing(8) == ""
 
 
 def test_the_quick_form_holds(tmp_path):

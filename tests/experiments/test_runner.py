@@ -19,15 +19,20 @@ def toy(holds):
         figure, axes = plt.subplots()
         axes.plot([1, 2])
         return Result(
-            proved="one is one",
-            claims=[Claim("1 = 1", True, "1"), Claim("a < b", holds, "<b>")],
+            claims=[
+                Claim("1 = 1", True, "1", leads=True),
+                Claim("a < b", holds, "<b>"),
+                Claim("[x] is fast", False, "9 s").unless("it is quick"),
+            ],
             pictures=[Picture("line", "A line & more", figure)],
             tables={"Numbers": [["n", "square"], ["2", "4"]]},
             data={"quick": settings.quick, "devices": settings.devices},
             notes=["skipped nothing"],
         )
 
-    module = types.ModuleType("experiments.toy", "A claim over\ntwo lines.\n\nMore.")
+    module = types.ModuleType(
+        "experiments.toy", "Is one claim\nmore than none?\n\nMore."
+    )
     module.run = run
     return module
 
@@ -48,11 +53,11 @@ def here(monkeypatch, tmp_path):
 
 
 def test_without_a_name_it_lists(here, capsys):
-    """Each experiment with its claim, the docstring's first paragraph."""
+    """Each experiment with its question, the docstring's first paragraph."""
     known, _ = here
     assert command.main(known(toy=toy(True))) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "toy A claim over two lines." in shown
+    assert "toy Is one claim more than none?" in shown
     assert "More." not in shown
 
 
@@ -63,14 +68,24 @@ def test_a_run_leaves_json_pictures_and_a_page(here, capsys):
     assert command.main(["toy", "--quick", "--devices", "3", *out]) == 0
     shown = capsys.readouterr().out
     last = shown.splitlines()[-1]
-    assert last.startswith("Proved in 0 s: one is one Report: ")
+    told = "2 of 2 claims hold: 1 = 1 (1). Not judged: 1, because it is quick. "
+    assert last.startswith(f"Proved in 0 s: {told}Report: ")
+    assert "[x] is fast" in shown
+    assert "not judged: it is quick; measured: 9 s" in shown
     assert last.endswith("report.html")
     record = json.loads((folder / "toy.json").read_text())
     assert record["holds"]
     assert record["data"] == {"quick": True, "devices": 3}
+    verdicts = [(c["text"], c["verdict"], c["holds"]) for c in record["claims"]]
+    assert verdicts[1:] == [
+        ("a < b", "holds", True),
+        ("[x] is fast", "not judged", None),
+    ]
+    assert record["outcome"] == told.strip()
     assert {"python", "jax", "jdist", "device", "cores"} <= set(record["environment"])
     page = (folder / "report.html").read_text()
-    assert "1 of 1 experiments hold." in page
+    assert "1 of 1 experiments hold. Of 3 claims 1 were not" in page
+    assert "<td>–</td><td>[x] is fast</td><td>not judged: it is quick; meas" in page
     assert "data:image/png;base64," in page
     assert "&lt;b&gt;" in page
     assert "A line &amp; more" in page
@@ -84,16 +99,32 @@ def test_a_failing_claim_fails_the_run(here, capsys):
     out = known(bad=toy(False), good=toy(True))
     assert command.main(["all", *out]) == 1
     shown = capsys.readouterr().out
-    assert "FAILED: 1 of 2 claims" in shown
-    assert "one is one" in shown
+    assert "FAILED in 0 s: 1 of 2 claims hold. Does not hold: a < b (<b>)." in shown
+    assert "Proved in 0 s: 2 of 2 claims hold: 1 = 1 (1)." in shown
     page = (folder / "report.html").read_text()
     assert "1 of 2 experiments hold." in page
-    assert "A claim does not hold." in page
+    assert "Does not hold: a &lt; b (&lt;b&gt;)." in page
 
 
 def test_an_experiment_without_claims_proves_nothing():
     """An empty list of claims is not success."""
-    assert not Result(proved="", claims=[]).holds
+    assert not Result([]).holds
+
+
+def test_an_experiment_that_judges_nothing_proves_nothing():
+    """However much it leaves open; and one failure is enough."""
+    left = Claim("a", None, "", "no time")
+    assert not Result([left, left]).holds
+    assert Result([left, Claim("b", True, "")]).holds
+    assert not Result([left, Claim("b", True, ""), Claim("c", False, "")]).holds
+
+
+def test_a_claim_is_judged_or_says_why_not():
+    for wrong in (("a", None, "1"), ("a", True, "1", "no time")):
+        with pytest.raises(ValueError, match="not judged and no reason, or both: 'a'"):
+            Claim(*wrong)
+    claim = Claim("a", False, "1")
+    assert claim.unless("") is claim
 
 
 def test_wrong_names_are_refused(here, capsys):

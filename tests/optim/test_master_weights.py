@@ -237,3 +237,37 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=rf"\({name}=...\)` must be {rule}"):
             DynamicLossScale(**{name: value})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_wide_gradient_is_not_rounded(dtype, rng):
+    """The masters step by its float32 bits, also beyond what 16 bits hold."""
+    opt = with_master_weights(optim.sgd(lr=1.0), compute_dtype=dtype)
+    full = {"w": jnp.zeros(5, jnp.float32), "c": jnp.zeros(2, jnp.complex64)}
+    grads = {
+        "w": jnp.asarray(rng.standard_normal(5) * 1e6, jnp.float32),
+        "c": jnp.array([1 + 2j, 3 - 1j], jnp.complex64),
+    }
+    _, state = opt.step(compute_copies(full, dtype), grads, opt.init(full))
+    assert bits(state.masters) == bits({k: -g for k, g in grads.items()})
+
+
+def test_gradients_that_are_no_wider_copies_are_refused(rng):
+    """Another 16-bit dtype, a narrower one, an integer; any wider without masters."""
+    full = {"w": jnp.zeros(3, jnp.float32)}
+    opt = with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.bfloat16)
+    copies, state = compute_copies(full, jnp.bfloat16), opt.init(full)
+    for wrong in (jnp.float16, jnp.int32, jnp.complex64):
+        match = (
+            f"w, bfloat16 of shape .3,., or be of a wider dtype. Got {wrong.__name__}"
+        )
+        with pytest.raises(ValueError, match=match):
+            opt.step(copies, {"w": jnp.zeros(3, wrong)}, state)
+    with pytest.raises(ValueError, match=r"wider dtype. Got float32 of shape .4,."):
+        opt.step(copies, {"w": jnp.zeros(4, jnp.float32)}, state)
+    whole = with_master_weights(optim.sgd(lr=1.0), compute_dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"wider dtype\. Got bfloat16"):
+        whole.step(full, {"w": jnp.zeros(3, jnp.bfloat16)}, whole.init(full))
+    plain = optim.sgd(lr=1.0)
+    with pytest.raises(ValueError, match=r"bfloat16 of shape .3,.\. Got float32"):
+        plain.step(copies, {"w": jnp.zeros(3, jnp.float32)}, plain.init(copies))

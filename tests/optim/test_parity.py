@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,166 @@ def test_complex_parameters(algorithm):
                 rtol=0,
                 atol=bounds.FLOAT64 * size,
             )
+
+
+# --- what torch keeps in its default dtype ---
+
+# torch keeps eta and mu of ASGD, and NAdam's product of momenta, in its *default*
+# dtype. All other comparisons here set that to float64; a program's own is float32.
+LAYOUTS = pytest.mark.parametrize("foreach", [False, True])
+
+
+@EACH
+def test_other_variants_and_defaults_change_nothing(algorithm):
+    """foreach or not, either default dtype: 1e-12. ASGD and NAdam: float64's alone."""
+    options = list(algorithm.golden.values())[-1]
+    problem = cases.problem(41, with_none=False)
+    seen = runs.run(algorithm(**options), problem, "float64")
+    for foreach in (False, True):
+        found = {"float32": at_torchs_default(algorithm.torch_name, options, problem,
+                                              foreach=foreach)}  # fmt: skip
+        with torch_runs.default_dtype("float64"):
+            found["float64"] = steps_of_torch(algorithm.torch_name, options, problem,
+                                              foreach=foreach)  # fmt: skip
+        if algorithm.torch_name in ("ASGD", "NAdam"):
+            del found["float32"]
+        for rows in found.values():
+            for leaf, start in enumerate(problem.params):
+                path = [start, *(row[leaf] for row in rows)]
+                bound = bounds.FLOAT64 * runs.largest(path)
+                np.testing.assert_allclose(
+                    seen.params[-1][leaf], rows[-1][leaf], rtol=0, atol=bound
+                )
+
+
+def at_torchs_default(name, options, problem, *, foreach):
+    """Fifty steps in float64 while torch's default dtype is float32."""
+    assert torch.get_default_dtype() == torch.float32
+    return steps_of_torch(name, options, problem, foreach=foreach)
+
+
+def steps_of_torch(name, options, problem, *, foreach):
+    params = [
+        torch_runs.as_tensor(p, "float64").requires_grad_() for p in problem.params
+    ]
+    opt = getattr(torch.optim, name)(params, foreach=foreach, **options)
+    rows = []
+    for grads in problem.grads:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = torch_runs.as_tensor(grad, "float64")
+        opt.step()
+        rows.append([torch_runs.as_array(p) for p in params])
+    return rows
+
+
+ASGD_OPTIONS = [
+    {},
+    {"alpha": 0.0},
+    {"t0": 1.0, "lambd": 0.05, "lr": 0.03},
+    {"lr": 0.5, "lambd": 0.1, "alpha": 1.0, "t0": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", ASGD_OPTIONS, ids=str)
+def test_asgd_is_torchs_default_but_for_the_rounding_of_eta_and_mu(options):
+    """With the two rounded to float32 between steps, 1e-12 again; without, not."""
+    problem = cases.problem(31, with_none=False)
+    expected = at_torchs_default("ASGD", options, problem, foreach=False)
+    opt, lr = optim.asgd(**options), options.get("lr", 0.01)
+    decay, power = options.get("lambd", 1e-4), options.get("alpha", 0.75)
+    found = {}
+    for rounded in (True, False):
+        params = [jnp.asarray(p) for p in problem.params]
+        state = opt.init(params)
+        for t, row in enumerate(problem.grads):
+            # The first rate is lr itself; by torch, as a float32 tensor.
+            rate = {"lr": float(np.float32(lr))} if rounded and not t else {}
+            grads = [jnp.asarray(g) for g in row]
+            params, state = opt.step(params, grads, state, **rate)
+            if rounded:
+                eta = single(lr / jnp.asarray(1 + decay * lr * (t + 1)) ** power)
+                state = [s._replace(eta=eta, mu=single(s.mu)) for s in state]
+        found[rounded] = params
+    gaps = {
+        kind: max(
+            np.max(np.abs(p - q)) / runs.largest([q])
+            for p, q in zip(params, expected[-1], strict=True)
+        )
+        for kind, params in found.items()
+    }
+    assert gaps[True] <= bounds.FLOAT64
+    assert bounds.FLOAT64 < gaps[False] < 2e-7
+
+
+def single(scalar):
+    """A float64 scalar with a float32's value."""
+    return scalar.astype(jnp.float32).astype(jnp.float64)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("options", ASGD_OPTIONS, ids=str)
+def test_asgd_is_near_torchs_default(options, foreach):
+    """Within the rounding of the rate, of all that the parameter has moved.
+
+    A step is -eta (g + lambd p), so that eta's relative error is the step's. foreach
+    also computes eta in float32: product, product, sum, power, quotient and the cast.
+    """
+    problem = cases.problem(32, with_none=False)
+    expected = at_torchs_default("ASGD", options, problem, foreach=foreach)
+    seen = runs.run(optim.asgd(**options), problem, "float64")
+    path = [problem.params, *seen.params]
+    for leaf in range(len(problem.params)):
+        moved = sum(np.abs(b[leaf] - a[leaf]) for a, b in pairwise(path))
+        gap = np.abs(seen.params[-1][leaf] - expected[-1][leaf])
+        size = runs.largest([row[leaf] for row in path])
+        assert np.all(gap <= 6 * bounds.UNIT["float32"] * moved + bounds.FLOAT64 * size)
+
+
+def nadam_by_hand(problem, product_dtype, *, lr, momentum_decay):
+    """The formulas in float64 with the product of momenta in a dtype of its own."""
+    rows = [np.array(p, float) for p in problem.params]
+    averages = [(0.0 * p, 0.0 * p) for p in rows]
+    product = product_dtype(1)
+    for t, grads in enumerate(problem.grads, start=1):
+        mu, after = (0.9 * (1 - 0.5 * 0.96 ** (k * momentum_decay)) for k in (t, t + 1))
+        product = product * product_dtype(mu)
+        whole = float(product)
+        for i, grad in enumerate(grads):
+            m, v = averages[i]
+            m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+            averages[i] = m, v
+            step = (1 - mu) / (1 - whole) * grad + after / (1 - whole * after) * m
+            rows[i] = rows[i] - lr * step / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    return rows
+
+
+@LAYOUTS
+@pytest.mark.parametrize("momentum_decay", [4e-3, 0.5])
+def test_nadam_is_torchs_default_but_for_the_rounding_of_a_product(
+    momentum_decay, foreach
+):
+    """In float64 the product gives ours to 1e-12, and in float32 torch's default."""
+    problem = cases.problem(33, with_none=False)
+    options = {"lr": 0.05, "momentum_decay": momentum_decay}
+    theirs = at_torchs_default("NAdam", options, problem, foreach=foreach)[-1]
+    ours = runs.run(optim.nadam(**options), problem, "float64").params[-1]
+    for found, dtype in ((ours, np.float64), (theirs, np.float32)):
+        expected = nadam_by_hand(problem, dtype, **options)
+        for p, q, start in zip(found, expected, problem.params, strict=True):
+            bound = bounds.FLOAT64 * runs.largest([q, start])
+            np.testing.assert_allclose(p, q, rtol=0, atol=bound)
+    gaps = [np.max(np.abs(p - q)) for p, q in zip(ours, theirs, strict=True)]
+    assert bounds.FLOAT64 < max(gaps) < 1e-7
+
+
+def test_capturable_variants_need_an_accelerator():
+    """Why they are not compared here."""
+    for name in ("ASGD", "NAdam"):
+        param = torch.ones(2, requires_grad=True)
+        param.grad = torch.ones(2)
+        opt = getattr(torch.optim, name)([param], capturable=True, foreach=False)
+        with pytest.raises(AssertionError, match="capturable=True"):
+            opt.step()
 
 
 # torch rounds a bfloat16 update after each of its operations, at most 14 in any of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import optim
 from tests.optim.cases import ALGORITHMS, problem
@@ -375,6 +375,61 @@ def test_state_is_placed_where_a_step_leaves_it(algorithm, options, place, mesh)
         assert leaf.devices() == array.devices()
         if leaf.ndim:
             assert leaf.sharding.is_equivalent_to(array.sharding, leaf.ndim)
+
+
+def two_axes(types=AxisType.Auto):
+    devices = np.array(jax.devices("cpu")[:8]).reshape(4, 2)
+    return Mesh(devices, ("data", "model"), axis_types=(types,) * 2)
+
+
+@EACH
+def test_a_compiled_init_lays_states_out_like_their_parameters(algorithm, options):
+    """Zeros follow from no parameter: the compiler is told, or they would be whole."""
+    place = NamedSharding(two_axes(), PartitionSpec("data", "model"))
+    param = jax.device_put(jnp.ones((8, 6)), place)
+    state = jax.jit(algorithm(**options).init)(param)
+    for leaf in jax.tree.leaves(state):
+        assert leaf.devices() == param.devices()
+        if leaf.ndim:
+            assert leaf.sharding.is_equivalent_to(place, 2)
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_a_compiled_init_places_what_init_places(types):
+    """Leaf by leaf, complex ones, scalars and masters among them."""
+    mesh = two_axes(types)
+    specs = {"w": ("data", "model"), "v": (None, "model"), "c": ("model",), "b": ()}
+    shapes = {"w": (8, 6), "v": (3, 4), "c": (4,), "b": ()}
+    params = {
+        name: jax.device_put(
+            jnp.ones(shapes[name], complex if name == "c" else float),
+            NamedSharding(mesh, PartitionSpec(*specs[name])),
+        )
+        for name in specs
+    }
+    plain = optim.adam(amsgrad=True)
+    for opt in (plain, optim.with_master_weights(plain, compute_dtype=jnp.float64)):
+        outside, compiled = opt.init(params), jax.jit(opt.init)(params)
+        pairs = zip(jax.tree.leaves(outside), jax.tree.leaves(compiled), strict=True)
+        for expected, found in pairs:
+            assert found.sharding.is_equivalent_to(expected.sharding, expected.ndim)
+    alone = jax.jit(plain.init)(params["b"])
+    assert alone.exp_avg.devices() == params["b"].devices()
+
+
+def test_parameters_and_state_made_in_one_program():
+    place = NamedSharding(two_axes(), PartitionSpec("data", "model"))
+    opt = optim.adam()
+
+    @jax.jit
+    def made(key):
+        drawn = jax.random.normal(key, (8, 6))
+        param = jax.lax.with_sharding_constraint(drawn, place)
+        return param, opt.init(param)
+
+    _, state = made(jax.random.key(0))
+    for leaf in (state.exp_avg, state.exp_avg_sq):
+        assert leaf.sharding.is_equivalent_to(place, 2)
 
 
 # --- overrides and schedules ---

@@ -105,7 +105,7 @@ def step_by_step(pipe, params, batch, weights, kind):
             runs[stage].backward_params(i)
         return found
 
-    for part in split_batch(batch, weights, pipe.schedule.micro_batches):
+    for part in split_batch(batch, weights, pipe.schedule.micro_batches, kind):
         i = part.number
         first = runs[0].forward(i, {"x": jnp.asarray(part.batch["x"])})
         second = runs[1].forward(i, {"h": first["h"]})

@@ -11,10 +11,11 @@ import pytest
 from jdist import Unavailable, optim
 from jdist.pipeline import Checkpoints
 from jdist.pipeline.checkpoint import Saved, StageCheckpoints
+from jdist.pipeline.post import alone
 from tests.pipeline import worlds
 from tests.pipeline.trained import made, numbers, same, start, steps
 
-ALONE = Saved(2, [0, 1], [0, 1], lambda value, purpose: [value])
+ALONE = Saved(2, [0, 1], [0, 1], alone)
 
 
 def trees(number):
@@ -163,7 +164,7 @@ def test_another_state_is_refused(history, tmp_path, options, message):
 
 def test_another_number_of_stages_is_refused(tmp_path):
     saved_until(tmp_path, 1)
-    one = Saved(1, [0], [0], lambda value, purpose: [value])
+    one = Saved(1, [0], [0], alone)
     with (
         StageCheckpoints(tmp_path, one) as checkpoints,
         pytest.raises(ValueError, match=r"must have the 2 stages that were saved. Got"),
@@ -197,6 +198,6 @@ def test_no_thread_stays_behind(tmp_path):
 def test_a_worker_that_does_not_save_is_named(cluster, tmp_path):
     tasks = [cluster.start(r, worlds.one_saves, str(tmp_path)) for r in range(2)]
     assert tasks[1].result() == "left"
-    assert "Did not arrive: worker1" in tasks[0].result()
+    assert "for the vote of 'worker1'" in tasks[0].result()
     with Checkpoints(tmp_path, made()) as saved:
         assert saved.latest() is None

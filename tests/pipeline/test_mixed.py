@@ -110,7 +110,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         StageRun(s, s.compiled(pipe.wiring.from_batch(j), j), p, None, None, "sum")
         for j, (s, p) in enumerate(zip(pipe.stages, params, strict=True))
     ]
-    parts = split_batch(batch, weights, pipe.schedule.micro_batches)
+    parts = split_batch(batch, weights, pipe.schedule.micro_batches, "mean")
     total = sum(part.total for part in parts)
     factor = opt_states[2].loss_scale.scale, total
     for part in parts:
@@ -128,7 +128,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         d_second = runs[1].backward(part.number, {"m": d_third["m"]}, share, False)
         d_first = {"h": d_second["h"], "skip": d_third["skip"]}
         runs[0].backward(part.number, d_first, share, False)
-    grads = [run.finished(run.partial()) for run in runs]
+    grads = [run.finished(run.partial(), unrounded=True) for run in runs]
     finite = np.all([np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)])
     step = jax.jit(opt.step)
     found = [
@@ -297,3 +297,138 @@ def test_scales_that_differ_are_refused(others, match):
     pipe = made(pipeline.gpipe(3, 2), optimizer=[opt, opt, others])
     with pytest.raises(ValueError, match=match):
         pipe.init(start())
+
+
+# --- sums that reach the masters ---
+
+PARTS = 8
+
+
+def times(w, x):
+    """Its gradient for one micro-batch is one product."""
+    return x @ w
+
+
+def plus(w, z, a):
+    return z @ w + a
+
+
+def products(y, batch):
+    return (y.astype(jnp.float32) * batch["t"]).sum(-1)
+
+
+def in_pieces(rng):
+    """A batch whose sum over micro-batches is exact in float32 and not in bfloat16.
+
+    Small integers, in each micro-batch four times as large as in the one before: its
+    own gradient, x^T t, has no more than bfloat16's eight bits.
+    """
+    size = np.repeat(4.0 ** np.arange(PARTS), 4)[:, None]
+    shape = (4 * PARTS, 5)
+    drawn = {name: rng.integers(-3, 4, shape) * size for name in "xz"}
+    batch = {name: jnp.asarray(x, jnp.bfloat16) for name, x in drawn.items()}
+    t = rng.integers(-3, 4, shape).astype(np.float32)
+    return batch | {"t": t}, {name: x.T @ t for name, x in drawn.items()}
+
+
+def masters_after(pipe, batch):
+    """By stage; they begin at 0, and the rate is 1."""
+    state = pipe.init([np.zeros((5, 5), np.float32)] * len(pipe.stages))
+    state, _ = pipe.train_step(state, batch)
+    return [np.asarray(opt.masters) for opt in state.opt_states]
+
+
+def same_and_unrounded(masters, gradient):
+    assert np.array_equal(-masters, gradient)
+    assert not np.array_equal(gradient.astype(jnp.bfloat16), gradient)
+
+
+ONE = [pipeline.Stage(times, ("x",), ("y",))]
+TWICE = pipeline.Schedule.of(
+    [[f"0{k}{i}" for k in "FB" for i in range(w, PARTS, 2)] for w in range(2)],
+    placement=((0, 1),),
+)
+SPLIT = pipeline.Schedule.of([[f"0{k}{i}" for k in "FBW" for i in range(PARTS)]])
+SUMS = {
+    "whole": lambda **o: pipeline.Pipeline(
+        ONE, products, pipeline.gpipe(1, PARTS), **o
+    ),
+    "halves": lambda **o: pipeline.Pipeline(ONE, products, SPLIT, **o),
+    "clipped": lambda **o: pipeline.Pipeline(
+        ONE, products, pipeline.gpipe(1, PARTS), max_norm=1e9, **o
+    ),
+    "recomputed": lambda **o: pipeline.Pipeline(
+        [pipeline.Stage(times, ("x",), ("y",), recompute=True)],
+        products,
+        pipeline.gpipe(1, PARTS),
+        **o,
+    ),
+    "replicas": lambda **o: pipeline.Pipeline(
+        ONE, products, TWICE, jax.devices()[:2], **o
+    ),
+    "one program": lambda **o: pipeline.Pipeline(
+        ONE,
+        products,
+        pipeline.gpipe(1, PARTS),
+        jax.sharding.Mesh(np.array(jax.devices()[:1]), ("stage",)),
+        **o,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SUMS)
+def test_masters_get_the_sum_as_it_was_added_up(how, rng):
+    """Of eight micro-batches in bfloat16, in float32 and not rounded again."""
+    opt = optim.with_master_weights(optim.sgd(lr=1.0))
+    pipe = SUMS[how](optimizer=opt, reduction="sum")
+    batch, expected = in_pieces(rng)
+    (found,) = masters_after(pipe, batch)
+    same_and_unrounded(found, expected["x"])
+    params = pipe.place([jnp.zeros((5, 5), jnp.bfloat16)])
+    _, (grad,) = pipe.value_and_grad(params, batch)
+    assert grad.dtype == jnp.bfloat16
+    assert np.array_equal(grad, expected["x"].astype(jnp.bfloat16))
+
+
+def test_masters_of_tied_copies_get_the_sum_over_the_stages(rng):
+    opt = optim.with_master_weights(optim.sgd(lr=1.0))
+    tied = {"(root)": "w"}
+    stages = [
+        pipeline.Stage(times, ("x",), ("a",), tied=tied),
+        pipeline.Stage(plus, ("z", "a"), ("y",), tied=tied),
+    ]
+    schedule = pipeline.one_f_one_b(2, PARTS)
+    options = {"optimizer": opt, "reduction": "sum"}
+    pipe = pipeline.Pipeline(stages, products, schedule, **options)
+    batch, expected = in_pieces(rng)
+    for found in masters_after(pipe, batch):
+        same_and_unrounded(found, expected["x"] + expected["z"])
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_masters_of_pipedream_get_the_sum_of_a_macro_batch(scale, rng):
+    """One update for eight batches, with a loss scale and without."""
+    opt = optim.with_master_weights(optim.sgd(lr=1.0), loss_scale=scale)
+    runtime = pipeline.PipeDream(ONE, products, optimizer=opt, update_every=PARTS)
+    batch, expected = in_pieces(rng)
+    cut = {name: np.split(x, PARTS) for name, x in batch.items()}
+    batches = [{name: parts[i] for name, parts in cut.items()} for i in range(PARTS)]
+    state = runtime.init([np.zeros((5, 5), np.float32)])
+    state, _ = runtime.train_epoch(state, batches)
+    masters = np.asarray(state.opt_states[0].masters) * len(batch["t"])  # of the mean
+    same_and_unrounded(masters, expected["x"])
+
+
+def test_a_sum_beyond_sixteen_bits_is_a_step():
+    """float16 holds each micro-batch's gradient, and float32 their sum."""
+    opt = optim.with_master_weights(
+        optim.sgd(lr=2.0**-20), compute_dtype=jnp.float16, loss_scale=1.0
+    )
+    stage = pipeline.Stage(lambda w, x: (x * w).astype(jnp.float32), ("x",), ("y",))
+    options = {"optimizer": opt, "reduction": "sum"}
+    schedule = pipeline.gpipe(1, 4)
+    pipe = pipeline.Pipeline([stage], lambda y, batch: y, schedule, **options)
+    batch = {"x": np.array([60000, 48000, 40000, 30000], np.float16)}
+    state, _ = pipe.train_step(pipe.init([np.float32(1)]), batch)
+    assert int(state.opt_states[0].loss_scale.skipped) == 0
+    assert float(state.opt_states[0].masters) == 1 - 178000 * 2.0**-20

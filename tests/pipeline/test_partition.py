@@ -146,6 +146,7 @@ class BruteForce:
         if level < 0:
             held = self.sum("output_bytes", end - begin)
             held += self.sum("parameter_bytes", end - begin)
+            held += self.crossing(begin) if begin else 0.0
             yield self.sum("seconds", end - begin), [(held, 1)]
             return
         for cuts in self.chains(begin, end):

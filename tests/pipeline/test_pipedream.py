@@ -382,8 +382,12 @@ def test_arguments_that_are_refused():
         runtime.train_epoch(state, batches, [weights[0], weights[1][:1]])
     with pytest.raises(TypeError, match="must be a dict of named arrays"):
         runtime.train_epoch(state, [batches[0], [1.0]])
-    with pytest.raises(ValueError, match="an integer of at least 1"):
+    with pytest.raises(ValueError, match="must have one batch at least"):
         runtime.train_epoch(state, [])
+    with pytest.raises(
+        TypeError, match=r"must be a sequence: .* Got a generator\. Give"
+    ):
+        runtime.train_epoch(state, (batch for batch in batches))
     tied = [pipeline.Stage(layer, ("x",), ("h",), tied={"w": "shared"}), stages(1)[0]]
     with pytest.raises(ValueError, match="must not be tied"):
         pipeline.PipeDream(tied, losses)

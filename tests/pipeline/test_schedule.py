@@ -124,15 +124,17 @@ def test_live_activations():
 
 
 def test_live_activations_until_the_weight_gradient():
-    """With W deferred, B frees nothing."""
+    """With W deferred, B frees nothing and leaves cotangents beside activations."""
     order = [["0F0", "0B0", "0F1", "0B1", "0W0", "0W1"]]
-    refused(
-        replace(Schedule.of(order), activation_bound=(1,)),
-        "live activations", 0, "0F1", "exceeds",
-    )  # fmt: skip
-    assert Schedule.of(order).peak_activations == (2,)
+    for bound, action in ((1, "0B0"), (2, "0F1"), (3, "0B1")):
+        refused(
+            replace(Schedule.of(order), activation_bound=(bound,)),
+            "live activations", 0, action, "exceeds",
+        )  # fmt: skip
+    assert Schedule.of(order).peak_activations == (4,)
+    assert Schedule.of(order).peak_in_flight == (1,)
     order = [["0F0", "0B0", "0W0", "0F1", "0B1"]]
-    assert Schedule.of(order).peak_activations == (1,)
+    assert Schedule.of(order).peak_activations == (2,)
 
 
 def test_clock_count():

@@ -12,7 +12,8 @@ UP_TO_8 = range(1, 9)
 PAIRS = list(itertools.product(UP_TO_8, UP_TO_8))
 CHUNKS = (1, 2, 3, 4)
 
-# Clocks and live activations of worker j, from the sources named in each family's file.
+# Clocks and activations held by worker j, from the sources named in each family's file;
+# a pending weight gradient of ZB-H1 holds cotangents, too, and counts as two.
 ONE_STAGE = {
     "forward_only": (lambda n, m: m + n - 1, lambda n, m, j: m),
     "gpipe": (lambda n, m: 2 * (m + n - 1), lambda n, m, j: m),
@@ -25,7 +26,7 @@ ONE_STAGE = {
     ),
     "zero_bubble": (
         lambda n, m: 3 * m + n - 1 if m >= n else 2 * (m + n) - 1,
-        lambda n, m, j: min(m, n),
+        lambda n, m, j: min(m, n) + min(m, j + 1),
     ),
 }
 
@@ -39,10 +40,7 @@ def test_one_stage_per_worker(name):
         assert schedule.clocks == clocks(n, m), (n, m)
         found = schedule.peak_activations
         bound = tuple(alive(n, m, j) for j in range(n))
-        if name == "zero_bubble" and m < n:
-            assert all(np.array(found) <= bound)
-        else:
-            assert found == bound, (n, m)
+        assert found == bound, (n, m)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -90,12 +88,14 @@ def test_zbv():
     """No idle clock between a worker's first and last action, from m = 2n - 1 on."""
     for n, m in PAIRS:
         schedule = schedules.zbv(n, m).validate()
-        assert max(schedule.peak_activations) <= 2 * n
+        assert max(schedule.peak_in_flight) <= 2 * n
         assert schedule.clocks == max(6 * m + n - 1, 4 * (m + n) - 2)
         if m < 2 * n - 1:
             continue
         assert schedule.clocks == 6 * m + n - 1
-        assert max(schedule.peak_activations) == 2 * n
+        assert schedule.peak_in_flight == (2 * n,) * n
+        deferring = [max(2 * n + 1, n + 1 + 3 * j) for j in range(n)]
+        assert schedule.peak_activations == tuple(deferring)
         for j, (begin, end) in enumerate(itertools.pairwise(schedule.columns.first)):
             assert schedule.actions(j)[0] == Action("F", j, 0)
             assert schedule.clock[end - 1] - schedule.clock[begin] + 1 == 6 * m

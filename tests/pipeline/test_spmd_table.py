@@ -99,7 +99,14 @@ def test_every_value_is_where_it_is_looked_for(family, n, m):
     schedule = FAMILIES[family](n, m)
     table, done = play(schedule)
     assert done == [[tuple(a) for a in schedule.actions(w)] for w in range(n)]
-    assert table.slots.activations == max(schedule.peak_activations)
+    open_at_once = [0]
+    for worker in range(n):
+        count = 0  # From F until nothing is left to do for it.
+        for kind, stage, i in schedule.actions(worker):
+            count += kind == "F"
+            open_at_once.append(count)
+            count -= kind == ("W" if schedule.split[stage, i] else "B")
+    assert table.slots.activations == max(open_at_once)
     assert table.slots.rests <= table.slots.activations
     assert 0 not in table.distances
 

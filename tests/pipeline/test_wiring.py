@@ -194,16 +194,16 @@ def test_arguments_that_are_wrong(params, batch, weights, kind, message):
 
 def test_batches_that_cannot_be_cut():
     with pytest.raises(ValueError, match="an example for each of the 3 micro-batches"):
-        split_batch({"x": np.ones((2, 1))}, None, 3)
+        split_batch({"x": np.ones((2, 1))}, None, 3, "mean")
     with pytest.raises(TypeError, match=r"must be a dict of named arrays"):
-        split_batch(np.ones((2, 1)), None, 1)
+        split_batch(np.ones((2, 1)), None, 1, "sum")
 
 
 def test_no_example_is_added_or_left_out():
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(11, 2)), "deep": {"y": rng.normal(size=11)}}
     weights = rng.uniform(size=11)
-    parts = split_batch(batch, weights, 4)
+    parts = split_batch(batch, weights, 4, "sum")
     assert [len(part.weights) for part in parts] == [3, 3, 3, 2]
     whole = jax.tree.map(lambda *rows: np.concatenate(rows), *[p.batch for p in parts])
     assert np.array_equal(whole["x"], batch["x"])
@@ -215,7 +215,7 @@ def test_no_example_is_added_or_left_out():
 def test_single_weights_are_added_up_in_double():
     rng = np.random.default_rng(1)
     weights = rng.uniform(size=1001).astype(np.float32)
-    (part,) = split_batch({"x": np.zeros(1001)}, weights, 1)
+    (part,) = split_batch({"x": np.zeros(1001)}, weights, 1, "sum")
     assert part.total == math.fsum(weights.tolist())
 
 

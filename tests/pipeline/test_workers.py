@@ -94,7 +94,9 @@ def test_a_worker_that_does_not_come(cluster):
     assert tasks[0].result() == "left"
     for task in tasks[1:]:  # Who notices first tells the other.
         text = task.result()
-        assert re.search(r"'worker[12]' waited more than 2\.0 s in step 1", text)
+        assert re.search(
+            r"'worker[12]' waited more than 2\.0 s in value_and_grad, call 1", text
+        )
         assert "F0 for an output of 'worker0'" in text
 
 
@@ -108,7 +110,7 @@ def test_a_worker_killed_in_its_stage_is_named_on_the_others(fresh_hosts):
     for task in tasks.values():
         name, text = task.result()
         assert name == "worker1"
-        assert "step 1 of a pipeline" in text
+        assert "value_and_grad, call 1 of a pipeline" in text
 
 
 def test_a_killed_saver_leaves_the_last_complete_step(fresh_hosts, tmp_path):

@@ -126,18 +126,18 @@ def refused_first_step(change):
     return "no error", []
 
 
-class Breaks(ValueError):
-    """What a stage raises in the tests."""
-
-
-def breaking(params, h):
-    def check(x):
-        if np.isnan(x).any():
-            raise Breaks("a stage broke")
-        return x
-
-    shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
-    return jax.pure_callback(check, shape, h) @ params
+def refused_then_right():
+    """The error of a call that the second stage refuses; the loss of the next."""
+    params, batch, weights = problem(7)
+    pipe = made()
+    right = pipe.place(params)
+    wrong = pipe.place([params[0], {"w": params[1]["w"][:4]}, params[2]])
+    try:
+        pipe.value_and_grad(wrong, batch, weights)
+    except ValueError as error:
+        loss, _ = pipe.value_and_grad(right, batch, weights)
+        return str(error), np.asarray(loss)
+    return "no error", None
 
 
 def other_schedules(rank):

@@ -18,6 +18,17 @@ def environment(rank, *names):
     return rank, {name: os.environ.get(name) for name in names}
 
 
+def join_jax(rank, port):
+    """How many processes JAX sees at this port's coordinator."""
+    import jax
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
+    try:
+        return jax.process_count()
+    finally:
+        jax.distributed.shutdown()
+
+
 def echo(rank, value):
     """A value there and back, and what came through standard input."""
     return rank, value, sys.stdin.read()

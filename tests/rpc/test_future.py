@@ -1,5 +1,6 @@
 """Futures: completion, callbacks, and waiting for several."""
 
+import asyncio
 import contextvars
 import logging
 import threading
@@ -15,6 +16,10 @@ def add(x, y):
 
 def fail(text):
     raise KeyError(text)
+
+
+def fail_as(kind):
+    raise kind("ended")
 
 
 def test_a_value():
@@ -158,6 +163,40 @@ def test_an_exception_of_a_callback_keeps_its_type(callback, kind, text):
     for one in (child, grandchild):
         with pytest.raises(kind, match=text):
             one.wait()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_a_callback_may_end_in_any_way(kind):
+    """What is no `Exception` completes the child like one that is."""
+    future = rpc.Future()
+    child = future.then(lambda done: fail_as(kind))
+    future.set_result(1)
+    with pytest.raises(kind, match="ended"):
+        child.value()
+
+
+def test_an_interrupt_ends_the_program_and_the_child():
+    """A Ctrl-C while callbacks run is raised, and no callback is left out."""
+    future, seen = rpc.Future(), []
+    child = future.then(lambda done: fail_as(KeyboardInterrupt))
+    future.add_done_callback(lambda done: fail_as(KeyboardInterrupt))
+    future.add_done_callback(lambda done: seen.append(done.value()))
+    with pytest.raises(KeyboardInterrupt, match="ended"):
+        future.set_result(3)
+    assert seen == [3]
+    with pytest.raises(KeyboardInterrupt, match="ended"):
+        child.value()
+
+
+def test_an_interrupt_raised_on_another_thread_is_the_childs():
+    """Python interrupts the main thread alone; elsewhere a callback raised it."""
+    future = rpc.Future()
+    child = future.then(lambda done: fail_as(KeyboardInterrupt))
+    thread = threading.Thread(target=future.set_result, args=(1,))
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt, match="ended"):
+        child.value()
 
 
 def test_an_exception_passes_through_callbacks():

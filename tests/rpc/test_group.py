@@ -172,14 +172,49 @@ def lambda_gather(names):
     return rpc.all_gather(1, names)
 
 
-def test_what_cannot_be_gathered(cluster):
-    with pytest.raises(TypeError, match="Can not pickle"):
-        cluster.run(0, gather_future)
-    assert cluster.everywhere(gather_many, 1)[1][0]["worker0"] == (0, 0)
+UNSENDABLE = {
+    "future": lambda: rpc.all_gather(rpc.Future()),
+    "timeout": lambda: rpc.all_gather(1, timeout=-3),
+    "tag": lambda: rpc.barrier(tag=7),
+    "long tag": lambda: rpc.all_gather(1, tag="x" * 201),
+    "leaves": lambda: rpc.all_gather(list(np.zeros(((1 << 16) + 1, 1)))),
+}
+REFUSALS = {
+    "future": (TypeError, "Can not pickle"),
+    "timeout": (ValueError, "RPC Timeout must be non-negative"),
+    "tag": (TypeError, r"`barrier\(tag=...\)` must be a string. Got 7"),
+    "long tag": (ValueError, "must be shorter than 201 characters. Got 201"),
+    "leaves": (ValueError, "65537"),
+}
 
 
-def gather_future():
-    rpc.all_gather(rpc.Future())
+def gather_or_refuse(kind):
+    """What worker2 refuses on its own; the others mean the same collective."""
+    if rpc.get_worker_info().name == "worker2":
+        expected, text = REFUSALS[kind]
+        with pytest.raises(expected, match=text) as caught:
+            UNSENDABLE[kind]()
+        return str(caught.value)
+    call = rpc.barrier if kind == "tag" else gather_one
+    with pytest.raises(rpc.RpcError, match="failed on all workers") as caught:
+        call()
+    return str(caught.value)
+
+
+def gather_one():
+    rpc.all_gather(rpc.get_worker_info().id)
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_cannot_be_gathered(cluster, kind):
+    """All are told, and the next collective is in step on all of them."""
+    if (kind, cluster.kind) == ("leaves", "in-process"):
+        pytest.skip("frames have no limits within a process")
+    told = cluster.everywhere(gather_or_refuse, kind)
+    for text in (told[0], told[1], told[3]):
+        assert "because 'worker2' had no value to send" in text
+        assert told[2] in text
+    assert cluster.everywhere(gather_many, 1)[1][0]["worker2"] == (2, 0)
 
 
 def within_a_call():

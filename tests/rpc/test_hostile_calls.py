@@ -278,7 +278,14 @@ def test_requests_of_every_kind_with_bodies_that_are_none(attacked, caller):
 # --- the coordinator ---
 
 
-GATHER = {"names": ["worker0", "worker1"], "purpose": "x", "timeout": 1.0}
+GATHER = {
+    "names": ["worker0", "worker1"],
+    "operation": "x",
+    "tag": "",
+    "number": 1,
+    "timeout": 1.0,
+    "refused": None,
+}
 JOIN = {
     "name": "worker1",
     "rank": 1,

@@ -7,7 +7,11 @@ import socket
 import pytest
 
 from jdist import rpc
+from jdist.rpc import process_settings
+from jdist.rpc.membership import Place
 from jdist.rpc.rendezvous import ReservedPort
+from jdist.rpc.supervisor import Program
+from jdist.rpc.worker_info import WorkerInfo
 from tests.rpc.hosts import be_one_of, become_worker, results
 from tests.rpc.sockets import nothing_left
 
@@ -110,6 +114,20 @@ def test_a_key_that_is_too_short():
     with pytest.raises(ValueError, match="at least 16 random bytes"):
         rpc.init_rpc("a", rank=0, world_size=1, options=options)
     assert "short" not in repr(options)
+
+
+def test_no_representation_shows_the_key():
+    """What the library keeps the key in may be logged."""
+    key = secrets.token_hex(16)
+    variables = {"JDIST_CLUSTER_KEY": key}
+    settings = process_settings.plan(process_settings.OFF, 1, ())
+    for holder in (
+        Place(WorkerInfo("a", 0), 2, ("127.0.0.1", 1), key.encode()),
+        Program(name="a", command=["b"], environment=variables, plan=settings),
+        rpc.RpcOptions(key=key),
+    ):
+        assert key not in repr(holder)
+        assert key not in str(holder)
 
 
 # --- one worker ---

@@ -6,6 +6,8 @@ import threading
 import pytest
 
 from jdist import rpc
+from tests.rpc import collectives
+from tests.rpc.collectives import SAME, each
 from tests.rpc.hosts import become_worker, names, results
 from tests.rpc.sockets import nothing_left
 
@@ -270,3 +272,90 @@ def test_a_loss_ends_the_wait_for_ones_own_calls(fresh_hosts):
     assert "Lost worker 'worker2' during shutdown" in made.run(
         0, end_with_error, rpc.WorkerLost, 0
     )
+
+
+# --- while others are in a collective ---
+
+
+def everyone(hosts, plans):
+    hosts.everywhere(become_worker)
+    return hosts.everywhere(each, plans)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("before", [[], [("sync", "worker1"), ("sync", "worker3")]])
+def test_one_gathers_and_the_others_shut_down(hosts, rank, before):
+    """It does not get their counts of calls as data, and all are told."""
+    plans = [[("shutdown",)] for _ in range(4)]
+    plans[rank] = [*before, ("gather",), ("shutdown",)]
+    told = everyone(hosts, plans)
+    errors = [answers[-1] for answers in told[:rank] + told[rank + 1 :]]
+    errors.append(told[rank][-2])
+    assert {kind for kind, _ in errors} == {"CollectiveMismatch"}
+    for _, text in errors:
+        assert f"'worker{rank}' is in all_gather number 1" in text
+        assert "is in shutdown" in text
+    assert len(told[rank]) == len(before) + 2
+    if rank:
+        assert told[rank][-1] == ("result", None)
+
+
+def test_two_gather_and_two_shut_down(hosts):
+    plans = [[("shutdown",)], [("barrier",)], [("shutdown",)], [("barrier",)]]
+    for ((kind, text),) in everyone(hosts, plans):
+        assert kind == "CollectiveMismatch"
+        assert "in shutdown" in text
+        assert "in barrier number 1" in text
+
+
+def test_workers_in_their_shutdown_serve_collectives(hosts):
+    """As servers do: one drives, the others wait in `shutdown`."""
+    names = [f"worker{i}" for i in range(4)]
+    plans = [[("shutdown",)] for _ in range(4)]
+    plans[0] = [("call", names), ("call", names), ("shutdown",)]
+    told = everyone(hosts, plans)
+    expected = ("result", [SAME] * 4)
+    assert told[0] == [expected, expected, ("result", None)]
+    assert told[1:] == [[("result", None)]] * 3
+
+
+def gather_beside_calls(others):
+    """This worker's program gathers, the others within calls."""
+    futures = [rpc.rpc_async(n, collectives.gather_named, args=("",)) for n in others]
+    mine = collectives.gather_named("")
+    theirs = rpc.wait_all(futures)
+    rpc.shutdown()
+    return [mine, *theirs]
+
+
+def test_a_program_gathers_with_servers(hosts):
+    hosts.everywhere(become_worker)
+    servers = [hosts.start(rank, rpc.shutdown) for rank in (0, 1, 3)]
+    others = ["worker0", "worker1", "worker3"]
+    assert hosts.run(2, gather_beside_calls, others) == [SAME] * 4
+    assert results(servers) == [None] * 3
+
+
+def wait_and_call(name, others):
+    assert gate(name).wait(PATIENCE)
+    found = gather_beside_calls(others)
+    return found
+
+
+def gather_and_end():
+    found = collectives.gather_named("")
+    rpc.shutdown()
+    return found
+
+
+def test_a_worker_that_does_not_wait_may_still_call(hosts):
+    """Nothing is given up as long as one of them computes."""
+    hosts.everywhere(become_worker)
+    servers = [hosts.start(rank, rpc.shutdown) for rank in (1, 2)]
+    others = ["worker1", "worker2"]
+    busy = hosts.start(3, wait_and_call, "busy", others)
+    waiting = hosts.start(0, rpc.rpc_sync, "worker3", open_gate, ("busy",))
+    waiting.result()
+    waiting = hosts.start(0, gather_and_end)
+    assert results([waiting, busy]) == [SAME, [SAME] * 3]
+    assert results(servers) == [None] * 2

@@ -13,6 +13,7 @@ import pytest
 
 from jdist._errors import Unavailable
 from jdist.rpc.errors import ProcessFailed, RpcError, RpcTimeout
+from jdist.rpc.rendezvous import ReservedPort
 from jdist.rpc.spawn import spawn
 from tests.rpc import spawn_cases as cases
 from tests.rpc.witnesses import Witnesses, await_gone, leftovers
@@ -53,7 +54,8 @@ def test_each_process_is_told_where_it_stands():
     before = dict(os.environ)
     common = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JDIST_CLUSTER_KEY")
     own = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    jax = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS")
+    bind = ("JDIST_COORDINATOR_BIND_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS")
+    jax = ("JAX_COORDINATOR_ADDRESS", *bind)
     results = spawn(cases.environment, args=(*common, *own, *jax), nprocs=2)
     told = [variables for _, variables in results]
     for rank, variables in enumerate(told):
@@ -63,12 +65,20 @@ def test_each_process_is_told_where_it_stands():
         host, port = variables["JAX_COORDINATOR_ADDRESS"].split(":")
         assert host == "127.0.0.1"
         assert port != variables["MASTER_PORT"]
-        assert variables["JAX_COORDINATOR_BIND_ADDRESS"] == f"{host}:{port}"
+        assert variables["JDIST_COORDINATOR_BIND_ADDRESS"] == f"{host}:{port}"
+        # It would move the coordinator of a program that gives an address of its own.
+        assert variables["JAX_COORDINATOR_BIND_ADDRESS"] is None
     assert all(told[0][name] == told[1][name] for name in common)
     assert len(told[0]["JDIST_CLUSTER_KEY"]) == 64
     again = spawn(cases.environment, args=("JDIST_CLUSTER_KEY",), nprocs=1)
     assert again[0][1]["JDIST_CLUSTER_KEY"] != told[0]["JDIST_CLUSTER_KEY"]
     assert dict(os.environ) == before
+
+
+def test_a_program_may_join_jax_at_an_address_of_its_own():
+    """Nothing that a spawned process is told moves its own coordinator."""
+    with ReservedPort() as own:
+        assert spawn(cases.join_jax, args=(own.port,), nprocs=2, timeout=120) == [2, 2]
 
 
 def test_a_failure_names_rank_and_line_and_ends_the_rest(witnesses, gate):

@@ -1,5 +1,6 @@
 """One compilation for one code and contents; a warning when contents keep changing."""
 
+import array
 import functools
 import gc
 import re
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 from jdist.segment import RecompilationWarning, segment
-from jdist.segment._cache import Cache
+from jdist.segment._cache import Cache, Versions
 from jdist.segment._contents import contents_of
 
 SCALE = 2.0
@@ -89,7 +90,9 @@ def test_traced_once(rng):
         (jnp.arange(3), jnp.arange(3)),  # By identity: to compare would wait for them.
         (Frozen(1), Frozen(2)),
         (closing_over(1), closing_over(2)),
-        (Mutable(1).apply, Mutable(1).apply),
+        (Mutable(1).apply, Mutable(2).apply),
+        (Mutable(1), Mutable(1)),  # Something may ask which one it is.
+        (object(), object()),
         (functools.partial(max, 1), functools.partial(max, 2)),
         (functools.partial(closing_over, value=1), functools.partial(closing_over)),
         (jnp.sin, jnp.cos),
@@ -197,21 +200,38 @@ def test_recursive_functions_and_unassigned_variables():
 
 def test_third_version_warns_and_says_what_changed():
     """The third version of one code object warns, once; others are not counted."""
-    cache = Cache("apply", size=8)
+    versions = Versions(size=8)
 
-    def get(scale):
-        return cache.get(lambda x: x * scale, (), object)
+    def compile_for(scale):
+        contents = key(lambda x: x * scale)
+        return versions.get("apply", contents, (), contents, object())
 
-    get(1)
-    get(1.5)
+    compile_for(1)
+    compile_for(1.5)
     message = (
         r"apply compiles .*<lambda> \(test_cache.py:\d+\) for the 3rd time, because "
         r"what it refers to changed: closure variable `scale` from 1.5 to 2\.5\. "
     )
     with pytest.warns(RecompilationWarning, match=message):
-        get(2.5)
-    get(3.5)
-    assert get(3.5) is get(3.5)
+        compile_for(2.5)
+    compile_for(3.5)
+    assert compile_for(3.5) is compile_for(3.5)
+    assert len(versions) == 4
+
+
+def test_versions_are_bounded():
+    """The program not used for longest goes."""
+    versions, contents = Versions(size=2), key(closing_over(1))
+
+    def get(program):
+        return versions.get("apply", contents, program, program, object())
+
+    first, second = get(1), get(2)
+    assert get(1) is first
+    get(3)
+    assert len(versions) == 2
+    assert get(1) is first
+    assert get(2) is not second
 
 
 def test_segment_warns(rng):
@@ -225,6 +245,20 @@ def test_segment_warns(rng):
     with pytest.warns(RecompilationWarning, match="`step` from 1 to 2") as caught:
         loop()
     assert [w.filename for w in caught] == [__file__]
+
+
+def test_the_warning_names_what_cannot_be_read(rng):
+    """Of a thing whose contents are not seen, that it is what may have changed."""
+    x, held = jnp.asarray(rng.standard_normal(3)), array.array("d", [0.0])
+
+    def loop():
+        for step in range(3):
+            held[0] = step + 0.5
+            segment(lambda p, x: p * x * held[0]).forward(x, x)
+
+    message = r"something within closure variable `held` \(a array\)"
+    with pytest.warns(RecompilationWarning, match=message):
+        loop()
 
 
 def test_a_change_is_never_missed(rng):
@@ -244,7 +278,8 @@ def test_cache_is_bounded():
     cache = Cache("apply", size=2)
 
     class Entry:
-        pass
+        def __init__(self, contents):
+            self.contents = contents
 
     made = {n: cache.get(closing_over(n), n, Entry) for n in (1, 2)}
     assert cache.get(closing_over(1), 1, Entry) is made[1]
@@ -259,7 +294,7 @@ def test_cache_is_bounded():
 def test_options_are_part_of_the_key():
     """One function under two policies is two entries, and no version too many."""
     cache = Cache("apply", size=8)
-    made = [cache.get(closing_over(1), option, object) for option in range(4)]
+    made = [cache.get(closing_over(1), n, lambda _: object()) for n in range(4)]
     assert len(set(map(id, made))) == 4
 
 

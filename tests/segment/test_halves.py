@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
+from jdist.segment._cache import VERSIONS
 from jdist.segment._segment import CACHE
 from tests.segment.cases import (
     CASES,
@@ -146,20 +147,6 @@ def test_bytes_of_a_pending_second_half(case, rng):
 # --- compilations and work ---
 
 
-@pytest.fixture
-def compilations():
-    """Counts the programs that XLA compiles."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.clear_event_listeners()
-
-
 @pytest.mark.parametrize("name", ["linear", "relu_mlp", "unused", "dropout", "scanned"])
 def test_one_compilation_per_half(name, rng, compilations):
     """Four halves are four programs, however often and on whatever values they run."""
@@ -167,6 +154,7 @@ def test_one_compilation_per_half(name, rng, compilations):
     calls = [(case.params(rng), case.inputs(rng)) for _ in range(3)]
     d_outputs = cotangents(rng, jax.eval_shape(case.fn, calls[0][0], *calls[0][1]))
     CACHE.clear()
+    VERSIONS.clear()
     seg = segment(case.fn)
     jax.block_until_ready((calls, d_outputs))
     compilations.clear()
@@ -251,6 +239,7 @@ def test_same_bits_every_time(name, rng):
     first = run(segment(case.fn))
     assert_same_bits(run(segment(case.fn)), first)
     CACHE.clear()
+    VERSIONS.clear()
     assert_same_bits(run(segment(case.fn)), first)
 
 

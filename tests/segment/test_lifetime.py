@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
+from jdist.segment._cache import VERSIONS
 from jdist.segment._segment import CACHE
 from tests.segment.cases import assert_same_bits, normal
 
@@ -177,6 +178,7 @@ def test_nothing_is_left(rng):
     seg.backward_params(rest)
     held = [weakref.ref(thing) for thing in (marker, residuals.plan, rest.split)]
     CACHE.clear()
+    VERSIONS.clear()
     del marker, seg, residuals, rest
     jax.clear_caches()
     gc.collect()
@@ -188,6 +190,7 @@ def test_a_segment_outlives_its_cache_entry(call):
     seg, params, x, _, residuals, d_outputs = call
     before = seg.backward(params, residuals, d_outputs)
     CACHE.clear()
+    VERSIONS.clear()
     assert_same_bits(seg.backward(params, residuals, d_outputs), before)
     assert_same_bits(seg.backward(params, seg.forward(params, x)[1], d_outputs), before)
 

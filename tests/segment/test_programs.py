@@ -178,3 +178,69 @@ def test_a_pull_back_is_a_pytree():
     assert len(program.jaxpr.outvars) == 1 + len(leaves)
     again = jax.tree.unflatten(structure, [np.full((2, 3), 3.0)] * len(leaves))
     assert np.array_equal(again(X)[0], 3 * X)
+
+
+def test_a_program_has_its_own_constants():
+    """NumPy arrays are copied, at any depth, with their weak types; others are not."""
+    table, fixed = np.arange(3, dtype=np.float32), jnp.arange(3, dtype=jnp.float32)
+
+    def fn(x):
+        return jax.jit(lambda y: y * table)(x) + table[1] + fixed
+
+    program, shapes = _compat.trace_whole(fn, jnp.ones(3, jnp.float32))
+    before = _compat.evaluate(program, [jnp.ones(3, jnp.float32)])
+    constants = list(_compat.constants_of(program))
+    assert len(constants) == 2
+    assert any(x is fixed for x in constants)
+    assert not any(np.shares_memory(np.asarray(x), table) for x in constants)
+    table[:] = 7
+    after = _compat.evaluate(program, [jnp.ones(3, jnp.float32)])
+    np.testing.assert_array_equal(after[0], before[0])
+    assert shapes.shape == (3,)
+
+
+def test_constants_tell_of_traced_values():
+    """A value of an outer transformation is a constant of the program, at any depth."""
+    found = []
+
+    def outer(hidden):
+        def fn(x):
+            total, _ = jax.lax.scan(lambda s, _: (s * hidden, None), x, None, length=2)
+            return jax.jit(lambda y: jax.nn.relu(y) * hidden)(total)
+
+        program, _ = _compat.trace_whole(fn, 1.0)
+        found.extend(_compat.constants_of(program))
+        return hidden
+
+    jax.grad(outer)(2.0)
+    assert found
+    assert all(_compat.is_traced(x) for x in found)
+
+
+def test_the_context_of_a_trace():
+    """Settings that change programs change the key."""
+    plain = _compat.trace_context()
+    assert _compat.trace_context() == plain
+    assert hash(_compat.trace_context()) == hash(plain)
+    with jax.default_matmul_precision("bfloat16"):
+        assert _compat.trace_context() != plain
+    with jax.enable_x64(not jax.config.jax_enable_x64):
+        assert _compat.trace_context() != plain
+
+
+def test_rules_that_are_yet_to_be_called():
+    """Equations hold them as wrapped functions, whose parts lead to the user's."""
+
+    def rule(x, d):
+        return (d * 3,)
+
+    @jax.custom_vjp
+    def fn(x):
+        return x * 2
+
+    fn.defvjp(lambda x: (x * 2, x), rule)
+    program, _ = _compat.trace_whole(lambda x: fn(x), 1.0)
+    values = program.jaxpr.eqns[0].params.values()
+    wrapped = [x for x in values if isinstance(x, _compat.WRAPPED_FUNCTION)]
+    assert wrapped
+    assert all(callable(_compat.parts_of_wrapped(x)[0]) for x in wrapped)

@@ -24,11 +24,11 @@ class Held(NamedTuple):
     """A request that has not been answered.
 
     Attributes:
-      peer: Name of the worker that waits for the answer.
+      peer: Number of the worker that waits for the answer.
       answer: To be completed with it.
     """
 
-    peer: str
+    peer: int
     answer: Future[Reply]
 
 
@@ -62,7 +62,7 @@ class Engagement:
         else:
             self.engager = held
 
-    def holds(self, peer: str) -> bool:
+    def holds(self, peer: int) -> bool:
         """Whether that worker waits for an answer, on which gradients can ride."""
         engager = self.engager
         if engager is not None and engager.peer == peer:

@@ -28,7 +28,7 @@ from jdist.rpc.errors import ProtocolError, RpcError
 from jdist.rpc.future import Future, call_when_done
 from jdist.rpc.ledger import Operation
 from jdist.rpc.request import Outgoing
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.autograd.container import Container
@@ -122,11 +122,11 @@ class Engine:
 
     def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
         for part in self.live():
-            part.lost(worker.name, reason)
+            part.lost(worker, reason)
 
     # --- messages out ---
 
-    def ask(self, part: Part, peer: str, request: Request) -> Callable[[], None]:
+    def ask(self, part: Part, peer: int, request: Request) -> Callable[[], None]:
         """Sends a request and waits for the answer; the step that takes it."""
         try:
             answer = self.agent.exchange(self._outgoing(part, peer, request))
@@ -135,7 +135,7 @@ class Engine:
             return lambda: part.unanswered(peer, failed)
         return lambda: part.answered(peer, answer)
 
-    def post(self, part: Part, peer: str, request: Request) -> None:
+    def post(self, part: Part, peer: int, request: Request) -> None:
         """Sends a request; its answer will be a step."""
         future = self.agent.request(self._outgoing(part, peer, request))
 
@@ -161,15 +161,22 @@ class Engine:
                 self._ended.popitem(last=False)
         body = (terms.context_id, terms.pass_id, *failure)
         fresh = contextvars.Context()  # not under a deadline that may have passed
-        for worker in sorted(context.known_workers() - {self.name}):
+        for number in sorted(context.known_numbers() - {self.number}):
+            worker = self._container.worker(number)
             with contextlib.suppress(RpcError):  # shut down, here or there
                 fresh.run(self.agent.call_async, worker, END, body)
 
-    def _outgoing(self, part: Part, peer: str, request: Request) -> Outgoing:
+    def name_of(self, number: int) -> str:
+        """Name of the worker of this number, for people."""
+        peer = self.agent.directory.numbered(number)
+        return f"number {number}" if peer is None else peer.info.name
+
+    def _outgoing(self, part: Part, peer: int, request: Request) -> Outgoing:
         body, meta = request.pack()
+        to = self._container.worker(peer)
         firm, unlimited = part.deadline.firm, part.deadline.at is None
         seconds = 0.0 if firm or unlimited else DEFAULT
-        found = self.agent.outgoing(peer, KIND, body, seconds, meta, _BACKWARD)
+        found = self.agent.outgoing(to, KIND, body, seconds, meta, _BACKWARD)
         limit = part.deadline if firm else found.deadline
         return found._replace(deadline=limit, receive=Answer.unpack)
 
@@ -189,7 +196,7 @@ class Engine:
         failure = self._ended.get(terms.pass_id)
         if failure is not None:
             part.fail(failure)
-        held = Held(caller.name, Future())
+        held = Held(number_of(caller), Future())
         part.receive(request, held)
         return held.answer.value() if held.answer.done() else held.answer
 

@@ -45,6 +45,7 @@ from jdist.rpc.current import Scope
 from jdist.rpc.deadline import NEVER, Deadline
 from jdist.rpc.errors import WorkerLost
 from jdist.rpc.future import Future, complete
+from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from jdist.autograd.context import Context
@@ -103,13 +104,13 @@ class Part:
         self._engagement = Engagement(self._me, root=roots is not None)
         self._sweep: Sweep | None = None
         self._awaited: dict[int, SendNode] = {}
-        self._outbox: dict[str, list[Gradient]] = {}
+        self._outbox: dict[int, list[Gradient]] = {}
         self._staged: dict[Variable, Any] = {}
-        self._told: set[str] = set()
+        self._told: set[int] = set()
         self._failure: Failure | None = None
         self._committed = False
         self._driver: int | None = None
-        self._inline: tuple[str, Request] | None = None
+        self._inline: tuple[int, Request] | None = None
 
     # --- what comes, from any thread ---
 
@@ -144,7 +145,7 @@ class Part:
 
         self.step(take, refuse)
 
-    def answered(self, peer: str, answer: Answer) -> None:
+    def answered(self, peer: int, answer: Answer) -> None:
         """The answer to a request; called within a step."""
         self._told.add(peer)
         if answer.failure is not None:
@@ -154,21 +155,21 @@ class Part:
         self._engagement.heard(answer.reports)
         self._engagement.outstanding -= 1
 
-    def unanswered(self, peer: str, error: Exception) -> None:
+    def unanswered(self, peer: int, error: Exception) -> None:
         """A request failed; called within a step."""
-        self._end(Failure(peer, error))
+        self._end(Failure(self._engine.name_of(peer), error))
 
     def fail(self, failure: Failure) -> None:
         """Ends the pass, on all workers."""
         self.step(lambda: self._end(failure))
 
-    def lost(self, worker: str, reason: str) -> None:
+    def lost(self, worker: WorkerInfo, reason: str) -> None:
         """A worker is lost; ends the pass if it still needs that one."""
 
         def check() -> None:
-            if any(node.worker == worker for node in self._awaited.values()):
+            if any(node.number == worker.number for node in self._awaited.values()):
                 what = f"a backward pass of context {self._context.id}"
-                self._end(Failure(self._me, WorkerLost(worker, what, reason)))
+                self._end(Failure(self._me, WorkerLost(worker.name, what, reason)))
 
         self.step(check)
 
@@ -273,7 +274,7 @@ class Part:
             self._stage(node, cotangents)
         elif isinstance(node, RecvNode):
             gradient = Gradient(node.message_id, cotangents)
-            self._outbox.setdefault(node.worker, []).append(gradient)
+            self._outbox.setdefault(node.number, []).append(gradient)
         else:
             nothing = (None,) * len(node.inputs)
             absent = all(map(is_none, cotangents))
@@ -324,7 +325,7 @@ class Part:
             self._staged = {}
         self._committed = True
 
-    def _post(self, peer: str, gradients: list[Gradient]) -> None:
+    def _post(self, peer: int, gradients: list[Gradient]) -> None:
         # Until it has answered once: a later request may overtake the first one.
         marks = None if peer in self._told else self._marks
         self._engagement.outstanding += 1
@@ -342,16 +343,17 @@ class Part:
         # What it sets off on this thread would run within this step: rpc sends it.
         held.answer.set_result(answer.pack())
 
-    def _make_ready(self, peer: str, gradients: list[Gradient]) -> None:
+    def _make_ready(self, peer: int, gradients: list[Gradient]) -> None:
         """Waits for the device: what fails there fails here, not at the receiver."""
         for gradient in gradients:
             for cotangent in gradient.cotangents:
                 if cotangent is not None:
                     cotangent.block_until_ready()
         if recording():
+            worker = self._engine.name_of(peer)
             for gradient in gradients:
-                name = f"receive from {peer}"
-                note(Event(self._me, POSTED, name, gradient.message_id, peer))
+                name = f"receive from {worker}"
+                note(Event(self._me, POSTED, name, gradient.message_id, worker))
 
     # --- the end ---
 

@@ -7,17 +7,11 @@ and never wait in a circle; steps on sets without a common variable run side by 
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 from jdist.autograd.variable import Variable
 from jdist.rpc import RpcTimeout
 from jdist.rpc.deadline import Deadline, exceeded
-
-_locks: weakref.WeakKeyDictionary[Variable, threading.Lock] = (
-    weakref.WeakKeyDictionary()
-)
-_making = threading.Lock()
 
 
 def locks_of(variables: Iterable[Variable]) -> list[threading.Lock]:
@@ -26,11 +20,7 @@ def locks_of(variables: Iterable[Variable]) -> list[threading.Lock]:
     The order is that of addresses. It holds as long as the variables live, so whoever
     keeps the locks must keep the variables.
     """
-    with _making:
-        return [
-            _locks.setdefault(variable, threading.Lock())
-            for variable in sorted(variables, key=id)
-        ]
+    return [variable.step_lock for variable in sorted(variables, key=id)]
 
 
 @contextlib.contextmanager

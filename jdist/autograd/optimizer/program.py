@@ -7,7 +7,7 @@ to, as compiled segments are. Its state is never shared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,7 +16,9 @@ import jax
 from jdist._errors import requirement
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.clipping import scaled
-from jdist.segment._contents import Contents, contents_of
+from jdist.segment._cache import Cache
+from jdist.segment._contents import contents_of
+from jdist.segment._traced import Traced
 
 _ARGUMENT = "DistributedOptimizer(optimizer)"
 
@@ -38,12 +40,6 @@ class Program:
     init: Callable[..., Any]
     compiled: Callable[..., Any]
     leaf_by_leaf: Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    contents: Contents
-    make: Callable[[], Any] = field(compare=False)
 
 
 def program(
@@ -87,12 +83,14 @@ def _by_contents(
     factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Program:
     make = partial(factory, *args, **kwargs)
-    return _program(_Recipe(contents_of(make, "DistributedOptimizer"), make))
+    return _CACHE.get(make, (), lambda _: _program(make))
 
 
-@lru_cache(maxsize=64)
-def _program(recipe: _Recipe) -> Program:
-    opt = _optimizer(recipe.make())
+_CACHE: Cache[Program] = Cache("DistributedOptimizer", size=64)
+
+
+def _program(make: Callable[[], Any]) -> Program:
+    opt = _optimizer(make())
 
     def step(
         params: Sequence[Any],
@@ -105,7 +103,9 @@ def _program(recipe: _Recipe) -> Program:
             grads = jax.tree.map(lambda g: scaled(g, factor), grads)
         return opt.step(params, grads, state, **overrides)
 
-    return Program(opt, jax.jit(opt.init), jax.jit(step), step)
+    # A schedule is the user's code, which is read when a step is first traced.
+    traced = Traced(step, _CACHE.user, contents_of(step, _CACHE.user), alone=True)
+    return Program(opt, jax.jit(opt.init), jax.jit(lambda *given: traced(*given)), step)
 
 
 def _optimizer(made: Any) -> Optimizer:

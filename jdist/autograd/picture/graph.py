@@ -16,7 +16,7 @@ from jdist.autograd.recorded import Recorded
 from jdist.autograd.variable import Variable
 from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.errors import ProtocolError
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.autograd.container import Container
@@ -127,16 +127,14 @@ def graph(
     if mode == "smart":
         seconds = container.agent.default_timeout if timeout == DEFAULT else timeout
         marks = mark(container, context_id, starts, seconds)
-    parts = {
-        container.agent.info: vertices(context, starts, more, names, marks),
-        **_others(context, marks, timeout),
-    }
+    own = (container.agent.info, vertices(context, starts, more, names, marks))
+    parts = [own, *_others(context, marks, timeout)]
     found: list[Vertex] = []
-    for worker in sorted(parts, key=lambda info: info.id):
+    for _, part in sorted(parts, key=lambda pair: pair[0].id):
         shift = len(found)
         found += [
             vertex._replace(inputs=tuple(n + shift for n in vertex.inputs))
-            for vertex in parts[worker]
+            for vertex in part
         ]
     return Graph(context_id, tuple(found))
 
@@ -154,27 +152,31 @@ def install(container: "Container") -> None:
         if context is None:  # released meanwhile, or never reached
             return [], []
         rows = [tuple(vertex) for vertex in vertices(context, marks=marks)]
-        return sorted(context.known_workers()), rows
+        return sorted(context.known_numbers()), rows
 
     container.agent.register(_KIND, show)
 
 
 def _others(
     context: Context, marks: Collection[int] | None, timeout: float
-) -> dict[WorkerInfo, list[Vertex]]:
+) -> list[tuple[WorkerInfo, list[Vertex]]]:
     """The parts of all workers that are reached from one to the next."""
     agent = context.container.agent
-    seen = {agent.info.name}
-    found: dict[WorkerInfo, list[Vertex]] = {}
-    ask = context.known_workers() - seen
+    seen = {number_of(agent.info)}
+    found: list[tuple[WorkerInfo, list[Vertex]]] = []
+    ask = context.known_numbers() - seen
     while ask:
         seen |= ask
         body = (context.id, marks)
-        asked = {name: agent.call_async(name, _KIND, body, timeout) for name in ask}
+        asked = []
+        for number in sorted(ask):
+            worker = context.container.worker(number)
+            answer = agent.call_async(worker, _KIND, body, timeout)
+            asked.append((worker, answer))
         ask = set()
-        for name, answer in sorted(asked.items()):
+        for worker, answer in asked:
             known, rows = answer.wait()
-            found[agent.directory.find(name).info] = checked(rows)
+            found.append((worker, checked(rows)))
             ask |= set(known) - seen
     return found
 

@@ -11,6 +11,7 @@ from jdist.autograd.remote_call.arguments import kind_of, taken_apart
 from jdist.autograd.remote_call.caller import Target, caller_of
 from jdist.autograd.remote_call.primitive import bind
 from jdist.rpc import current
+from jdist.rpc.arguments import named
 from jdist.rpc.deadline import DEFAULT, check_timeout
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -76,7 +77,7 @@ def remote_call(
       >>> [round(float(g), 3) for g in gradient]
       [1.0, 0.42]
     """
-    function, args, kwargs = _unbound(fn, args, dict(kwargs or {}))
+    function, args, kwargs = _unbound(fn, args, named("remote_call", kwargs))
     if not callable(function) or function.__hash__ is None:
         rule = "must be callable, and hashable"
         raise TypeError(requirement("remote_call(fn)", rule, function))

@@ -11,7 +11,7 @@ again.
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from secrets import randbits
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jdist._compat import placed
+from jdist._compat import evaluate, placed, trace_whole
 from jdist.autograd.recording import tracing
 from jdist.autograd.remote_call.arguments import (
     Kind,
@@ -41,7 +41,10 @@ from jdist.rpc import current
 from jdist.rpc.agent import Agent
 from jdist.rpc.ledger import Operation as Described
 from jdist.rpc.rref import RRef
-from jdist.segment._cache import Cache
+from jdist.segment._cache import VERSIONS, Cache
+from jdist.segment._contents import Contents, contents_of
+from jdist.segment._identity import identity_of
+from jdist.segment._traced import Changed, refuse_hidden, signature_of
 
 CACHE: Cache[Flat] = Cache("remote_call", size=256)
 _PART = "jdist.autograd.remote_call.callee"
@@ -189,10 +192,19 @@ def perform(
     made = Made(held.structures, shifted(operations, len(held.leaves), also), len(also))
     # Functions that it calls remotely are called as this worker: hence the name.
     key = (agent.info.name, program.structure, made)
-    compiled = CACHE.get(program.function, key, lambda: _compiled(program, made))
     arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
+    arguments = (*held.leaves, *arrays)
+
+    def build(contents: Contents) -> Flat:
+        return _compiled(program, made, contents, key, arguments)
+
     with use_abstract_mesh(_NO_MESH):
-        results = compiled(*held.leaves, *arrays)
+        compiled = CACHE.get(program.function, key, build)
+        try:
+            results = compiled(*arguments)
+        except Changed:  # A function that was equal to this one when it was compiled.
+            CACHE.drop(compiled)
+            results = CACHE.get(program.function, key, build)(*arguments)
     # Errors of the computation are this call's, also where arrays are only shared.
     jax.block_until_ready(results)
     if also and context_id is not None:
@@ -215,7 +227,41 @@ class Made(NamedTuple):
     gradients: int
 
 
-def _compiled(program: Program, made: Made) -> Flat:
+def _compiled(
+    program: Program,
+    made: Made,
+    contents: Contents,
+    key: Hashable,
+    arguments: tuple[Any, ...],
+) -> Flat:
+    """What is made of a program, compiled; found by its equations if need be.
+
+    Args:
+      program: The program.
+      made: What is made of it.
+      contents: Of its function.
+      key: What else tells it from others.
+      arguments: Of the call.
+    """
+    function = _transformed(program, made)
+    if contents.complete:
+        VERSIONS.note(CACHE.user, contents, key)
+
+        def unchanged(*leaves: Any) -> list[Any]:
+            if contents_of(program.function, CACHE.user) != contents:
+                raise Changed
+            return function(*leaves)
+
+        return jax.jit(unchanged)
+    # Each call traces what it runs: what the function reads cannot be looked at.
+    closed, _ = trace_whole(function, *arguments)
+    refuse_hidden(CACHE.user, closed)
+    case = (key, signature_of(arguments))
+    found = jax.jit(lambda *leaves: evaluate(closed, leaves))
+    return VERSIONS.get(CACHE.user, contents, case, identity_of(closed), found)
+
+
+def _transformed(program: Program, made: Made) -> Flat:
     count = sum(structure.num_leaves for structure in made.structures)
 
     def run(*arrays: Any) -> list[Any]:
@@ -223,7 +269,7 @@ def _compiled(program: Program, made: Made) -> Flat:
 
     function = transformed(run, made.operations)
     if not made.gradients:
-        return jax.jit(function)
+        return function
     batches = tuple(range(len(made.operations) - 1 - first_pullback(made.operations)))
 
     def with_sums(*arrays: Any) -> list[Any]:
@@ -232,7 +278,7 @@ def _compiled(program: Program, made: Made) -> Flat:
         sums = [x.sum(axis=batches) for x in results[: made.gradients]]
         return sums + results[made.gradients :]
 
-    return jax.jit(with_sums)
+    return with_sums
 
 
 def _on_device(leaf: Any, agent: Agent, weak: bool) -> jax.Array:

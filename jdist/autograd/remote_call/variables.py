@@ -111,7 +111,7 @@ def context_for(agent: Agent, to: str, jitted: bool) -> int | None:
         found = None if known is None else known.context
     if found is None:
         return None
-    found.meet(to)
+    found.meet(agent.directory.find(to).info)
     return found.id
 
 
@@ -125,7 +125,7 @@ def context_of(agent: Agent, context_id: int) -> Context:
     scope = current.scope.get()
     assert scope is not None
     assert scope.execution is not None
-    context.meet(scope.execution.peer)
+    context.meet(scope.execution.caller)
     return context
 
 

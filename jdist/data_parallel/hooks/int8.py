@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._tree import wide_dtype
 from jdist.data_parallel.hooks._base import Bucket, Hook, require_real
 
 LEVELS = 255
@@ -70,9 +71,11 @@ def int8_per_channel(channel: int = 512) -> Hook:
 def _quantizing(name: str, channel: int | None) -> Hook:
     def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
         require_real(name, bucket)
-        size = bucket.buffer.size
+        size, dtype = bucket.buffer.size, bucket.buffer.dtype
         width = channel or max(size, 1)
-        padded = jnp.pad(bucket.buffer, (0, -size % width)).reshape(-1, width)
+        # The range of a channel of float16 numbers may be no float16, nor may the sum.
+        wide = bucket.buffer.astype(wide_dtype(dtype))
+        padded = jnp.pad(wide, (0, -size % width)).reshape(-1, width)
         packed = _quantize(padded)
         rows = jax.lax.all_gather(_to_bytes(packed), bucket.axis_name)
         total = jnp.zeros_like(padded)
@@ -80,7 +83,7 @@ def _quantizing(name: str, channel: int | None) -> Hook:
             own = _from_bytes(rows[rank], packed)
             total += _dequantize(own).astype(total.dtype)
         sent = _dequantize(packed).astype(total.dtype)
-        flat = (x.reshape(-1)[:size] for x in (total, sent))
+        flat = (x.reshape(-1)[:size].astype(dtype) for x in (total, sent))
         return state, bucket.replaced(*flat)
 
     return Hook(name, reduce)

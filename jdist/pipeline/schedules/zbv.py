@@ -10,8 +10,10 @@ def zbv(n: int, m: int) -> Schedule:
 
     The last stage is on worker 0, so that a micro-batch ends where it began and its
     backward pass starts early. When F, B and W take equally long no worker is idle from
-    its first action to its last, with the memory of 1F1B: 2n of these half-size stages'
-    activations.
+    its first action to its last, with 2n of these half-size stages in flight, as many
+    as 1F1B's n whole ones. Towards the end worker j defers more and more weight
+    gradients, and with their cotangents it holds n + 1 + 3j activations where that is
+    more than 2n + 1.
 
     Raises:
       ValueError: A number is below 1.
@@ -45,7 +47,9 @@ def zbv(n: int, m: int) -> Schedule:
         m,
         tuple((min(s, 2 * n - 1 - s),) for s in range(2 * n)),
         Columns.joined(programs),
-        activation_bound=(2 * min(m, n),) * n,
+        activation_bound=tuple(
+            min(2 * m + 1, max(2 * n + 1, n + 1 + 3 * j)) for j in range(n)
+        ),
         # Below 2n - 1 micro-batches the way there and back, 4n actions, shows.
         clock_bound=max(6 * m + n - 1, 4 * m + 4 * n - 2),
     )

@@ -11,8 +11,10 @@ def zero_bubble(n: int, m: int) -> Schedule:
     The backward pass is split: the stage before waits for the cotangent of the inputs
     only (B), the gradients of the parameters (W) can come later. Worker j defers j of
     them from the beginning to the end, so that the stages before it get their
-    cotangents sooner, and no worker holds the activations of more than n micro-batches:
-    as many as stage 0 does in 1F1B.
+    cotangents sooner. No worker has begun more than n micro-batches that it has not
+    finished, as many as stage 0 in 1F1B. What a deferred one holds is more than an
+    activation, since its cotangents wait too: on worker j n - j - 1 activations and
+    j + 1 pending weight gradients, (n - j - 1) M_B + (j + 1) M_W.
 
     Raises:
       ValueError: A number is below 1.
@@ -46,7 +48,7 @@ def zero_bubble(n: int, m: int) -> Schedule:
         m,
         tuple((stage,) for stage in range(n)),
         Columns.joined(programs),
-        activation_bound=(min(m, n),) * n,
+        activation_bound=tuple(min(m, n) + min(m, j + 1) for j in range(n)),
         # The last stage defers n weight gradients at most; with fewer micro-batches
         # than workers there is nothing else to fill its gaps with.
         clock_bound=max(3 * m + n - 1, 2 * m + 2 * n - 1),

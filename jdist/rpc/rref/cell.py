@@ -4,7 +4,7 @@ import contextvars
 from typing import Any
 
 from jdist.rpc.functions import FunctionTable
-from jdist.rpc.future import Future, complete, error_of
+from jdist.rpc.future import Future, complete, error_of, run_all
 from jdist.rpc.remote_exception import describe, rebuild
 
 Cell = Future[Any]
@@ -53,5 +53,4 @@ def again(error: BaseException, table: FunctionTable) -> Exception:
 
 
 def _complete(cell: Cell, value: Any, error: BaseException | None) -> None:
-    for callback in complete(cell, value, error) or ():
-        callback()
+    run_all(complete(cell, value, error) or [])

@@ -42,8 +42,8 @@ def remote(
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
       func: A function, a class, or a method of an importable class.
-      args: Positional arguments.
-      kwargs: Keyword arguments.
+      args: Positional arguments, in a tuple or a list.
+      kwargs: Keyword arguments, by their names.
       timeout: Seconds for the function to end; -1 for the default, 0 for no limit.
 
     Raises:
@@ -65,7 +65,7 @@ def remote(
     """
     agent = current.agent()
     outgoing = calls.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
-    if outgoing.peer.info == agent.info:
+    if outgoing.peer.info.number == agent.info.number:
         return _on_itself(agent, outgoing)
     references = agent.references
     held, floor = references.create(number_of(outgoing.peer.info))
@@ -157,7 +157,7 @@ def failure_of(error: BaseException, table: FunctionTable) -> Exception:
 
 
 def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
-    if caller == agent.info:
+    if caller.number == agent.info.number:
         return agent.references.find(name[0])
     if name[0].created_on != caller.number:
         raise ProtocolError("A reference's id bears the number of its creator.")
@@ -181,7 +181,7 @@ def _filled(cell: Cell, result: Any) -> Reply:
 
 
 def _parts(body: Any) -> tuple[_Name, Invocation]:
-    if type(body) is not tuple or len(body) != 4 or not callable(body[1]):
+    if type(body) is not tuple or len(body) != 4:
         raise ProtocolError("A creation has a name, a function, arguments, keywords.")
     name, *call = body
     if type(name) is not tuple or len(name) != 3:
@@ -189,4 +189,6 @@ def _parts(body: Any) -> tuple[_Name, Invocation]:
     rref, fork, floor = name
     if type(floor) is not int:
         raise ProtocolError("A creation's floor is a number.")
-    return (unpack_id(rref), unpack_id(fork), floor), Invocation(CREATE, *call)
+    return (unpack_id(rref), unpack_id(fork), floor), Invocation.unpack(
+        CREATE, tuple(call)
+    )

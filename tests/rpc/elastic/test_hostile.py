@@ -17,7 +17,14 @@ from tests.rpc.sockets import nothing_left
 
 KEY = rpc.new_cluster_key()
 ODD = (None, "x", -1, 0, 2**63, math.nan, math.inf, [], [[]], [5], {}, {"a": 1})
-GATHER = {"names": ["mad", "worker0"], "purpose": "x", "timeout": 1.0}
+GATHER = {
+    "names": ["mad", "worker0"],
+    "operation": "x",
+    "tag": "",
+    "number": 1,
+    "timeout": 1.0,
+    "refused": None,
+}
 
 
 def soon():

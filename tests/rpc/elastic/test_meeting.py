@@ -129,3 +129,18 @@ def without_itself():
 def test_names_without_ones_own(elastic):
     elastic.join("worker1")
     elastic.run("worker0", without_itself)
+
+
+def gather_with_all():
+    return gather_and_see(1)
+
+
+def test_rank_0_ends_while_another_one_gathers(processes):
+    """It leaves last, so the other one would wait for it for ever."""
+    processes.join("worker1")
+    ending = processes.begin_to_leave("worker0")
+    kind, text = processes.run("worker1", gather_with_all)
+    assert kind == "CollectiveMismatch"
+    assert "'worker1' is in all_gather number 1, 'worker0' is in shutdown" in text
+    processes.leave("worker1")
+    ending.result()

@@ -1,0 +1,108 @@
+"""Whether all replicas hold the same bits: the check behind `debug=True`.
+
+What a step returns is declared to be the same on all replicas, and nothing in JAX looks
+whether it is: a hook that forgets to communicate gives every device a gradient of its
+own under one name. In debug mode each replica computes a checksum of each of its
+gradients inside the program, all are gathered, and the host compares them.
+
+    checksum = sum over positions i of  mix(bits of number i + c i)     modulo 2^32
+
+mix is a bijection that spreads each bit over all others. So a difference in one number
+is always seen, and any other but once in 2^32. Without it signs that differ in an even
+number of places would cancel: a negated gradient would look the same.
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist._compat import is_traced
+from jdist._errors import JdistError, requirement
+from jdist._tree import named_leaves
+
+
+class ReplicasDiffer(JdistError):
+    """What must be the same on all replicas is not; raised on every process."""
+
+
+def checksums(tree: Any, axis_name: Hashable) -> dict[str, jax.Array]:
+    """All replicas' checksums of the leaves; call it where the axis is bound.
+
+    Returns:
+      For each path `(replicas,)`, uint32, the same on all replicas.
+    """
+    named = {
+        path: leaf for path, leaf in named_leaves(tree).items() if leaf is not None
+    }
+    if not named:
+        return {}
+    own = jnp.stack([_checksum(leaf) for leaf in named.values()])
+    return dict(zip(named, jax.lax.all_gather(own, axis_name, axis=1), strict=True))
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag])
+    bits = jnp.finfo(array.dtype).bits
+    words: Any = jax.lax.bitcast_convert_type(array, f"uint{min(bits, 32)}")
+    words = words.astype(jnp.uint32).reshape(-1)
+    places = jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    return jnp.sum(_mixed(words + places), dtype=jnp.uint32)
+
+
+def _mixed(words: jax.Array) -> jax.Array:
+    """A bijection of 32-bit words: each bit changes about half of the others."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    return words ^ (words >> 16)
+
+
+def check_agreement(
+    call: str, sums: Mapping[str, Any], mesh: Mesh | int, axis: str
+) -> None:
+    """Refuses a result whose leaves differ between replicas.
+
+    Args:
+      call: The public function, for the error's text.
+      sums: What `checksums` returned.
+      mesh: The devices; or a number of replicas on one device.
+      axis: The axis of replicas.
+
+    Raises:
+      ReplicasDiffer: They do; the message names the first such leaf, and the devices.
+      ValueError: The call is part of a jit, in which nothing can be looked at.
+    """
+    if any(map(is_traced, sums.values())):
+        rule = "must be left out inside jit"
+        remedy = "Nothing can be compared before the program runs."
+        raise ValueError(requirement(f"{call}(debug=...)", rule, True, remedy))
+    for path, found in sums.items():
+        held: dict[int, list[int]] = {}
+        for replica, value in enumerate(np.asarray(found).tolist()):
+            held.setdefault(value, []).append(replica)
+        if len(held) == 1:
+            continue
+        groups = "; ".join(
+            f"checksum {value:08x} on {_named(replicas, mesh, axis)}"
+            for value, replicas in held.items()
+        )
+        raise ReplicasDiffer(
+            f"`{call}`: the gradient at {path} is not the same on all replicas: "
+            f"{groups}. A hook must leave every replica with the same buffer: reduce "
+            f"it by a collective over `bucket.axis_name`."
+        )
+
+
+def _named(replicas: list[int], mesh: Mesh | int, axis: str) -> str:
+    if not isinstance(mesh, Mesh):
+        return f"replica {', '.join(map(str, replicas))}"
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
+    rows = devices.reshape(len(devices), -1)
+    names = (
+        f"{replica} ({', '.join(map(str, rows[replica]))})" for replica in replicas
+    )
+    return f"replica {', '.join(names)}"

@@ -1,0 +1,120 @@
+"""Parameters that are divided over the mesh: what is kept, and what is refused.
+
+A mesh may have further axes beside that of the replicas, and parameters may be divided
+over them (tensor parallelism). The library's programs are manual over the axis of
+replicas only. Over the further axes each array stays as it was given, the compiler adds
+the communication that the model takes, and a gradient has its parameter's layout:
+
+    mesh (data 4, model 2)          w: P(None, "model")      batch: P("data")
+    replica (2 devices)             half of w on each        a quarter of the rows
+    gradient                        P(None, "model"): one all-reduce over "data" of half
+                                    the gradient on each device
+
+What would have to make such an array whole is refused: buckets and hooks, which join
+gradients in flat buffers; gathering; and parameters that are divided over the replicas
+themselves, since each replica computes with all of its parameters.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jdist._compat import is_traced
+from jdist._errors import requirement
+from jdist._tree import named_leaves
+
+
+def further_axes(mesh: Mesh | int, axis: str) -> tuple[str, ...]:
+    """The axes beside `axis` over which an array can be divided."""
+    if not isinstance(mesh, Mesh):
+        return ()
+    return tuple(name for name, size in mesh.shape.items() if name != axis and size > 1)
+
+
+def check_mesh(call: str, mesh: Mesh | int, axis: str) -> bool:
+    """Whether a mesh has further axes; refuses types of them that cannot be kept.
+
+    JAX 0.10 gathers what is divided over an explicit axis where it enters a shard_map
+    that is manual over another one.
+
+    Raises:
+      ValueError: A further axis is explicit.
+    """
+    further = further_axes(mesh, axis)
+    if not isinstance(mesh, Mesh):
+        return False
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for name in further:
+        if types[name] == AxisType.Explicit:
+            rule = f"must have axes of type Auto beside {axis!r}"
+            got = f"the explicit axis {name!r}"
+            remedy = (
+                "Make it by `jax.make_mesh(shape, names, axis_types=(jax.sharding."
+                "AxisType.Auto,) * len(names))`."
+            )
+            raise ValueError(requirement(f"{call}(mesh=...)", rule, got, remedy))
+    return bool(further)
+
+
+def check_alone(call: str, mesh: Mesh | int, axis: str) -> None:
+    """Refuses a mesh with further axes, for what would make whole what they divide.
+
+    Raises:
+      ValueError: There are some.
+    """
+    further = further_axes(mesh, axis)
+    if further:
+        rule = (
+            f"must have no axis beside {axis!r}, over which a parameter may be divided"
+        )
+        got = f"axes {', '.join(map(repr, further))}"
+        raise ValueError(requirement(f"{call}(mesh=...)", rule, got))
+
+
+def check_params(argument: str, params: Any, mesh: Mesh | int, axis: str) -> None:
+    """Refuses parameters that a replica would have to make whole.
+
+    Traced ones cannot be seen; their values come out right.
+
+    Args:
+      argument: For the error, such as `"fn(params=...)"`.
+      params: Pytree; what is whole on its devices is never refused.
+      mesh: The devices. A number of replicas has no layout of its own.
+      axis: The axis of replicas.
+
+    Raises:
+      ValueError: A leaf is divided over `axis`, or not over this mesh.
+    """
+    if not isinstance(mesh, Mesh) or not any(map(is_divided, jax.tree.leaves(params))):
+        return
+    for path, leaf in named_leaves(params).items():
+        if not is_divided(leaf) or _is_kept(leaf.sharding, mesh, axis):
+            continue
+        rule = f"must be whole on each replica, or divided over axes beside {axis!r}"
+        got = f"{leaf.sharding} at {path}"
+        remedy = (
+            "Lay them out with jax.device_put. `data_parallel.zero` divides the "
+            "optimizer's state over the replicas; parameters that only fit divided "
+            "over all devices take `jax.jit` with shardings of your own."
+        )
+        raise ValueError(requirement(argument, rule, got, remedy))
+
+
+def is_divided(leaf: Any) -> bool:
+    """Whether a leaf is seen to lie on its devices in parts."""
+    return (
+        isinstance(leaf, jax.Array)
+        and not is_traced(leaf)
+        and not leaf.sharding.is_fully_replicated
+    )
+
+
+def _is_kept(sharding: Any, mesh: Mesh, axis: str) -> bool:
+    if not isinstance(sharding, NamedSharding):
+        return False
+    own: Any = sharding.mesh
+    if own.axis_names != mesh.axis_names or (own.devices != mesh.devices).any():
+        return False
+    names = (n if isinstance(n, tuple) else (n,) for n in sharding.spec)
+    return axis not in {name for entry in names for name in entry}

@@ -1,0 +1,359 @@
+"""What experiments say is what they judged: planted measurements change the verdicts,
+the line at the end and the exit status; and no sentence comes from elsewhere."""
+
+import ast
+import inspect
+import re
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import __main__ as command
+from experiments import (
+    _runner,
+    data_parallel_equivalence,
+    ddp_buckets,
+    ddp_equivalence,
+    ddp_join,
+    dist_autograd_simple,
+    gradient_compression,
+    optimizer_parity,
+    rpc_cost,
+    toy_model_parallel,
+    zero_memory,
+)
+from experiments._result import Result
+
+STEPS = 4
+
+
+# --- measurements that bear every claim out ---
+
+
+def replicated(**changes):
+    job = data_parallel_equivalence
+    losses = [1.0, 0.5, 0.25, 0.125]
+    alone = job.Run("1 device", losses, 0.97, [])
+    orders = [job.Run("order", [x + 1e-6 for x in losses], 0.97, [])]
+    run = job.Run(
+        "2 devices",
+        [x + 1e-6 for x in losses],
+        0.97,
+        [0.5] * STEPS,
+        STEPS,
+        "pinned by differences",
+        (50.0,) * STEPS,
+    )
+    return job.claims(alone, orders, [replace(run, **changes)], STEPS)
+
+
+def bucketed(worst=0.5, shared=0.01, source=(4, 4), one=(1, 1), other=(2, 3)):
+    counts = {ddp_buckets.SOURCE: {"0": source, "25": one}, "x": {"1": other}}
+    return ddp_buckets.claims(counts, worst, shared, 0.02)
+
+
+def equivalent(right=0.5, hand=0.5, mistake=9.0, copies=("a", "a"), other=1.0):
+    job = ddp_equivalence
+
+    def findings(value, copies):
+        return job.Findings(
+            "2", {("mean", "x", (1,)): np.float32(value)}, {"x": copies}
+        )
+
+    pair = [findings(1.0, list(copies)), findings(other, list(copies))]
+    ratios = {"a": right}, {"b": hand}, {"c": mistake}
+    return job.claims(pair, [pair], *ratios)
+
+
+def joined(**changes):
+    job = ddp_join
+    run = job.Run(
+        {"weight": [0.5] * 4, "active": [9.0, 9.0, 9.0, 0.5], "initial": [9.0] * 4},
+        {"weight": [1.0] * 4, "active": [1.0] * 4, "initial": [1.0, 1.0, 0.5, 0.25]},
+        [4, 4, 2, 1],
+        [True, False, False, True],
+        [1.0] * 4,
+        4,
+        0.9,
+        100.0,
+        "replicas 3 of 4 ran out",
+    )
+    return job.claims(replace(run, **changes), 4, 100, devices=True)
+
+
+def scripted(**changes):
+    job = dist_autograd_simple
+    first, second = np.float32([1, 2]), np.float32([3, 4])
+    one = job.Trained([1.0, 0.5], [first, second], [second, first])
+    found = one._replace(**changes)
+    return [
+        *job.judged([found] * 2, [one] * 2),
+        job.beside_torch([found] * 2, [one] * 2),
+    ]
+
+
+def compressed(**changes):
+    job = gradient_compression
+    share = {
+        "fp16": 0.5,
+        "int8 per channel, feedback": 0.52,
+        "int8 per tensor": 0.5,
+        "PowerSGD rank 1": 0.4,
+        "PowerSGD rank 1, no feedback": 0.4,
+    }
+    runs = {job.EXACT: job.Run(job.EXACT, [1.0], 0.97, 1000.0)}
+    for name, part in share.items():
+        loss = 2.0 if "no feedback" in name else 1.0
+        runs[name] = job.Run(name, [loss], 0.97, 1000.0 * part)
+    for name, (field, value) in changes.items():
+        runs[name] = replace(runs[name], **{field: value})
+    return job.claims(list(runs.values()), quick=False)
+
+
+def beside_torch(double=1e-13, single=1e-6, same=1e-14, other=1e-3):
+    curves = {
+        name: np.array([same if counterpart[2] else other])
+        for name, counterpart in optimizer_parity.COUNTERPARTS.items()
+    }
+    worst = {"float64": double, "float32": single}
+    return optimizer_parity.claims(worst, ["a"], curves)
+
+
+def called(ours=0.1, bare=1.0, inside=1e-6, same=True):
+    job = rpc_cost
+    taken = {job.TORCH: 1.0, job.BARE: bare, job.NUMPY: ours, job.JAX: ours}
+    seconds = {who: {what: [t] for what in job.GOALS} for who, t in taken.items()}
+    return [*job.echo_claims({"x": same}), *job.speed_claims(seconds, [inside])]
+
+
+def passed(**changes):
+    job = toy_model_parallel
+    size = job.EXAMPLES * job.HIDDEN * 4
+    there = [("h", 0, 1, False, size), ("h", 1, 0, True, size)]
+    there = [(n, s, d, c, b) for n, s, d, c, b in there]
+    run = job.Run([0.5] * 4, 4, [1.0, 0.5], there, "must have 'target' on cpu:1")
+    return job.claims(replace(run, **changes), 4, two=True)
+
+
+PARAMS = {"w": np.zeros((64, 8), np.float32)}
+
+
+def sharded(final=None, **changes):
+    job = zero_memory
+    whole, part = job.share(PARAMS, 1), job.share(PARAMS, 2)
+    runs = [
+        job.Run(2, False, [1], [whole] * 2, 9000, [1.0, 0.5], STEPS, None),
+        job.Run(2, True, [1], [part] * 2, 9000 - whole + part, [1.0, 0.5], STEPS, None),
+    ]
+    at = 0 if changes.pop("whole", False) else 1
+    runs[at] = runs[at]._replace(**changes)
+    return job.claims(runs, {1: True, 2: final is None}, PARAMS, STEPS)
+
+
+# One change that contradicts each claim; the number is the claim's.
+PLANTED = [
+    (replicated, 0, {"ratios": [0.5, 1.01, 0.5, 0.5]}),
+    (replicated, 1, {"oracle": "not compared"}),
+    (replicated, 2, {"identical": STEPS - 1}),
+    (replicated, 3, {"losses": [1.0, 0.5, 0.25, 0.126]}),
+    (replicated, 4, {"accuracy": 0.94}),
+    (replicated, 5, {"caught": (50.0, 0.9, 50.0, 50.0)}),
+    (bucketed, 0, {"other": (2, 4)}),
+    (bucketed, 1, {"source": (3, 3)}),
+    (bucketed, 2, {"worst": 1.5}),
+    (bucketed, 3, {"shared": 0.0}),
+    (equivalent, 0, {"right": 1.5}),
+    (equivalent, 1, {"hand": 1.5}),
+    (equivalent, 2, {"mistake": 0.5}),
+    (equivalent, 3, {"copies": ("a", "b")}),
+    (equivalent, 4, {"other": 1.0000001}),
+    (joined, 1, {"seen": 99.0}),
+    (joined, 4, {"early_end": "replicas 2 of 4"}),
+    (joined, 5, {"identical": 3}),
+    (joined, 6, {"accuracy": 0.8}),
+    (scripted, 0, {"gradients": [np.float32([1, 2]), np.float32([3, 4.0000005])]}),
+    (scripted, 1, {"values": [np.float32([3, 4]), np.float32([1, 2.0000002])]}),
+    (scripted, 2, {"losses": [1.0, 0.8]}),
+    (compressed, 0, {"fp16": ("accuracy", 0.95)}),
+    (compressed, 1, {"fp16": ("sent", 520.0)}),
+    (compressed, 4, {"PowerSGD rank 1": ("sent", 460.0)}),
+    (compressed, 5, {"PowerSGD rank 1": ("losses", [2.5])}),
+    (beside_torch, 0, {"double": 1e-11}),
+    (beside_torch, 1, {"single": 1e-4}),
+    (beside_torch, 2, {"same": 1e-11}),
+    (beside_torch, 3, {"other": 1e-13}),
+    (called, 0, {"same": False}),
+    (called, -1, {"inside": 31e-6}),
+    (passed, 0, {"ratios": [0.5, 1.2]}),
+    (passed, 1, {"identical": 3}),
+    (passed, 2, {"passages": []}),
+    (passed, 3, {"losses": [1.0, 1.0]}),
+    (passed, 4, {"refusal": "nothing was refused"}),
+    (sharded, 0, {"state": [99, 98]}),
+    (sharded, 2, {"whole": True, "state": [5, 5]}),
+    (sharded, 3, {"program": 1}),
+    (sharded, 4, {"losses": [1.0, 0.501]}),
+    (sharded, 5, {"identical": STEPS - 1}),
+    (sharded, 6, {"final": "another"}),
+]
+
+
+@pytest.mark.parametrize("made", dict.fromkeys(made for made, *_ in PLANTED))
+def test_what_bears_them_out_holds(made):
+    assert [c.text for c in made() if c.holds is not True] == []
+
+
+@pytest.mark.parametrize(("made", "number", "change"), PLANTED)
+def test_a_contradiction_is_said_and_fails(made, number, change):
+    """In the line that a run ends with, from which the exit status follows."""
+    claims = list(made(**change))
+    claim = claims[number]
+    assert claim.verdict == "does not hold"
+    found = Result(claims)
+    assert not found.holds
+    assert f"Does not hold: {claim.sentence}" in found.outcome
+    before = Result(list(made()))
+    assert before.holds
+    assert f"{len(claims)} of {len(claims)} claims hold" in before.outcome
+
+
+def test_the_command_ends_with_it(tmp_path, monkeypatch, capsys):
+    """Exit status 1 and FAILED, with a planted measurement; 0 and Proved without."""
+    for change, status, word in (({}, 0, "Proved"), ({"identical": 3}, 1, "FAILED")):
+        module = types.ModuleType("experiments.planted", "Is it planted?")
+        found = Result(passed(**change))
+        module.run = lambda settings, progress, found=found: found
+        monkeypatch.setitem(sys.modules, "experiments.planted", module)
+        monkeypatch.setattr(_runner, "names", lambda: ["planted"])
+        monkeypatch.setattr(command.jax.config, "update", lambda *_: None)
+        assert command.main(["planted", "--out", str(tmp_path)]) == status
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"{word} in ")
+        assert found.outcome in last
+
+
+def test_calls_of_each_size_are_judged():
+    """Beside torch, and beside a bare socket."""
+    job = rpc_cost
+    slow = [c.text for c in called(ours=1.01) if not c.holds]
+    assert len(slow) == 2 * sum(goal < 1.01 for goal in job.GOALS.values())
+    beside = [c.text for c in called(bare=0.01) if not c.holds]
+    assert len(beside) == 2 * len(job.LARGE)
+
+
+def test_divisors_are_told_apart():
+    """An uneven step at which the wrong divisor passes; a length that stays."""
+    ratios = {"weight": [0.5] * 4, "active": [9.0, 0.9, 9.0, 0.5], "initial": [9.0] * 4}
+    assert [c.holds for c in joined(ratios=ratios)].index(False) == 2
+    ratios = {**ratios, "active": [9.0] * 4, "weight": [0.5, 0.5, 2.0, 0.5]}
+    assert [c.holds for c in joined(ratios=ratios)].index(False) == 0
+    lengths = {"weight": [1.0] * 4, "active": [1.0] * 4, "initial": [1.0] * 4}
+    assert [c.holds for c in joined(lengths=lengths)].index(False) == 3
+
+
+def test_what_cannot_be_judged_says_so():
+    """Replicas on one device, no torch, methods that were not run, no second device."""
+    job = ddp_join
+    run = job.Run(
+        {"weight": [0.5], "active": [9.0, 9.0], "initial": [9.0]},
+        {"weight": [1.0], "active": [1.0, 1.0], "initial": [1.0, 0.25]},
+        [4, 1],
+        [False, True],
+    )
+    (left,) = [c for c in job.claims(run, 2, 0, devices=False) if c.holds is None]
+    assert left.why_not == "replicas share a device by vmap"
+    shared = data_parallel_equivalence.claims
+    alone = data_parallel_equivalence.Run("1", [1.0], 0.97, [])
+    other = replace(alone, ratios=[0.5], caught=(9.0,), oracle="pinned")
+    (left,) = [c for c in shared(alone, [alone], [other], 1, "few") if c.holds is None]
+    assert (left.why_not, "same bits" in left.text) == ("few", True)
+    assert dist_autograd_simple.beside_torch([], None).verdict == "not judged"
+    exact = gradient_compression.Run(gradient_compression.EXACT, [1.0], 0.97, 0.0)
+    runs = [exact, replace(exact, name="fp16")]
+    reasons = [c.why_not for c in gradient_compression.claims(runs, quick=True)]
+    assert reasons[1:] == [
+        "replicas share a device: no bytes are sent",
+        *[gradient_compression.NOT_RUN] * 4,
+    ]
+    toy = toy_model_parallel
+    size = toy.EXAMPLES * toy.HIDDEN * 4
+    there = [("h", 0, 1, False, size), ("h", 1, 0, True, size)]
+    run = toy.Run([0.5], 1, [1.0, 0.5], there)
+    assert toy.claims(run, 1, two=False)[-1].why_not == "there is one device only"
+    (left,) = zero_memory.left_out(["8"])
+    assert "8 replicas" in left.sentence
+    seconds = {
+        name: {job: [1.0] for job in rpc_cost.GOALS}
+        for name in (rpc_cost.BARE, rpc_cost.NUMPY, rpc_cost.JAX)
+    }
+    left = [c for c in rpc_cost.speed_claims(seconds, [1e-6]) if c.holds is None]
+    assert len(left) == 2 * len(rpc_cost.GOALS)
+
+
+# --- there is no other place for a sentence about a result ---
+
+MODULES = sorted(Path(_runner.experiments.__path__[0]).glob("[a-z]*.py"))
+JUDGING = re.compile(
+    r"\b(faster|slower|fewer|better|worse|wins?|gains? more|loses?|never|always|proves?"
+    r"|proved|same|equals?|equal to|exactly|identical|bit for bit|lies? on|beats?"
+    r"|holds?|as well as|no more than|at least|at most|agrees?)\b"
+)
+ALLOWED = {
+    # How something was measured, drawn or counted.
+    "for slower and slower links",
+    "whiskers hold the middle half",
+    "two equal halves",
+    "the same, and the two halves",
+    "8-bit integers cannot be summed",
+}
+
+
+def prose(path):
+    """Captions and notes: the strings beside which no verdict stands."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Picture":
+            found += [node.args[1]] if len(node.args) > 1 else []
+        if isinstance(node, ast.keyword) and node.arg == "notes":
+            found.append(node.value)
+        if isinstance(node, ast.FunctionDef) and "note" in node.name:
+            found += node.body[1:]
+        if isinstance(node, ast.Assign) and "caption" in ast.dump(node.targets[0]):
+            found.append(node.value)
+    for part in found:
+        for node in ast.walk(part):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value.lower()
+
+
+def test_a_judgement_is_recognised():
+    """Those that once stood beside measurements of the contrary."""
+    told = sum(len(list(prose(path))) for path in MODULES)
+    assert told > 30
+    for text in (
+        "sent in parts it wins more than that back",
+        "both runs are one line: they are the same to the bit",
+        "the slower the network, the more a pipeline gains: it gains more",
+        "it learns as well without",
+        "the loss curves lie on each other",
+    ):
+        assert JUDGING.search(text)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_no_caption_and_no_note_judges(path):
+    for text in prose(path):
+        if not any(known in text for known in ALLOWED):
+            assert not JUDGING.search(text), text
+
+
+@pytest.mark.parametrize("name", _runner.names())
+def test_an_experiment_asks(name):
+    """Its summary is printed before anything is measured, so that it cannot know."""
+    assert "?" in _runner.summary(_runner.load(name))
+    assert "claims" in inspect.getsource(_runner.load(name).run)
