@@ -144,7 +144,7 @@ class Pipeline:
 
     @property
     def _has_devices(self) -> bool:
-        """Whether somebody chose the devices of its workers."""
+        """Whether its workers have devices that were given."""
         return any(device is not None for device in self._places.devices)
 
     def place(self, params: Sequence[Any]) -> list[Any]:
