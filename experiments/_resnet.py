@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jdist import pipeline
-from jdist.pipeline.nnx_stages import FromModules
+from jdist.pipeline import FromModules
 
 GROWTH = 4
 """Channels that a block puts out, over those that it computes with."""

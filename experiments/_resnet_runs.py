@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments._resnet import Network
 from jdist import optim, pipeline, rpc
-from jdist.pipeline.nnx_stages import FromModules
+from jdist.pipeline import FromModules
 
 ONE = "one device"
 PARALLEL = "model parallel"

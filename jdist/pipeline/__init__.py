@@ -7,7 +7,10 @@ from jdist.pipeline.fit import fit as fit
 from jdist.pipeline.layer_profile import Layer as Layer
 from jdist.pipeline.layer_profile import Profile as Profile
 from jdist.pipeline.layer_profile import load_profile as load_profile
+from jdist.pipeline.module import Module as Module
+from jdist.pipeline.module_stages import FromModules as FromModules
 from jdist.pipeline.module_stages import stages_from_modules as stages_from_modules
+from jdist.pipeline.nnx_stages import modules_from_nnx as modules_from_nnx
 from jdist.pipeline.nnx_stages import stages_from_nnx as stages_from_nnx
 from jdist.pipeline.partition import partition as partition
 from jdist.pipeline.pipedream_runtime import EpochMetrics as EpochMetrics
@@ -16,7 +19,6 @@ from jdist.pipeline.pipeline import Pipeline as Pipeline
 from jdist.pipeline.plan import Plan as Plan
 from jdist.pipeline.plan import PlannedStage as PlannedStage
 from jdist.pipeline.plan import load_plan as load_plan
-from jdist.pipeline.profile import Module as Module
 from jdist.pipeline.profile import profile as profile
 from jdist.pipeline.schedule import Schedule as Schedule
 from jdist.pipeline.schedule import Updates as Updates

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.stage import Stage
@@ -18,6 +22,20 @@ def key_given(key: Any, stage: int) -> Any:
         rule = f"must be given, because stage {stage} takes a PRNG key"
         raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
     return key
+
+
+def check_not_traced(call: str, *trees: Any) -> None:
+    """Refuses a transformation around a pipeline that has devices of its own.
+
+    Raises:
+      ValueError: The call is inside `jax.jit`, `jax.grad` or another one.
+    """
+    # Inside `jit` even an array of zeros is traced.
+    if any(is_traced(leaf) for leaf in jax.tree.leaves((trees, jnp.zeros(())))):
+        rule = "must be called outside of jax.jit, jax.grad and other transformations: "
+        rule += "its stages are on devices that it chooses, and compiled for them"
+        remedy = "Call it as it is; without devices or a mesh it may be inside jit."
+        raise ValueError(requirement(call, rule, "traced arrays", remedy))
 
 
 def check_arguments(
@@ -47,9 +65,9 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
         rule = "must have a backward pass for each forward pass, and a flush"
         raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
     for number, workers in enumerate(schedule.placement):
-        if stages[number].stateful and len(workers) > 1:
-            rule = f"must give stage {number} one worker, because it has a state"
-            got = f"workers {workers}"
+        if len(workers) > schedule.micro_batches:
+            rule = f"must have a micro-batch for each worker of stage {number}"
+            got = f"{schedule.micro_batches} for the workers {workers}"
             raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
 

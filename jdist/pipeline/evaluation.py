@@ -82,10 +82,15 @@ class EvaluationStep(Step):
         parts = [self.kept[micro] for micro in sorted(self.kept)]
         home = jax.tree.leaves(parts[0])[0].sharding
         found = jax.tree.map(
-            lambda *rows: jnp.concatenate([jax.device_put(x, home) for x in rows]),
+            lambda *rows: _joined([jax.device_put(x, home) for x in rows]),
             *parts,
         )
         return found if len(found) > 1 else next(iter(found.values()))
+
+
+def _joined(rows: Sequence[jax.Array]) -> jax.Array:
+    """The examples of all micro-batches; one number each of what has no examples."""
+    return jnp.concatenate(rows) if rows[0].ndim else jnp.stack(rows)
 
 
 class Evaluator:

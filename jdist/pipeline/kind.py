@@ -1,8 +1,14 @@
 """What is known of an array without its numbers: hashable, and it can be sent."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+
+_GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 class Kind(NamedTuple):
@@ -10,11 +16,26 @@ class Kind(NamedTuple):
 
     Attributes:
       shape: Its shape.
-      dtype: Name of its dtype.
+      dtype: Name of its dtype; of PRNG keys such as "key<fry>".
     """
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The same for JAX."""
+        key = _key_like(self.dtype)
+        dtype = jnp.dtype(self.dtype) if key is None else key.dtype
+        return jax.ShapeDtypeStruct(self.shape, dtype)
+
+    def blank(self, device: jax.Device | None = None) -> jax.Array:
+        """An array of it that is not looked at: zeros, or keys made of zeros."""
+        key = _key_like(self.dtype)
+        if key is None:
+            return jnp.zeros(self.shape, self.dtype, device=device)
+        keys = jnp.broadcast_to(jax.random.key(0, impl=key.generator), self.shape)
+        return keys if device is None else jax.device_put(keys, device)
 
 
 def kinds_of(value: Any) -> Any:
@@ -26,6 +47,25 @@ def kinds_of(value: Any) -> Any:
       {'h': Kind(shape=(3, 5), dtype='float32')}
     """
     return jax.tree.map(lambda x: Kind(x.shape, str(x.dtype)), value)
+
+
+class _KeyLike(NamedTuple):
+    generator: str
+    dtype: Any
+
+
+@functools.cache
+def _key_like(name: str) -> _KeyLike | None:
+    """The generator of keys whose dtype has that name; None for other dtypes."""
+    if not name.startswith("key<"):
+        return None
+    for generator in _GENERATORS:
+        make = functools.partial(jax.random.key, 0, impl=generator)
+        dtype = jax.eval_shape(make).dtype
+        if str(dtype) == name:
+            return _KeyLike(generator, dtype)
+    rule = f"must be keys of one of JAX's generators {_GENERATORS}"
+    raise ValueError(requirement("Pipeline", rule, name))
 
 
 def is_kind(value: object) -> bool:

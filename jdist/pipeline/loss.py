@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jdist import reduction
 from jdist._compat import trace, without_unread
+from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
 from jdist.pipeline.kind import Kind, is_kind, kinds_of
 from jdist.pipeline.post import moved
@@ -185,7 +186,19 @@ class PipelineLoss:
 def _called(
     fn: Callable[..., Any], names: tuple[str, ...], values: Any, batch: Any
 ) -> Any:
-    return fn(values[names[0]] if len(names) == 1 else values, batch)
+    try:
+        return fn(values[names[0]] if len(names) == 1 else values, batch)
+    except KeyError as error:
+        given = [*batch, *(names if len(names) > 1 else ())]
+        if not error.args or error.args[0] in given:
+            raise
+        named = f"outputs named {list(names)} and " if len(names) > 1 else ""
+        rule = f"must read what there is: {named}a batch of {sorted(batch)}"
+        got = f"{error.args[0]!r}"
+        raise ValueError(requirement("loss_fn(outputs, batch)", rule, got)) from error
+    except Exception as error:
+        error.add_note("It was raised by the loss function.")
+        raise
 
 
 def _compiled(
@@ -197,7 +210,7 @@ def _compiled(
 ) -> LossPasses:
     def losses_of(values: Any, entries: Any, weights: Any) -> jax.Array:
         # What it does not read is not sent to it; here it only has its shape.
-        blanks = [jnp.zeros(shape, dtype) for shape, dtype in unread]
+        blanks = [kind.blank() for kind in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
         found = _called(fn, names, values, batch)
         reduction.check_losses(found, weights.shape)

@@ -177,6 +177,7 @@ class PipeDream(Pipeline):
             read = self._shapes.read(post, runs, parts[0].batch)
             epoch = EpochStep(self.wiring, places, runs, post, loss, read, parts)
             epoch.run(self.stopwatch)
+            after_epoch = epoch.states()
             left = [run.arrays() for run in runs.values()]
             values, totals = epoch.agree_on_losses(left)
             self._shapes.agreed(read)
@@ -185,7 +186,7 @@ class PipeDream(Pipeline):
         for j in self.own:
             run = runs[self._first(j), j]
             params[j], opt_states[j] = run.params, run.stash.opt_state
-            states[j] = run.state
+            states[j] = after_epoch[j]
         after = PipelineState(step + 1, params, opt_states, states, key)
         if skipped is not None:
             pairs = zip(skipped_in(opt_states), skipped, strict=True)

@@ -9,7 +9,12 @@ from jax.sharding import Mesh
 
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
-from jdist.pipeline.arguments import check_arguments, key_given, trees_of
+from jdist.pipeline.arguments import (
+    check_arguments,
+    check_not_traced,
+    key_given,
+    trees_of,
+)
 from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
 from jdist.pipeline.executor import executor_for
 from jdist.pipeline.loss import PipelineLoss
@@ -137,6 +142,11 @@ class Pipeline:
         placement = self.schedule.placement
         return [j for j, workers in enumerate(placement) if here.intersection(workers)]
 
+    @property
+    def _has_devices(self) -> bool:
+        """Whether its workers have devices that were given."""
+        return any(device is not None for device in self._places.devices)
+
     def place(self, params: Sequence[Any]) -> list[Any]:
         """The parameters (or states) of each stage, on its device.
 
@@ -144,6 +154,8 @@ class Pipeline:
         place of stages that run in other processes.
         """
         params = trees_of("Pipeline.place(params)", params, len(self.stages))
+        if self._has_devices:
+            check_not_traced("Pipeline.place(params)", params)
         placed: list[Any] = [None] * len(self.stages)
         for number in self.own:
             device = self._places.devices[self._first(number)]
@@ -354,13 +366,6 @@ class Pipeline:
         for j in self.own:
             update.rehearse(j, grads[j], told.get(j, NO_NEWS), self._rehearsed)
 
-    def _after(self, runs: Mapping[tuple[int, int], StageRun]) -> list[Any]:
-        """What stateful stages were left with."""
-        after: list[Any] = [None] * len(self.stages)
-        for j in self.own:
-            after[j] = runs[self._first(j), j].state
-        return after
-
     def _step(
         self,
         post: Post,
@@ -384,7 +389,8 @@ class Pipeline:
             told = {j: update.news(j, grads[j], own) for j, own in counted.items()}
         if update is not None:
             self._rehearse(update, grads, told)
-        after = self._after(runs)
+        left = step.states()
+        after = [left.get(j) for j in range(len(self.stages))]
         found, news = step.agree(told, (grads, after))
         self._shapes.agreed(read)
         self.record = step.passages
@@ -403,6 +409,8 @@ class Pipeline:
         kind: str,
         made: type[StageRun] = StageRun,
     ) -> dict[tuple[int, int], StageRun]:
+        if self._has_devices:
+            check_not_traced("Pipeline(.., devices)", params, states, key)
         runs = {}
         compiled = self._evaluated if made is EvaluationRun else self._compiled
         for number in self.own:

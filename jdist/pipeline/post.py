@@ -24,7 +24,7 @@ class Parcel(NamedTuple):
         that has done its part, "D" for the decision that all have.
       micro_batch: Number of the micro-batch; -1 for what belongs to none.
         For "G" of the bucket.
-      name: Of the value, or of what is shared.
+      name: Of the value, or of what is shared; for "G" "state" or nothing.
       stage: For which stage; the number of stages for the loss.
       sender: Rank of the worker that sent it.
     """

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,42 +11,30 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist._tree import is_inexact
 from jdist.pipeline.layer_profile import Layer, Profile
+from jdist.pipeline.module import Module, outputs_by_name
 from jdist.pipeline.schedule_program import check_counts
-from jdist.segment import segment
-
-
-class Module(NamedTuple):
-    """A layer with what it reads and writes.
-
-    Attributes:
-      name: Unique.
-      fn: `fn(params, *inputs) -> outputs`, pure; a tuple if there are several outputs.
-      params: A pytree.
-      inputs: Names of the values that it takes.
-      outputs: Names of the values that it gives.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    params: Any
-    inputs: tuple[str, ...] = ("x",)
-    outputs: tuple[str, ...] = ("x",)
+from jdist.pipeline.stage import Stage
 
 
 def profile(
-    layers: Sequence[Module], batch: Mapping[str, Any], *, repeats: int = 10
+    layers: Sequence[Module],
+    batch: Mapping[str, Any],
+    *,
+    repeats: int = 10,
+    key: Any = None,
 ) -> Profile:
     """Runs every layer on its own, forward and backward, and writes down what it costs.
 
     Each is compiled into the two halves in which a pipeline runs it, warmed up, and
     timed until its results are there; the median counts. It runs where its parameters
-    and inputs are.
+    and inputs are, as in training: with its state, and with a key if it takes one.
 
     Args:
       layers: In an order in which they can run. A value may be read by several, and
         written again: the newest counts, so that a chain needs no names.
       batch: The values that the first layers read: one micro-batch, of any pytrees.
       repeats: Timed runs of each half.
+      key: A PRNG key for the layers that take one; by default that of 0.
 
     Returns:
       Seconds, bytes of each output, bytes of parameters, and an edge from each layer
@@ -70,6 +58,7 @@ def profile(
         raise ValueError(
             requirement("profile(layers=...)", "must not be empty", "none")
         )
+    key = jax.random.key(0) if key is None else key
     values = {name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()}
     writer = {name: f"input_{name}" for name in values}
     found = [
@@ -82,27 +71,33 @@ def profile(
             rule = f"must write {missing[0]!r} before {module.name!r} reads it"
             raise ValueError(requirement("profile(layers=...)", rule, sorted(values)))
         inputs = [values[name] for name in module.inputs]
-        layer, outputs = _measured(module, inputs, repeats)
+        layer, outputs = _measured(module, inputs, key, repeats)
         sources = dict.fromkeys(writer[name] for name in module.inputs)
         edges += [(source, module.name) for source in sources]
-        values |= dict(zip(module.outputs, outputs, strict=True))
+        values |= outputs
         writer |= dict.fromkeys(module.outputs, module.name)
         found.append(layer)
     return Profile(tuple(found), tuple(edges))
 
 
 def _measured(
-    module: Module, inputs: Sequence[Any], repeats: int
-) -> tuple[Layer, tuple[Any, ...]]:
+    module: Module, inputs: Sequence[Any], key: Any, repeats: int
+) -> tuple[Layer, dict[str, Any]]:
+    stage = Stage(
+        module.fn,
+        [str(number) for number in range(len(inputs))],
+        stateful=module.state is not None,
+        keyed=module.keyed,
+    )
     # Layers of one factory share code: each is compiled on purpose.
-    halves = segment(module.fn, label=("profile", module.name))
-    given, residuals = halves.forward(module.params, *inputs)
-    outputs = given if isinstance(given, tuple) else (given,)
-    if len(outputs) != len(module.outputs):
-        rule = f"must name the {len(outputs)} outputs of {module.name!r}"
-        raise ValueError(requirement("profile(layers=...)", rule, module.outputs))
-    cotangents = jax.tree.map(lambda y: y if is_inexact(y) else None, given)
-    forward = _seconds(lambda: halves.forward(module.params, *inputs), repeats)
+    halves = stage.compiled(frozenset(), ("profile", module.name))
+    given = (module.params, module.state, tuple(inputs), key if module.keyed else None)
+    (returned, _), residuals = halves.forward(*given)
+    call = f"profile(layers=...), {module.name!r}"
+    outputs = outputs_by_name(call, module.outputs, returned)
+    ones = jax.tree.map(lambda y: y if is_inexact(y) else None, returned)
+    cotangents = (ones, None)  # none flows into the state
+    forward = _seconds(lambda: halves.forward(*given), repeats)
     backward = _seconds(
         lambda: halves.backward(module.params, residuals, cotangents), repeats
     )
@@ -112,7 +107,7 @@ def _measured(
             getattr(module.fn, "__qualname__", type(module.fn).__name__),
             forward,
             backward,
-            tuple(float(_nbytes(output)) for output in outputs),
+            tuple(float(_nbytes(output)) for output in outputs.values()),
             float(_nbytes(module.params)),
         ),
         outputs,

@@ -19,7 +19,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline import schedule_memory, schedule_rules
-from jdist.pipeline.schedule_actions import Action, B, Columns, W
+from jdist.pipeline.schedule_actions import Action, B, Columns, W, check_numbers
 from jdist.pipeline.schedule_clock import play, waits_for
 from jdist.pipeline.schedule_program import check_counts
 
@@ -137,6 +137,8 @@ class Schedule:
             rule = "must have at least one action"
             raise ValueError(requirement("Schedule.of(programs=...)", rule, programs))
         micro_batches = int(columns.micro_batch.max()) + 1
+        stages = len(placement or ()) or int(columns.stage.max()) + 1
+        schedule_rules.check_size(columns, stages, micro_batches)
         if placement is None:
             placement = _placement_of(columns)
         elif not all(placement):
@@ -287,7 +289,9 @@ def _flat_clock(
     if lengths != [len(program) for program in programs]:
         rule = "must have one number for each action of each worker"
         raise ValueError(requirement("Schedule.of(clock=...)", rule, clock))
-    return np.array([number for row in clock for number in row], np.int64)
+    flat = [number for row in clock for number in row]
+    check_numbers("one action", flat)
+    return np.array(flat, np.int64)
 
 
 def _placement_of(columns: Columns) -> Placement:

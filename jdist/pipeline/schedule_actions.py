@@ -74,11 +74,15 @@ class Action(NamedTuple):
 
         Raises:
           ValueError: It is not a stage, one of F, B, W, and a micro-batch.
+          ScheduleError: A number has more than 10 digits.
         """
         found = _SPELLING.fullmatch(text)
         if not found:
             rule = "must be a stage, one of F, B, W, and a micro-batch, such as 2B7"
             raise ValueError(requirement("Action.parse(text=...)", rule, text))
+        if max(len(found[1]), len(found[3])) > 10:  # Python itself reads 4300 at most
+            what = f"{text[:40]}... is beyond what 32 bits hold"
+            raise ScheduleError("complete", what)
         kind = KINDS["FBW".index(found[2])]
         return cls(kind, int(found[1]), int(found[3]))
 
@@ -112,6 +116,7 @@ class Columns:
     def of(cls, programs: Sequence[Sequence[Action]]) -> "Columns":
         """From lists of actions, one per worker."""
         flat = [action for program in programs for action in program]
+        check_numbers("complete", [n for action in flat for n in action[1:]])
         return cls(
             np.array([KINDS.index(action.kind) for action in flat], np.uint8),
             np.array([action.stage for action in flat], np.int32),
@@ -174,6 +179,18 @@ class Columns:
         where = np.flatnonzero(self.kind == kind)
         found[self.stage[where], self.micro_batch[where]] = where
         return found
+
+
+def check_numbers(rule: str, numbers: Sequence[int]) -> None:
+    """Refuses stages, micro-batches and clocks that no int32 holds.
+
+    Raises:
+      ScheduleError: With `rule`, which such a number breaks whatever the others are.
+    """
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    beyond = [number for number in numbers if not least <= number <= most]
+    if beyond:
+        raise ScheduleError(rule, f"{beyond[0]} is beyond what 32 bits hold")
 
 
 class Program(NamedTuple):

@@ -6,19 +6,29 @@
 The cells are those of `torch.distributed.pipelining`, so that its schedules can be read
 and these can be read there: `2F7` forward, `2B7` whole backward, `2I7` the part of a
 split backward that gives the cotangent of the inputs, `2W7` its weight gradients.
+torch's dumps have cells besides: `(2F7;3B5)OVERLAP_F_B` is two actions, and messages
+(`2SEND_F7`) and collectives (`2UNSHARD`, `2REDUCE_GRAD`) are none.
 """
 
+import contextlib
 import csv
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule import Placement, Schedule, Updates
-from jdist.pipeline.schedule_actions import Action, B, ScheduleError
+from jdist.pipeline.schedule_actions import KINDS, Action, B, ScheduleError
 
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_NO_ACTION = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_Cell = tuple[Action, bool]
+"""An action, and whether it is written as `I`."""
 
 
 def to_csv(schedule: Schedule, path: str | os.PathLike[str] | None = None) -> str:
@@ -52,10 +62,17 @@ def from_csv(
     placement: Placement | None = None,
     updates: Updates | None = None,
 ) -> Schedule:
-    """Reads a schedule, and validates it.
+    """Reads a schedule, written here or by torch, and validates it.
+
+    The columns are the clocks if every action can be done at its column's clock.
+    Otherwise only the order within each row counts, as it does in torch, whose files
+    often have the order alone; the clocks are then the earliest. Messages and
+    collectives are left out: an executor knows itself what to send, and when a stage's
+    gradients are complete. Overlapped actions become consecutive ones.
 
     Args:
-      source: A path; or the text itself, if it has a comma or a line break.
+      source: A path; or the text itself, if it has a comma or a line break. Of torch,
+        what `_dump_csv` writes in either format.
       name: For pictures and messages.
       placement: The workers of each stage, where a stage has several.
       updates: For an asynchronous schedule.
@@ -63,42 +80,87 @@ def from_csv(
     Raises:
       ScheduleError: It breaks a rule; or a backward pass is written as `I` without a
         `W`, or as `B` with one ("complete").
-      ValueError: A cell is not an action; names its row and column.
+      ValueError: A cell is none of torch's; names its row and column.
 
     Example:
-      >>> from_csv("0F0,,0B0\\n,1F0,1B0").name
-      Traceback (most recent call last):
-      jdist...ScheduleError: rule 'dependencies' (worker 0, action 0B0): does not come
-        after B of the stage after
+      >>> print(from_csv("0F0,0B0,0REDUCE_GRAD\\n1F0,1B0,1REDUCE_GRAD"))
+      worker 0 | 0F0  .   .  0B0
+      worker 1 |  .  1F0 1B0  .
     """
     text = os.fspath(source)
     if "," not in text and "\n" not in text:
-        text = Path(text).read_text()
+        text = Path(text).read_text(encoding="utf-8-sig")  # spreadsheets write a mark
     programs: list[list[Action]] = []
-    clock: list[list[int]] = []
+    columns: list[list[int]] = []
     halves: dict[tuple[int, int], bool] = {}
-    for row, cells in enumerate(csv.reader(io.StringIO(text))):
+    timed = True  # every cell is one action, so that a column can be a clock
+    for row, cells in enumerate(_rows(text)):
         filled = [(at, cell.strip()) for at, cell in enumerate(cells) if cell.strip()]
-        found = [_parse(cell, row, at) for at, cell in filled]
-        programs.append([action for action, _ in found])
-        clock.append([at for at, _ in filled])
-        halves |= {a[1:]: half for a, half in found if a.kind == "B"}
-    schedule = Schedule.of(
-        programs, name=name, placement=placement, clock=clock, updates=updates
-    )
-    _check_halves(schedule, halves)
-    return schedule.validate()
+        read = [(at, _parse(cell, row, at)) for at, cell in filled]
+        timed = timed and all(len(found) == 1 for _, found in read)
+        programs.append([action for _, found in read for action, _ in found])
+        columns.append([at for at, found in read for _ in found])
+        halves |= {a[1:]: half for _, f in read for a, half in f if a.kind == "B"}
+    programs = [_counted_from_0(program) for program in programs]
+    ordered = Schedule.of(programs, name=name, placement=placement, updates=updates)
+    _check_halves(ordered, halves)
+    if timed:
+        clock = np.array([at for row in columns for at in row])
+        with contextlib.suppress(ScheduleError):
+            return replace(ordered, given_clock=clock).validate()
+    return ordered.validate()
 
 
-def _parse(cell: str, row: int, column: int) -> tuple[Action, bool]:
-    found = _CELL.fullmatch(cell)
-    if not found:
-        rule = "must be empty or a stage, one of F, B, I, W, and a micro-batch"
-        where = f"from_csv(row {row}, column {column})"
-        remedy = "Messages and overlapped pairs are no actions: leave them out."
-        raise ValueError(requirement(where, rule, cell, remedy))
-    letter = "B" if found[2] == "I" else found[2]
-    return Action.parse(f"{found[1]}{letter}{found[3]}"), found[2] == "I"
+def _rows(text: str) -> list[list[str]]:
+    """The cells of each row, without blank lines at the end."""
+    reader = csv.reader(io.StringIO(text))
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        where = f"from_csv(line {reader.line_num})"
+        raise ValueError(requirement(where, "must be CSV", str(error))) from error
+    while rows and not rows[-1]:
+        rows.pop()
+    if [] in rows:
+        rule = "must not be blank: it would move all workers below by one"
+        remedy = "The row of an idle worker has a comma."
+        where = f"from_csv(row {rows.index([])})"
+        raise ValueError(requirement(where, rule, "no cell", remedy))
+    return rows
+
+
+def _parse(cell: str, row: int, column: int) -> list[_Cell]:
+    """The actions of a cell: none for a message, several if they are overlapped."""
+    if _NO_ACTION.fullmatch(cell):
+        return []
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    parts = overlapped[1].split(";") if overlapped else [cell]
+    found: list[_Cell] = []
+    for part in parts:
+        action = _ACTION.fullmatch(part.strip())
+        if not action:
+            rule = "must be empty or hold what torch writes, such as 2B7 or 2SEND_F7"
+            where = f"from_csv(row {row}, column {column})"
+            remedy = "An action is a stage, one of F, B, I, W, and a micro-batch."
+            raise ValueError(requirement(where, rule, cell, remedy))
+        stage, letter, micro_batch = action.groups()
+        kind = "B" if letter == "I" else letter
+        found.append((Action.parse(f"{stage}{kind}{micro_batch}"), letter == "I"))
+    return found
+
+
+def _counted_from_0(program: list[Action]) -> list[Action]:
+    """The program, without a slip of torch 2.13 that its own reader refuses.
+
+    It writes the last stage of 1F1B as F1 B0 F2 B1 ..., whose forward passes are those
+    of micro-batches 0, 1, ...
+    """
+    if not program:
+        return program
+    pairs = [(k, kind) for k in range(len(program) // 2) for kind in KINDS[:2]]
+    right = [Action(kind, program[0].stage, k) for k, kind in pairs]
+    slip = [a._replace(micro_batch=a.micro_batch + (a.kind == "F")) for a in right]
+    return right if program == slip else program
 
 
 def _check_halves(schedule: Schedule, halves: dict[tuple[int, int], bool]) -> None:

@@ -8,6 +8,7 @@ from jdist.pipeline.schedule_actions import (
     KINDS,
     Action,
     B,
+    Columns,
     F,
     ScheduleError,
     W,
@@ -37,8 +38,36 @@ def check_complete(schedule: "Schedule") -> None:
     Raises:
       ScheduleError: It is broken.
     """
+    check_size(schedule.columns, schedule.stages, schedule.micro_batches)
     _placed(schedule)
     _each_once(schedule)
+
+
+def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
+    """Checks that there are forward passes enough for so many stages and batches.
+
+    It costs no memory beyond that of the actions, unlike all that makes a table of
+    stages and micro-batches, whose numbers may be typing errors.
+
+    Raises:
+      ScheduleError: There are not ("complete").
+    """
+    own = columns.kind == F
+    if stages * micro_batches <= np.count_nonzero(own):
+        return
+    cell = (
+        columns.stage[own].astype(np.int64) * micro_batches + columns.micro_batch[own]
+    )
+    present = np.unique(cell[cell >= 0])
+    wrong = np.flatnonzero(present != np.arange(len(present)))
+    missing = int(wrong[0]) if wrong.size else len(present)
+    action = Action("F", *divmod(missing, micro_batches))
+    highest = [
+        columns.action(int(n.argmax())) for n in (columns.stage, columns.micro_batch)
+    ]
+    what = f"is missing of {stages} stages and {micro_batches} micro-batches"
+    what += f"; the highest numbers are those of {highest[0]} and {highest[1]}"
+    raise ScheduleError("complete", what, None, action)
 
 
 def _placed(schedule: "Schedule") -> None:

@@ -142,11 +142,7 @@ def _given(
             continue
         parcel = Parcel("S", 0, name, number, places.worker(source, 0))
         packed = receive(post, parcel, worker, f"shapes of {name!r}")
-        found[name] = jax.tree.map(
-            lambda kind: jax.ShapeDtypeStruct(kind.shape, kind.dtype),
-            packed,
-            is_leaf=is_kind,
-        )
+        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_kind)
     return found
 
 
@@ -176,6 +172,7 @@ def outputs_of(
 
     Raises:
       ValueError: It cannot take them, or a stateful one returns no state like its own.
+      Exception: What else its function raises, with the stage in a note.
     """
     params, state = trees
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -188,6 +185,10 @@ def outputs_of(
         raise ValueError(
             requirement("Pipeline(stages)", rule, f"{type(error).__name__}: {error}")
         ) from error
+    except Exception as error:
+        shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
+        error.add_note(f"It was raised by stage {number}, which was given {shown}.")
+        raise
     if not stage.stateful:
         return returned
     if not isinstance(returned, tuple) or len(returned) != 2:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._compat import map_shards
 from jdist._errors import requirement
 from jdist._tree import is_none
+from jdist.pipeline.arguments import check_not_traced
 from jdist.pipeline.kind import Kind
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.places import Places
@@ -70,6 +70,8 @@ class OneProgram:
         self._table = tabulate(places.schedule)
         self._spread = Spread(places, mesh)
         self._programs: dict[Any, _Program] = {}
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._everywhere = jax.jit(lambda rows: rows, out_shardings=everywhere)
 
     def __call__(
         self, params: Sequence[Any], batch: Any, weights: Any, update: Update | None
@@ -125,6 +127,7 @@ class OneProgram:
         weights: Any,
         unrounded: bool = False,
     ) -> tuple["_Program", tuple[list[Any], Feed]]:
+        check_not_traced("Pipeline(.., mesh)", params, batch, weights)
         count = self._places.schedule.micro_batches
         cut = lots(batch, weights, count, self._loss.kind)
         own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
@@ -167,9 +170,9 @@ class OneProgram:
         leaves, structure = jax.tree.flatten((own, batch))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
         signature = kinds, structure, str(cut.weights.dtype), unrounded
+        # At each step: one process may know the shapes while another one does not.
+        self._agree(own, batch, cut)
         if signature not in self._programs:
-            if not self._programs:
-                self._agree(own, batch, cut)
             self._programs[signature] = self._made(own, batch, cut, unrounded)
         return self._programs[signature]
 
@@ -206,15 +209,19 @@ class OneProgram:
         return _Program(read, shapes[number], jax.jit(mapped))
 
     def _agree(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> None:
-        """Before the first step: what differs between processes would hang them."""
-        if jax.process_count() == 1:
+        """Before each step: what differs between processes would abort or hang them."""
+        processes = [device.process_index for device in self._mesh.devices.flat]
+        if len({*processes}) == 1:
             return
         # Stages are alike, which is checked next: one stands for all of a process.
         kinds = jax.tree.map(_shape, (own[min(own)], batch))
         text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
-        digest = hashlib.sha256(text.encode()).digest()
-        found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
-        check_agreement([bytes(row).hex() for row in found])
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+        rows = self._spread.together([digest[None]] * len(self._places.own))
+        found = np.asarray(self._everywhere(rows).addressable_data(0))
+        check_agreement(
+            {p: bytes(row).hex() for p, row in zip(processes, found, strict=True)}
+        )
 
 
 def one_program_on(

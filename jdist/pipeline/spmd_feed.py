@@ -108,7 +108,7 @@ class Spread:
     def _blank(self, rank: int, kind: Kind) -> jax.Array:
         if (rank, kind) not in self._blanks:
             device = self._places.devices[rank]
-            self._blanks[rank, kind] = jnp.zeros(kind.shape, kind.dtype, device=device)
+            self._blanks[rank, kind] = kind.blank(device)
         return self._blanks[rank, kind]
 
 

@@ -1,6 +1,6 @@
 """What one program for all stages needs: stages that are equal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -124,16 +124,17 @@ def check_value(number: int, stage: Stage, params: Any, value: Any) -> None:
         _refuse("pass on floating values", f"{name!r} of {fixed[0]}")
 
 
-def check_agreement(texts: Sequence[str]) -> None:
+def check_agreement(texts: Mapping[int, str]) -> None:
     """Refuses processes that would run different programs, and so wait for ever.
 
     Args:
-      texts: What each process runs, as a digest, by rank.
+      texts: What each process runs, as a digest, by its number.
 
     Raises:
       ValueError: They differ.
     """
-    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    first = texts[min(texts)]
+    others = [number for number in sorted(texts) if texts[number] != first]
     if others:
         rule = "must have parameters and a batch of the same shapes, and the same "
         rule += "schedule and reduction, in all processes"

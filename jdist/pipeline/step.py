@@ -5,9 +5,10 @@ its inputs: JAX returns from a computation before it is done, so that all device
 busy. With one worker the same loop waits for what the other processes send.
 """
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jdist.pipeline.micro_batch import MicroBatch
 from jdist.pipeline.passage import Passage, size_of
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
+from jdist.pipeline.replica_state import joined_state
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.shapes import entry_of
 from jdist.pipeline.stage_run import Share, StageRun, join
@@ -93,11 +95,12 @@ class Step:
             for worker, queue in queues.items():
                 while queue and not self._missing(worker, queue[0]):
                     action = queue.popleft()
-                    if stopwatch is None:
-                        self._do(worker, action)
-                    else:
-                        do = functools.partial(self._do, worker, action)
-                        stopwatch.time(worker, action, do, self._runs)
+                    with _naming(worker, action):
+                        if stopwatch is None:
+                            self._do(worker, action)
+                        else:
+                            do = functools.partial(self._do, worker, action)
+                            stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
             if not moved_on:
                 self._wait(queues)
@@ -198,6 +201,35 @@ class Step:
             for other in replicas:
                 parcel = Parcel("G", number, "", stage, worker)
                 self._post.put(parcel, other, bucket)
+
+    def states(self) -> dict[int, Any]:
+        """What the stages of this process are left with, over all their workers."""
+        for (worker, stage), run in self._runs.items():
+            if run.state is None:
+                continue
+            for other in self._replicas(worker, stage):
+                self._post.put(self._state_of(worker, stage), other, run.state)
+        owner = self._places.schedule.owner
+        found: dict[int, Any] = {}
+        for (worker, stage), run in sorted(self._runs.items(), key=_place):
+            replicas = self._replicas(worker, stage)
+            if stage in found or run.state is None or not replicas:
+                found.setdefault(stage, run.state)
+                continue
+            own = {worker: run.state}
+            for other in replicas:
+                own[other] = self._last(worker, self._state_of(other, stage))
+            weights = dict.fromkeys(own, 0.0)
+            for part, who in zip(self._parts, owner[stage].tolist(), strict=True):
+                weights[who] += float(part.total)
+            ranks = sorted(own)
+            found[stage] = joined_state(
+                [own[w] for w in ranks], [weights[w] for w in ranks]
+            )
+        return found
+
+    def _state_of(self, worker: int, stage: int) -> Parcel:
+        return Parcel("G", -1, "state", stage, worker)
 
     def _replicas(self, worker: int, stage: int) -> list[int]:
         workers = sorted(self._places.schedule.placement[stage])
@@ -354,6 +386,25 @@ class Step:
             for name, takers in self._wiring.consumers[stage].items()
             for taker in takers
         ]
+
+
+@contextlib.contextmanager
+def _naming(worker: int, action: Action) -> Iterator[None]:
+    """Says in a note of any error at which action it came up."""
+    try:
+        yield
+    except Exception as error:
+        passes = {"F": "forward pass", "B": "backward pass", "W": "weight gradient"}
+        what = f"the {passes[action.kind]} of stage {action.stage}"
+        error.add_note(
+            f"It came up in {what} for micro-batch {action.micro_batch}, on worker "
+            f"{worker} of the schedule."
+        )
+        raise
+
+
+def _place(item: tuple[tuple[int, int], Any]) -> tuple[int, int]:
+    return item[0]
 
 
 def summed(cotangents: Sequence[Any]) -> Any:

@@ -1,5 +1,6 @@
 """Which value comes from where and goes where: the names of a pipeline, checked."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ def wire(stages: Sequence[Stage], loss_inputs: Sequence[str] | None = None) -> W
         }
         for stage in stages
     ]
-    _check_consumed(consumers)
+    _check_consumed(consumers, source)
     return Wiring(tuple(stages), wanted, source, consumers)
 
 
@@ -108,13 +109,34 @@ def _source(producer: dict[str, int], name: str, number: int, stages: int) -> in
     raise ValueError(requirement("Pipeline(stages)", rule, got, remedy))
 
 
-def _check_consumed(consumers: list[dict[str, tuple[int, ...]]]) -> None:
+def _check_consumed(
+    consumers: list[dict[str, tuple[int, ...]]], source: list[dict[str, int]]
+) -> None:
+    call, stages = "Pipeline(stages)", len(consumers)
     for number, found in enumerate(consumers):
         for name, takers in found.items():
-            if not takers:
-                rule = "must take every value that is put out"
-                got = f"{name!r} of stage {number}, which neither a later stage takes"
-                remedy = "Drop it, or name it in `loss_inputs`."
-                call = "Pipeline(stages)"
-                got += " nor the loss"
+            if takers:
+                continue
+            # What is taken from the batch may be this value, written otherwise.
+            taken = {
+                other: taker
+                for taker in range(stages, number, -1)
+                for other, where in source[taker].items()
+                if where == BATCH
+            }
+            for close in difflib.get_close_matches(name, taken, 1):
+                taker = (
+                    "the loss" if taken[close] == stages else f"stage {taken[close]}"
+                )
+                rule = f"must put out what {taker} takes, {close!r}, or not put out "
+                rule += f"{name!r}, which nothing takes"
+                got = f"{name!r} from stage {number} and {close!r} for {taker}"
+                remedy = "Write both names alike."
                 raise ValueError(requirement(call, rule, got, remedy))
+            rule = "must take every value that is put out"
+            got = f"{name!r} of stage {number}, which neither a later stage takes nor "
+            got += "the loss"
+            remedy = "Drop it, or name it in `loss_inputs`."
+            if taken:
+                remedy += f" Of the batch they take {sorted(taken)}."
+            raise ValueError(requirement(call, rule, got, remedy))

@@ -58,6 +58,21 @@ def disagreeing(what):
     return "no error"
 
 
+def disagreeing_later():
+    """Three steps, in the second of which one process has more examples."""
+    pipe = made("1F1B", "mean")
+    found = []
+    for step in range(3):
+        more = 3 if step == 1 and jax.process_index() == 1 else 0
+        params, batch, weights = problem(2, EXAMPLES + more)
+        try:
+            loss, _ = pipe.value_and_grad(pipe.place(params), batch, weights)
+            found.append(float(loss))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 def evaluated():
     """Evaluation reaches only the devices of this process."""
     pipe = made("1F1B", "mean")

@@ -117,6 +117,15 @@ def test_a_plan_that_was_written_is_run(tmp_path, rng):
         assert np.array_equal(a, b)
 
 
+def test_an_error_names_its_module():
+    own = modules()
+    own[2] = own[2]._replace(params=jnp.ones((3, 3)))
+    made = stages_from_modules(own, [0, 0, 1, 1, 1])
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        made.stages[1].fn(made.params[1], jnp.ones((2, 4)), jnp.ones((2, 4)))
+    assert "It was raised by the module 'inner'." in caught.value.__notes__
+
+
 @pytest.mark.parametrize(
     ("change", "given", "message"),
     [

@@ -66,6 +66,21 @@ def test_complete_a_neighbour_that_is_nowhere():
     assert (caught.value.rule, str(caught.value.action)) == ("complete", "0B0")
 
 
+def test_numbers_beyond_reason():
+    """Refused before tables of so many rows and columns are made, and at once."""
+    with pytest.raises(ScheduleError, match=r"complete.*0F2.*missing of 1 stages"):
+        Schedule.of([["0F0", "0F1", "0B0", "0B1", "0F999999999"]])
+    with pytest.raises(ScheduleError, match="4294967296 is beyond what 32 bits hold"):
+        Schedule.of([[Action("F", 2**32, 0)]])
+    with pytest.raises(ScheduleError, match=r"one action.*beyond what 32 bits hold"):
+        Schedule.of([["0F0", "0B0"]], clock=[[0, 2**40]])
+    schedule = replace(Schedule.of([["0F0", "0B0"]]), micro_batches=10**12)
+    with pytest.raises(
+        ScheduleError, match=r"complete.*0F1.*1000000000000 micro-batch"
+    ):
+        schedule.validate()
+
+
 def test_one_action_two_at_one_clock():
     clock = [[0, 1, 3, 3], [1, 2, 4, 5]]
     programs = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]

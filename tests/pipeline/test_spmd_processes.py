@@ -45,6 +45,13 @@ def test_processes_that_disagree_are_refused(pair, what):
         assert "Got others in [1]" in message
 
 
+def test_processes_that_disagree_in_a_later_step(pair):
+    """One of them knows the shapes, the other does not; then both go on."""
+    for first, message, last in pair.everywhere(runs.disagreeing_later):
+        assert "must have parameters and a batch of the same shapes" in message
+        assert first == last
+
+
 def test_evaluation_needs_all_devices(pair):
     """It is made of the other executor's forward passes."""
     for rank, message in enumerate(pair.everywhere(runs.evaluated)):

@@ -170,17 +170,6 @@ def test_pipelines_that_are_none(options, message):
         pipe_of(*chain(), **options)
 
 
-def test_a_state_has_one_worker():
-    made = [
-        S(lambda w, s, x: (x, s), ("x",), ("h",), stateful=True),
-        S(double, ("h",), ("y",)),
-    ]
-    programs = [["0F0", "0B0"], ["0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-    schedule = pipeline.Schedule.of(programs, placement=((0, 1), (2,)))
-    with pytest.raises(ValueError, match="must give stage 0 one worker, because it"):
-        pipe_of(*made, schedule=schedule)
-
-
 def test_workers_need_rpc():
     with pytest.raises(Exception, match="RPC has not been initialized"):
         pipe_of(*chain(), workers_or_devices=["worker0", "worker1"])

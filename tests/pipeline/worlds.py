@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -62,6 +63,54 @@ def replicated(reduction):
     pipe = with_replicas(reduction)
     params, batch, weights = problem(9)
     found = pipe.value_and_grad(pipe.place(params), batch, weights)
+    return jax.tree.map(np.asarray, found)
+
+
+def replicated_state(names):
+    """States after two steps of `trained`, whose second stage has two workers."""
+    schedule = pipeline.one_f_one_b(2, 4, replicas=(1, 2))
+    names = None if names is None else names[:3]
+    if names is not None and rpc.get_worker_info().id > 2:
+        return [None, None]
+    pipe = pipeline.Pipeline(
+        trained.made().stages,
+        trained.losses,
+        schedule,
+        names,
+        optimizer=optim.sgd(lr=0.1),
+    )
+    state, _ = trained.steps(pipe, trained.start(pipe), 2)
+    return jax.tree.map(np.asarray, state.states)
+
+
+class Drawn(NamedTuple):
+    """A value and the key for what follows."""
+
+    h: jax.Array
+    key: jax.Array
+
+
+def hands_on(w, x, key):
+    first, second = jax.random.split(key)
+    return Drawn(x @ w + jax.random.normal(first, (len(x), 4), x.dtype), second)
+
+
+def draws(w, drawn):
+    return drawn.h * w[None] + jax.random.normal(drawn.key, drawn.h.shape, w.dtype)
+
+
+def key_between(names):
+    """Loss and gradients where a stage puts out a named tuple with a key in it."""
+    stages = [
+        pipeline.Stage(hands_on, ("x",), ("drawn",), keyed=True),
+        pipeline.Stage(draws, ("drawn",), ("y",)),
+    ]
+    schedule = pipeline.one_f_one_b(2, 2)
+    pipe = pipeline.Pipeline(stages, lambda y, batch: (y**2).sum(-1), schedule, names)
+    rng = np.random.default_rng(2)
+    params = [rng.normal(size=s).astype(np.float32) for s in ((3, 4), (4,))]
+    batch = {"x": rng.normal(size=(5, 3)).astype(np.float32)}
+    found = pipe.value_and_grad(pipe.place(params), batch, key=jax.random.key(4))
     return jax.tree.map(np.asarray, found)
 
 

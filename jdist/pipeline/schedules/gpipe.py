@@ -1,20 +1,27 @@
 """GPipe: all forward passes, then all backward passes."""
 
-import numpy as np
+from collections.abc import Sequence
 
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import alternating, check_counts
+from jdist.pipeline.schedule_program import check_counts
+from jdist.pipeline.schedules._replicas import in_turn, placed, replica_counts
 
 
-def gpipe(n: int, m: int) -> Schedule:
+def gpipe(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
     """GPipe's schedule for n stages, one per worker, and m micro-batches.
 
     All m micro-batches' activations are alive at the end of the forward passes, on
     every worker.
 
+    Args:
+      n: Stages.
+      m: Micro-batches.
+      replicas: Workers of each stage, which take micro-batches in turn; None: one each.
+        Ranks are given out in order.
+
     Raises:
-      ValueError: A number is below 1.
+      ValueError: A number is below 1; `replicas` has not n of them, or one above m.
 
     Source:
       Huang et al., GPipe, NeurIPS 2019.
@@ -25,16 +32,13 @@ def gpipe(n: int, m: int) -> Schedule:
       worker 1 |  .  1F0 1F1 1F2 1B0 1B1 1B2  .
     """
     check_counts("gpipe", n=n, m=m)
-    every = np.arange(m)
-    programs = []
-    for stage in range(n):
-        own = (np.full(m, stage), every)
-        programs.append(alternating(own, own, warm_up=m))
+    counts = replica_counts("gpipe", n, replicas, m)
+    programs, bound = in_turn(counts, m, [m] * n)
     return Schedule(
         "GPipe",
         m,
-        tuple((stage,) for stage in range(n)),
+        placed(counts),
         Columns.joined(programs),
-        activation_bound=(m,) * n,
-        clock_bound=2 * (m + n - 1),
+        activation_bound=bound,
+        clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
     )

@@ -1,21 +1,28 @@
 """1F1B with a flush: a backward pass as soon as there is one."""
 
-import numpy as np
+from collections.abc import Sequence
 
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import alternating, check_counts
+from jdist.pipeline.schedule_program import check_counts
+from jdist.pipeline.schedules._replicas import ahead_of, in_turn, placed, replica_counts
 
 
-def one_f_one_b(n: int, m: int) -> Schedule:
+def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
     """1F1B for n stages, one per worker, and m micro-batches.
 
     Stage j does n - j - 1 forward passes ahead and then one forward and one backward
     pass in turn. It takes as long as GPipe, but stage j never holds the activations of
     more than n - j micro-batches, however many there are.
 
+    Args:
+      n: Stages.
+      m: Micro-batches.
+      replicas: Workers of each stage, which take micro-batches in turn; None: one each.
+        Ranks are given out in order.
+
     Raises:
-      ValueError: A number is below 1.
+      ValueError: A number is below 1; `replicas` has not n of them, or one above m.
 
     Source:
       Narayanan et al., PipeDream, SOSP 2019, 3.2; with a flush: Fan et al., DAPPLE,
@@ -28,16 +35,13 @@ def one_f_one_b(n: int, m: int) -> Schedule:
       worker 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2  .
     """
     check_counts("one_f_one_b", n=n, m=m)
-    every = np.arange(m)
-    programs = []
-    for stage in range(n):
-        own = (np.full(m, stage), every)
-        programs.append(alternating(own, own, warm_up=n - stage - 1))
+    counts = replica_counts("one_f_one_b", n, replicas, m)
+    programs, bound = in_turn(counts, m, ahead_of(counts))
     return Schedule(
         "1F1B",
         m,
-        tuple((stage,) for stage in range(n)),
+        placed(counts),
         Columns.joined(programs),
-        activation_bound=tuple(min(m, n - stage) for stage in range(n)),
-        clock_bound=2 * (m + n - 1),
+        activation_bound=bound,
+        clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
     )

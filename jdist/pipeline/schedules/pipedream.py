@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from jdist._errors import requirement
-from jdist.pipeline.schedule import Placement, Schedule, Updates, Uses
+from jdist.pipeline.schedule import Schedule, Updates, Uses
 from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import alternating, check_counts
+from jdist.pipeline.schedule_program import check_counts
+from jdist.pipeline.schedules._replicas import (
+    ahead_of,
+    in_turn,
+    placed,
+    replica_counts,
+)
 
 
 def pipedream(
@@ -51,41 +54,14 @@ def pipedream(
       worker 2 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3  .
     """
     check_counts("pipedream", n=n, m=m, update_every=update_every)
-    counts = _checked(n, replicas)
-    placement = _ranks(counts)
-    later = np.cumsum(counts[::-1])[::-1]
-    programs, bound = [], []
-    for stage, count in enumerate(counts):
-        ahead = int(later[stage] - 1) // count
-        for turn in range(count):
-            every = np.arange(turn, m, count)
-            own = (np.full(len(every), stage), every)
-            programs.append(alternating(own, own, warm_up=ahead))
-            bound.append(min(len(every), ahead + 1))
+    counts = replica_counts("pipedream", n, replicas)
+    programs, bound = in_turn(counts, m, ahead_of(counts))
     return Schedule(
         "PipeDream",
         m,
-        placement,
+        placed(counts),
         Columns.joined(programs),
         updates=Updates(update_every, uses),
-        activation_bound=tuple(bound),
+        activation_bound=bound,
         clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
-    )
-
-
-def _checked(n: int, replicas: Sequence[int] | None) -> tuple[int, ...]:
-    counts = (1,) * n if replicas is None else tuple(replicas)
-    if len(counts) != n:
-        rule = f"must have a number for each of {n} stages"
-        raise ValueError(requirement("pipedream(replicas=...)", rule, counts))
-    for count in counts:
-        check_counts("pipedream", replicas=count)
-    return counts
-
-
-def _ranks(counts: Sequence[int]) -> Placement:
-    ends = np.cumsum(counts)
-    return tuple(
-        tuple(range(int(end) - count, int(end)))
-        for end, count in zip(ends, counts, strict=True)
     )
