@@ -6,14 +6,14 @@ its number on both sides of the model, so that inputs of one and labels of anoth
 another loss.
 """
 
-import contextlib
-import os
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist import optim, pipeline, rpc
+from tests.pipeline.faults import Planted, planted
 
 NAMES = ["worker0", "worker1", "worker2"]
 WORKERS, MICRO_BATCHES, EXAMPLES, WIDTH = 3, 4, 9, 3
@@ -21,53 +21,46 @@ LOSS = WORKERS
 """In the place of a stage."""
 
 
-class Planted(RuntimeError):
-    """What user code raises in the tests."""
-
-
-def fault_of(stage, which):
-    """The variable that says how many more micro-batches go well."""
-    return f"PLANTED_{stage}_{which}"
-
-
-def tapped(stage, x):
-    """`x`; its forward or backward pass raises where that is planted."""
+def tap_of(stage):
+    """The identity, whose forward or backward pass raises where that is planted."""
 
     def look(which, value):
-        name = fault_of(stage, which)
-        if name in os.environ:  # Not a global of ours, which would be compiled in.
-            left = int(os.environ[name])
-            os.environ[name] = str(left - 1)
-            if not left:
-                raise Planted(f"planted in the {which} pass of stage {stage}")
+        from tests.pipeline.faults import pass_by
+
+        pass_by(stage, which)
         return np.asarray(value)
+
+    looks = {w: functools.partial(look, w) for w in ("forward", "backward")}
 
     def asked(which, value):
         shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        return jax.pure_callback(lambda v: look(which, v), shape, value)
+        return jax.pure_callback(looks[which], shape, value)
 
     @jax.custom_vjp
     def tap(value):
         return asked("forward", value)
 
     tap.defvjp(lambda v: (tap(v), None), lambda _, d: (asked("backward", d),))
-    return tap(x)
+    return tap
+
+
+TAPS = [tap_of(stage) for stage in (*range(WORKERS), LOSS)]
 
 
 def first(params, x):
-    return jnp.tanh(tapped(0, x @ params["w"])) + x[:, :1]
+    return jnp.tanh(TAPS[0](x @ params["w"])) + x[:, :1]
 
 
 def second(params, h):
-    return tapped(1, h) @ params["w"] + h
+    return TAPS[1](h) @ params["w"] + h
 
 
 def third(params, m):
-    return tapped(2, m) @ params["w"]
+    return TAPS[2](m) @ params["w"]
 
 
 def losses(y, batch):
-    return (tapped(LOSS, y - batch["t"]) ** 2).sum(-1)
+    return (TAPS[LOSS](y - batch["t"]) ** 2).sum(-1)
 
 
 def made(names=None, **options):
@@ -233,16 +226,6 @@ DEVIATIONS = {
 TRAINS = {bad_rate, unknown_number, another_rate, another_step, raises_backward}
 """Those in which the others train."""
 FITS = {data_raises, data_ends}
-
-
-@contextlib.contextmanager
-def planted(stage, which, at):
-    name = fault_of(stage, which)
-    os.environ[name] = str(at)
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def told(deviate, rank, culprit, pipe, call, state, data, at):

@@ -12,8 +12,12 @@ from jdist._checkpoint import StepFolder
 from jdist.pipeline.update import Update
 from jdist.pipeline.worker_post import Mailbox, WorkerPost
 from tests.pipeline import refusals, shared, worlds
+from tests.pipeline.faults import Planted, planted
 from tests.pipeline.models import losses, problem, stages
-from tests.pipeline.refusals import NAMES, Planted, batch_of, made, planted, start
+from tests.pipeline.refusals import NAMES, batch_of, made, start
+
+# What these stages read changes under them, which is what they are for.
+pytestmark = pytest.mark.filterwarnings("ignore:.* compiles .* for the 3rd time")
 
 
 def own_rank():
