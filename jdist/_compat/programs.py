@@ -55,10 +55,8 @@ def constants_of(program: ClosedJaxpr) -> Iterator[Any]:
     waiting: list[Any] = [program]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, ClosedJaxpr):
-            yield from value.consts
-            waiting.append(value.jaxpr)
-        elif isinstance(value, Jaxpr):
+        if isinstance(value, ClosedJaxpr | Jaxpr):  # One class from JAX 0.12 on.
+            yield from getattr(value, "consts", ())
             waiting += [x for each in value.eqns for x in each.params.values()]
         elif type(value) in (tuple, list):
             waiting += value
