@@ -1,9 +1,9 @@
 """Fourteen small losses on which a judge of gradients can go wrong.
 
-Sampled noise, dropout, sampled actions, casts, mixed precision, recurrence, attention,
-tied embeddings, convolution, batch statistics, the largest and the smallest loss, unequal
-weights. Each comes with the usual mistakes inside a loss of its kind and with other ways
-to compute the same function.
+Sampled noise, dropout, sampled actions, casts, mixed precision, recurrence,
+attention, tied embeddings, convolution, batch statistics, the largest and the smallest
+loss, unequal weights. Each comes with the usual mistakes inside a loss of its kind and
+with other ways to compute the same function.
 """
 
 import zlib

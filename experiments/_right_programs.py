@@ -61,7 +61,7 @@ def orders(trainer: Trainer) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def in_parts(trainer: Trainer) -> Iterator[tuple[str, Gradient]]:
-    """The batch cut into parts of equal and unequal sizes, in and out of one program."""
+    """The batch cut into equal and unequal parts, in and out of one program."""
     count = trainer.problem.examples
     for size in SIZES:
         parts = [

@@ -12,6 +12,7 @@ actions, casts, recurrence and batch statistics are among them.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def missed(faults: Sequence[Judged]) -> list[str]:
 
 
 def _classes() -> Iterator[tuple[str, float, float]]:
-    for low, high in zip(CLASSES[:-1], CLASSES[1:], strict=True):
+    for low, high in pairwise(CLASSES):
         text = f"above {low:g}" if np.isinf(high) else f"{low:g} to {high:g}"
         yield text, low, high
 
