@@ -27,6 +27,7 @@ class Problem:
       candidates: Name to `fn(params, batch) -> (loss, gradient)`.
       weights: `(examples,)` or None.
       reduction: "mean", "sum", "max" or "min".
+      accumulation: The dtype in which 16-bit sums are accumulated; None for float32.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
@@ -35,6 +36,7 @@ class Problem:
     candidates: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     weights: Any = None
     reduction: str = "mean"
+    accumulation: Any = None
 
     def judge(self) -> Report:
         """Runs `verify.gradients` on it."""
@@ -45,6 +47,7 @@ class Problem:
             self.candidates,
             weights=self.weights,
             reduction=self.reduction,
+            accumulation=self.accumulation,
         )
 
 
