@@ -8,7 +8,7 @@ exit status:
   1  a gradient is wrong, or the reference is not the derivative of its loss
   2  a wrong call: an option, or what `module:name` stands for
   3  nothing is wrong, but something could not be judged, or nothing was judged
-  4  code raised an error: your own, a strategy's, or the judge's; its traceback is shown
+  4  code raised an error: yours, a strategy's or the judge's; its traceback is shown
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(error, Status.RAISED)
     except misuse as error:
         return _refused(error, Status.MISUSE)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         # Python's own exit status for it is 1, which here means a wrong gradient.
         traceback.print_exception(error)
         return _refused(error, Status.RAISED)
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 def _judge_problem(options: argparse.Namespace) -> int:
     problem = load(options.problem).guarded()
     if not options.finite_differences:
-        problem = replace(problem, finite_differences=False)
+        problem = replace(problem, seed=None)
     report = problem.judge()
     console.print(report)
     if options.json:

@@ -16,7 +16,6 @@ from jdist._errors import JdistError, requirement
 from jdist.verify.gradients import gradients
 from jdist.verify.report import Report
 
-
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -51,7 +50,9 @@ class Problem:
       candidates: Name to `fn(params, batch) -> (loss, gradient)`.
       weights: `(examples,)` or None.
       reduction: "mean", "sum", "max" or "min".
-      finite_differences: Whether the reference itself is held against one.
+      accumulation: The dtype in which 16-bit sums are accumulated; None for float32.
+      seed: Of the finite differences that the reference itself is held against; None
+        leaves them out.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
@@ -60,7 +61,8 @@ class Problem:
     candidates: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     weights: Any = None
     reduction: str = "mean"
-    finite_differences: bool = True
+    accumulation: Any = None
+    seed: int | None = 0
 
     def judge(self) -> Report:
         """Runs `verify.gradients` on it."""
@@ -71,7 +73,8 @@ class Problem:
             self.candidates,
             weights=self.weights,
             reduction=self.reduction,
-            seed=0 if self.finite_differences else None,
+            accumulation=self.accumulation,
+            seed=self.seed,
         )
 
     def guarded(self) -> "Problem":

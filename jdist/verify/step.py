@@ -48,15 +48,13 @@ State = tuple[Any, Any]
 def step(
     loss_fn: Callable[[Any, Any], jax.Array],
     update: Callable[[Any, Any, Any], State],
-    params: Any,
-    opt_state: Any,
+    state: State,
     batches: Sequence[Any],
     candidates: Mapping[str, Callable[[Any, Any, Any], State]],
     *,
     weights: Sequence[Any] | None = None,
     reduction: str = "mean",
     accumulation: Any = None,
-    seed: int = 0,
 ) -> Report:
     """Judges trainers by their parameters after one or several optimizer steps.
 
@@ -64,8 +62,8 @@ def step(
       loss_fn: As in `verify.gradients`.
       update: `update(params, gradient, opt_state) -> (params, opt_state)`, such as
         `optim.sgd(lr=0.1).step`. It is traced, and must have no Python side effects.
-      params: Where training starts.
-      opt_state: Pytree, such as `optim.sgd(lr=0.1).init(params)`.
+      state: Where training starts: `(params, opt_state)`, such as
+        `(params, optim.sgd(lr=0.1).init(params))`.
       batches: One batch for each step, all of the same shapes.
       candidates: Name to `fn(params, opt_state, batch) -> (params, opt_state)`. Each is
         called once per batch, with what it returned before. None in place of its
@@ -73,7 +71,6 @@ def step(
       weights: One array `(examples,)` for each batch; None for 1 each.
       reduction: As in `verify.gradients`.
       accumulation: As in `verify.gradients`.
-      seed: Of the trainers that are followed.
 
     Returns:
       A `Report` with a row for each leaf of each candidate's parameters and state. A
@@ -92,21 +89,21 @@ def step(
       >>> sgd = lambda w, g, s: (w - 0.01 * g, s)
       >>> def summed(w, s, x):                        # the sum for the mean
       ...     return w - 0.01 * jax.grad(lambda w: loss(w, x).sum())(w), s
-      >>> report = step(loss, sgd, w, (), [x, 2 * x], {"mine": summed})
+      >>> report = step(loss, sgd, (w, ()), [x, 2 * x], {"mine": summed})
       >>> report.ok, "it is" in report.failures[0].problem
       (False, False)
-      >>> report = step(loss, sgd, w, (), [x], {"mine": summed})
+      >>> report = step(loss, sgd, (w, ()), [x], {"mine": summed})
       >>> report.failures[0].problem.rpartition("; ")[2]
       'it is 2 times the reference'
     """
     given = _weighted(batches, weights)
     for batch, own in given:
-        check_arguments(loss_fn, params, batch, candidates, own, reduction)
+        check_arguments(loss_fn, state[0], batch, candidates, own, reduction)
     gradient_of = jax.jit(differentiated(reduced(loss_fn, reduction)))
     measure = measurer(loss_fn, reduction, accumulation)
     updated = jax.jit(update)
-    start = jax.tree.map(jnp.asarray, (params, opt_state))
-    state, others = start, _followed(start)
+    start = state = jax.tree.map(jnp.asarray, state)
+    others = _followed(start)
     for t, (batch, own) in enumerate(given):
         gradient = gradient_of(state[0], batch, own)[1]
         limits = measure(state[0], batch, own, None).limits
@@ -116,7 +113,7 @@ def step(
             gradient_of.trace(state[0], batch, own).jaxpr,
             updated.trace(state[0], gradient, state[1]).jaxpr,
         )
-        others = _move(traced, taken, others, seed + t)
+        others = _move(traced, taken, others, t)
         state = updated(state[0], gradient, state[1])
     wanted, before = _named(state), _named(start)
     limits, steps = _limits(wanted, before, others, len(given))
