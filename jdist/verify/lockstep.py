@@ -67,7 +67,8 @@ class Perturbation:
     """The source of d for one scope: a program, or one iteration of a loop.
 
     Attributes:
-      amplitude: Factor of every perturbation; 0 for the exact evaluation.
+      amplitude: Factor of every perturbation; 0 for the exact evaluation, and None for
+        a program that is never perturbed, which compiles faster.
       seed: Of this scope.
       accumulation: The dtype in which sums are accumulated; None for at least float32.
       unmeasured: Primitives whose own rounding could not be measured; shared by all
@@ -76,7 +77,7 @@ class Perturbation:
         stands behind `stop_gradient` is held as it is for the first of them.
     """
 
-    amplitude: Array
+    amplitude: Array | None
     seed: Array
     accumulation: Any
     unmeasured: set[str]
@@ -195,7 +196,7 @@ def _equation(
     if wide is None:
         noise.unmeasured.add(name)
         return [_as_pair(x) if _has_sides(x) else x for x in rounded]
-    perturbed = name not in _EXACT and not _widens(equation)
+    perturbed = not (noise.amplitude is None or name in _EXACT or _widens(equation))
     found: list[Value] = []
     for r, w in zip(rounded, wide, strict=True):
         if perturbed and _is_float(r):
@@ -221,7 +222,7 @@ def _widely(
     name = equation.primitive.name
     if name in _UNMEASURED or any(_is_key(_rounded(x)) for x in operands):
         return None
-    terms = _summed(equation)
+    terms = 1 if noise.amplitude is None else _summed(equation)
     wide = [
         _perturb_terms(x, terms, equation, noise) if terms > 1 else _wide(x)
         for x in operands

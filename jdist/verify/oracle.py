@@ -8,8 +8,8 @@ The differences are those of the program that is judged, run in lockstep (`locks
 random numbers and discrete decisions are the program's own, casts lose nothing, and
 what stands behind `stop_gradient` is held where it is, since the derivative holds it.
 They are taken at a random point next to the parameters, because a kink exactly at them
-(a ReLU at a bias of 0) has no derivative to compare with. How far rounding moves the
-loss is measured at the same points by Monte Carlo arithmetic.
+(a ReLU at a bias of 0) has no derivative to compare with; and how far rounding moves
+the loss is measured where the differences are taken, by how much it is scattered.
 
 A custom derivative rule may differ from the derivative on purpose (a straight-through
 estimator). Where the difference disagrees and the loss has such a rule that is not
@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jdist._compat import double_precision
 from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
-from jdist.verify.bound import confidence, unit_roundoff
+from jdist.verify.bound import confidence
 from jdist.verify.lockstep import Pair, Perturbation, run
 from jdist.verify.report import OracleCheck
 
@@ -84,43 +84,32 @@ def differentiated(
 
 
 # Of the parameters' typical size: how far aside the differences are taken, and how far
-# apart.
-ASIDE = 1e-3
-STEPS = (4e-6, 2e-6, 1e-6)
+# they reach to both sides of that point.
+ASIDE, REACH = 1e-3, 4e-6
 
-# A kink within the smallest step is seen at one point, and hardly at another.
+# Where the loss is evaluated, in units of the reach.
+SHIFTS = np.linspace(-1, 1, 13)
+
+# A kink within reach of one point is hardly in reach of another.
 POINTS = 3
-
-# Draws of the loss's rounding error, on either side and in between.
-DRAWS = 4
-
-# float64 cannot be perturbed by less than its own unit: perturbations are larger by
-# this factor, and their effect is divided by it.
-MAGNIFIED = 2.0**10
 
 # Below the smallest normal number digits are lost, of a derivative's parts too.
 LOST = float(np.finfo(np.float64).smallest_normal / np.finfo(np.float64).eps)
 
-# The axis along which a point and a step from it are evaluated together.
+# The axis along which a point and a shifted one are evaluated together.
 SHIFT = "shift"
 
 
 class Slopes(NamedTuple):
-    """One loss next to the parameters, differentiated in two ways along a direction.
+    """One loss next to the parameters: its derivative along a direction, and itself.
 
     Attributes:
-      exact: By JAX.
-      at: The loss at the point.
-      ahead: The loss a step of each of `STEPS` ahead.
-      behind: And behind.
-      noise: Errors of the loss by rounding, magnified.
+      exact: The derivative by JAX.
+      losses: At each of `SHIFTS`.
     """
 
     exact: jax.Array
-    at: jax.Array
-    ahead: jax.Array
-    behind: jax.Array
-    noise: jax.Array
+    losses: jax.Array
 
 
 def finite_differences(
@@ -142,13 +131,10 @@ def finite_differences(
         value = value_of.trace(*given).jaxpr
         one = jnp.ones((), value.out_avals[0].dtype)
         gradient = gradient_of.trace(one, *given).jaxpr
-        magnified = MAGNIFIED * unit_roundoff("float64") / _finest(value.jaxpr)
         found = OracleCheck(skipped="there is nothing to differentiate")
         for point in range(POINTS):
             with double_precision(), jax.numpy_dtype_promotion("standard"):
-                slopes = slopes_of(
-                    value, gradient, given, jnp.uint32(seed + point), magnified
-                )
+                slopes = slopes_of(value, gradient, given, jnp.uint32(seed + point))
             found = pinned(jax.tree.map(np.asarray, slopes))
             if found.ok and not found.skipped:
                 return found
@@ -180,7 +166,6 @@ def _slopes(
     gradient: ClosedJaxpr,
     given: Any,
     seed: jax.Array,
-    magnified: jax.Array,
 ) -> Slopes:
     """Differentiates along a random direction, at a random point aside."""
     near, direction = _surroundings(given[0], seed)
@@ -189,38 +174,25 @@ def _slopes(
         moved = jax.tree.map(lambda x, d: x + shift * d, near, direction)
         return _paired(given, moved)
 
-    def losses(drawn: jax.Array, shift: jax.Array, amplitude: jax.Array) -> jax.Array:
-        """The loss at the point, and `shift` from it; what is detached stays there."""
+    def shifted(shift: jax.Array) -> jax.Array:
+        """The loss `shift` from the point, where what is detached stays."""
+        held = Perturbation(None, seed, None, missed, SHIFT)
+        both = jax.vmap(
+            lambda moved: run(value, at(moved), held)[0].wide, axis_name=SHIFT
+        )
+        return both(jnp.stack([jnp.zeros_like(shift), shift]))[1]
 
-        def one(moved: jax.Array) -> jax.Array:
-            own = drawn * 2 + jax.lax.axis_index(SHIFT).astype(jnp.uint32)
-            noise = Perturbation(amplitude, own, None, missed, SHIFT)
-            return run(value, at(moved), noise)[0].wide
-
-        return jax.vmap(one, axis_name=SHIFT)(jnp.stack([jnp.zeros_like(shift), shift]))
-
-    steps = jnp.asarray(STEPS)
-    shifts = jnp.concatenate([steps, -steps, *[jnp.array([1, -1]) * steps[-1]] * DRAWS])
-    drawn = jnp.arange(shifts.size, dtype=jnp.uint32)
-    exact = drawn < 2 * steps.size
-    # A loop, so that the loss is compiled once and its memory is that of one step.
-    found = jax.lax.map(
-        lambda each: losses(*each),
-        (seed * shifts.size + drawn, shifts, jnp.where(exact, 0.0, magnified)),
-    )
-    still = Perturbation(jnp.float64(0), seed, None, missed)
+    # A loop, so that the loss is compiled once and its memory is that of one shift.
+    losses = jax.lax.map(shifted, jnp.asarray(REACH * SHIFTS))
     one = jnp.ones((), value.out_avals[0].dtype)
-    slope = run(gradient, [one, *at(jnp.zeros(()))], still)
+    exact = Perturbation(None, seed, None, missed)
+    slope = run(gradient, [one, *at(jnp.zeros(()))], exact)
     # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
     parts = [
         jnp.sum(pair.wide * d).real
         for pair, d in zip(slope, jax.tree.leaves(direction), strict=True)
     ]
-    ahead, behind = found[: steps.size, 1], found[steps.size : 2 * steps.size, 1]
-    own = jnp.stack([ahead[-1], behind[-1]])
-    noisy = found[2 * steps.size :].reshape(DRAWS, 2, 2)
-    noise = jnp.concatenate([noisy[..., 0] - found[0, 0], noisy[..., 1] - own])
-    return Slopes(sum(parts, jnp.float64(0)), found[0, 0], ahead, behind, noise.ravel())
+    return Slopes(sum(parts, jnp.float64(0)), losses)
 
 
 def _surroundings(params: Any, seed: jax.Array) -> tuple[Any, Any]:
@@ -253,21 +225,27 @@ def _paired(given: Any, moved: Any) -> list[Any]:
 
 
 def pinned(found: Slopes) -> OracleCheck:
-    """Holds the gradient against differences of several step sizes and both sides.
+    """Holds the derivative against the slope of a cubic through the losses.
 
-    Their spread measures what truncation, and kinks within a step, can explain; the
-    noise, what rounding can.
+    What is left of them is rounding, and gives the slope's standard error; what the
+    cubic, a line and the two sides differ by is what curvature and kinks can explain.
     """
-    steps = np.asarray(STEPS)
-    central = (found.ahead - found.behind) / (2 * steps)
-    one_sided = np.array([found.ahead[-1] - found.at, found.at - found.behind[-1]])
-    differences = np.concatenate([central, one_sided / steps[-1]])
-    exact, difference = float(found.exact), float(central[-1])
-    if not np.isfinite([exact, *differences, *found.noise]).all():
+    exact, losses = float(found.exact), np.asarray(found.losses)
+    if not np.isfinite([exact, *losses]).all():
         return OracleCheck(skipped="the loss is not finite next to the parameters")
-    deviation = float(np.sqrt(np.mean(found.noise**2))) / MAGNIFIED
-    rounding = confidence(1, found.noise.size) * deviation / (np.sqrt(2) * steps[-1])
-    tolerance = float(np.ptp(differences) + rounding + LOST)
+    # Centred and scaled, or tiny losses would vanish in the squares.
+    size = np.max(np.abs(losses - losses[SHIFTS.size // 2])) or 1.0
+    centred = (losses - losses[SHIFTS.size // 2]) / size
+    columns = np.vander(SHIFTS, 4, increasing=True)
+    cubic, *_ = np.linalg.lstsq(columns, centred, rcond=None)
+    freedom = SHIFTS.size - columns.shape[1]
+    deviation = np.linalg.norm(centred - columns @ cubic) / np.sqrt(freedom)
+    error = deviation * np.sqrt(np.linalg.inv(columns.T @ columns)[1, 1])
+    line = float(SHIFTS @ centred / (SHIFTS @ SHIFTS))
+    bend = abs(cubic[1] - line) + abs(centred[-1] + centred[0])
+    unit = size / REACH
+    tolerance = float(unit * (confidence(1, freedom) * error + bend) + LOST)
+    difference = float(unit * cubic[1])
     if exact != difference and tolerance > max(abs(exact), abs(difference)) / 2:
         text = f"the slope is {exact:.1e}, of which kinks and rounding next to the "
         return OracleCheck(skipped=f"{text}parameters explain {tolerance:.1e}")
@@ -296,18 +274,6 @@ def _own_rules(jaxpr: Any) -> list[str]:
 
 
 JAX = Path(jax.__file__).parent
-
-
-def _finest(jaxpr: Any) -> float:
-    """The smallest rounding unit of the floating dtypes in a program."""
-    units = [1.0]
-    for equation in jaxpr.eqns:
-        for variable in (*equation.invars, *equation.outvars):
-            dtype = getattr(variable.aval, "dtype", jnp.dtype(int))
-            if jnp.issubdtype(dtype, jnp.inexact):
-                units.append(unit_roundoff(dtype))
-        units += map(_finest, jaxprs_in_params(equation.params))
-    return min(units)
 
 
 def _wide(leaf: jax.Array) -> jax.Array:
