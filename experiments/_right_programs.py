@@ -18,7 +18,7 @@ from experiments._planted_faults import Trainer
 Gradient = tuple[np.ndarray, dict[str, np.ndarray]]
 """The loss, and the gradient by leaf."""
 
-SIZES = (1, 3, 8)
+SIZES = (1, 8)
 ORDERS = 3
 
 
