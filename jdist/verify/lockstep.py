@@ -19,8 +19,7 @@ y (1 + u d), with u the unit of the equation's own dtype and d uniform in [-1, 1
 of k terms has k roundings: for terms x in random order, the squares of the partial sums
 add up to about k (s^2 / 3 + sum x^2 / 6), s being the result. So its result is
 perturbed with u sqrt(k / 3) and each of its terms with u sqrt(k / 6), u being the unit
-of the dtype that is accumulated in. Below the smallest normal number a result is lost
-whole (flushed), or rounded to a multiple of the smallest subnormal one.
+of the dtype that is accumulated in.
 
 References:
   Parker, Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic,
@@ -30,7 +29,7 @@ References:
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -67,23 +66,24 @@ class Perturbation:
     """The source of d for one scope: a program, or one iteration of a loop.
 
     Attributes:
-      amplitude: Factor of every perturbation; 0 for the exact evaluation.
+      amplitude: Factor of every perturbation, 0 for an exact evaluation; None if there
+        is to be none at all, which compiles to less.
       seed: Of this scope.
       accumulation: The dtype in which sums are accumulated; None for at least float32.
       unmeasured: Primitives whose own rounding could not be measured; shared by all
         scopes of a program.
     """
 
-    amplitude: Array
+    amplitude: Array | None
     seed: Array
-    accumulation: Any
-    unmeasured: set[str]
-    _pool: Array | None = None
-    _count: int = field(default=0)
+    accumulation: Any = None
+    unmeasured: set[str] = field(default_factory=set)
+    _pools: dict[float, Array] = field(default_factory=dict)
+    _count: int = 0
 
     # Numbers drawn per scope. Prime, so that larger arrays, which use them again and
     # again, do not find them in step with their own rows.
-    POOL = 4099
+    POOL: ClassVar[int] = 4099
 
     def inner(self, step: Array) -> "Perturbation":
         """That of iteration `step` of a loop inside this scope."""
@@ -91,20 +91,32 @@ class Perturbation:
         own = _mix(seed ^ step.astype(jnp.uint32))
         return Perturbation(self.amplitude, own, self.accumulation, self.unmeasured)
 
-    def draw(self, shape: tuple[int, ...]) -> Array:
-        """Numbers of the given shape, uniform in [-1, 1], times the amplitude."""
-        if self._pool is None:
+    def factors(self, like: Array, unit: float) -> Array | None:
+        """1 + unit d for each entry of an array."""
+        if self.amplitude is None or like.size == 0:
+            return None
+        real = self._draw(like.shape, unit)
+        if not jnp.iscomplexobj(like):
+            return real
+        return real + 1j * (self._draw(like.shape, unit) - 1)
+
+    def _draw(self, shape: tuple[int, ...], unit: float) -> Array:
+        pool, size = self._pool(unit), math.prod(shape)
+        if size < self.POOL:
+            start = self._tick() * 1009 % (self.POOL - size)
+            return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
+        times = -(-size // self.POOL)
+        tiled = jnp.broadcast_to(pool, (times, self.POOL)).reshape(-1)
+        return jax.lax.slice(tiled, [0], [size]).reshape(shape)
+
+    def _pool(self, unit: float) -> Array:
+        if unit not in self._pools:
             bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ self.seed)
             uniform = bits.astype(jnp.float64) * 2.0**-31 - 1
+            factors = 1 + uniform * (unit * self.amplitude)
             # A barrier, or XLA computes them again wherever they are used.
-            self._pool = jax.lax.optimization_barrier(uniform * self.amplitude)
-        size = math.prod(shape)
-        offset = self._tick() * 1009 % (self.POOL - min(size, self.POOL - 1))
-        if size >= self.POOL:
-            times = -(-size // self.POOL)
-            tiled = jnp.broadcast_to(self._pool, (times, self.POOL)).reshape(-1)
-            return jax.lax.slice(tiled, [0], [size]).reshape(shape)
-        return jax.lax.slice(self._pool, [offset], [offset + size]).reshape(shape)
+            self._pools[unit] = jax.lax.optimization_barrier(factors)
+        return self._pools[unit]
 
     def _tick(self) -> int:
         self._count += 1
@@ -314,16 +326,17 @@ def _perturb(wide: Array, dtype: Any, terms: int, noise: Perturbation) -> Array:
     """A result of `dtype` as if it had been rounded."""
     unit = unit_roundoff(dtype)
     if terms > 1:
-        unit = math.hypot(
-            unit,
-            unit_roundoff(accumulated(dtype, noise.accumulation))
-            * math.sqrt(terms / 3),
-        )
+        adding = unit_roundoff(accumulated(dtype, noise.accumulation))
+        unit = math.hypot(unit, adding * math.sqrt(terms / 3))
+    factors = noise.factors(wide, unit)
+    if factors is None:
+        return wide
+    if flushes(dtype):
+        return wide * factors
+    # Below the smallest normal number the spacing grows no finer.
     tiny = float(jnp.finfo(dtype).smallest_normal)
-    size = jnp.abs(wide)
-    lost = wide if flushes(dtype) else jnp.where(wide == 0, 0, unit * tiny)
-    error = jnp.where(size < tiny, lost, unit * wide)
-    return wide + error * _directions(wide, noise)
+    least = jnp.where(jnp.abs(wide) < tiny, jnp.where(wide == 0, 0, tiny), wide)
+    return wide + least * (factors - 1)
 
 
 def _perturb_terms(
@@ -334,15 +347,9 @@ def _perturb_terms(
     if not _is_float(wide):
         return wide
     dtype = equation.outvars[0].aval.dtype
-    unit = unit_roundoff(accumulated(dtype, noise.accumulation)) * math.sqrt(terms / 6)
-    return wide * (1 + unit * _directions(wide, noise))
-
-
-def _directions(wide: Array, noise: Perturbation) -> Array:
-    drawn = noise.draw(wide.shape)
-    if not jnp.iscomplexobj(wide):
-        return drawn
-    return drawn + 1j * noise.draw(wide.shape)
+    unit = unit_roundoff(accumulated(dtype, noise.accumulation))
+    factors = noise.factors(wide, unit * math.sqrt(terms / 6))
+    return wide if factors is None else wide * factors
 
 
 def _summed(equation: JaxprEqn) -> int:
