@@ -28,7 +28,7 @@ def gradients(
     *,
     weights: Any = None,
     reduction: str = "mean",
-    seed: int = 0,
+    seed: int | None = 0,
     accumulation: Any = None,
 ) -> Report:
     """Judges ways to compute a loss and its gradient against `jax.value_and_grad`.
@@ -47,7 +47,8 @@ def gradients(
       candidates: Name to `fn(params, batch) -> (loss, gradient)`.
       weights: `(examples,)`, at least 0, as in `data_parallel`. None for 1 each.
       reduction: "mean", "sum", "max" or "min".
-      seed: Of the finite difference's direction.
+      seed: Of the finite differences that the reference itself is held against; None
+        leaves them out.
 
     Returns:
       A `Report` with a row for the loss and for each leaf of each candidate.
@@ -126,7 +127,7 @@ def judge(
         seed: int | None = 0,
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
-        _check(loss_fn, params, batch, candidates, weights, reduction)
+        check_arguments(loss_fn, params, batch, candidates, weights, reduction)
         expected = reference(params, batch, weights)
         measured = measure(params, batch, weights, seed)
         found = {
@@ -175,7 +176,7 @@ def _call(
     return result
 
 
-def _check(
+def check_arguments(
     loss_fn: Callable[[Any, Any], jax.Array],
     params: Any,
     batch: Any,
@@ -183,6 +184,7 @@ def _check(
     weights: Any,
     reduction: str,
 ) -> None:
+    """Refuses what cannot be judged."""
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement("gradients(candidates=...)", rule, candidates))

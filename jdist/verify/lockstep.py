@@ -28,7 +28,7 @@ References:
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -66,18 +66,21 @@ class Perturbation:
     """The source of d for one scope: a program, or one iteration of a loop.
 
     Attributes:
-      amplitude: Factor of every perturbation, 0 for an exact evaluation; None if there
-        is to be none at all, which compiles to less.
+      amplitude: Factor of every perturbation; 0 for the exact evaluation, and None for
+        a program that is never perturbed, which compiles faster.
       seed: Of this scope.
       accumulation: The dtype in which sums are accumulated; None for at least float32.
       unmeasured: Primitives whose own rounding could not be measured; shared by all
         scopes of a program.
+      held: An axis of `vmap` along which the wide side is that of several inputs. What
+        stands behind `stop_gradient` is held as it is for the first of them.
     """
 
     amplitude: Array | None
     seed: Array
     accumulation: Any = None
     unmeasured: set[str] = field(default_factory=set)
+    held: str | None = None
     _pools: dict[float, Array] = field(default_factory=dict)
     _count: int = 0
 
@@ -89,7 +92,11 @@ class Perturbation:
         """That of iteration `step` of a loop inside this scope."""
         seed = _mix(self.seed + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
         own = _mix(seed ^ step.astype(jnp.uint32))
-        return Perturbation(self.amplitude, own, self.accumulation, self.unmeasured)
+        return self.within(own)
+
+    def within(self, seed: Array) -> "Perturbation":
+        """A scope of its own."""
+        return replace(self, seed=seed, _pools={}, _count=0)
 
     def factors(self, like: Array, unit: float) -> Array | None:
         """1 + unit d for each entry of an array."""
@@ -102,12 +109,11 @@ class Perturbation:
 
     def _draw(self, shape: tuple[int, ...], unit: float) -> Array:
         pool, size = self._pool(unit), math.prod(shape)
-        if size < self.POOL:
-            start = self._tick() * 1009 % (self.POOL - size)
-            return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
-        times = -(-size // self.POOL)
-        tiled = jnp.broadcast_to(pool, (times, self.POOL)).reshape(-1)
-        return jax.lax.slice(tiled, [0], [size]).reshape(shape)
+        start = self._tick() * 1009 % self.POOL
+        if start + size > self.POOL:
+            times = -(-(start + size) // self.POOL)
+            pool = jnp.broadcast_to(pool, (times, self.POOL)).reshape(-1)
+        return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
 
     def _pool(self, unit: float) -> Array:
         if unit not in self._pools:
@@ -132,20 +138,23 @@ def _mix(bits: Array) -> Array:
 
 def run(
     program: ClosedJaxpr,
-    inputs: Sequence[Array],
+    inputs: Sequence[Value],
     perturbation: Perturbation,
 ) -> list[Value]:
     """Evaluates a program on both sides; to be called with 64-bit types enabled.
 
     Args:
       program: As traced in the settings that it is judged in.
-      inputs: Its arguments. Floating ones are exact, and what is traced from here on.
+      inputs: Its arguments. Floating ones are exact, and what is traced from here on;
+        a `Pair` has a wide side of its own.
       perturbation: Of the wide side.
 
     Returns:
       A `Pair` with a size for every floating result.
     """
-    given = [_as_pair(x) if _is_float(x) else x for x in inputs]
+    given = [
+        x if isinstance(x, Pair) or not _is_float(x) else _as_pair(x) for x in inputs
+    ]
     found = _evaluate(program.jaxpr, program.consts, given, perturbation, sized=True)
     return [_as_pair(x) if _is_float(_rounded(x)) else x for x in found]
 
@@ -185,6 +194,8 @@ def _equation(
     name = equation.primitive.name
     if not any(isinstance(x, Pair) for x in operands):
         return _bind(equation, operands)
+    if name == "stop_gradient" and noise.held is not None:
+        return [Pair(_rounded(operands[0]), _first(_wide(operands[0]), noise.held))]
     if name in _CONTROL:
         return _CONTROL[name](equation, operands, noise)
     inner = _called(equation)
@@ -199,7 +210,7 @@ def _equation(
     if wide is None:
         noise.unmeasured.add(name)
         return [_as_pair(x) if _has_sides(x) else x for x in rounded]
-    perturbed = name not in _EXACT and not _widens(equation)
+    perturbed = not (noise.amplitude is None or name in _EXACT or _widens(equation))
     found: list[Value] = []
     for r, w in zip(rounded, wide, strict=True):
         if perturbed and _is_float(r):
@@ -207,6 +218,12 @@ def _equation(
         size = _size(equation, operands) if sized and _is_float(r) else None
         found.append(Pair(r, w, size) if _has_sides(r) else r)
     return found
+
+
+def _first(wide: Array, axis: str) -> Array:
+    """That of index 0, for all along an axis of `vmap`."""
+    own = jnp.where(jax.lax.axis_index(axis) == 0, wide, jnp.zeros_like(wide))
+    return jax.lax.psum(own, axis)
 
 
 def _widely(
@@ -219,7 +236,7 @@ def _widely(
     name = equation.primitive.name
     if name in _UNMEASURED or any(_is_key(_rounded(x)) for x in operands):
         return None
-    terms = _summed(equation)
+    terms = 1 if noise.amplitude is None else _summed(equation)
     wide = [
         _perturb_terms(x, terms, equation, noise) if terms > 1 else _wide(x)
         for x in operands
@@ -542,8 +559,7 @@ def _iterations(noise: Perturbation) -> Callable[[Array], Perturbation]:
     loop = noise.inner(jnp.uint32(0))
 
     def of(index: Array) -> Perturbation:
-        seed = _mix(loop.seed + index.astype(jnp.uint32))
-        return Perturbation(noise.amplitude, seed, noise.accumulation, noise.unmeasured)
+        return loop.within(_mix(loop.seed + index.astype(jnp.uint32)))
 
     return of
 

@@ -25,13 +25,12 @@ from jdist.verify.bound import (
     Limit,
     Sums,
     accumulated,
-    bound,
     confidence,
     measured_bound,
     unit_roundoff,
 )
 from jdist.verify.lockstep import Pair, Perturbation, run, wide_of
-from jdist.verify.oracle import STEPS, differentiated, pinned, reduced, slopes
+from jdist.verify.oracle import differentiated, finite_differences
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
@@ -79,7 +78,7 @@ def measurer(
 ) -> Callable[..., Measured]:
     """Builds the measurement of one loss; its compiled parts are kept between calls."""
     programs = _Programs(loss_fn, accumulation)
-    slopes_of = jax.jit(slopes(reduced(loss_fn, reduction)))
+    check = finite_differences(loss_fn, reduction)
 
     def measure(
         params: Any, batch: Any, weights: Any, seed: int | None, more: int = 1
@@ -103,18 +102,7 @@ def measurer(
         loss_limit, limits = _limits(
             params, losses.dtype, found.sums, terms, draws * examples, accumulation
         )
-        oracle = None
-        if seed is not None and reduction in ("max", "min") and terms > 1:
-            oracle = OracleCheck(skipped=f"{terms} examples tie, which is a kink")
-        elif seed is not None:
-            with double_precision(), jax.numpy_dtype_promotion("standard"):
-                size = float(found.sums.magnitude[0])
-                rounding = float(bound("float64", 1, terms, size))
-                exact = jax.tree.map(_exact, (params, batch))
-                results = [
-                    slopes_of(*exact, weights, seed, jnp.float64(h)) for h in STEPS
-                ]
-            oracle = pinned(results, rounding)
+        oracle = None if seed is None else check(params, batch, weights, seed)
         return Measured(limits, loss_limit, oracle, notes, draws)
 
     return measure
@@ -318,13 +306,6 @@ def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
         f"{together[example]:.6g} in the batch and of {alone[example]:.6g} alone. No "
         f"split of the batch reproduces this gradient.",
     )
-
-
-def _exact(leaf: jax.Array) -> jax.Array:
-    """Floating leaves in float64."""
-    if not is_inexact(leaf):
-        return leaf
-    return leaf.astype(jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
 def _shares(
