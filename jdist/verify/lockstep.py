@@ -19,8 +19,7 @@ y (1 + u d), with u the unit of the equation's own dtype and d uniform in [-1, 1
 of k terms has k roundings: for terms x in random order, the squares of the partial sums
 add up to about k (s^2 / 3 + sum x^2 / 6), s being the result. So its result is
 perturbed with u sqrt(k / 3) and each of its terms with u sqrt(k / 6), u being the unit
-of the dtype that is accumulated in. Below the smallest normal number a result is lost
-whole (flushed), or rounded to a multiple of the smallest subnormal one.
+of the dtype that is accumulated in.
 
 References:
   Parker, Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic,
@@ -30,7 +29,7 @@ References:
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -79,36 +78,51 @@ class Perturbation:
 
     amplitude: Array | None
     seed: Array
-    accumulation: Any
-    unmeasured: set[str]
+    accumulation: Any = None
+    unmeasured: set[str] = field(default_factory=set)
     held: str | None = None
-    _pool: Array | None = None
-    _count: int = field(default=0)
+    _pools: dict[float, Array] = field(default_factory=dict)
+    _count: int = 0
 
     # Numbers drawn per scope. Prime, so that larger arrays, which use them again and
     # again, do not find them in step with their own rows.
-    POOL = 4099
+    POOL: ClassVar[int] = 4099
 
     def inner(self, step: Array) -> "Perturbation":
         """That of iteration `step` of a loop inside this scope."""
         seed = _mix(self.seed + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
         own = _mix(seed ^ step.astype(jnp.uint32))
-        return replace(self, seed=own, _pool=None, _count=0)
+        return self.within(own)
 
-    def draw(self, shape: tuple[int, ...]) -> Array:
-        """Numbers of the given shape, uniform in [-1, 1], times the amplitude."""
-        if self._pool is None:
+    def within(self, seed: Array) -> "Perturbation":
+        """A scope of its own."""
+        return replace(self, seed=seed, _pools={}, _count=0)
+
+    def factors(self, like: Array, unit: float) -> Array | None:
+        """1 + unit d for each entry of an array."""
+        if self.amplitude is None or like.size == 0:
+            return None
+        real = self._draw(like.shape, unit)
+        if not jnp.iscomplexobj(like):
+            return real
+        return real + 1j * (self._draw(like.shape, unit) - 1)
+
+    def _draw(self, shape: tuple[int, ...], unit: float) -> Array:
+        pool, size = self._pool(unit), math.prod(shape)
+        start = self._tick() * 1009 % self.POOL
+        if start + size > self.POOL:
+            times = -(-(start + size) // self.POOL)
+            pool = jnp.broadcast_to(pool, (times, self.POOL)).reshape(-1)
+        return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
+
+    def _pool(self, unit: float) -> Array:
+        if unit not in self._pools:
             bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ self.seed)
             uniform = bits.astype(jnp.float64) * 2.0**-31 - 1
+            factors = 1 + uniform * (unit * self.amplitude)
             # A barrier, or XLA computes them again wherever they are used.
-            self._pool = jax.lax.optimization_barrier(uniform * self.amplitude)
-        size = math.prod(shape)
-        offset = self._tick() * 1009 % (self.POOL - min(size, self.POOL - 1))
-        if size >= self.POOL:
-            times = -(-size // self.POOL)
-            tiled = jnp.broadcast_to(self._pool, (times, self.POOL)).reshape(-1)
-            return jax.lax.slice(tiled, [0], [size]).reshape(shape)
-        return jax.lax.slice(self._pool, [offset], [offset + size]).reshape(shape)
+            self._pools[unit] = jax.lax.optimization_barrier(factors)
+        return self._pools[unit]
 
     def _tick(self) -> int:
         self._count += 1
@@ -329,16 +343,17 @@ def _perturb(wide: Array, dtype: Any, terms: int, noise: Perturbation) -> Array:
     """A result of `dtype` as if it had been rounded."""
     unit = unit_roundoff(dtype)
     if terms > 1:
-        unit = math.hypot(
-            unit,
-            unit_roundoff(accumulated(dtype, noise.accumulation))
-            * math.sqrt(terms / 3),
-        )
+        adding = unit_roundoff(accumulated(dtype, noise.accumulation))
+        unit = math.hypot(unit, adding * math.sqrt(terms / 3))
+    factors = noise.factors(wide, unit)
+    if factors is None:
+        return wide
+    if flushes(dtype):
+        return wide * factors
+    # Below the smallest normal number the spacing grows no finer.
     tiny = float(jnp.finfo(dtype).smallest_normal)
-    size = jnp.abs(wide)
-    lost = wide if flushes(dtype) else jnp.where(wide == 0, 0, unit * tiny)
-    error = jnp.where(size < tiny, lost, unit * wide)
-    return wide + error * _directions(wide, noise)
+    least = jnp.where(jnp.abs(wide) < tiny, jnp.where(wide == 0, 0, tiny), wide)
+    return wide + least * (factors - 1)
 
 
 def _perturb_terms(
@@ -349,15 +364,9 @@ def _perturb_terms(
     if not _is_float(wide):
         return wide
     dtype = equation.outvars[0].aval.dtype
-    unit = unit_roundoff(accumulated(dtype, noise.accumulation)) * math.sqrt(terms / 6)
-    return wide * (1 + unit * _directions(wide, noise))
-
-
-def _directions(wide: Array, noise: Perturbation) -> Array:
-    drawn = noise.draw(wide.shape)
-    if not jnp.iscomplexobj(wide):
-        return drawn
-    return drawn + 1j * noise.draw(wide.shape)
+    unit = unit_roundoff(accumulated(dtype, noise.accumulation))
+    factors = noise.factors(wide, unit * math.sqrt(terms / 6))
+    return wide if factors is None else wide * factors
 
 
 def _summed(equation: JaxprEqn) -> int:
@@ -550,7 +559,7 @@ def _iterations(noise: Perturbation) -> Callable[[Array], Perturbation]:
     loop = noise.inner(jnp.uint32(0))
 
     def of(index: Array) -> Perturbation:
-        return replace(loop, seed=_mix(loop.seed + index.astype(jnp.uint32)))
+        return loop.within(_mix(loop.seed + index.astype(jnp.uint32)))
 
     return of
 

@@ -134,14 +134,14 @@ class _Programs:
         # They trace where they are called, and keep what they traced.
         self._losses_of = jax.jit(loss_fn)
         self._gradient_of = jax.jit(differentiated(summed))
-        self._run_losses = jax.jit(self._together, static_argnums=0)
+        self._run_losses = jax.jit(self._together, static_argnums=(0, 2))
         self._run_gradients = jax.jit(self._by_example, static_argnums=0)
 
     def losses(self, params: Any, batch: Any) -> _Losses:
         """Losses of the whole batch in float64, and the dtype that the user sees."""
         program = self._losses_of.trace(params, batch).jaxpr
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            _, exact = self._run_losses(program, jax.tree.leaves((params, batch)), 0.0)
+            _, exact = self._run_losses(program, jax.tree.leaves((params, batch)), None)
         return _Losses(np.asarray(exact), program.out_avals[0].dtype)
 
     def blur(self, params: Any, batch: Any) -> float:
@@ -149,7 +149,7 @@ class _Programs:
         program = self._losses_of.trace(params, batch).jaxpr
         leaves, factor = jax.tree.leaves((params, batch)), _magnified(program)
         with double_precision(), jax.numpy_dtype_promotion("standard"):
-            rounded, exact = self._run_losses(program, leaves, 0.0)
+            rounded, exact = self._run_losses(program, leaves, None)
             _, perturbed = self._run_losses(program, leaves, factor)
             own = jnp.max(jnp.abs(rounded.astype(exact.dtype) - exact))
             return float(jnp.maximum(own, jnp.max(jnp.abs(perturbed - exact)) / factor))
@@ -176,10 +176,10 @@ class _Programs:
         return _Found(sums, np.asarray(losses), notes if missed else ())
 
     def _together(
-        self, program: ClosedJaxpr, leaves: list[jax.Array], amplitude: Any
+        self, program: ClosedJaxpr, leaves: list[jax.Array], amplitude: float | None
     ) -> tuple[jax.Array, jax.Array]:
-        amplitude = jnp.asarray(amplitude, jnp.float64)
-        noise = Perturbation(amplitude, jnp.uint32(1), self._accumulation, set())
+        strength = None if amplitude is None else jnp.float64(amplitude)
+        noise = Perturbation(strength, jnp.uint32(1), self._accumulation)
         (losses,) = run(program, leaves, noise)
         return losses.rounded, losses.wide
 
