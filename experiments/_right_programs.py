@@ -4,7 +4,7 @@ Every way returns the loss and its gradient. Parts are added in float32 at least
 jdist and XLA do, and rounded once at the end.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -22,25 +22,35 @@ SIZES = (1, 8)
 ORDERS = 3
 
 
-def right_programs(trainer: Trainer) -> Iterator[tuple[str, Gradient]]:
-    """Name and result of every way that the problem allows."""
+def right_programs(
+    trainer: Trainer, few: bool = False
+) -> Iterator[tuple[str, Gradient]]:
+    """Name and result of every way that the problem allows; or of those soon compiled.
+
+    The first is the mean's gradient by one compiled program.
+    """
     problem = trainer.problem
     mean = _reduced(problem, problem.losses)
     given = (problem.params, problem.batch)
     yield "compiled", jax.jit(jax.value_and_grad(mean))(*given)
+    yield "sum, then divided", _combined(trainer, [(np.arange(problem.examples), 1)])
+    for name, order in orders(trainer):
+        yield name, _combined(trainer, [(order, 1)])
+    if not problem.coupled:
+        yield from in_parts(trainer, SIZES[-1:] if few else SIZES)
+    if few:
+        return
     yield "operation by operation", jax.value_and_grad(mean)(*given)
     again = _reduced(problem, jax.checkpoint(problem.losses))
     yield "rematerialized", jax.jit(jax.value_and_grad(again))(*given)
     yield from forward_mode(problem)
     for name, losses in problem.alike.items():
         yield name, jax.jit(jax.value_and_grad(_reduced(problem, losses)))(*given)
-    yield "sum, then divided", _combined(trainer, [(np.arange(problem.examples), 1)])
     if not problem.random:
         yield "float64, rounded once", in_float64(problem)
-    for name, order in orders(trainer):
-        yield name, _combined(trainer, [(order, 1)])
     if not problem.coupled:
-        yield from in_parts(trainer)
+        yield "shards by vmap", _mapped(trainer)
+        yield "pairwise sums", _pairwise(trainer)
 
 
 def forward_mode(problem: GradientProblem) -> Iterator[tuple[str, Gradient]]:
@@ -60,22 +70,18 @@ def orders(trainer: Trainer) -> Iterator[tuple[str, np.ndarray]]:
         yield f"permuted {i}", trainer.rng.permutation(trainer.problem.examples)
 
 
-def in_parts(trainer: Trainer) -> Iterator[tuple[str, Gradient]]:
-    """The batch cut into equal and unequal parts, in and out of one program."""
+def in_parts(trainer: Trainer, sizes: Sequence[int]) -> Iterator[tuple[str, Gradient]]:
+    """The batch cut into micro-batches of equal sizes and into unequal shards."""
     count = trainer.problem.examples
-    for size in SIZES:
+    for size in sizes:
         parts = [
             _padded(np.arange(i, min(i + size, count)), size)
             for i in range(0, count, size)
         ]
         yield f"micro-batches of {size}", _combined(trainer, parts)
-    shards = trainer.shards()
-    longest = max(map(len, shards))
-    parts = [_padded(rows, longest) for rows in shards]
+    parts = _shards(trainer)
     yield "unequal shards", _combined(trainer, parts)
     yield "unequal shards, last first", _combined(trainer, parts[::-1])
-    yield "shards by vmap", _mapped(trainer, parts)
-    yield "pairwise sums", _pairwise(trainer)
 
 
 def in_float64(problem: GradientProblem) -> Gradient:
@@ -136,9 +142,17 @@ def _combined(trainer: Trainer, parts: list[tuple[np.ndarray, Any]]) -> Gradient
     return _finished(trainer, total)
 
 
-def _mapped(trainer: Trainer, parts: list[tuple[np.ndarray, Any]]) -> Gradient:
+def _shards(trainer: Trainer) -> list[tuple[np.ndarray, Any]]:
+    """Unequal ones, filled up to the size of the largest."""
+    shards = trainer.shards()
+    longest = max(map(len, shards))
+    return [_padded(rows, longest) for rows in shards]
+
+
+def _mapped(trainer: Trainer) -> Gradient:
+    """All shards side by side in one program."""
     problem = trainer.problem
-    rows, counts = (np.stack(each) for each in zip(*parts, strict=True))
+    rows, counts = (np.stack(each) for each in zip(*_shards(trainer), strict=True))
     batch = {name: leaf[rows] for name, leaf in problem.batch.items()}
     weights = jnp.asarray(trainer.weights[rows] * counts, jnp.float32)
     mapped = jax.jit(jax.vmap(trainer.program(problem.losses), in_axes=(None, 0, 0)))

@@ -7,13 +7,12 @@ import pytest
 
 from jdist import optim, verify
 
-SHAPES = {"w": (5, 7), "bias": (7,), "out": (7, 3), "square": (3, 3)}
+SHAPES = {"bias": (3,), "out": (5, 3)}
 
 
 def losses(p, b):
-    """A small net; its last matrix is square."""
-    h = jnp.tanh(b["x"] @ p["w"] + p["bias"][None, :])
-    return ((h @ p["out"] @ p["square"] - b["y"]) ** 2).sum(-1)
+    """Of a linear model, so that little is compiled."""
+    return ((b["x"] @ p["out"] + p["bias"][None, :] - b["y"]) ** 2).sum(-1)
 
 
 def problem(seed=0, dtype=jnp.float32, steps=1, examples=13):
@@ -61,10 +60,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("name", "steps"), [("momentum", 3), ("adam", 1)])
 def test_right_trainers_pass_and_wrong_ones_fail(name, steps):
-    """After one step and after three, with the optimizer's state."""
+    """After several steps and after one, with the optimizer's state."""
     opt = OPTIMIZERS[name]
     params, batches = problem(steps=steps)
     negated = {leaf: scaled(leaf, -1) for leaf in SHAPES}
@@ -113,7 +111,9 @@ def test_a_small_learning_rate_condemns_no_right_trainer():
         q, _ = train(p, opt.init(p), b)
         return losses(p, b).mean(), jax.tree.map(lambda p, q: (p - q) / 1e-6, p, q)
 
-    by_gradient = verify.gradients(losses, params, batches[0], {"implied": implied})
+    by_gradient = verify.gradients(
+        losses, params, batches[0], {"implied": implied}, seed=None
+    )
     assert by_gradient.failures
     by_step = verify.step(losses, opt.step, start, batches, {"mine": train})
     assert not by_step.failures, str(by_step)
@@ -126,15 +126,14 @@ def test_a_step_below_rounding_is_not_judged():
     start = params, opt.init(params)
 
     def nudged(p, s, b):
-        return jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), p), s
+        return jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), p), None
 
-    report = verify.step(
-        losses, opt.step, start, batches, {"none": lambda p, s, b: (p, s), "up": nudged}
-    )
+    candidates = {"none": lambda p, s, b: (p, None), "up": nudged}
+    report = verify.step(losses, opt.step, start, batches, candidates)
     assert not report.ok
     assert not report.failures
     assert "no step at all would pass too" in report.of("up").unjudged[0].unjudged
-    none = [row for row in report.of("none").leaves if row.path.startswith("params")]
+    none = report.of("none").leaves
     assert all(row.bit_equal or row.unjudged for row in none)
 
 
@@ -149,32 +148,27 @@ def test_bit_equal_parameters_are_named():
         mean = lambda p: jnp.sum(w * losses(p, b)) / jnp.sum(w)  # noqa: E731
         return jax.jit(opt.step)(p, jax.jit(jax.grad(mean))(p), s)
 
-    report = verify.step(
-        losses, opt.step, (params, opt.init(params)), batches,
-        {"same": same, "stale": lambda p, s, b: opt.step(p, gradient(params, b), s)},
-    )  # fmt: skip
-    assert report.of("same").ok
-    assert "same: every parameter is bit-equal to the reference's" in report.notes
-    assert report.of("stale").failures
+    hidden = [opt.init(params)]
 
-
-def test_a_trainer_without_a_visible_state():
-    """None: its parameters alone are judged, and nothing is called missing."""
-    opt = optim.sgd(lr=0.1, momentum=0.9)
-    params, batches = problem(steps=2)
-    hidden = []
-
-    def train(p, state, b):
-        own = hidden[-1] if hidden else opt.init(p)
-        p, own = trainer(opt)(p, own, b)
+    def secretive(p, state, b):
+        p, own = trainer(opt)(p, hidden[-1], b)
         hidden.append(own)
         return p, None
 
-    report = verify.step(
-        losses, opt.step, (params, opt.init(params)), batches, {"mine": train}
-    )
-    assert report.ok, str(report)
-    assert {row.path for row in report.leaves} == {f"params/{name}" for name in SHAPES}
+    candidates = {
+        "same": same,
+        "stale": lambda p, s, b: opt.step(p, gradient(params, b), s),
+        "secretive": secretive,
+    }
+    start = params, opt.init(params)
+    report = verify.step(losses, opt.step, start, batches, candidates)
+    assert report.of("same").ok
+    # A state of None: the parameters alone are judged, and nothing is called missing.
+    assert report.of("secretive").ok
+    shown = {row.path for row in report.of("secretive").leaves}
+    assert shown == {f"params/{name}" for name in SHAPES}
+    assert "same: every parameter is bit-equal to the reference's" in report.notes
+    assert report.of("stale").failures
 
 
 def test_bfloat16_parameters():
