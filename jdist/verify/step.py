@@ -188,9 +188,10 @@ def _moved(
         state = [Pair(x, next(values)) if is_inexact(x) else x for x in state_leaves]
         exact = Perturbation(jnp.float64(0), own, None, set())
         # The reference's own order of leaves: the loss, then the gradient.
-        _, *slopes = run(
+        found = run(
             differentiate, [*state[:count], *jax.tree.leaves(taken.batch)], exact
         )
+        slopes = [x for x in found[1:] if isinstance(x, Pair)]
         gradient = _shifted(taken, slopes, own, number != 0)
         rounding = Perturbation(moving, own, None, set())
         found = run(update, [*state[:count], *gradient, *state[count:]], rounding)
@@ -256,7 +257,7 @@ def _trained(
     params, state = start
     for batch in batches:
         try:
-            result = candidate(params, state, batch)
+            result: Any = candidate(params, state, batch)
         except Exception as error:
             error.add_note(f"raised by the candidate {name!r} of verify.step")
             raise
@@ -265,11 +266,7 @@ def _trained(
             rule, got = "must return (params, opt_state)", f"a {type(result).__name__}"
             raise TypeError(requirement(call, rule, got))
         params, state = result
-    return named_leaves({"params": params} if state is None else _tree(params, state))
-
-
-def _tree(params: Any, state: Any) -> dict[str, Any]:
-    return {"params": params, "state": state}
+    return named_leaves({"params": params}) if state is None else _named(result)
 
 
 def _rows(

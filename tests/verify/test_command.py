@@ -101,7 +101,7 @@ def test_a_users_problem_is_judged(module, capsys):
         ("absent_module:problem", "names the module 'absent_module', which does not"),
         ("users_own:absent", "names 'absent', which users_own does not define"),
         ("users_own:number", "must be a verify.Problem, a mapping, or.*Got a int"),
-        ("users_own:typo", "may have the keys batch, candidates.*also parameters"),
+        ("users_own:typo", "may have the keys accumulation, batch.*also parameters"),
         ("users_own:partial", "must have the keys.*none for batch, candidates"),
     ],
 )
