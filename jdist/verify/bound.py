@@ -35,7 +35,7 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     An entry is not trusted to round more finely than its leaf does, relative to the
     magnitudes: s^2 = sum V / sum S^2 over the leaf.
 
-        C = sqrt(2) tau sqrt(V + s^2 S^2) + 2 |D|
+        C = sqrt(2) tau max(sqrt(V), s S) + 2 |D|
 
     V is itself estimated, from nu draws. For a normal error over an independent
     estimate of its deviation, P(|error| > tau sqrt(V)) is at most the mean of
@@ -169,7 +169,7 @@ def measured_bound(
     partial = confidence(entries) * unit_roundoff(dtype) * math.sqrt(2 * EXTRA / 3)
     power = float(np.sum(magnitude**2))
     relative = float(np.sum(variance)) / power if power > 0 else 0.0
-    deviation = np.sqrt(variance + relative * magnitude**2)
+    deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
     random = math.sqrt(2) * confidence(entries, draws) * deviation
     computing = random + 2 * np.abs(drift)
     flushed = (terms + EXTRA) * _flushed(dtype)

@@ -37,7 +37,7 @@ from jdist.verify.report import OracleCheck
 COUPLED = math.sqrt(unit_roundoff("float64"))
 
 # Draws of every term's error, all examples together, and at most for one example.
-DRAWS, DRAWS_EACH = 64, 16
+DRAWS, DRAWS_EACH = 128, 16
 
 # float64 cannot be perturbed by less than its own unit. In a program that is all
 # float64, larger perturbations are made, and their effect is divided by as much.

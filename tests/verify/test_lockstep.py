@@ -37,7 +37,9 @@ def scanned(x):
 def looped(x):
     """A loop whose end depends on the values, with integers inside."""
     return jax.lax.while_loop(
-        lambda s: jnp.abs(s[0]).max() < 5, lambda s: (jnp.sin(s[0]) + 1.5 * s[0], s[1] + 1), (x, 0)
+        lambda s: jnp.abs(s[0]).max() < 5,
+        lambda s: (jnp.sin(s[0]) + 1.5 * s[0], s[1] + 1),
+        (x, 0),
     )[0]
 
 
@@ -112,7 +114,7 @@ EXACT_IN_FLOAT64 = {
 
 
 def test_what_is_drawn_is_the_same_on_both_sides():
-    """Noise, masks and samples of the rounded program, although float64 draws others."""
+    """Noise, masks and samples are the rounded program's; float64 draws others."""
     key = jax.random.key(5)
 
     def fn(x):
@@ -160,7 +162,7 @@ def test_iterations_and_equal_equations_are_perturbed_independently(rng):
     x = jnp.asarray(rng.uniform(1, 2, size=300), jnp.float32)
     _, drawn, _ = both(repeated, x, amplitude=1.0)
     wide = np.asarray(x, np.float64)
-    # A hundred roundings: ten times as much as one, not a hundred times.
+    # A hundred roundings: ten times one, not a hundred times.
     assert 7 < np.std((drawn - wide) / wide) / (2.0**-24 / np.sqrt(3)) < 13
     large = jnp.asarray(rng.uniform(1, 2, size=(100, 100)), jnp.float32)
     _, twice, _ = both(lambda x: x * 1.0 - x * 2.0 + x, large, amplitude=1.0)
