@@ -9,48 +9,51 @@ errors e_k stay below lambda sqrt(sum e_k^2) but with a probability of
 spread evenly over [-e, e], as roundings are, needs e / sqrt(3) only: it is
 sub-Gaussian with its own variance. Reference and candidate err independently: sqrt(2).
 
-1.  *The sum*, at most n + EXTRA roundings in the dtype that is accumulated in, with unit
-    a. Whatever the order, |p| <= S = |t_1| + .. + |t_n|:
+1.  *The sum*, at most n + EXTRA roundings in the dtype that is accumulated in, with
+    unit a. Whatever the order, |p| <= S = |t_1| + .. + |t_n|:
 
         A = sqrt(2) lambda a sqrt(n + EXTRA) S
 
     Sixteen-bit types are accumulated in float32 by XLA's reductions and dot products,
     so a = 2^-24 for them unless the judge is told otherwise.
-2.  *Partial results* in the leaf's own dtype, with unit u. A program may split the batch
-    into parts and round each part's gradient, or round a weight, the total, the result.
-    For a random split into parts the squares of the parts' sums add up to at most
-    P^2 = g^2 + sum t_i^2, and the same holds for one rounding of the whole or one of
-    every term. EXTRA of them, for programs differ in what they round:
+2.  *Partial results* in the leaf's own dtype, with unit u. A program may split the
+    batch into parts and round each part's gradient, or round a weight, the total, the
+    result. For a random split into parts the squares of the parts' sums add up to at
+    most P^2 = g^2 + sum t_i^2, and the same holds for one rounding of the whole or one
+    of every term. EXTRA of them, for programs differ in what they round:
 
         B = sqrt(2) lambda u sqrt(EXTRA / 3) P
 
-3.  *The terms*. They are measured, not modelled: each example's gradient is evaluated as
-    it is, in float64, and in float64 with every equation's result perturbed as a
-    rounding would (Monte Carlo arithmetic, see `lockstep`). From these V, the variance
-    of the sum of the terms' errors, and D, the error of the sum in the reference's own
-    precision. What a program rounds the same way for all examples, such as a cast of
-    the parameters, adds up in D; the rest adds up in V as a random walk. An entry is not
-    trusted to round more finely than its leaf does, relative to the magnitudes:
-    s^2 = sum V / sum S^2 over the leaf.
+    Where the terms inside one t_i cancel (over time, over pixels), the square root of
+    the sum of their squares stands for t_i: a program may split that sum as well.
+3.  *The terms*. They are measured, not modelled: each example's gradient is evaluated
+    as it is, in float64, and in float64 with every equation's result perturbed as a
+    rounding would (Monte Carlo arithmetic, see `lockstep`). From these come V, the
+    variance of the sum of the terms' errors, and D, the error of that sum in the
+    reference's own precision. What a program rounds the same way for all examples, such
+    as a cast of the parameters, adds up in D; the rest adds up in V as a random walk.
+    An entry is not trusted to round more finely than its leaf does, relative to the
+    magnitudes: s^2 = sum V / sum S^2 over the leaf.
 
-        C = sqrt(2) tau sqrt(V + s^2 S^2) + 2 |D|
+        C = sqrt(2) tau max(sqrt(V), s S) + 2 |D|
 
     V is itself estimated, from nu draws. For a normal error over an independent
-    estimate of its deviation, P(|error| > tau sqrt(V)) <= E[2 exp(-tau^2 chi^2 / (2 nu))]
-    = 2 (1 + tau^2 / nu)^(-nu/2): Student's distribution. Equal to the risk for
+    estimate of its deviation, P(|error| > tau sqrt(V)) is at most the mean of
+    2 exp(-tau^2 X / (2 nu)) with X chi-squared, which is 2 (1 + tau^2 / nu)^(-nu/2), as
+    in Student's distribution. It is the risk for
     tau = sqrt(nu (exp(lambda^2 / nu) - 1)), which tends to lambda.
 4.  Numbers below the smallest normal one may be flushed to zero, an absolute error.
 
         bound = A + B + C + (n + EXTRA) smallest
 
-lambda is set by how often a right answer may be rejected: RISK per leaf of m entries, so
-that m * 2 exp(-lambda^2 / 2) = RISK. No constant in it is fitted.
+lambda is set by how often a right answer may be rejected: RISK per leaf of m entries,
+so that m * 2 exp(-lambda^2 / 2) = RISK. No constant in it is fitted.
 
-A bound can be so wide that it says nothing: where all digits are lost in the terms, zero
-would pass for the gradient. Terms at random make a gradient of about the size of P. So a
-leaf in which zero would pass, and whose bound is above BLIND P, is *not judged*. Where
-the bound is far below P and zero passes all the same, the gradient is zero to rounding:
-the terms cancel, as they do at an optimum, and that is judged.
+A bound can be so wide that it says nothing: where all digits are lost in the terms,
+zero would pass for the gradient. Terms at random make a gradient of about the size of
+P. So a leaf in which zero would pass, and whose bound is above BLIND P, is *not
+judged*. Where the bound is far below P and zero passes all the same, the gradient is
+zero to rounding: the terms cancel, as they do at an optimum, and that is judged.
 
 References:
   Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2.
@@ -153,7 +156,7 @@ def measured_bound(
       dtype: The leaf's.
       sums: float64, each of the leaf's shape.
       terms: Number of examples, n.
-      draws: Number of draws per example of the terms' errors.
+      draws: Number of draws of the terms' errors, nu.
       accumulation: The dtype that is accumulated in.
 
     Returns:
@@ -166,11 +169,13 @@ def measured_bound(
     partial = confidence(entries) * unit_roundoff(dtype) * math.sqrt(2 * EXTRA / 3)
     power = float(np.sum(magnitude**2))
     relative = float(np.sum(variance)) / power if power > 0 else 0.0
-    deviation = np.sqrt(variance + relative * magnitude**2)
-    width = math.sqrt(2) * confidence(entries, draws * terms)
-    computing = width * deviation + 2 * np.abs(drift)
+    deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
+    random = math.sqrt(2) * confidence(entries, draws) * deviation
+    computing = random + 2 * np.abs(drift)
     flushed = (terms + EXTRA) * _flushed(dtype)
-    return Limit(adding + partial * size + computing + flushed, size)
+    width = adding + partial * size + computing + flushed
+    # Where nothing could be measured, nothing can be said.
+    return Limit(np.where(np.isnan(width), np.inf, width), size)
 
 
 def accumulated(dtype: Any, accumulation: Any) -> Any:

@@ -175,7 +175,7 @@ def _blind(expected: np.ndarray, limit: Limit) -> bool:
     allowed = np.broadcast_to(limit.bound, expected.shape)
     size = np.broadcast_to(limit.size, expected.shape)
     wide = np.linalg.norm(allowed) > BLIND * np.linalg.norm(size)
-    return bool(wide and expected.any() and (np.abs(expected) <= allowed).all())
+    return bool(wide and size.any() and (np.abs(expected) <= allowed).all())
 
 
 def _says_nothing(expected: np.ndarray, limit: Limit) -> str:

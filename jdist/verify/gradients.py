@@ -49,14 +49,18 @@ def gradients(
       reduction: "mean", "sum", "max" or "min".
       seed: Of the finite differences that the reference itself is held against; None
         leaves them out.
+      accumulation: The dtype in which programs accumulate sums of 16-bit numbers. None
+        for float32, as XLA's reductions and dot products do; the numbers' own dtype
+        for programs that add them up one by one.
 
     Returns:
-      A `Report` with a row for the loss and for each leaf of each candidate.
+      A `Report` with a row for the loss and for each leaf of each candidate. A leaf
+      whose every digit may be lost to rounding is *not judged*, and the report not ok.
 
     Raises:
-      ValueError: No candidates; an unknown reduction; weights with a scalar loss, of
-        the wrong shape, negative, not finite or all 0; a batch whose leaves differ in
-        length.
+      ValueError: No candidates; an unknown reduction; an accumulation that is no
+        floating dtype; weights with a scalar loss, of the wrong shape, negative, not
+        finite or all 0; a batch whose leaves differ in length.
       TypeError: A candidate returned something else than a pair.
 
     Example:
@@ -97,9 +101,10 @@ def judge(
     Args:
       loss_fn: As in `gradients`.
       reduction: As in `gradients`.
+      accumulation: As in `gradients`.
 
     Raises:
-      ValueError: An unknown reduction. On calling: as `gradients`.
+      ValueError: An unknown reduction or accumulation. On calling: as `gradients`.
       TypeError: On calling: as `gradients`.
 
     Example:
@@ -115,6 +120,10 @@ def judge(
         rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
         got = repr(reduction)
         raise ValueError(requirement("gradients(reduction=...)", rule, got))
+    if accumulation is not None and not _is_floating(accumulation):
+        rule = "must be a floating dtype or None"
+        got = repr(accumulation)
+        raise ValueError(requirement("gradients(accumulation=...)", rule, got))
     reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
     measure = measurer(loss_fn, reduction, accumulation)
 
@@ -142,6 +151,13 @@ def judge(
         return Report(rows, measured.oracle, measured.notes + looseness(rows))
 
     return judged
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def _rows(

@@ -9,9 +9,9 @@ dtypes are then identities.
 Only what depends on the program's floating inputs has a wide side. Random bits and all
 that is computed from them alone are what they are in the rounded program: noise, masks
 and samples are the same on both sides. Integers that depend on floating values (an
-argmax, a sampled class, an order, a branch, a number of iterations) are decided once, by
-the rounded side. Comparisons are made by each side for itself: a ReLU whose input is 0
-but for rounding may be on or off in a right program, and that has to be seen.
+argmax, a sampled class, an order, a branch, a number of iterations) are decided once,
+by the rounded side. Comparisons are made by each side for itself: a ReLU whose input is
+0 but for rounding may be on or off in a right program, and that has to be seen.
 
 **Monte Carlo arithmetic** (Parker 1997). With an `amplitude` above 0 the wide side is
 perturbed as rounding would: the result y of an equation that rounds becomes
@@ -27,7 +27,7 @@ References:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -201,6 +201,14 @@ def _equation(
     inner = _called(equation)
     if inner is not None:
         return _evaluate(inner.jaxpr, inner.consts, operands, noise, sized=sized)
+    return _both_sides(equation, operands, noise, sized)
+
+
+def _both_sides(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
+) -> Sequence[Value]:
+    """An equation without a program inside, of which an operand has two sides."""
+    name = equation.primitive.name
     rounded = _bind(equation, [_rounded(x) for x in operands])
     if not any(_has_sides(x) for x in rounded):
         if name == "bitcast_convert_type":
@@ -275,12 +283,11 @@ def _bind_wide(equation: JaxprEqn, wide: Sequence[Array]) -> Sequence[Array]:
 
 def _with_size(jaxpr: Jaxpr) -> frozenset[Any]:
     """The variables whose sizes make up those of a program's results."""
+    passed = _CALLS | _ADDS | _MOVES | _SCALED.keys()
     wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for equation in reversed(jaxpr.eqns):
-        name = equation.primitive.name
-        if not wanted.isdisjoint(equation.outvars) and (
-            name in _CALLS or name in _MOVES or name in _SCALES or name == "reduce_sum"
-        ):
+        here = not wanted.isdisjoint(equation.outvars)
+        if here and equation.primitive.name in passed:
             wanted.update(v for v in equation.invars if not isinstance(v, Literal))
     return frozenset(wanted)
 
@@ -289,24 +296,23 @@ def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
     """The size of the one result of an equation; None if it is that of its value."""
     name = equation.primitive.name
     if name in _SQUARED and _summed(equation) > 1:
-        squares = [
-            _square(_wide(x)) if _is_float(_wide(x)) else _wide(x) for x in operands
-        ]
-        if name in _RULES:
-            return jnp.sqrt(_RULES[name](equation, operands, squares, ())[0])
-        return jnp.sqrt(_bind_wide(equation, squares)[0])
+        wide = [_wide(x) for x in operands]
+        squares = [jnp.abs(x) ** 2 if _is_float(x) else x for x in wide]
+        rule = _RULES.get(name)
+        found = (
+            rule(equation, operands, squares, ())
+            if rule
+            else _bind_wide(equation, squares)
+        )
+        return jnp.sqrt(found[0])
     sizes = [_size_of(x) for x in operands]
-    if name in ("add", "sub", "add_any"):
-        return jnp.hypot(sizes[0], sizes[1])
+    if name in _ADDS:
+        return jnp.hypot(*sizes)
     if not any(isinstance(x, Pair) and x.size is not None for x in operands):
         return None
-    if name in ("mul", "div"):
-        return getattr(jnp, {"mul": "multiply", "div": "divide"}[name])(*sizes)
-    if name in ("neg", "convert_element_type"):
-        return sizes[0]
-    if name in _MOVES or name == "reduce_sum":
-        return _bind_wide(equation, sizes)[0]
-    return None
+    if name in _SCALED:
+        return _SCALED[name](*sizes)
+    return _bind_wide(equation, sizes)[0] if name in _MOVES else None
 
 
 def _size_of(value: Value) -> Array:
@@ -316,23 +322,25 @@ def _size_of(value: Value) -> Array:
     return jnp.abs(wide) if _is_float(wide) else wide
 
 
-def _square(wide: Array) -> Array:
-    return jnp.abs(wide) ** 2
-
-
 _SQUARED = frozenset({
     "dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum",
     "scatter-add",
 })  # fmt: skip
 
-_SCALES = frozenset({
-    "add", "add_any", "convert_element_type", "div", "mul", "neg", "sub",
-})  # fmt: skip
+_ADDS = frozenset({"add", "add_any", "sub"})
 
+# A reduce_sum is one of them where it sums over an axis of length 1.
 _MOVES = frozenset({
     "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "pad",
-    "reshape", "rev", "select_n", "slice", "squeeze", "transpose",
+    "reduce_sum", "reshape", "rev", "select_n", "slice", "squeeze", "transpose",
 })  # fmt: skip
+
+_SCALED: dict[str, Callable[..., Array]] = {
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "neg": lambda size: size,
+    "convert_element_type": lambda size: size,
+}
 
 
 # ---------------------------------------------------------------------------------
@@ -371,31 +379,49 @@ def _perturb_terms(
 
 def _summed(equation: JaxprEqn) -> int:
     """How many terms each entry of the result is a sum of; 1 if it is no sum."""
-    name, params = equation.primitive.name, equation.params
-    if name not in _SUMS:
-        return 1
-    shape = equation.invars[0].aval.shape
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return math.prod(shape[axis] for axis in contracted)
-    if name == "reduce_sum":
-        return math.prod(shape[axis] for axis in params["axes"])
-    if name.startswith("cum"):
-        return int(shape[params["axis"]])
-    if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval.shape
-        return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
-    if "window_dimensions" in params:
-        return math.prod(params["window_dimensions"])
-    # scatter-add: as many as its updates, spread evenly.
-    updates, result = equation.invars[2].aval, equation.outvars[0].aval
-    return 1 + -(-updates.size // max(result.size, 1))
+    count = _SUMS.get(equation.primitive.name)
+    return count(equation.params, equation.invars) if count else 1
 
 
-_SUMS = frozenset({
-    "dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "cumlogsumexp",
-    "reduce_window_sum", "scatter-add", "select_and_scatter_add",
-})  # fmt: skip
+def _contracted(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    (axes, _), _ = params["dimension_numbers"]
+    return math.prod(operands[0].aval.shape[axis] for axis in axes)
+
+
+def _convolved(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    kernel = operands[1].aval.shape
+    return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+
+
+def _reduced(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    return math.prod(operands[0].aval.shape[axis] for axis in params["axes"])
+
+
+def _accumulated(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    return int(operands[0].aval.shape[params["axis"]])
+
+
+def _in_window(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    del operands
+    return math.prod(params["window_dimensions"])
+
+
+def _scattered(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    """As many as the updates, spread evenly."""
+    del params
+    return 1 + -(-operands[2].aval.size // max(operands[0].aval.size, 1))
+
+
+_SUMS: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], int]] = {
+    "dot_general": _contracted,
+    "conv_general_dilated": _convolved,
+    "reduce_sum": _reduced,
+    "cumsum": _accumulated,
+    "cumlogsumexp": _accumulated,
+    "reduce_window_sum": _in_window,
+    "select_and_scatter_add": _in_window,
+    "scatter-add": _scattered,
+}
 
 # They select, move or negate, and round nothing.
 _EXACT = frozenset({
@@ -412,8 +438,8 @@ _EXACT = frozenset({
 
 # Foreign code, or code that fails only when it is compiled for float64.
 _UNMEASURED = frozenset({
-    "ffi_call", "io_callback", "pallas_call", "pure_callback", "reduce", "reduce_window",
-    "select_and_gather_add", "shard_map", "xla_pmap",
+    "ffi_call", "io_callback", "pallas_call", "pure_callback", "reduce",
+    "reduce_window", "select_and_gather_add", "shard_map", "xla_pmap",
 })  # fmt: skip
 
 

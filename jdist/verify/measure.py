@@ -37,7 +37,7 @@ from jdist.verify.report import OracleCheck
 COUPLED = math.sqrt(unit_roundoff("float64"))
 
 # Draws of every term's error, all examples together, and at most for one example.
-DRAWS, DRAWS_EACH = 64, 16
+DRAWS, DRAWS_EACH = 128, 16
 
 # float64 cannot be perturbed by less than its own unit. In a program that is all
 # float64, larger perturbations are made, and their effect is divided by as much.
@@ -98,7 +98,7 @@ def measurer(
         found = programs.gradients(params, batch, shares, draws)
         if apart:
             notes += _coupling(losses.exact, found.losses)
-        notes += found.notes
+        notes += found.notes + _accumulates(params, accumulation)
         loss_limit, limits = _limits(
             params, losses.dtype, found.sums, terms, draws * examples, accumulation
         )
@@ -294,6 +294,16 @@ def _limits(
     of_leaves = iter(found[1:])
     limits = {p: next(of_leaves) if is_inexact(x) else None for p, x in leaves.items()}
     return found[0], limits
+
+
+def _accumulates(params: Any, accumulation: Any) -> tuple[str, ...]:
+    """What was taken for granted of 16-bit sums, where there are any."""
+    dtypes = [x.dtype for x in jax.tree.leaves(params) if is_inexact(x)]
+    narrow = sorted({d.name for d in dtypes if accumulated(d, None) != d})
+    if not narrow:
+        return ()
+    chosen = jnp.dtype(accumulated(jnp.dtype(narrow[0]), accumulation)).name
+    return (f"sums of {', '.join(narrow)} are taken to be accumulated in {chosen}",)
 
 
 def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:

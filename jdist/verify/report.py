@@ -119,7 +119,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every leaf of every candidate was judged and holds, and the oracle."""
+        """Whether every leaf of every candidate was judged and holds; so the oracle."""
         judged = all(leaf.ok for leaf in self.leaves)
         return judged and (self.oracle is None or self.oracle.ok)
 
