@@ -116,14 +116,7 @@ def judge(
       >>> judged(w, x, {"right": right}).ok, judged(w, x, {"wrong": wrong}).ok
       (True, False)
     """
-    if reduction not in REDUCERS:
-        rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
-        got = repr(reduction)
-        raise ValueError(requirement("gradients(reduction=...)", rule, got))
-    if accumulation is not None and not _is_floating(accumulation):
-        rule = "must be a floating dtype or None"
-        got = repr(accumulation)
-        raise ValueError(requirement("gradients(accumulation=...)", rule, got))
+    check_options(reduction, accumulation)
     reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
     measure = measurer(loss_fn, reduction, accumulation)
 
@@ -151,6 +144,18 @@ def judge(
         return Report(rows, measured.oracle, measured.notes + looseness(rows))
 
     return judged
+
+
+def check_options(reduction: str, accumulation: Any) -> None:
+    """Refuses unknown ones."""
+    if reduction not in REDUCERS:
+        rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
+        got = repr(reduction)
+        raise ValueError(requirement("gradients(reduction=...)", rule, got))
+    if accumulation is not None and not _is_floating(accumulation):
+        rule = "must be a floating dtype or None"
+        got = repr(accumulation)
+        raise ValueError(requirement("gradients(accumulation=...)", rule, got))
 
 
 def _is_floating(dtype: Any) -> bool:

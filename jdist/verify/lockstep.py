@@ -119,7 +119,8 @@ class Perturbation:
         if unit not in self._pools:
             bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ self.seed)
             uniform = bits.astype(jnp.float64) * 2.0**-31 - 1
-            factors = 1 + uniform * (unit * self.amplitude)
+            amplitude = 0.0 if self.amplitude is None else self.amplitude
+            factors = 1 + uniform * (unit * amplitude)
             # A barrier, or XLA computes them again wherever they are used.
             self._pools[unit] = jax.lax.optimization_barrier(factors)
         return self._pools[unit]

@@ -32,7 +32,7 @@ from jdist._tree import is_inexact, named_leaves
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff
 from jdist.verify.compare import compare_leaves
 from jdist.verify.diagnosis import diagnose
-from jdist.verify.gradients import check_arguments
+from jdist.verify.gradients import check_arguments, check_options
 from jdist.verify.lockstep import Pair, Perturbation, run, wide_of
 from jdist.verify.measure import measurer
 from jdist.verify.oracle import differentiated, reduced
@@ -93,6 +93,7 @@ def step(
       >>> report.failures[0].problem.rpartition("; ")[2]
       'it is 2 times the reference'
     """
+    check_options(reduction, accumulation)
     given = _weighted(batches, weights)
     for batch, own in given:
         check_arguments(loss_fn, state[0], batch, candidates, own, reduction)

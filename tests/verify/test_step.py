@@ -189,6 +189,7 @@ def test_bfloat16_parameters():
         ({"batches": []}, ValueError, "one for each step. Got none"),
         ({"batches": {"x": 1}}, ValueError, "one for each step. Got dict"),
         ({"weights": [None, None]}, ValueError, "one array for each of 1 batches"),
+        ({"reduction": "median"}, ValueError, "must be one of 'mean', 'sum'"),
         ({"candidates": {}}, ValueError, "must name at least one function"),
         (
             {"candidates": {"bare": lambda p, s, b: p}},
