@@ -102,24 +102,24 @@ class Perturbation:
         """1 + unit d for each entry of an array."""
         if self.amplitude is None or like.size == 0:
             return None
-        real = self._draw(like.shape, unit)
+        pool = self._pool(unit, self.amplitude)
+        real = self._draw(like.shape, pool)
         if not jnp.iscomplexobj(like):
             return real
-        return real + 1j * (self._draw(like.shape, unit) - 1)
+        return real + 1j * (self._draw(like.shape, pool) - 1)
 
-    def _draw(self, shape: tuple[int, ...], unit: float) -> Array:
-        pool, size = self._pool(unit), math.prod(shape)
+    def _draw(self, shape: tuple[int, ...], pool: Array) -> Array:
+        size = math.prod(shape)
         start = self._tick() * 1009 % self.POOL
         if start + size > self.POOL:
             times = -(-(start + size) // self.POOL)
             pool = jnp.broadcast_to(pool, (times, self.POOL)).reshape(-1)
         return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
 
-    def _pool(self, unit: float) -> Array:
+    def _pool(self, unit: float, amplitude: Array) -> Array:
         if unit not in self._pools:
             bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ self.seed)
             uniform = bits.astype(jnp.float64) * 2.0**-31 - 1
-            amplitude = 0.0 if self.amplitude is None else self.amplitude
             factors = 1 + uniform * (unit * amplitude)
             # A barrier, or XLA computes them again wherever they are used.
             self._pools[unit] = jax.lax.optimization_barrier(factors)
@@ -141,7 +141,7 @@ def run(
     program: ClosedJaxpr,
     inputs: Sequence[Value],
     perturbation: Perturbation,
-) -> list[Value]:
+) -> list[Pair]:
     """Evaluates a program on both sides; to be called with 64-bit types enabled.
 
     Args:
@@ -151,13 +151,13 @@ def run(
       perturbation: Of the wide side.
 
     Returns:
-      A `Pair` with a size for every floating result.
+      Its results; floating ones have a size.
     """
     given = [
         x if isinstance(x, Pair) or not _is_float(x) else _as_pair(x) for x in inputs
     ]
     found = _evaluate(program.jaxpr, program.consts, given, perturbation, sized=True)
-    return [_as_pair(x) if _is_float(_rounded(x)) else x for x in found]
+    return list(map(_as_pair, found))
 
 
 def _evaluate(
@@ -372,7 +372,7 @@ def _perturb_terms(
     wide = _wide(value)
     if not _is_float(wide):
         return wide
-    dtype = equation.outvars[0].aval.dtype
+    dtype = _dtype_of(equation.outvars[0])
     unit = unit_roundoff(accumulated(dtype, noise.accumulation))
     factors = noise.factors(wide, unit * math.sqrt(terms / 6))
     return wide if factors is None else wide * factors
@@ -448,7 +448,7 @@ def _widens(equation: JaxprEqn) -> bool:
     """Whether it is a cast that loses nothing."""
     if equation.primitive.name != "convert_element_type":
         return False
-    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    old, new = _dtype_of(equation.invars[0]), _dtype_of(equation.outvars[0])
     if not jnp.issubdtype(old, jnp.inexact):
         return True
     return bool(jnp.promote_types(old, new) == new)
@@ -714,6 +714,10 @@ def _as_pair(value: Value) -> Pair:
 
 def _as_array(constant: Any) -> Array:
     return constant if isinstance(constant, Array) else jnp.asarray(constant)
+
+
+def _dtype_of(variable: Any) -> Any:
+    return variable.aval.dtype
 
 
 def _is_float(x: Any) -> bool:

@@ -93,8 +93,8 @@ def measurer(
         blur = programs.blur(params, batch) if reduction in ("max", "min") else 0.0
         shares, notes = _shares(losses.exact, blur, weights, reduction)
         terms = int(np.count_nonzero(shares)) if apart else _leading(batch)
-        examples = np.count_nonzero(shares)
-        draws = more * min(DRAWS_EACH, -(-DRAWS // int(examples)))
+        examples = int(np.count_nonzero(shares))
+        draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
         found = programs.gradients(params, batch, shares, draws)
         if apart:
             notes += _coupling(losses.exact, found.losses)
