@@ -1,4 +1,4 @@
-"""Seventy-odd ways in which a gradient comes out wrong, each planted into a right one.
+"""Ninety ways in which a gradient comes out wrong, each planted into a right one.
 
 A fault is a pure function of a `Trainer`, the right gradient with what it was computed
 from, and returns the wrong gradient, or None where there is nothing to do wrong. Its

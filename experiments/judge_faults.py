@@ -1,4 +1,4 @@
-"""The judge finds planted faults of over a hundred kinds on fourteen losses, in three
+"""The judge finds planted faults of a hundred kinds on fourteen losses, in three
 precisions, and condemns no right program.
 
 Each loss is differentiated in every way that right programs do it (micro-batches, other
@@ -41,7 +41,7 @@ CLASSES = (0.0, 1e-5, 1e-3, 1e-2, 0.05, 0.3, 1.0, np.inf)
 # On a loss with random numbers these must never pass: the noise is no excuse.
 UNMISTAKABLE = ("zero", "negated", "doubled", "other keys", "keys reversed")
 SHOWN = 20
-NORMAL = {"faults": 1800, "kinds": 60, "losses": 10, "right": 500}
+NORMAL = {"faults": 1800, "kinds": 100, "losses": 14, "right": 500}
 SHORT = {"faults": 200, "kinds": 60, "losses": 2, "right": 20}
 
 
