@@ -161,7 +161,7 @@ def test_an_error_inside_the_judge_is_no_wrong_gradient(module, monkeypatch, cap
 
 def test_every_exit_status_is_documented(capsys):
     """In `--help` and in docs/verify.md."""
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         command.main(["--help"])
     shown = capsys.readouterr().out
     docs = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
