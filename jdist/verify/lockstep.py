@@ -305,7 +305,8 @@ def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
             if rule
             else _bind_wide(equation, squares)
         )
-        return jnp.sqrt(found[0])
+        # A product of complex numbers asks for a complex result.
+        return jnp.sqrt(jnp.abs(found[0]))
     sizes = [_size_of(x) for x in operands]
     if name in _ADDS:
         return jnp.hypot(*sizes)
