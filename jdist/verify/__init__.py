@@ -2,7 +2,8 @@
 
 It imports no strategy, and no strategy imports it. `compare` judges two gradient trees;
 `gradients` judges functions, and measures for itself how far apart right answers may
-be; `judge` does so at every step of a run. `python -m jdist.verify` judges every
+be; `judge` does so at every step of a run; `step` judges whole optimizer steps by the
+new parameters. `python -m jdist.verify` judges every
 strategy that is installed.
 """
 
@@ -13,3 +14,4 @@ from jdist.verify.problem import Problem as Problem
 from jdist.verify.report import LeafReport as LeafReport
 from jdist.verify.report import OracleCheck as OracleCheck
 from jdist.verify.report import Report as Report
+from jdist.verify.step import step as step

@@ -2,45 +2,83 @@
 
 Without a problem, the equivalence matrix over all installed strategies. With
 `module:name`, the same judgement on your own loss, parameters, batch and candidates.
-Exits 1 if anything fails.
+
+exit status:
+  0  everything was judged and holds
+  1  a gradient is wrong, or the reference is not the derivative of its loss
+  2  a wrong call: an option, or what `module:name` stands for
+  3  nothing is wrong, but something could not be judged, or nothing was judged
+  4  code raised an error: yours, a strategy's or the judge's; its traceback is shown
 """
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 
 import jax
 from rich.console import Console
 from rich.progress import track
+from rich.text import Text
 
 from jdist._compat import set_cpu_device_count
 from jdist._errors import JdistError
 from jdist.verify import matrix
 from jdist.verify.oracle import REDUCERS
-from jdist.verify.problem import load
+from jdist.verify.problem import OwnCodeRaised, load
+from jdist.verify.report import Report
 
 console = Console()
 error_console = Console(stderr=True)
 
 
+class Status(IntEnum):
+    """The command's exit status."""
+
+    HOLDS = 0
+    WRONG = 1
+    MISUSE = 2
+    NOT_JUDGED = 3
+    RAISED = 4
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 1 for a failure, 2 for misuse."""
+    """Runs the command; returns its exit status, see `Status`."""
     options = _parser().parse_args(arguments)
     set_cpu_device_count(options.cpu_devices)
     if options.device:
         jax.config.update("jax_platforms", options.device)
-    # A ValueError about a user's problem is theirs to mend; any other is a bug of ours.
+    # What a user's own functions raise is OwnCodeRaised, so a ValueError about their
+    # problem is a wrong call; one from the matrix is a bug of a strategy's or of ours.
     misuse = (JdistError, ValueError) if options.problem else (JdistError,)
     try:
         return _judge_problem(options) if options.problem else _judge_matrix(options)
+    except OwnCodeRaised as error:
+        traceback.print_exception(error.__cause__)
+        return _refused(error, Status.RAISED)
     except misuse as error:
-        error_console.print(f"[red]error:[/red] {error}", highlight=False)
-        return 2
+        return _refused(error, Status.MISUSE)
+    except Exception as error:  # noqa: BLE001
+        # Python's own exit status for it is 1, which here means a wrong gradient.
+        traceback.print_exception(error)
+        return _refused(error, Status.RAISED)
+
+
+def _refused(error: Exception, status: Status) -> Status:
+    text = str(error) or type(error).__name__
+    error_console.print("[red]error:[/red]", Text(text), highlight=False)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m jdist.verify", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m jdist.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("problem", nargs="?", help="module:name of a verify.Problem")
     parser.add_argument(
         "--dtypes", nargs="+", choices=matrix.DTYPES, default=matrix.DTYPES
@@ -52,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", type=Path, help="also write all findings to this file"
     )
+    parser.add_argument(
+        "--no-finite-differences",
+        dest="finite_differences",
+        action="store_false",
+        help="do not hold the reference itself against a finite difference",
+    )
     parser.add_argument("--device", help="JAX platform: cpu, cuda, tpu")
     parser.add_argument(
         "--cpu-devices", type=int, default=8, help="CPU devices to offer (default 8)"
@@ -60,12 +104,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _judge_problem(options: argparse.Namespace) -> int:
-    report = load(options.problem).judge()
+    problem = load(options.problem).guarded()
+    if not options.finite_differences:
+        problem = replace(problem, seed=None)
+    report = problem.judge()
     console.print(report)
     if options.json:
         options.json.write_text(report.to_json())
-    console.print(_verdict(report.ok, f"{options.problem} holds"))
-    return 0 if report.ok else 1
+    return _concluded([report], f"{options.problem} holds")
 
 
 def _judge_matrix(options: argparse.Namespace) -> int:
@@ -89,14 +135,25 @@ def _judge_matrix(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(matrix.to_json(cells))
     count = sum(cell.report is not None for cell in cells)
-    ok = count > 0 and all(cell.ok for cell in cells)
     text = f"{count} of {len(cells)} gradients judged, all equal to one device's"
-    console.print(_verdict(ok, text))
-    return 0 if ok else 1
+    return _concluded([cell.report for cell in cells if cell.report], text)
 
 
-def _verdict(ok: bool, text: str) -> str:
-    return f"[bold green]{text}[/bold green]" if ok else "[bold red]FAILED[/bold red]"
+def _concluded(reports: Sequence[Report], text: str) -> Status:
+    """The last line and the exit status: what is wrong outweighs what is not judged."""
+    if any(map(_wrong, reports)):
+        console.print("[bold red]FAILED[/bold red]")
+        return Status.WRONG
+    if not reports or not all(report.ok for report in reports):
+        console.print("[bold yellow]NOT JUDGED[/bold yellow]")
+        return Status.NOT_JUDGED
+    console.print(f"[bold green]{text}[/bold green]")
+    return Status.HOLDS
+
+
+def _wrong(report: Report) -> bool:
+    oracle = report.oracle
+    return bool(report.failures) or (oracle is not None and not oracle.ok)
 
 
 if __name__ == "__main__":

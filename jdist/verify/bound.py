@@ -1,45 +1,107 @@
 """How far apart two right answers may be: the bound, derived.
 
-One entry of a gradient is a sum g = t_1 + .. + t_n over examples. A program computes it
-in some order, and each of its roundings adds an error of at most u |p|, where u is the
-dtype's rounding unit and p a partial sum. Whatever the order, |p| <= S = |t_1| + .. +
-|t_n|, the *sum of magnitudes*; it can be far larger than |g| when terms cancel.
+One entry of a gradient is a sum g = t_1 + .. + t_n over examples, t_i = c_i g_i with
+c_i the example's share (w_i / sum w for a mean). A program computes the terms, adds
+them in some order, and each rounding adds an error of at most u |p|, where u is the
+dtype's rounding unit and p what is rounded. Taken as independent with mean zero, such
+errors e_k stay below lambda sqrt(sum e_k^2) but with a probability of
+2 exp(-lambda^2 / 2): Hoeffding's inequality (Higham and Mary 2019). An error that is
+spread evenly over [-e, e], as roundings are, needs e / sqrt(3) only: it is
+sub-Gaussian with its own variance. Reference and candidate err independently: sqrt(2).
 
-1.  Roundings per entry: n - 1 additions, and a few more per term that depend on the
-    program: the weight, the division by the total, a collective's addition, the cast to
-    the leaf's dtype. Together at most n + EXTRA.
-2.  In the worst case they add up to (n + EXTRA) u S. They do not conspire: taken as
-    independent with mean zero, Hoeffding's inequality says that their sum exceeds
-    lambda sqrt(n + EXTRA) u S with a probability below 2 exp(-lambda^2 / 2)
-    (Higham and Mary 2019).
-3.  The terms are computed too. Their own errors, in units of u, are *measured*: each
-    example's gradient is evaluated in the precision that is judged and in float64, and
-    K = sum_i |difference_i| / u. No model of the network is needed, and hardware that
-    rounds products more coarsely than their dtype says is seen for what it is.
-4.  Reference and candidate both round, independently: sqrt(2).
-5.  lambda is set by how often a right answer may be rejected: RISK per leaf of m
-    entries, so that m * 2 exp(-lambda^2 / 2) = RISK.
+1.  *The sum*, at most n + EXTRA roundings in the dtype that is accumulated in, with
+    unit a. Whatever the order, |p| <= S = |t_1| + .. + |t_n|:
 
-        bound = sqrt(2) lambda(m) u (sqrt(n + EXTRA) S + K)
+        A = sqrt(2) lambda a sqrt(n + EXTRA) S
 
-Numbers below the smallest normal one may be flushed to zero, which is an absolute
-error and is added as such. No constant in it is fitted; a bound that is a thousand
-times above every error seen is reported as suspicious, see `Report.notes`.
+    Sixteen-bit types are accumulated in float32 by XLA's reductions and dot products,
+    so a = 2^-24 for them unless the judge is told otherwise.
+2.  *Partial results* in the leaf's own dtype, with unit u. A program may split the
+    batch into parts and round each part's gradient, or round a weight, the total, the
+    result. For a random split into k parts the squares of the parts' sums add up to
+    g^2 / k + (1 - 1 / k) sum t_i^2 on average, which is at most
+    P^2 = max(g^2, sum t_i^2), from one rounding of the whole to one of every term.
+    EXTRA of them, for programs differ in what they round:
+
+        B = sqrt(2) lambda u sqrt(EXTRA / 3) P
+
+    Where the terms inside one t_i cancel (over time, over pixels), the square root of
+    the sum of their squares stands for t_i: a program may split that sum as well.
+3.  *The terms*. They are measured, not modelled: each example's gradient is evaluated
+    as it is, in float64, and in float64 with every equation's result perturbed as a
+    rounding would (Monte Carlo arithmetic, see `lockstep`). From these come V, the
+    variance of the sum of the terms' errors, and D, the error of that sum in the
+    reference's own precision. What a program rounds the same way for all examples, such
+    as a cast of the parameters, adds up in D; the rest adds up in V as a random walk.
+    An entry is not trusted to round more finely than its leaf does, relative to the
+    magnitudes: s^2 = sum V / sum S^2 over the leaf.
+
+        C = sqrt(2) tau max(sqrt(V), s S) + 2 |D|
+
+    V is itself estimated, from nu draws. For a normal error over an independent
+    estimate of its deviation, P(|error| > tau sqrt(V)) is at most the mean of
+    2 exp(-tau^2 X / (2 nu)) with X chi-squared, which is 2 (1 + tau^2 / nu)^(-nu/2), as
+    in Student's distribution. It is the risk for
+    tau = sqrt(nu (exp(lambda^2 / nu) - 1)), which tends to lambda.
+4.  Numbers below the smallest normal one may be flushed to zero, an absolute error.
+
+        bound = A + B + C + (n + EXTRA) smallest
+
+lambda is set by how often a right answer may be rejected: RISK per leaf of m entries,
+so that m * 2 exp(-lambda^2 / 2) = RISK. No constant in it is fitted.
+
+A bound can be so wide that it says nothing: where all digits are lost in the terms,
+zero would pass for the gradient. Terms at random make a gradient of about the size of
+P. So a leaf in which zero would pass, and whose bound is above BLIND P, is *not
+judged*. Where the bound is far below P and zero passes all the same, the gradient is
+zero to rounding: the terms cancel, as they do at an optimum, and that is judged.
 
 References:
   Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2.
   Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci.
   Comput. 41(5), 2019, theorem 2.4.
+  Parker, Monte Carlo Arithmetic, UCLA CSD TR-970002, 1997.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._tree import wide_dtype
+
 EXTRA = 4
 RISK = 1e-9
+BLIND = 1 / 8
+
+
+class Limit(NamedTuple):
+    """What a leaf is held against; float64, of the leaf's shape or a scalar."""
+
+    bound: Any
+    """The largest difference that rounding explains."""
+
+    size: Any
+    """P: the size of a gradient whose terms do not cancel."""
+
+
+class Sums(NamedTuple):
+    """What was measured of a leaf, per entry; each a sum over examples.
+
+    Attributes:
+      total: The exact gradient g.
+      magnitude: S, the sum of |t_i|.
+      square: The sum of |t_i|^2; where the terms inside t_i cancel, of their squares.
+      drift: D, the sum of the terms' errors in the reference's precision.
+      variance: V, the variance of that sum, in draws and in the reference's precision.
+    """
+
+    total: Any
+    magnitude: Any
+    square: Any
+    drift: Any
+    variance: Any
 
 
 def unit_roundoff(dtype: Any) -> float:
@@ -52,20 +114,31 @@ def unit_roundoff(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def confidence(entries: int) -> float:
-    """lambda: how many standard widths a right leaf of so many entries may reach."""
-    return math.sqrt(2 * math.log(2 * max(entries, 1) / RISK))
+def confidence(entries: int, draws: float = math.inf) -> float:
+    """lambda, or tau: how many deviations a right leaf of so many entries may reach.
+
+    Args:
+      entries: Number of entries in the leaf, m.
+      draws: Number of draws from which the deviation was estimated, nu.
+
+    Example:
+      >>> round(confidence(1), 2), round(confidence(1, draws=64), 2)
+      (6.54, 7.81)
+    """
+    squared = 2 * math.log(2 * max(entries, 1) / RISK)
+    if math.isinf(draws):
+        return math.sqrt(squared)
+    return math.sqrt(draws * math.expm1(squared / draws))
 
 
 def bound(dtype: Any, entries: int, terms: int, scale: Any) -> np.ndarray:
-    """The largest difference that rounding explains, per entry of a leaf.
+    """The largest difference that the rounding of a sum explains: A alone.
 
     Args:
-      dtype: The floating dtype that both sides computed in.
+      dtype: The floating dtype that both sides computed and added in.
       entries: Number of entries in the leaf, m.
       terms: Number of terms in each sum, n.
-      scale: S + K / sqrt(n + EXTRA), of the leaf's shape or a scalar: the sum of
-        magnitudes, together with the terms' own measured rounding.
+      scale: S, of the leaf's shape or a scalar: the sum of magnitudes.
 
     Returns:
       float64, of the shape of `scale`.
@@ -75,11 +148,59 @@ def bound(dtype: Any, entries: int, terms: int, scale: Any) -> np.ndarray:
     return relative * np.asarray(scale, np.float64) + roundings * _flushed(dtype)
 
 
-def _flushed(dtype: Any) -> float:
-    """What one operation can lose near zero.
+def measured_bound(
+    dtype: Any, sums: Sums, terms: int, draws: int, accumulation: Any
+) -> Limit:
+    """The whole bound, from what was measured.
+
+    Args:
+      dtype: The leaf's.
+      sums: float64, each of the leaf's shape.
+      terms: Number of examples, n.
+      draws: Number of draws of the terms' errors, nu.
+      accumulation: The dtype that is accumulated in.
+
+    Returns:
+      The bound, and P.
+    """
+    total, magnitude, square, drift, variance = map(np.asarray, sums)
+    entries = total.size
+    size = np.sqrt(np.maximum(np.abs(total) ** 2, square))
+    adding = bound(accumulation, entries, terms, magnitude)
+    partial = confidence(entries) * unit_roundoff(dtype) * math.sqrt(2 * EXTRA / 3)
+    power = float(np.sum(magnitude**2))
+    relative = float(np.sum(variance)) / power if power > 0 else 0.0
+    deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
+    random = math.sqrt(2) * confidence(entries, draws) * deviation
+    computing = random + 2 * np.abs(drift)
+    flushed = (terms + EXTRA) * _flushed(dtype)
+    width = adding + partial * size + computing + flushed
+    # Where nothing could be measured, nothing can be said.
+    return Limit(np.where(np.isnan(width), np.inf, width), size)
+
+
+def accumulated(dtype: Any, accumulation: Any) -> Any:
+    """The dtype in which a sum of `dtype` is accumulated.
+
+    Args:
+      dtype: Of the terms and of the result.
+      accumulation: The user's choice for dtypes of less than 32 bits; None for float32.
+    """
+    if accumulation is None or jnp.finfo(dtype).bits >= 32:
+        return wide_dtype(dtype)
+    return jnp.dtype(accumulation)
+
+
+def flushes(dtype: Any) -> bool:
+    """Whether numbers below the smallest normal one may be flushed to zero.
 
     float16 and narrower are computed in float32 and rounded, so their subnormal numbers
-    exist; wider types may be flushed to zero below the smallest normal number.
+    exist; wider types may be flushed.
     """
+    return bool(jnp.finfo(dtype).nexp >= 8)
+
+
+def _flushed(dtype: Any) -> float:
+    """What one operation can lose near zero."""
     info = jnp.finfo(dtype)
-    return float(info.smallest_subnormal if info.nexp < 8 else info.smallest_normal)
+    return float(info.smallest_normal if flushes(dtype) else info.smallest_subnormal)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._tree import is_inexact, named_leaves
-from jdist.verify.bound import bound
+from jdist.verify.bound import BLIND, Limit, bound
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.report import LeafReport, Report, looseness
 
@@ -61,7 +61,11 @@ def compare(
         )
     terms_of = _per_leaf(terms, reference, "terms", default=1)
     scale_of = _per_leaf(scale, reference, "scale", default=None)
-    rows = compare_leaves(name, wanted, named_leaves(candidate), terms_of, scale_of)
+    limits = {
+        path: _assumed(_host(leaf), terms_of[path], scale_of[path])
+        for path, leaf in wanted.items()
+    }
+    rows = compare_leaves(name, wanted, named_leaves(candidate), limits)
     return Report(rows, notes=looseness(rows))
 
 
@@ -69,14 +73,20 @@ def compare_leaves(
     name: str,
     wanted: Mapping[str, Any],
     found: Mapping[str, Any],
-    terms_of: Mapping[str, Any],
-    scale_of: Mapping[str, Any],
+    limits: Mapping[str, Limit | None],
 ) -> tuple[LeafReport, ...]:
-    """The rows of one candidate: the reference's leaves in order, then extra ones."""
+    """The rows of one candidate: the reference's leaves in order, then extra ones.
+
+    Args:
+      name: Of the candidate.
+      wanted: The reference's leaves by path.
+      found: The candidate's.
+      limits: What each floating leaf of the reference is held against.
+    """
     wanted, found = ({path: _host(x) for path, x in t.items()} for t in (wanted, found))
     rows = [
         _structural(name, path, wanted, found)
-        or _numeric(name, path, wanted, found[path], terms_of, scale_of)
+        or _numeric(name, path, wanted, found[path], limits[path])
         for path in wanted
         if not (wanted[path] is None and path in found and found[path] is None)
     ]
@@ -110,32 +120,32 @@ def _numeric(
     path: str,
     wanted: Mapping[str, Any],
     found: Any,
-    terms_of: Mapping[str, Any],
-    scale_of: Mapping[str, Any],
+    limit: Limit | None,
 ) -> LeafReport:
     reference = wanted[path]
     dtype, shape = _kind(reference)
-    if not is_inexact(reference):
+    if limit is None:
         equal = np.array_equal(reference, found)
         zeros = (0.0,) * 4 if equal else (float("nan"),) * 4
         problem = "" if equal else "values that are not floating must be equal"
         cosine = 1.0 if equal else float("nan")
         return LeafReport(name, path, dtype, shape, *zeros, cosine, problem)
-    scale = scale_of[path]
-    if scale is None:
-        scale = np.max(np.abs(_wide(reference)), initial=0)
-    limit = bound(reference.dtype, reference.size, int(terms_of[path]), scale)
     expected, got = _wide(reference), _wide(found)
     # inf - inf is NaN and fails below, as it should.
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.abs(expected - got)
         relative = np.where(error == 0, 0, error / np.abs(expected))
-        ratio = np.where(error == 0, 0, error / np.broadcast_to(limit, error.shape))
+        ratio = np.where(
+            error == 0, 0, error / np.broadcast_to(limit.bound, error.shape)
+        )
         cosine = _cosine(expected, got)
     worst = float(np.max(ratio, initial=0))
-    problem = ""
+    furthest = float(np.max(ulp_distance(reference, found), initial=0))
+    problem, unjudged = "", ""
     if not worst <= 1:
         problem = diagnose(path, wanted, found, ratio)
+    elif furthest > 0 and _blind(expected, limit):
+        unjudged = _says_nothing(expected, limit)
     return LeafReport(
         name,
         path,
@@ -143,10 +153,37 @@ def _numeric(
         shape,
         float(np.max(error, initial=0)),
         float(np.max(relative, initial=0)),
-        float(np.max(ulp_distance(reference, found), initial=0)),
+        furthest,
         worst,
         cosine,
         problem,
+        unjudged,
+    )
+
+
+def _assumed(leaf: np.ndarray | None, terms: Any, scale: Any) -> Limit | None:
+    """What a leaf is held against where nothing was measured."""
+    if leaf is None or not is_inexact(leaf):
+        return None
+    if scale is None:
+        scale = np.max(np.abs(_wide(leaf)), initial=0)
+    return Limit(bound(leaf.dtype, leaf.size, int(terms), scale), scale)
+
+
+def _blind(expected: np.ndarray, limit: Limit) -> bool:
+    """Whether zero would pass, and not because the gradient is zero to rounding."""
+    allowed = np.broadcast_to(limit.bound, expected.shape)
+    size = np.broadcast_to(limit.size, expected.shape)
+    wide = np.linalg.norm(allowed) > BLIND * np.linalg.norm(size)
+    return bool(wide and size.any() and (np.abs(expected) <= allowed).all())
+
+
+def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
+    largest = float(np.max(np.abs(expected)))
+    allowed = float(np.max(limit.bound))
+    return (
+        f"rounding explains differences up to {allowed:.1e}, and the largest entry is "
+        f"{largest:.1e}: zero would pass too"
     )
 
 

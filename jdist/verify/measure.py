@@ -1,13 +1,9 @@
-"""Measuring what the bound needs: the terms of each sum and their magnitudes.
+"""Measures what the bound needs: the terms of each sum, their magnitudes and errors.
 
-Each example's gradient is evaluated alone, twice: in the precision that is judged (for
-float64: in float32, scaled), and in float64. From these come, per entry of a leaf,
-
-    S = sum_i c_i |g_i|                     the sum of magnitudes
-    K = sum_i c_i |g_i - g_i in float64| / u        what the terms' own rounding adds
-
-with c_i the example's share (w_i / sum w for a mean). One entry's K is a single draw of
-a random error and may be small by luck, so its leaf's root mean square is added.
+The gradient program of one example is traced once, in the user's own settings. It is
+then run on each example alone, as it is and in float64, in lockstep (`lockstep`): once
+exactly, and several times with every equation perturbed as rounding would. From these
+come the sums over examples that `bound.Sums` lists.
 
 On the way the examples' losses are compared with those of the whole batch: if they
 differ, examples influence each other (batch statistics), and no split of the batch can
@@ -21,27 +17,40 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from jdist._compat import double_precision
-from jdist._tree import examples_in, merge, named_leaves, split_inexact
-from jdist.verify.bound import EXTRA, bound, confidence, unit_roundoff
-from jdist.verify.oracle import STEPS, differentiated, pinned, reduced, slopes
+from jdist._tree import examples_in, is_inexact, named_leaves
+from jdist.verify.bound import (
+    Limit,
+    Sums,
+    accumulated,
+    confidence,
+    measured_bound,
+    unit_roundoff,
+)
+from jdist.verify.lockstep import Pair, Perturbation, run, wide_of
+from jdist.verify.oracle import differentiated, finite_differences
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
 COUPLED = math.sqrt(unit_roundoff("float64"))
 
+# Draws of every term's error, all examples together, and at most for one example.
+DRAWS, DRAWS_EACH = 128, 32
+
+# float64 cannot be perturbed by less than its own unit. In a program that is all
+# float64, larger perturbations are made, and their effect is divided by as much.
+MAGNIFIED = 2.0**24
+
 
 class Measured(NamedTuple):
     """What is known of a problem before any candidate is judged."""
 
-    terms: int
-    """Examples that contribute."""
+    limits: dict[str, Limit | None]
+    """By the path of each leaf of the parameters; None where there is no gradient."""
 
-    scale: Any
-    """Tree like the parameters, float64: S + K / sqrt(terms + EXTRA)."""
-
-    loss_scale: float
+    loss_limit: Limit
     """The same for the loss itself."""
 
     oracle: OracleCheck | None
@@ -49,53 +58,257 @@ class Measured(NamedTuple):
 
     notes: tuple[str, ...]
 
+    draws: int
+    """How often each example's error was drawn."""
+
+
+class _Collected(NamedTuple):
+    """Sums over examples, of the loss and of each floating leaf of the gradient."""
+
+    total: list[jax.Array]
+    magnitude: list[jax.Array]
+    square: list[jax.Array]
+    drift: list[jax.Array]
+    drift_square: list[jax.Array]
+    variance: list[jax.Array]
+
 
 def measurer(
-    loss_fn: Callable[[Any, Any], jax.Array], reduction: str
+    loss_fn: Callable[[Any, Any], jax.Array], reduction: str, accumulation: Any
 ) -> Callable[..., Measured]:
     """Builds the measurement of one loss; its compiled parts are kept between calls."""
-    losses_of = jax.jit(loss_fn)
-    whole = jax.jit(lambda *arguments: _pair(loss_fn, *arguments)[1])
-    by_example = jax.jit(lambda *arguments: _by_example(loss_fn, *arguments))
-    slopes_of = jax.jit(slopes(reduced(loss_fn, reduction)))
+    programs = _Programs(loss_fn, accumulation)
+    check = finite_differences(loss_fn, reduction)
 
-    def measure(params: Any, batch: Any, weights: Any, seed: int | None) -> Measured:
-        """Measures terms and magnitudes, and pins the oracle unless `seed` is None."""
-        # In float64 a closure's own float32 constants are promoted, as they must be.
-        with double_precision(), jax.numpy_dtype_promotion("standard"):
-            kinds = ("exact", "rounded")
-            given = tuple((_cast(params, k), _cast(batch, k)) for k in kinds)
-            exact = losses_of(*given[0])
-            blur = 0.0
-            if reduction in ("max", "min"):
-                judged = jax.eval_shape(loss_fn, params, batch).dtype
-                blur = _blur(exact, losses_of(*given[1]), judged)
-            shares, notes = _shares(exact, blur, weights, reduction)
-            if exact.ndim == 0:
-                terms, sums = _leading(batch), whole(*given)
-            else:
-                terms = int(np.count_nonzero(shares))
-                sums, alone = by_example(*given, jnp.asarray(shares))
-                notes += _coupling(np.asarray(exact), np.asarray(alone))
-            scale, loss_scale = _scales(sums, terms)
-            oracle = None
-            if seed is not None and reduction in ("max", "min") and terms > 1:
-                oracle = OracleCheck(skipped=f"{terms} examples tie, which is a kink")
-            elif seed is not None:
-                rounding = float(bound("float64", 1, terms, loss_scale))
-                results = [
-                    slopes_of(*given[0], weights, seed, jnp.float64(h)) for h in STEPS
-                ]
-                oracle = pinned(results, rounding)
-        return Measured(terms, scale, loss_scale, oracle, notes)
+    def measure(
+        params: Any, batch: Any, weights: Any, seed: int | None, more: int = 1
+    ) -> Measured:
+        """Measures the bounds, and pins the oracle unless `seed` is None.
+
+        `more` is by how much the number of draws is multiplied.
+        """
+        params, batch = jax.tree.map(jnp.asarray, (params, batch))
+        losses = programs.losses(params, batch)
+        apart = losses.exact.ndim > 0
+        blur = programs.blur(params, batch) if reduction in ("max", "min") else 0.0
+        shares, notes = _shares(losses.exact, blur, weights, reduction)
+        terms = int(np.count_nonzero(shares)) if apart else _leading(batch)
+        examples = int(np.count_nonzero(shares))
+        draws = more * min(DRAWS_EACH, -(-DRAWS // examples))
+        found = programs.gradients(params, batch, shares, draws)
+        if apart:
+            notes += _coupling(losses.exact, found.losses)
+        notes += found.notes + _accumulates(params, accumulation)
+        loss_limit, limits = _limits(
+            params, losses.dtype, found.sums, terms, draws * examples, accumulation
+        )
+        oracle = None if seed is None else check(params, batch, weights, seed)
+        return Measured(limits, loss_limit, oracle, notes, draws)
 
     return measure
 
 
-def _blur(exact: jax.Array, rough: jax.Array, judged: Any) -> float:
-    """The largest rounding error of a loss in the dtype that is judged."""
-    units = unit_roundoff(judged) / unit_roundoff(rough.dtype)
-    return units * float(jnp.max(jnp.abs(rough.astype(exact.dtype) - exact)))
+class _Losses(NamedTuple):
+    exact: np.ndarray
+    dtype: Any
+
+
+class _Found(NamedTuple):
+    sums: _Collected
+    losses: np.ndarray
+    notes: tuple[str, ...]
+
+
+class _Programs:
+    """The programs of one loss, traced in the user's settings, run in lockstep."""
+
+    def __init__(
+        self, loss_fn: Callable[[Any, Any], jax.Array], accumulation: Any
+    ) -> None:
+        self._accumulation = accumulation
+        self._unmeasured: dict[ClosedJaxpr, set[str]] = {}
+
+        def summed(params: Any, batch: Any) -> jax.Array:
+            return jnp.sum(loss_fn(params, batch))
+
+        # They trace where they are called, and keep what they traced.
+        self._losses_of = jax.jit(loss_fn)
+        self._gradient_of = jax.jit(differentiated(summed))
+        self._run_losses = jax.jit(self._together, static_argnums=(0, 2))
+        self._run_gradients = jax.jit(self._by_example, static_argnums=0)
+
+    def losses(self, params: Any, batch: Any) -> _Losses:
+        """Losses of the whole batch in float64, and the dtype that the user sees."""
+        program = self._losses_of.trace(params, batch).jaxpr
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            _, exact = self._run_losses(program, jax.tree.leaves((params, batch)), None)
+        return _Losses(np.asarray(exact), program.out_avals[0].dtype)
+
+    def blur(self, params: Any, batch: Any) -> float:
+        """The largest rounding error of a loss in the dtype that is judged."""
+        program = self._losses_of.trace(params, batch).jaxpr
+        leaves, factor = jax.tree.leaves((params, batch)), _magnified(program)
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            rounded, exact = self._run_losses(program, leaves, None)
+            _, perturbed = self._run_losses(program, leaves, factor)
+            own = jnp.max(jnp.abs(rounded.astype(exact.dtype) - exact))
+            return float(jnp.maximum(own, jnp.max(jnp.abs(perturbed - exact)) / factor))
+
+    def gradients(
+        self, params: Any, batch: Any, shares: np.ndarray, draws: int
+    ) -> _Found:
+        """The sums over examples, and each example's own loss.
+
+        With a scalar share the batch is one example.
+        """
+        apart = shares.ndim > 0
+        row = jax.tree.map(lambda x: x[:1], batch) if apart else batch
+        program = self._gradient_of.trace(params, row).jaxpr
+        with double_precision(), jax.numpy_dtype_promotion("standard"):
+            sums, losses = self._run_gradients(
+                program, params, batch, jnp.asarray(shares, jnp.float64), draws
+            )
+        missed = ", ".join(sorted(self._unmeasured[program]))
+        notes = (
+            f"the rounding of {missed} was not measured: there the bound is too narrow",
+        )
+        sums = jax.tree.map(np.asarray, sums)
+        return _Found(sums, np.asarray(losses), notes if missed else ())
+
+    def _together(
+        self, program: ClosedJaxpr, leaves: list[jax.Array], amplitude: float | None
+    ) -> tuple[jax.Array, jax.Array]:
+        strength = None if amplitude is None else jnp.float64(amplitude)
+        noise = Perturbation(strength, jnp.uint32(1), self._accumulation)
+        (losses,) = run(program, leaves, noise)
+        return losses.rounded, losses.wide
+
+    def _by_example(
+        self, program: ClosedJaxpr, params: Any, batch: Any, shares: Any, draws: Any
+    ) -> tuple[_Collected, jax.Array]:
+        """One example and one draw at a time, so that memory does not grow with them.
+
+        Draw 0 is exact. The number of draws is not part of what is compiled.
+        """
+        missed = self._unmeasured.setdefault(program, set())
+        factor = _magnified(program)
+        count = max(shares.size, 1)
+
+        def evaluate(index: Any, draw: Any) -> list[Pair]:
+            row = batch
+            if shares.ndim:
+                take = jax.lax.dynamic_slice_in_dim
+                row = jax.tree.map(lambda x: take(x, index, 1), batch)
+            amplitude = jnp.where(draw == 0, 0.0, factor)
+            seed = (index * 65537 + draw).astype(jnp.uint32)
+            noise = Perturbation(amplitude, seed, self._accumulation, missed)
+            return run(program, jax.tree.leaves((params, row)), noise)
+
+        def step(at: Any, state: Any) -> Any:
+            index, draw = at // (draws + 1), at % (draws + 1)
+            # Of an example that does not count, nothing but its loss is wanted.
+            idle = (draw > 0) & (shares.reshape(-1)[index] == 0)
+            return jax.lax.cond(idle, lambda *_: state, advance, index, draw, state)
+
+        def advance(index: Any, draw: Any, state: Any) -> Any:
+            sums, exact, losses = state
+            pairs = evaluate(index, draw)
+            share = shares.reshape(-1)[index]
+            first = draw == 0
+            exact = [
+                jnp.where(first, p.wide, e) for p, e in zip(pairs, exact, strict=True)
+            ]
+            sums = _add(sums, pairs, exact, share, first, 1 / (factor**2 * draws))
+            losses = losses.at[index].set(exact[0])
+            return sums, exact, losses
+
+        exact = [jnp.zeros(a.shape, wide_of(a.dtype)) for a in program.out_avals]
+        real = [jnp.zeros(e.shape, jnp.float64) for e in exact]
+        sums = _Collected(exact, real, real, exact, real, real)
+        start = (sums, exact, jnp.zeros(count, jnp.float64))
+        sums, _, losses = jax.lax.fori_loop(0, count * (draws + 1), step, start)
+        return sums, losses
+
+
+def _add(
+    sums: _Collected,
+    pairs: list[Pair],
+    exact: list[jax.Array],
+    share: jax.Array,
+    first: jax.Array,
+    each: jax.Array,
+) -> _Collected:
+    """Adds one draw of one example to the sums."""
+
+    def add(old: jax.Array, new: jax.Array, wanted: jax.Array) -> jax.Array:
+        return old + jnp.where(wanted & (share > 0), new, 0)
+
+    columns = []
+    for *old, pair, base in zip(*sums, pairs, exact, strict=True):
+        error = pair.rounded.astype(base.dtype) - base
+        drawn = jnp.abs(pair.wide - base) ** 2
+        size = jnp.abs(base)
+        # Larger than the value where the terms of its last sum cancel.
+        free = size if pair.size is None else jnp.maximum(size, pair.size)
+        new = (
+            share * base,
+            share * size,
+            share**2 * free**2,
+            share * error,
+            share**2 * jnp.abs(error) ** 2,
+        )
+        column = [add(o, x, first) for o, x in zip(old, new, strict=False)]
+        columns.append([*column, add(old[5], share**2 * each * drawn, ~first)])
+    return _Collected(*map(list, zip(*columns, strict=True)))
+
+
+def _magnified(program: ClosedJaxpr) -> float:
+    """How much larger than rounding the perturbations of a program are."""
+    return 1.0 if _narrow(program.jaxpr) else MAGNIFIED
+
+
+def _narrow(jaxpr: Any) -> bool:
+    """Whether anything in a program is of a floating dtype narrower than float64."""
+    for equation in jaxpr.eqns:
+        for variable in (*equation.invars, *equation.outvars):
+            dtype = getattr(variable.aval, "dtype", jnp.dtype(int))
+            if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 64:
+                return True
+        if any(map(_narrow, jaxprs_in_params(equation.params))):
+            return True
+    return False
+
+
+def _limits(
+    params: Any,
+    loss_dtype: Any,
+    sums: _Collected,
+    terms: int,
+    draws: int,
+    accumulation: Any,
+) -> tuple[Limit, dict[str, Limit | None]]:
+    leaves = named_leaves(params)
+    dtypes = [loss_dtype, *(x.dtype for x in leaves.values() if is_inexact(x))]
+    found = []
+    for dtype, total, magnitude, square, drift, own, drawn in zip(
+        dtypes, *sums, strict=True
+    ):
+        measured = Sums(total, magnitude, square, drift, np.maximum(own, drawn))
+        adding = accumulated(dtype, accumulation)
+        found.append(measured_bound(dtype, measured, terms, draws, adding))
+    of_leaves = iter(found[1:])
+    limits = {p: next(of_leaves) if is_inexact(x) else None for p, x in leaves.items()}
+    return found[0], limits
+
+
+def _accumulates(params: Any, accumulation: Any) -> tuple[str, ...]:
+    """What was taken for granted of 16-bit sums, where there are any."""
+    dtypes = [x.dtype for x in jax.tree.leaves(params) if is_inexact(x)]
+    narrow = sorted({d.name for d in dtypes if accumulated(d, None) != d})
+    if not narrow:
+        return ()
+    chosen = jnp.dtype(accumulated(jnp.dtype(narrow[0]), accumulation)).name
+    return (f"sums of {', '.join(narrow)} are taken to be accumulated in {chosen}",)
 
 
 def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
@@ -110,113 +323,30 @@ def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
     )
 
 
-def _cast(tree: Any, kind: str) -> Any:
-    """Floating leaves to float64, or to the precision whose rounding is measured."""
-
-    def one(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        is_complex = jnp.iscomplexobj(leaf)
-        if kind == "exact":
-            return leaf.astype(jnp.complex128 if is_complex else jnp.float64)
-        if jnp.finfo(leaf.dtype).bits == 64:
-            return leaf.astype(jnp.complex64 if is_complex else jnp.float32)
-        return leaf
-
-    inexact, rest = split_inexact(tree)
-    return merge(jax.tree.map(one, inexact), rest)
-
-
 def _shares(
-    losses: jax.Array, blur: float, weights: Any, reduction: str
+    losses: np.ndarray, blur: float, weights: Any, reduction: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """c_i: what each example's gradient is multiplied by in the batch's.
 
     `blur` is the rounding error of a loss: an extreme that leads by less is a note.
     """
-    values = np.asarray(losses)
-    w = np.ones(values.shape) if weights is None else np.asarray(weights, np.float64)
-    if values.ndim == 0 or reduction == "sum":
+    w = np.ones(losses.shape) if weights is None else np.asarray(weights, np.float64)
+    if losses.ndim == 0 or reduction == "sum":
         return w, ()
     if reduction == "mean":
         return w / w.sum(), ()
     sign = 1 if reduction == "max" else -1
-    ranked = np.where(w > 0, sign * values, -np.inf)
+    ranked = np.where(w > 0, sign * losses, -np.inf)
     ties = ranked == ranked.max()
     rest = ranked[~ties].max(initial=-np.inf)
     gap = ranked.max() - rest
-    if gap > confidence(values.size) * blur:
+    if gap > confidence(losses.size) * blur:
         return ties / ties.sum(), ()
     note = (
         f"the {reduction} leads by {gap:.1e} only: rounding decides which example's "
         f"gradient is taken"
     )
     return ties / ties.sum(), (note,)
-
-
-class _Sums(NamedTuple):
-    """Sums over examples: of magnitudes, and of differences to float64."""
-
-    gradient: Any
-    gradient_error: Any
-    loss: jax.Array
-    loss_error: jax.Array
-
-
-def _pair(
-    loss_fn: Callable[[Any, Any], jax.Array], exact: Any, rounded: Any
-) -> tuple[jax.Array, _Sums]:
-    """One term: its loss, its magnitudes, and its distance from float64."""
-    evaluate = differentiated(lambda params, batch: jnp.sum(loss_fn(params, batch)))
-    loss, gradient = evaluate(*exact)
-    rough_loss, rough = evaluate(*rounded)
-
-    def error(coarse: jax.Array, fine: jax.Array) -> jax.Array:
-        unit = unit_roundoff(coarse.dtype)
-        return jnp.abs(coarse.astype(fine.dtype) - fine) / unit
-
-    errors = jax.tree.map(error, rough, gradient)
-    magnitudes = jax.tree.map(jnp.abs, gradient)
-    return loss, _Sums(magnitudes, errors, jnp.abs(loss), error(rough_loss, loss))
-
-
-def _by_example(
-    loss_fn: Callable[[Any, Any], jax.Array],
-    exact: Any,
-    rounded: Any,
-    shares: jax.Array,
-) -> tuple[_Sums, jax.Array]:
-    """The sums, one example at a time so that memory does not grow with the batch."""
-
-    def one(index: jax.Array) -> tuple[jax.Array, _Sums]:
-        def row(batch: Any) -> Any:
-            take = jax.lax.dynamic_slice_in_dim
-            return jax.tree.map(lambda x: take(x, index, 1), batch)
-
-        (params, batch), (rough_params, rough_batch) = exact, rounded
-        return _pair(loss_fn, (params, row(batch)), (rough_params, row(rough_batch)))
-
-    def add(sums: _Sums, index: jax.Array) -> tuple[_Sums, jax.Array]:
-        loss, term = one(index)
-        share = shares[index]
-        added = jax.tree.map(
-            lambda s, t: s + jnp.where(share > 0, share * t, 0), sums, term
-        )
-        return added, loss
-
-    shapes = jax.eval_shape(one, 0)[1]
-    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(add, start, jnp.arange(shares.size))
-
-
-def _scales(sums: _Sums, terms: int) -> tuple[Any, float]:
-    share = 1 / math.sqrt(terms + EXTRA)
-
-    def scale(magnitude: jax.Array, error: jax.Array) -> np.ndarray:
-        typical = np.sqrt(np.mean(np.asarray(error) ** 2)) if error.size else 0
-        return np.asarray(magnitude) + share * (np.asarray(error) + typical)
-
-    gradient = jax.tree.map(scale, sums.gradient, sums.gradient_error)
-    return gradient, float(scale(sums.loss, sums.loss_error))
 
 
 def _leading(batch: Any) -> int:

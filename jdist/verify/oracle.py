@@ -2,18 +2,35 @@
 
 Written on its own, with nothing of `jdist.reduction`: the reductions are spelled out
 with jnp's own functions and differentiated by JAX. And because a judge may be wrong as
-well, a finite difference in float64 pins the result in a random direction.
+well, finite differences in float64 pin the result in a random direction.
+
+The differences are those of the program that is judged, run in lockstep (`lockstep`):
+random numbers and discrete decisions are the program's own, casts lose nothing, and
+what stands behind `stop_gradient` is held where it is, since the derivative holds it.
+They are taken at a random point next to the parameters, because a kink exactly at them
+(a ReLU at a bias of 0) has no derivative to compare with; and how far rounding moves
+the loss is measured where the differences are taken, by how much it is scattered.
+
+A custom derivative rule may differ from the derivative on purpose (a straight-through
+estimator). Where the difference disagrees and the loss has such a rule that is not
+JAX's own, nothing can be said, and the check says so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
+from jdist._compat import double_precision
 from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
+from jdist.verify.bound import confidence
+from jdist.verify.lockstep import Pair, Perturbation, run
 from jdist.verify.report import OracleCheck
 
 REDUCERS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -66,67 +83,206 @@ def differentiated(
     return value_and_gradient
 
 
-STEPS = (4e-6, 2e-6, 1e-6)
+# Of the parameters' typical size: how far aside the differences are taken, and how far
+# they reach to both sides of that point.
+ASIDE, REACH = 1e-3, 4e-6
+
+# Where the loss is evaluated, in units of the reach.
+SHIFTS = np.linspace(-1, 1, 13)
+
+# A kink within reach of one point is hardly in reach of another.
+POINTS = 3
+
+# Below the smallest normal number digits are lost, of a derivative's parts too.
+LOST = float(np.finfo(np.float64).smallest_normal / np.finfo(np.float64).eps)
+
+# The axis along which a point and a shifted one are evaluated together.
+SHIFT = "shift"
 
 
 class Slopes(NamedTuple):
-    """One loss near the parameters, differentiated in two ways along a direction."""
+    """One loss next to the parameters: its derivative along a direction, and itself.
 
-    value: jax.Array
+    Attributes:
+      exact: The derivative by JAX.
+      losses: At each of `SHIFTS`.
+    """
+
     exact: jax.Array
-    difference: jax.Array
+    losses: jax.Array
 
 
-def slopes(
-    loss: Callable[..., jax.Array],
-) -> Callable[..., Slopes]:
-    """Differentiates `loss(params, batch, weights)` along a random direction.
+def finite_differences(
+    loss_fn: Callable[[Any, Any], jax.Array], reduction: str
+) -> Callable[[Any, Any, Any, int], OracleCheck]:
+    """Builds `check(params, batch, weights, seed)`; what it compiles is kept."""
+    scalar = reduced(loss_fn, reduction)
+    value_of, gradient_of = jax.jit(scalar), jax.jit(partial(_pulled_back, scalar))
+    foreign: dict[ClosedJaxpr, set[str]] = {}
 
-    It looks at a random point next to the parameters, because a kink exactly at them (a
-    ReLU at a bias of 0) has no derivative to compare with.
+    def noting(value: ClosedJaxpr, *rest: Any) -> Slopes:
+        return _slopes(foreign.setdefault(value, set()), value, *rest)
+
+    slopes_of = jax.jit(noting, static_argnums=(0, 1))
+
+    def check(params: Any, batch: Any, weights: Any, seed: int) -> OracleCheck:
+        """Holds the reference against differences at up to `POINTS` points."""
+        given = jax.tree.map(jnp.asarray, (params, batch, weights))
+        value = value_of.trace(*given).jaxpr
+        one = jnp.ones((), value.out_avals[0].dtype)
+        gradient = gradient_of.trace(one, *given).jaxpr
+        found = OracleCheck(skipped="there is nothing to differentiate")
+        for point in range(POINTS):
+            with double_precision(), jax.numpy_dtype_promotion("standard"):
+                slopes = slopes_of(value, gradient, given, jnp.uint32(seed + point))
+            found = pinned(jax.tree.map(np.asarray, slopes))
+            if found.ok and not found.skipped:
+                return found
+        if foreign[value]:
+            names = ", ".join(sorted(foreign[value]))
+            return OracleCheck(skipped=f"{names} cannot be evaluated in float64")
+        rules = sorted(set(_own_rules(value.jaxpr)))
+        return found if found.ok or not rules else _disputed(found, rules)
+
+    return check
+
+
+def _pulled_back(
+    scalar: Callable[..., jax.Array], cotangent: jax.Array, params: Any, *rest: Any
+) -> Any:
+    """The gradient, times a cotangent.
+
+    It is an input, so that what depends on it alone, the 1 / n of a mean, is not a
+    constant rounded to the program's dtype.
     """
-
-    def at(params: Any, batch: Any, weights: Any, seed: Any, step: Any) -> Slopes:
-        trainable, fixed = split_inexact(params)
-        # rbg compiles several times faster than the default generator.
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"))
-        toward, aside = (_noise(key, trainable) for key in keys)
-        size = sum(leaf.size for leaf in jax.tree.leaves(trainable))
-        power = sum(jnp.sum(jnp.abs(x) ** 2) for x in jax.tree.leaves(trainable))
-        # Not leaf by leaf: biases are often all 0, and then exactly at a kink.
-        typical = jnp.where(power > 0, jnp.sqrt(power / size), 1)
-        near = jax.tree.map(lambda x, d: x + 1e-3 * typical * d, trainable, aside)
-        direction = jax.tree.map(lambda d: d / np.sqrt(size), toward)
-
-        def along(t: jax.Array) -> jax.Array:
-            moved = jax.tree.map(lambda x, d: x + t * d, near, direction)
-            return loss(merge(moved, fixed), batch, weights)
-
-        value, gradient = differentiated(loss)(merge(near, fixed), batch, weights)
-        # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
-        parts = jax.tree.map(lambda g, d: jnp.sum(g * d).real, gradient, direction)
-        exact = sum(jax.tree.leaves(parts), jnp.float64(0))
-        # A loop, so that the loss is compiled once, not once for each side.
-        ahead, behind = jax.lax.map(along, jnp.stack([step, -step]))
-        return Slopes(value, exact, (ahead - behind) / (2 * step))
-
-    return at
+    trainable, fixed = split_inexact(params)
+    _, pull = jax.vjp(lambda t: scalar(merge(t, fixed), *rest), trainable)
+    return pull(cotangent)[0]
 
 
-def pinned(results: Sequence[Slopes], rounding: float) -> OracleCheck:
-    """Holds the gradient against central differences of several step sizes.
+def _slopes(
+    missed: set[str],
+    value: ClosedJaxpr,
+    gradient: ClosedJaxpr,
+    given: Any,
+    seed: jax.Array,
+) -> Slopes:
+    """Differentiates along a random direction, at a random point aside."""
+    near, direction = _surroundings(given[0], seed)
 
-    Their spread measures what truncation, and kinks within a step, can explain.
+    def at(shift: jax.Array) -> list[Any]:
+        moved = jax.tree.map(lambda x, d: x + shift * d, near, direction)
+        return _paired(given, moved)
 
-    Args:
-      results: Slopes for each of `STEPS`.
-      rounding: A bound on the rounding error of one evaluation of the loss.
+    def shifted(shift: jax.Array) -> jax.Array:
+        """The loss `shift` from the point, where what is detached stays."""
+        held = Perturbation(None, seed, None, missed, SHIFT)
+        both = jax.vmap(
+            lambda moved: _moved(run(value, at(moved), held))[0], axis_name=SHIFT
+        )
+        return both(jnp.stack([jnp.zeros_like(shift), shift]))[1]
+
+    # A loop, so that the loss is compiled once and its memory is that of one shift.
+    losses = jax.lax.map(shifted, jnp.asarray(REACH * SHIFTS))
+    one = jnp.ones((), value.out_avals[0].dtype)
+    exact = Perturbation(None, seed, None, missed)
+    slope = _moved(run(gradient, [one, *at(jnp.zeros(()))], exact))
+    # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
+    parts = [
+        jnp.sum(g * d).real
+        for g, d in zip(slope, jax.tree.leaves(direction), strict=True)
+    ]
+    return Slopes(sum(parts, jnp.float64(0)), losses)
+
+
+def _moved(results: list[Any]) -> list[jax.Array]:
+    """The wide sides of what a program computes."""
+    return [x.wide for x in results if isinstance(x, Pair)]
+
+
+def _surroundings(params: Any, seed: jax.Array) -> tuple[Any, Any]:
+    """A point next to the parameters and a direction, both in float64."""
+    trainable, _ = split_inexact(params)
+    wide = jax.tree.map(_wide, trainable)
+    # rbg compiles several times faster than the default generator.
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"))
+    toward, aside = (_noise(key, wide) for key in keys)
+    leaves = jax.tree.leaves(wide)
+    count = max(sum(leaf.size for leaf in leaves), 1)
+    largest = [jnp.max(jnp.abs(leaf), initial=0) for leaf in leaves]
+    unit = jnp.max(jnp.stack([jnp.zeros(()), *largest]))
+    unit = jnp.where(unit > 0, unit, 1)
+    power = sum((jnp.sum(jnp.abs(x / unit) ** 2) for x in leaves), jnp.zeros(()))
+    # Not leaf by leaf: biases are often all 0, and then exactly at a kink.
+    typical = jnp.where(power > 0, unit * jnp.sqrt(power / count), 1)
+    near = jax.tree.map(lambda x, d: x + ASIDE * typical * d, wide, aside)
+    return near, jax.tree.map(lambda d: typical * d / np.sqrt(count), toward)
+
+
+def _paired(given: Any, moved: Any) -> list[Any]:
+    """Arguments as they are, the parameters' wide sides at another point."""
+    params, *rest = given
+    trainable, fixed = split_inexact(params)
+    pairs = jax.tree.map(Pair, trainable, moved)
+    return jax.tree.leaves(
+        (merge(pairs, fixed), *rest), is_leaf=lambda x: isinstance(x, Pair)
+    )
+
+
+def pinned(found: Slopes) -> OracleCheck:
+    """Holds the derivative against the slope of a cubic through the losses.
+
+    What is left of them is rounding, and gives the slope's standard error; what the
+    cubic, a line and the two sides differ by is what curvature and kinks can explain.
     """
-    values, exact, differences = np.array(results).T
-    if not np.isfinite([values, exact, differences]).all():
+    exact, losses = float(found.exact), np.asarray(found.losses)
+    if not np.isfinite([exact, *losses]).all():
         return OracleCheck(skipped="the loss is not finite next to the parameters")
-    tolerance = float(np.ptp(differences) + rounding / STEPS[-1])
-    return OracleCheck(float(exact[-1]), float(differences[-1]), tolerance)
+    # Centred and scaled, or tiny losses would vanish in the squares.
+    size = np.max(np.abs(losses - losses[SHIFTS.size // 2])) or 1.0
+    centred = (losses - losses[SHIFTS.size // 2]) / size
+    columns = np.vander(SHIFTS, 4, increasing=True)
+    cubic, *_ = np.linalg.lstsq(columns, centred, rcond=None)
+    freedom = SHIFTS.size - columns.shape[1]
+    deviation = np.linalg.norm(centred - columns @ cubic) / np.sqrt(freedom)
+    error = deviation * np.sqrt(np.linalg.inv(columns.T @ columns)[1, 1])
+    line = float(SHIFTS @ centred / (SHIFTS @ SHIFTS))
+    bend = abs(cubic[1] - line) + abs(centred[-1] + centred[0])
+    unit = size / REACH
+    tolerance = float(unit * (confidence(1, freedom) * error + bend) + LOST)
+    difference = float(unit * cubic[1])
+    if exact != difference and tolerance > max(abs(exact), abs(difference)) / 2:
+        text = f"the slope is {exact:.1e}, of which kinks and rounding next to the "
+        return OracleCheck(skipped=f"{text}parameters explain {tolerance:.1e}")
+    return OracleCheck(exact, difference, tolerance)
+
+
+def _disputed(found: OracleCheck, rules: list[str]) -> OracleCheck:
+    return OracleCheck(
+        skipped=f"the loss has a derivative of its own ({', '.join(rules)}): slope "
+        f"{found.slope:.6g}, and {found.difference:.6g} by finite difference"
+    )
+
+
+def _own_rules(jaxpr: Any) -> list[str]:
+    """The functions in a program with a derivative rule that is not JAX's own."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            about = equation.params["call_jaxpr"].jaxpr.debug_info
+            if JAX not in Path(about.func_filename or "").parents:
+                kind = equation.primitive.name.removesuffix("_call")
+                found.append(f"{kind} of {about.func_name}")
+        for inner in jaxprs_in_params(equation.params):
+            found += _own_rules(inner)
+    return found
+
+
+JAX = Path(jax.__file__).parent
+
+
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
 def _noise(key: jax.Array, like: Any) -> Any:

@@ -1,19 +1,42 @@
 """A problem for the judge: a loss, parameters, a batch, and who claims to solve it."""
 
-import importlib
+import importlib.util
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._errors import requirement
+from jdist._errors import JdistError, requirement
 from jdist.verify.gradients import gradients
 from jdist.verify.report import Report
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class OwnCodeRaised(JdistError):
+    """The user's own code raised: the cause is what it raised.
+
+    It keeps a `ValueError` of theirs apart from one about a wrong call of ours.
+    """
+
+
+@contextmanager
+def own_code(what: str) -> Iterator[None]:
+    """Everything raised inside, `sys.exit` included, becomes `OwnCodeRaised`."""
+    try:
+        yield
+    except OwnCodeRaised:
+        raise
+    except (Exception, SystemExit) as error:
+        name = type(error).__name__
+        raise OwnCodeRaised(f"{what} raised {name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +50,9 @@ class Problem:
       candidates: Name to `fn(params, batch) -> (loss, gradient)`.
       weights: `(examples,)` or None.
       reduction: "mean", "sum", "max" or "min".
+      accumulation: The dtype in which 16-bit sums are accumulated; None for float32.
+      seed: Of the finite differences that the reference itself is held against; None
+        leaves them out.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
@@ -35,6 +61,8 @@ class Problem:
     candidates: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     weights: Any = None
     reduction: str = "mean"
+    accumulation: Any = None
+    seed: int | None = 0
 
     def judge(self) -> Report:
         """Runs `verify.gradients` on it."""
@@ -45,7 +73,26 @@ class Problem:
             self.candidates,
             weights=self.weights,
             reduction=self.reduction,
+            accumulation=self.accumulation,
+            seed=self.seed,
         )
+
+    def guarded(self) -> "Problem":
+        """The same, but what its functions raise becomes `OwnCodeRaised`."""
+        candidates = {
+            name: _guarded(f"candidate {name!r}", candidate)
+            for name, candidate in self.candidates.items()
+        }
+        loss_fn = _guarded("loss_fn", self.loss_fn)
+        return replace(self, loss_fn=loss_fn, candidates=candidates)
+
+
+def _guarded(what: str, fn: Callable[Given, Result]) -> Callable[Given, Result]:
+    def guarded(*arguments: Given.args, **options: Given.kwargs) -> Result:
+        with own_code(what):
+            return fn(*arguments, **options)
+
+    return guarded
 
 
 def load(specification: str) -> Problem:
@@ -58,6 +105,7 @@ def load(specification: str) -> Problem:
     Raises:
       ValueError: The text is not `module:name`, there is no such module or name, or
         what is there is not a problem; the message says which, and what was found.
+      OwnCodeRaised: The module, or the function, raised.
     """
     module_name, colon, name = specification.partition(":")
     if not (colon and module_name and name):
@@ -65,23 +113,31 @@ def load(specification: str) -> Problem:
         raise ValueError(requirement("problem", rule, repr(specification)))
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name not in {module_name, module_name.partition(".")[0]}:
-            raise
+    if not _exists(module_name):
         got = f"{specification}; looked in {Path.cwd()} and the installed packages"
         rule = f"names the module {module_name!r}, which does not exist"
-        raise ValueError(requirement("problem", rule, got)) from error
+        raise ValueError(requirement("problem", rule, got))
+    with own_code(f"importing {module_name}"):
+        module = importlib.import_module(module_name)
     if not hasattr(module, name):
         rule = f"names {name!r}, which {module_name} does not define"
         raise ValueError(requirement("problem", rule, specification))
     return _as_problem(specification, getattr(module, name))
 
 
+def _exists(module_name: str) -> bool:
+    """Whether it can be found; its packages are imported, the module is not."""
+    package, dot, _ = module_name.rpartition(".")
+    if dot and not _exists(package):
+        return False
+    with own_code(f"importing {package}"):
+        return importlib.util.find_spec(module_name) is not None
+
+
 def _as_problem(specification: str, found: Any) -> Problem:
     if callable(found):
-        found = found()
+        with own_code(f"{specification}()"):
+            found = found()
     if isinstance(found, Problem):
         return found
     known = {f.name for f in fields(Problem)}

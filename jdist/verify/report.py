@@ -14,6 +14,8 @@ from jdist._errors import VerificationError
 
 SUSPICIOUSLY_LOOSE = 1e-3
 
+_STYLES = {"FAILS": "bold red", "not judged": "bold yellow"}
+
 
 @dataclass(frozen=True, slots=True)
 class LeafReport:
@@ -31,6 +33,7 @@ class LeafReport:
       ratio: Largest error/bound; a right answer stays below 1.
       cosine: Of the angle between the two leaves as vectors; 1 if both are 0.
       problem: Why the leaf fails, in words; empty if it does not.
+      unjudged: Why nothing can be said of the leaf, in words; empty if it was judged.
     """
 
     candidate: str
@@ -43,11 +46,12 @@ class LeafReport:
     ratio: float = float("nan")
     cosine: float = float("nan")
     problem: str = ""
+    unjudged: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is explained by rounding."""
-        return not self.problem
+        """Whether the leaf was judged, and rounding explains the difference."""
+        return not self.problem and not self.unjudged
 
     @property
     def bit_equal(self) -> bool:
@@ -57,7 +61,11 @@ class LeafReport:
     @property
     def verdict(self) -> str:
         """One word for the table."""
-        return "FAILS" if self.problem else "bit-equal" if self.bit_equal else "equal"
+        if self.problem:
+            return "FAILS"
+        if self.unjudged:
+            return "not judged"
+        return "bit-equal" if self.bit_equal else "equal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +119,19 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every leaf of every candidate, and the oracle, hold."""
-        return not self.failures and (self.oracle is None or self.oracle.ok)
+        """Whether every leaf of every candidate was judged and holds; so the oracle."""
+        judged = all(leaf.ok for leaf in self.leaves)
+        return judged and (self.oracle is None or self.oracle.ok)
 
     @property
     def failures(self) -> tuple[LeafReport, ...]:
         """The rows that fail."""
-        return tuple(leaf for leaf in self.leaves if not leaf.ok)
+        return tuple(leaf for leaf in self.leaves if leaf.problem)
+
+    @property
+    def unjudged(self) -> tuple[LeafReport, ...]:
+        """The rows of which nothing can be said: rounding would explain zero too."""
+        return tuple(leaf for leaf in self.leaves if leaf.unjudged)
 
     @property
     def bit_equal(self) -> bool:
@@ -138,16 +152,19 @@ class Report:
         """Returns the report if it is ok.
 
         Raises:
-          VerificationError: Something does not hold; the message names each leaf.
+          VerificationError: Something does not hold, or could not be judged; the
+            message names each leaf.
         """
         if self.ok:
             return self
-        lines = [
-            f"{leaf.candidate}: {leaf.path}: {leaf.problem}" for leaf in self.failures
-        ]
+        wrong = list(map(_why, self.failures))
         if self.oracle is not None and not self.oracle.ok:
-            lines.append(str(self.oracle))
-        raise VerificationError("gradients differ:\n  " + "\n  ".join(lines))
+            wrong.append(str(self.oracle))
+        unjudged = list(map(_why, self.unjudged))
+        parts = [("gradients differ", wrong), ("not judged", unjudged)]
+        raise VerificationError(
+            "\n".join("\n  ".join([f"{what}:", *why]) for what, why in parts if why)
+        )
 
     def to_json(self) -> str:
         """All of it as JSON, numbers in full precision; NaN and inf as strings."""
@@ -164,9 +181,9 @@ class Report:
     def __rich__(self) -> Group:
         """Tables for a rich console."""
         parts: list[Any] = [_table(self.leaves)]
+        parts += [Text(_why(leaf), style="red") for leaf in self.failures]
         parts += [
-            Text(f"{leaf.candidate}: {leaf.path}: {leaf.problem}", style="red")
-            for leaf in self.failures
+            Text(f"not judged: {_why(leaf)}", style="yellow") for leaf in self.unjudged
         ]
         if self.oracle is not None:
             parts.append(Text(str(self.oracle), style="" if self.oracle.ok else "red"))
@@ -191,6 +208,10 @@ def looseness(leaves: Iterable[LeafReport]) -> tuple[str, ...]:
     )
 
 
+def _why(leaf: LeafReport) -> str:
+    return f"{leaf.candidate}: {leaf.path}: {leaf.problem or leaf.unjudged}"
+
+
 def _table(leaves: Iterable[LeafReport]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("candidate", "leaf", "dtype", "shape"):
@@ -209,7 +230,7 @@ def _table(leaves: Iterable[LeafReport]) -> Table:
             f"{leaf.max_ulp:.3g}",
             f"{leaf.ratio:.3g}",
             f"{1 - leaf.cosine:.0e}",
-            Text(leaf.verdict, style="green" if leaf.ok else "bold red"),
+            Text(leaf.verdict, style=_STYLES.get(leaf.verdict, "green")),
         )
     return table
 

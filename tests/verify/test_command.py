@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jdist import JdistError, Unavailable, verify
 from jdist.verify import __main__ as command
 from jdist.verify import matrix
-from jdist.verify.problem import load, standard
+from jdist.verify.problem import OwnCodeRaised, Problem, load, standard
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -33,6 +34,35 @@ problem = verify.Problem(losses, w, x, {"right": right})
 
 def made():
     return {"loss_fn": losses, "params": w, "batch": x, "candidates": {"wrong": wrong}}
+
+def doubtful(w, x):
+    loss, gradient = right(w, x)
+    return loss, gradient * (1 + 1e-3)
+
+def crash():
+    raise ValueError("the disk is full")
+
+def leave():
+    raise SystemExit(0)
+
+def refusing(w, x):
+    raise ValueError("no such bucket")
+
+def refusing_loss(w, x):
+    raise TypeError("no such layer")
+
+in_candidate = verify.Problem(losses, w, x, {"mine": refusing})
+in_loss = verify.Problem(refusing_loss, w, x, {"right": right})
+bad_weights = verify.Problem(losses, w, x, {"right": right}, weights=jnp.zeros(3))
+
+@jax.custom_vjp
+def tripled(w, x):
+    return (x @ w) ** 2
+
+tripled.defvjp(
+    lambda w, x: (tripled(w, x), (w, x)),
+    lambda saved, c: (3 * ((2 * c * (saved[1] @ saved[0])) @ saved[1]), None),
+)
 
 number = 3
 typo = {"loss_fn": losses, "parameters": w}
@@ -71,7 +101,7 @@ def test_a_users_problem_is_judged(module, capsys):
         ("absent_module:problem", "names the module 'absent_module', which does not"),
         ("users_own:absent", "names 'absent', which users_own does not define"),
         ("users_own:number", "must be a verify.Problem, a mapping, or.*Got a int"),
-        ("users_own:typo", "may have the keys batch, candidates.*also parameters"),
+        ("users_own:typo", "may have the keys accumulation, batch.*also parameters"),
         ("users_own:partial", "must have the keys.*none for batch, candidates"),
     ],
 )
@@ -83,11 +113,61 @@ def test_wrong_specifications_get_a_clear_error(module, capsys, specification, m
     assert "error:" in capsys.readouterr().err
 
 
-def test_a_module_that_fails_to_import_shows_its_own_error(module):
-    """A missing import *inside* the user's module is not called a missing module."""
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        ("users_own:crash", r"users_own:crash\(\) raised ValueError: the disk is full"),
+        ("users_own:leave", r"users_own:leave\(\) raised SystemExit: 0"),
+        (
+            "users_own:in_candidate",
+            "candidate 'mine' raised ValueError: no such bucket",
+        ),
+        ("users_own:in_loss", "loss_fn raised TypeError: no such layer"),
+        ("broken:problem", "importing broken raised ModuleNotFoundError: .*no_such_p"),
+        ("gone:problem", "importing gone raised SystemExit: 0"),
+        ("inside.broken:problem", "importing inside raised NameError"),
+    ],
+)
+def test_code_that_raises_is_no_wrong_gradient(module, capsys, specification, message):
+    """Exit status 4 and the traceback, wherever in the user's code it happens."""
     (module / "broken.py").write_text("import no_such_package\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        load("broken:problem")
+    (module / "gone.py").write_text("import sys\nsys.exit(0)\n")
+    (module / "inside").mkdir()
+    (module / "inside" / "__init__.py").write_text("undefined\n")
+    with pytest.raises(OwnCodeRaised, match=message):
+        load(specification).guarded().judge()
+    assert command.main([specification]) == 4
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "error:" in shown
+
+
+def test_wrong_arguments_of_a_problem_are_a_wrong_call(module, capsys):
+    """Weights that are all 0 are the problem's mistake, not its code's."""
+    assert command.main(["users_own:bad_weights"]) == 2
+    assert "not all 0" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_error_inside_the_judge_is_no_wrong_gradient(module, monkeypatch, capsys):
+    """Python's exit status for an uncaught exception would read as a verdict."""
+
+    def broken(problem):
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Problem, "judge", broken)
+    assert command.main(["users_own:problem"]) == 4
+    assert "KeyError: 'lost'" in capsys.readouterr().err
+
+
+def test_every_exit_status_is_documented(capsys):
+    """In `--help` and in docs/verify.md."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        command.main(["--help"])
+    shown = capsys.readouterr().out
+    docs = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    for status in command.Status:
+        assert f"\n  {status:d}  " in shown
+        assert f"\n| {status:d} |" in docs
 
 
 def test_the_matrix_from_a_fresh_process(tmp_path):
@@ -152,7 +232,19 @@ def test_a_run_that_judged_nothing_does_not_pass(monkeypatch, capsys):
     """Every row skipped is no proof."""
     monkeypatch.setattr(matrix, "strategies", lambda: {"absent": absent})
     monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
-    assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 1
+    assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 3
+
+
+def test_a_strategy_that_raises_is_no_wrong_gradient(monkeypatch, capsys):
+    """Its ValueError is a defect of the strategy, not a wrong call."""
+
+    def raising(loss_fn, reduction):
+        raise ValueError("no such reduction")
+
+    monkeypatch.setattr(matrix, "strategies", lambda: {"raising": raising})
+    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    assert command.main(["--dtypes", "float64", "--reductions", "mean"]) == 4
+    assert "no such reduction" in capsys.readouterr().err
 
 
 class Entry:

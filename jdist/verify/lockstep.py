@@ -1,0 +1,740 @@
+"""Runs one program in two precisions at once: as it is, and in float64.
+
+The program is a jaxpr, traced in the user's own settings and already differentiated, so
+that custom derivatives, casts and default dtypes mean here what they mean to JAX. Every
+equation is evaluated twice. The *rounded* side binds it as it stands. The *wide* side
+binds it with floating operands in float64 (complex: complex128); casts between floating
+dtypes are then identities.
+
+Only what depends on the program's floating inputs has a wide side. Random bits and all
+that is computed from them alone are what they are in the rounded program: noise, masks
+and samples are the same on both sides. Integers that depend on floating values (an
+argmax, a sampled class, an order, a branch, a number of iterations) are decided once,
+by the rounded side. Comparisons are made by each side for itself: a ReLU whose input is
+0 but for rounding may be on or off in a right program, and that has to be seen.
+
+**Monte Carlo arithmetic** (Parker 1997). With an `amplitude` above 0 the wide side is
+perturbed as rounding would: the result y of an equation that rounds becomes
+y (1 + u d), with u the unit of the equation's own dtype and d uniform in [-1, 1]. A sum
+of k terms has k roundings: for terms x in random order, the squares of the partial sums
+add up to about k (s^2 / 3 + sum x^2 / 6), s being the result. So its result is
+perturbed with u sqrt(k / 3) and each of its terms with u sqrt(k / 6), u being the unit
+of the dtype that is accumulated in.
+
+References:
+  Parker, Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic,
+  UCLA CSD TR-970002, 1997.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jdist.verify.bound import accumulated, flushes, unit_roundoff
+
+Array = jax.Array
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One value on both sides.
+
+    Attributes:
+      rounded: As the program computes it.
+      wide: In float64.
+      size: The square root of the sum of the squares of the terms that the value was
+        last summed of: how large it is where they do not cancel. None: the value's own.
+    """
+
+    rounded: Array
+    wide: Array
+    size: Array | None = None
+
+
+# A value without a wide side of its own stands for itself.
+Value = Array | Pair
+
+
+@dataclass(slots=True)
+class Perturbation:
+    """The source of d for one scope: a program, or one iteration of a loop.
+
+    Attributes:
+      amplitude: Factor of every perturbation; 0 for the exact evaluation, and None for
+        a program that is never perturbed, which compiles faster.
+      seed: Of this scope.
+      accumulation: The dtype in which sums are accumulated; None for at least float32.
+      unmeasured: Primitives whose own rounding could not be measured; shared by all
+        scopes of a program.
+      held: An axis of `vmap` along which the wide side is that of several inputs. What
+        stands behind `stop_gradient` is held as it is for the first of them.
+    """
+
+    amplitude: Array | None
+    seed: Array
+    accumulation: Any = None
+    unmeasured: set[str] = field(default_factory=set)
+    held: str | None = None
+    _pools: dict[float, Array] = field(default_factory=dict)
+    _count: int = 0
+
+    # Numbers drawn per scope. Prime, so that larger arrays, which use them again and
+    # again, do not find them in step with their own rows.
+    POOL: ClassVar[int] = 4099
+
+    def inner(self, step: Array) -> "Perturbation":
+        """That of iteration `step` of a loop inside this scope."""
+        seed = _mix(self.seed + jnp.uint32(self._tick()) * jnp.uint32(0x9E3779B9))
+        own = _mix(seed ^ step.astype(jnp.uint32))
+        return self.within(own)
+
+    def within(self, seed: Array) -> "Perturbation":
+        """A scope of its own."""
+        return replace(self, seed=seed, _pools={}, _count=0)
+
+    def factors(self, like: Array, unit: float) -> Array | None:
+        """1 + unit d for each entry of an array."""
+        if self.amplitude is None or like.size == 0:
+            return None
+        pool = self._pool(unit, self.amplitude)
+        real = self._draw(like.shape, pool)
+        if not jnp.iscomplexobj(like):
+            return real
+        return real + 1j * (self._draw(like.shape, pool) - 1)
+
+    def _draw(self, shape: tuple[int, ...], pool: Array) -> Array:
+        size = math.prod(shape)
+        start = self._tick() * 1009 % self.POOL
+        if start + size > self.POOL:
+            times = -(-(start + size) // self.POOL)
+            pool = jnp.broadcast_to(pool, (times, self.POOL)).reshape(-1)
+        return jax.lax.slice(pool, [start], [start + size]).reshape(shape)
+
+    def _pool(self, unit: float, amplitude: Array) -> Array:
+        if unit not in self._pools:
+            bits = _mix(jax.lax.iota(jnp.uint32, self.POOL) ^ self.seed)
+            uniform = bits.astype(jnp.float64) * 2.0**-31 - 1
+            factors = 1 + uniform * (unit * amplitude)
+            # A barrier, or XLA computes them again wherever they are used.
+            self._pools[unit] = jax.lax.optimization_barrier(factors)
+        return self._pools[unit]
+
+    def _tick(self) -> int:
+        self._count += 1
+        return self._count
+
+
+def _mix(bits: Array) -> Array:
+    """A hash of 32 bits (the finalizer of MurmurHash3)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)
+
+
+def run(
+    program: ClosedJaxpr,
+    inputs: Sequence[Value],
+    perturbation: Perturbation,
+) -> list[Pair]:
+    """Evaluates a program on both sides; to be called with 64-bit types enabled.
+
+    Args:
+      program: As traced in the settings that it is judged in.
+      inputs: Its arguments. Floating ones are exact, and what is traced from here on;
+        a `Pair` has a wide side of its own.
+      perturbation: Of the wide side.
+
+    Returns:
+      Its results; floating ones have a size.
+    """
+    given = [
+        x if isinstance(x, Pair) or not _is_float(x) else _as_pair(x) for x in inputs
+    ]
+    found = _evaluate(program.jaxpr, program.consts, given, perturbation, sized=True)
+    return list(map(_as_pair, found))
+
+
+def _evaluate(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    inputs: Sequence[Value],
+    noise: Perturbation,
+    *,
+    sized: bool = False,
+) -> list[Value]:
+    """One program, some of whose inputs are pairs; `sized` if results need a size."""
+    values: dict[Any, Value] = {}
+
+    def read(atom: Any) -> Value:
+        if isinstance(atom, Literal):
+            # A Python number would become a 64-bit one here.
+            value = np.asarray(atom.val)
+            return jnp.asarray(value, getattr(atom.aval, "dtype", value.dtype))
+        return values[atom]
+
+    values.update(zip(jaxpr.constvars, map(_as_array, consts), strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+    wanted = _with_size(jaxpr) if sized else frozenset()
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        here = not wanted.isdisjoint(equation.outvars)
+        found = _equation(equation, operands, noise, here)
+        values.update(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
+) -> Sequence[Value]:
+    name = equation.primitive.name
+    if not any(isinstance(x, Pair) for x in operands):
+        return _bind(equation, operands)
+    if name == "stop_gradient" and noise.held is not None:
+        return [Pair(_rounded(operands[0]), _first(_wide(operands[0]), noise.held))]
+    if name in _CONTROL:
+        return _CONTROL[name](equation, operands, noise)
+    inner = _called(equation)
+    if inner is not None:
+        return _evaluate(inner.jaxpr, inner.consts, operands, noise, sized=sized)
+    return _both_sides(equation, operands, noise, sized)
+
+
+def _both_sides(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
+) -> Sequence[Value]:
+    """An equation without a program inside, of which an operand has two sides."""
+    name = equation.primitive.name
+    rounded = _bind(equation, [_rounded(x) for x in operands])
+    if not any(_has_sides(x) for x in rounded):
+        if name == "bitcast_convert_type":
+            noise.unmeasured.add(name)
+        return rounded
+    wide = _widely(equation, operands, rounded, noise)
+    if wide is None:
+        noise.unmeasured.add(name)
+        return [_as_pair(x) if _has_sides(x) else x for x in rounded]
+    perturbed = not (noise.amplitude is None or name in _EXACT or _widens(equation))
+    found: list[Value] = []
+    for r, w in zip(rounded, wide, strict=True):
+        if perturbed and _is_float(r):
+            w = _perturb(w, r.dtype, _summed(equation), noise)
+        size = _size(equation, operands) if sized and _is_float(r) else None
+        found.append(Pair(r, w, size) if _has_sides(r) else r)
+    return found
+
+
+def _first(wide: Array, axis: str) -> Array:
+    """That of index 0, for all along an axis of `vmap`."""
+    own = jnp.where(jax.lax.axis_index(axis) == 0, wide, jnp.zeros_like(wide))
+    return jax.lax.psum(own, axis)
+
+
+def _widely(
+    equation: JaxprEqn,
+    operands: list[Value],
+    rounded: Sequence[Array],
+    noise: Perturbation,
+) -> Sequence[Array] | None:
+    """The wide side of one equation; None if it cannot be evaluated in float64."""
+    name = equation.primitive.name
+    if name in _UNMEASURED or any(_is_key(_rounded(x)) for x in operands):
+        return None
+    terms = 1 if noise.amplitude is None else _summed(equation)
+    wide = [
+        _perturb_terms(x, terms, equation, noise) if terms > 1 else _wide(x)
+        for x in operands
+    ]
+    try:
+        if name in _RULES:
+            return _RULES[name](equation, operands, wide, rounded)
+        found = _bind_wide(equation, wide)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    same = all(
+        w.shape == r.shape and (not _is_float(r) or w.dtype == wide_of(r.dtype))
+        for w, r in zip(found, rounded, strict=True)
+    )
+    return found if same else None
+
+
+def _bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Array]:
+    """The equation as it stands."""
+    params = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        found = equation.primitive.bind(*operands, **params)
+    return list(found) if equation.primitive.multiple_results else [found]
+
+
+def _bind_wide(equation: JaxprEqn, wide: Sequence[Array]) -> Sequence[Array]:
+    """The equation with its operands in float64."""
+    params = {key: _widened(key, value) for key, value in equation.params.items()}
+    found = equation.primitive.bind(*wide, **params)
+    return list(found) if equation.primitive.multiple_results else [found]
+
+
+# ---------------------------------------------------------------------------------
+# Sizes: how large a result is where the terms of its last sum do not cancel.
+
+
+def _with_size(jaxpr: Jaxpr) -> frozenset[Any]:
+    """The variables whose sizes make up those of a program's results."""
+    passed = _CALLS | _ADDS | _MOVES | _SCALED.keys()
+    wanted = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        here = not wanted.isdisjoint(equation.outvars)
+        if here and equation.primitive.name in passed:
+            wanted.update(v for v in equation.invars if not isinstance(v, Literal))
+    return frozenset(wanted)
+
+
+def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
+    """The size of the one result of an equation; None if it is that of its value."""
+    name = equation.primitive.name
+    if name in _SQUARED and _summed(equation) > 1:
+        wide = [_wide(x) for x in operands]
+        squares = [jnp.abs(x) ** 2 if _is_float(x) else x for x in wide]
+        rule = _RULES.get(name)
+        found = (
+            rule(equation, operands, squares, ())
+            if rule
+            else _bind_wide(equation, squares)
+        )
+        # A product of complex numbers asks for a complex result.
+        return jnp.sqrt(jnp.abs(found[0]))
+    sizes = [_size_of(x) for x in operands]
+    if name in _ADDS:
+        return jnp.hypot(*sizes)
+    if not any(isinstance(x, Pair) and x.size is not None for x in operands):
+        return None
+    if name in _SCALED:
+        return _SCALED[name](*sizes)
+    return _bind_wide(equation, sizes)[0] if name in _MOVES else None
+
+
+def _size_of(value: Value) -> Array:
+    if isinstance(value, Pair) and value.size is not None:
+        return value.size
+    wide = _wide(value)
+    return jnp.abs(wide) if _is_float(wide) else wide
+
+
+_SQUARED = frozenset({
+    "dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum",
+    "scatter-add",
+})  # fmt: skip
+
+_ADDS = frozenset({"add", "add_any", "sub"})
+
+# A reduce_sum is one of them where it sums over an axis of length 1.
+_MOVES = frozenset({
+    "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "pad",
+    "reduce_sum", "reshape", "rev", "select_n", "slice", "squeeze", "transpose",
+})  # fmt: skip
+
+_SCALED: dict[str, Callable[..., Array]] = {
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "neg": lambda size: size,
+    "convert_element_type": lambda size: size,
+}
+
+
+# ---------------------------------------------------------------------------------
+# Perturbation.
+
+
+def _perturb(wide: Array, dtype: Any, terms: int, noise: Perturbation) -> Array:
+    """A result of `dtype` as if it had been rounded."""
+    unit = unit_roundoff(dtype)
+    if terms > 1:
+        adding = unit_roundoff(accumulated(dtype, noise.accumulation))
+        unit = math.hypot(unit, adding * math.sqrt(terms / 3))
+    factors = noise.factors(wide, unit)
+    if factors is None:
+        return wide
+    if flushes(dtype):
+        return wide * factors
+    # Below the smallest normal number the spacing grows no finer.
+    tiny = float(jnp.finfo(dtype).smallest_normal)
+    least = jnp.where(jnp.abs(wide) < tiny, jnp.where(wide == 0, 0, tiny), wide)
+    return wide + least * (factors - 1)
+
+
+def _perturb_terms(
+    value: Value, terms: int, equation: JaxprEqn, noise: Perturbation
+) -> Array:
+    """An operand of a sum, perturbed for the roundings of its partial sums."""
+    wide = _wide(value)
+    if not _is_float(wide):
+        return wide
+    dtype = _dtype_of(equation.outvars[0])
+    unit = unit_roundoff(accumulated(dtype, noise.accumulation))
+    factors = noise.factors(wide, unit * math.sqrt(terms / 6))
+    return wide if factors is None else wide * factors
+
+
+def _summed(equation: JaxprEqn) -> int:
+    """How many terms each entry of the result is a sum of; 1 if it is no sum."""
+    count = _SUMS.get(equation.primitive.name)
+    return count(equation.params, equation.invars) if count else 1
+
+
+def _contracted(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    (axes, _), _ = params["dimension_numbers"]
+    return math.prod(operands[0].aval.shape[axis] for axis in axes)
+
+
+def _convolved(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    kernel = operands[1].aval.shape
+    return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+
+
+def _reduced(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    return math.prod(operands[0].aval.shape[axis] for axis in params["axes"])
+
+
+def _accumulated(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    return int(operands[0].aval.shape[params["axis"]])
+
+
+def _in_window(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    del operands
+    return math.prod(params["window_dimensions"])
+
+
+def _scattered(params: Mapping[str, Any], operands: Sequence[Any]) -> int:
+    """As many as the updates, spread evenly."""
+    del params
+    return 1 + -(-operands[2].aval.size // max(operands[0].aval.size, 1))
+
+
+_SUMS: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], int]] = {
+    "dot_general": _contracted,
+    "conv_general_dilated": _convolved,
+    "reduce_sum": _reduced,
+    "cumsum": _accumulated,
+    "cumlogsumexp": _accumulated,
+    "reduce_window_sum": _in_window,
+    "select_and_scatter_add": _in_window,
+    "scatter-add": _scattered,
+}
+
+# They select, move or negate, and round nothing.
+_EXACT = frozenset({
+    "abs", "and", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate", "conj",
+    "copy", "copy_p", "cummax", "cummin", "device_put", "dynamic_slice",
+    "dynamic_update_slice", "eq", "floor", "gather", "ge", "gt", "imag", "is_finite",
+    "le", "lt", "max", "min", "ne", "neg", "not", "optimization_barrier", "or", "pad",
+    "pvary", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reduce_window_max", "reduce_window_min", "reshape", "reshard", "rev", "round",
+    "scatter", "scatter-max", "scatter-min", "select_n", "sharding_constraint", "sign",
+    "slice", "sort", "split", "squeeze", "stop_gradient", "tie", "top_k", "transpose",
+    "xor",
+})  # fmt: skip
+
+# Foreign code, or code that fails only when it is compiled for float64.
+_UNMEASURED = frozenset({
+    "ffi_call", "io_callback", "pallas_call", "pure_callback", "reduce",
+    "reduce_window", "select_and_gather_add", "shard_map", "xla_pmap",
+})  # fmt: skip
+
+
+def _widens(equation: JaxprEqn) -> bool:
+    """Whether it is a cast that loses nothing."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    old, new = _dtype_of(equation.invars[0]), _dtype_of(equation.outvars[0])
+    if not jnp.issubdtype(old, jnp.inexact):
+        return True
+    return bool(jnp.promote_types(old, new) == new)
+
+
+# ---------------------------------------------------------------------------------
+# Equations that hold programs.
+
+
+def _called(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The program behind an equation that only calls it."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = equation.params.get(key)
+        if isinstance(inner, ClosedJaxpr | Jaxpr) and equation.primitive.name in _CALLS:
+            return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+    return None
+
+
+_CALLS = frozenset({
+    "jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat",
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+})  # fmt: skip
+
+
+class _Flat:
+    """The two sides of several values as a flat list of arrays, and back."""
+
+    def __init__(self, paired: Sequence[bool]) -> None:
+        self.paired = tuple(paired)
+
+    def arrays(self, values: Sequence[Value]) -> list[Array]:
+        flat: list[Array] = []
+        for value, paired in zip(values, self.paired, strict=True):
+            flat += [_rounded(value), _wide(value)] if paired else [_rounded(value)]
+        return flat
+
+    def values(self, arrays: Sequence[Array]) -> list[Value]:
+        rest = iter(arrays)
+        return [
+            Pair(next(rest), next(rest)) if paired else next(rest)
+            for paired in self.paired
+        ]
+
+
+def _scan(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation
+) -> list[Value]:
+    params, body = equation.params, equation.params["jaxpr"]
+    consts, carried = params["num_consts"], params["num_carry"]
+    fixed, start = operands[:consts], operands[consts : consts + carried]
+    slices = operands[consts + carried :]
+    carry = _Flat([_has_sides(_rounded(x)) for x in start])
+    along = _Flat([isinstance(x, Pair) for x in slices])
+    stacked = _Flat([_has_sides(v.aval) for v in body.jaxpr.outvars[carried:]])
+
+    def step(state: Any, taken: Any) -> Any:
+        index, arrays = taken
+        given = [*fixed, *carry.values(state), *along.values(arrays)]
+        found = _evaluate(body.jaxpr, body.consts, given, noise_of(index))
+        return carry.arrays(found[:carried]), stacked.arrays(found[carried:])
+
+    noise_of = _iterations(noise)
+    last, ys = jax.lax.scan(
+        step,
+        carry.arrays(start),
+        (jnp.arange(params["length"]), along.arrays(slices)),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry.values(last), *stacked.values(ys)]
+
+
+def _while(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation
+) -> list[Value]:
+    params = equation.params
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    ends = np.cumsum([params["cond_nconsts"], params["body_nconsts"]])
+    for_test, for_body, start = np.split(np.arange(len(operands)), ends)
+    carry = _Flat([_has_sides(_rounded(operands[i])) for i in start])
+    noise_of = _iterations(noise)
+
+    def go_on(state: Any) -> Array:
+        given = [*(operands[i] for i in for_test), *carry.values(state[1])]
+        rounded = [_rounded(x) for x in given]
+        return _rounded(_evaluate(test.jaxpr, test.consts, rounded, noise)[0])
+
+    def step(state: Any) -> Any:
+        index, arrays = state
+        given = [*(operands[i] for i in for_body), *carry.values(arrays)]
+        found = _evaluate(body.jaxpr, body.consts, given, noise_of(index))
+        return index + 1, carry.arrays(found)
+
+    begin = (jnp.int32(0), carry.arrays([operands[i] for i in start]))
+    return carry.values(jax.lax.while_loop(go_on, step, begin)[1])
+
+
+def _cond(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation
+) -> list[Value]:
+    index, *rest = operands
+    given = _Flat([isinstance(x, Pair) for x in rest])
+    result = _Flat([_has_sides(v.aval) for v in equation.outvars])
+
+    def branch(program: ClosedJaxpr) -> Callable[..., list[Array]]:
+        def evaluate(inside: Perturbation, *arrays: Array) -> list[Array]:
+            found = _evaluate(
+                program.jaxpr, program.consts, given.values(arrays), inside
+            )
+            return result.arrays(found)
+
+        return lambda *arrays: evaluate(noise.inner(jnp.uint32(0)), *arrays)
+
+    branches = [branch(program) for program in equation.params["branches"]]
+    arrays = jax.lax.switch(
+        _rounded(index).astype(jnp.int32), branches, *given.arrays(rest)
+    )
+    return result.values(arrays)
+
+
+def _linear_solve(
+    equation: JaxprEqn, operands: list[Value], noise: Perturbation
+) -> list[Value]:
+    lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
+    before = lengths.matvec + lengths.vecmat
+    constants = operands[before : before + lengths.solve]
+    right_hand = operands[sum(lengths) :]
+    solve = programs.solve
+    return _evaluate(solve.jaxpr, solve.consts, [*constants, *right_hand], noise)
+
+
+def _iterations(noise: Perturbation) -> Callable[[Array], Perturbation]:
+    """A scope for each iteration; all of one loop share the loop's seed."""
+    loop = noise.inner(jnp.uint32(0))
+
+    def of(index: Array) -> Perturbation:
+        return loop.within(_mix(loop.seed + index.astype(jnp.uint32)))
+
+    return of
+
+
+_CONTROL: dict[str, Callable[..., Sequence[Value]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_linear_solve": _linear_solve,
+}
+
+
+# ---------------------------------------------------------------------------------
+# Equations that need another form in float64.
+
+
+Rounded = Sequence[Array]
+
+
+def _identity(
+    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
+) -> list[Array]:
+    del equation, operands, rounded
+    return [wide[0]]
+
+
+def _cast(
+    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
+) -> list[Array]:
+    del equation, operands
+    dtype = rounded[0].dtype
+    if _is_float(rounded[0]):
+        dtype = wide_of(dtype)
+    if jnp.iscomplexobj(wide[0]) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return [wide[0].real.astype(dtype)]
+    return [wide[0].astype(dtype)]
+
+
+def _sort(
+    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
+) -> list[Array]:
+    """In the order of the rounded side, whose positions are sorted along."""
+    del rounded
+    axis = equation.params["dimension"]
+    given = [_rounded(x) for x in operands]
+    positions = jax.lax.broadcasted_iota(jnp.int32, given[0].shape, axis)
+    *_, order = equation.primitive.bind(*given, positions, **equation.params)
+    return [jnp.take_along_axis(x, order, axis) for x in wide]
+
+
+def _top_k(
+    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
+) -> list[Array]:
+    del operands
+    axis = equation.params.get("axis", -1)
+    return [jnp.take_along_axis(wide[0], rounded[1], axis), rounded[1]]
+
+
+def _scatter(
+    equation: JaxprEqn, operands: list[Value], wide: list[Array], rounded: Rounded
+) -> list[Array]:
+    """Through JAX's function: the equation holds its combination in its own dtype."""
+    del operands, rounded
+    params = equation.params
+    update = params["update_jaxpr"]
+    if equation.primitive.name == "scatter" and update is not None and update.eqns:
+        raise NotImplementedError("a scatter that applies a function")
+    scatter = getattr(jax.lax, equation.primitive.name.replace("-", "_"))
+    operand, indices, updates = wide
+    found = scatter(
+        operand,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )
+    return [found]
+
+
+_RULES: dict[str, Callable[..., list[Array]]] = {
+    "convert_element_type": _cast,
+    "reduce_precision": _identity,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter-mul": _scatter,
+    "scatter-max": _scatter,
+    "scatter-min": _scatter,
+    "sort": _sort,
+    "top_k": _top_k,
+}
+
+
+def _widened(key: str, value: Any) -> Any:
+    """A parameter of an equation for float64."""
+    if key == "precision" and value is not None:
+        return (
+            jax.lax.Precision.HIGHEST
+            if not isinstance(value, tuple)
+            else ((jax.lax.Precision.HIGHEST,) * 2)
+        )
+    if isinstance(value, np.dtype) and jnp.issubdtype(value, jnp.inexact):
+        return wide_of(value)
+    return value
+
+
+# ---------------------------------------------------------------------------------
+# Values.
+
+
+def _rounded(value: Value) -> Array:
+    return value.rounded if isinstance(value, Pair) else value
+
+
+def _wide(value: Value) -> Array:
+    if isinstance(value, Pair):
+        return value.wide
+    return value.astype(wide_of(value.dtype)) if _is_float(value) else value
+
+
+def _as_pair(value: Value) -> Pair:
+    return value if isinstance(value, Pair) else Pair(value, _wide(value))
+
+
+def _as_array(constant: Any) -> Array:
+    return constant if isinstance(constant, Array) else jnp.asarray(constant)
+
+
+def _dtype_of(variable: Any) -> Any:
+    return variable.aval.dtype
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _has_sides(x: Any) -> bool:
+    """Whether a value may differ between the sides: integers and keys do not."""
+    return _is_float(x) or x.dtype == jnp.bool_
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def wide_of(dtype: Any) -> Any:
+    """The dtype of the wide side of a floating dtype."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.dtype(jnp.complex128 if is_complex else jnp.float64)

@@ -1,0 +1,304 @@
+"""The measured bound: right programs pass, wrong ones do not, and blindness is said.
+
+Each case is one on which a judge that evaluates the loss again in float64 fails: noise
+that float64 draws differently, casts, entries of unequal size, gradients that cancel.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import VerificationError, verify
+
+BF16 = jnp.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def as_a_user():
+    """JAX's own defaults: float32, standard promotion."""
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def mean_of(losses):
+    """`jax.value_and_grad` of the mean, compiled."""
+    return jax.jit(jax.value_and_grad(lambda p, b: losses(p, b).mean()))
+
+
+def one_by_one(losses):
+    """The mean of the examples' gradients, one at a time, last first."""
+    fn = mean_of(losses)
+
+    def candidate(params, batch):
+        count = len(jax.tree.leaves(batch)[0])
+        rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(count)]
+        parts = [fn(params, row) for row in reversed(rows)]
+        return jax.tree.map(lambda *x: sum(x) / count, *parts)
+
+    return candidate
+
+
+def wrong_ones(losses, params, batch):
+    """Gradients that nobody may take for the right one."""
+    value, gradient = mean_of(losses)(params, batch)
+    half = jax.tree.map(lambda x: x[: len(x) // 2], batch)
+    scaled = {"zero": 0, "negated": -1, "doubled": 2}
+    made = {
+        name: jax.tree.map(lambda g, k=k: (k * g).astype(g.dtype), gradient)
+        for name, k in scaled.items()
+    }
+    made["half of the batch"] = mean_of(losses)(params, half)[1]
+    return {name: lambda p, b, g=g: (value, g) for name, g in made.items()}
+
+
+def normal(rng, *shape, dtype=np.float32, scale=1.0):
+    """Random numbers of a dtype."""
+    return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+
+
+def noisy(p, b):
+    """Noise in the value's own dtype."""
+
+    def one(x, k):
+        return ((x + jax.random.normal(k, x.shape, x.dtype)) @ p) ** 2
+
+    return jax.vmap(one)(b["x"], b["key"])
+
+
+def sampled(p, b):
+    """A sampled action, as in policy gradients."""
+
+    def one(x, k):
+        scores = p.reshape(4, 2).T @ x[:4]
+        action = jax.random.categorical(k, jax.lax.stop_gradient(scores))
+        return -jax.nn.log_softmax(scores)[action] * x.sum()
+
+    return jax.vmap(one)(b["x"], b["key"])
+
+
+def dropped(p, b):
+    """A mask that keeps few, which float64 would draw differently."""
+
+    def one(x, k):
+        return (jnp.where(jax.random.bernoulli(k, 0.2, x.shape), x, 0) @ p) ** 2
+
+    return jax.vmap(one)(b["x"], b["key"])
+
+
+def cast(p, b):
+    """Parameters in float32, bfloat16 inside, losses in float32 again."""
+    h = jnp.tanh(b["x"].astype(BF16) @ jnp.outer(p, p).astype(BF16))
+    return (h.astype(b["x"].dtype) ** 2).sum(-1).astype(jnp.float32)
+
+
+def recurrent(p, b):
+    """A scan with casts and constants of the default dtype."""
+
+    def step(h, x):
+        return jnp.tanh(h * p[None] + x.astype(jnp.float32) * jnp.ones(())), None
+
+    rows = jnp.stack([b["x"], b["x"] * 0.5, b["x"][:, ::-1]])
+    return (jax.lax.scan(step, jnp.zeros(b["x"].shape), rows)[0] ** 2).mean(-1)
+
+
+@pytest.mark.parametrize("losses", [noisy, sampled, dropped, cast, recurrent])
+def test_right_and_wrong_are_told_apart(losses, rng):
+    """Where there is noise, sampling, dropout, a cast, a loop."""
+    params = normal(rng, 8)
+    batch = {"x": normal(rng, 6, 8), "key": jax.random.split(jax.random.key(1), 6)}
+    wrong = wrong_ones(losses, params, batch)
+    report = verify.judge(losses)(
+        params, batch, {"right": one_by_one(losses), **wrong}, seed=None
+    )
+    assert report.of("right").ok, str(report)
+    assert not report.unjudged
+    for name in wrong:
+        assert report.of(name).failures, name
+    assert not any("influence" in note for note in report.notes)
+
+
+def test_small_entries_are_not_hidden_by_large_ones(rng):
+    """Flattened parameters, or features without a scale: 1e3 beside 1e-3."""
+    sizes = np.array([1e3, 1e3, 1e3, 1e-3, 1e-3, 1e-3])
+    batch = {"x": normal(rng, 40, 6, scale=sizes), "y": normal(rng, 40, scale=1e3)}
+    losses = lambda w, b: (b["x"] @ w - b["y"]) ** 2  # noqa: E731
+    w = normal(rng, 6)
+    value, gradient = mean_of(losses)(w, batch)
+    candidates = {
+        "right": one_by_one(losses),
+        "signs": lambda w, b: (value, gradient.at[3:].multiply(-1)),
+        "zeros": lambda w, b: (value, gradient.at[3:].set(0)),
+        "one in a thousand": lambda w, b: (value, gradient.at[5].multiply(1.001)),
+    }
+    report = verify.judge(losses)(w, batch, candidates, seed=None)
+    assert report.of("right").ok
+    for name in list(candidates)[1:]:
+        assert report.of(name).failures, name
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_one_entry_at_the_optimum_is_judged_right(rng, scalar):
+    """The terms cancel; only their rounding is left, and no draw is small by luck."""
+
+    def losses(p, x):
+        squares = (p - x) ** 2
+        return squares.mean() if scalar else squares
+
+    fn = jax.jit(jax.value_and_grad(lambda p, x: losses(p, x).mean()))
+
+    def exact(p, x):
+        wide = np.asarray(x, np.float64)
+        value, slope = ((float(p) - wide) ** 2).mean(), 2 * (float(p) - wide).mean()
+        return jnp.float32(value), jnp.float32(slope)
+
+    def parts(p, x):
+        pairs = [fn(p, part) for part in x.reshape(4, -1)]
+        return jax.tree.map(lambda *a: sum(a) / 4, *pairs)
+
+    candidates = {"reversed": lambda p, x: fn(p, x[::-1]), "parts": parts, "f64": exact}
+    judged = verify.judge(losses)
+    for _ in range(40):
+        x = normal(rng, 256) + 1
+        p = jnp.asarray(np.asarray(x).mean(), jnp.float32)
+        report = judged(p, x, candidates, seed=None)
+        assert report.ok, str(report)
+    wrong = {"off": lambda p, x: (fn(p, x)[0], jnp.float32(1e-3))}
+    assert judged(p, x, wrong, seed=None).failures
+
+
+def test_a_gradient_that_cancels_inside_an_example_is_judged(rng):
+    """A bias before a softmax has the gradient 0, and its terms have not."""
+    losses = lambda b, x: (jax.nn.softmax(x + b) ** 2).sum(-1)  # noqa: E731
+    x = normal(rng, 6, 30)
+    loss = jax.jit(jax.value_and_grad(lambda b, x: losses(b, x).mean()))
+    report = verify.judge(losses)(
+        jnp.float32(0.3),
+        x,
+        {
+            "other order": lambda b, x: loss(b, x[::-1, ::-1]),
+            "wrong": lambda b, x: (loss(b, x)[0], jnp.float32(1e-3)),
+        },
+        seed=None,
+    )
+    assert report.of("other order").ok, str(report)
+    assert report.of("wrong").failures
+
+
+def test_bfloat16_is_seen_through(rng):
+    """Of a thousand terms, whose sum is made in float32."""
+    losses = lambda p, b: ((jnp.tanh(b["x"] @ p) - b["y"]) ** 2).sum(-1)  # noqa: E731
+    params = normal(rng, 6, 3, dtype=BF16)
+    batch = {
+        "x": normal(rng, 1000, 6, dtype=BF16),
+        "y": normal(rng, 1000, 3, dtype=BF16),
+    }
+    fn = mean_of(losses)
+
+    def parts(p, b):
+        pairs = [fn(p, jax.tree.map(lambda x, i=i: x[i::4], b)) for i in range(4)]
+        return jax.tree.map(lambda *a: sum(a) / 4, *pairs)
+
+    wrong = wrong_ones(losses, params, batch)
+    report = verify.judge(losses)(params, batch, {"parts": parts, **wrong}, seed=None)
+    assert report.of("parts").ok, str(report)
+    assert all(report.of(name).failures for name in wrong)
+    assert "sums of bfloat16 are taken to be accumulated in float32" in report.notes
+
+
+def test_accumulation_in_sixteen_bits_has_to_be_said(rng):
+    """A running sum of 400 bfloat16 numbers loses several per cent."""
+    losses = lambda w, x: w * x  # noqa: E731
+    w, x = jnp.asarray(1, BF16), jnp.asarray(rng.uniform(0.5, 1, size=400), BF16)
+
+    def running(w, x):
+        total = np.zeros((), BF16)
+        for each in np.asarray(x):
+            total = total + each
+        mean = jnp.asarray(total / np.asarray(400, BF16))
+        return mean, mean
+
+    for accumulation, right in ((None, False), (BF16, True), ("float32", False)):
+        report = verify.judge(losses, accumulation=accumulation)(
+            w, x, {"running": running}, seed=None
+        )
+        assert report.ok == right, accumulation
+        assert bool(report.failures) != right
+    assert "accumulated in float32" in report.notes[0]
+    for wrong in ("int32", "sixteen"):
+        with pytest.raises(ValueError, match=rf"floating dtype or None. Got '{wrong}'"):
+            verify.judge(losses, accumulation=wrong)
+
+
+def test_what_rounding_drowns_is_not_judged(rng):
+    """A chaotic loss: zero would pass, so nothing passes and nothing fails."""
+
+    def losses(w, x):
+        return jax.lax.fori_loop(0, 40, lambda i, h: jnp.sin(3 * h + 0.1) * 1.5, x @ w)
+
+    w, x = normal(rng, 4), normal(rng, 5, 4)
+    fn = jax.value_and_grad(lambda w, x: losses(w, x).mean())
+    same = jax.jit(fn)(w, x)
+    near = jax.tree.map(lambda a: a * (1 + 2**-20), same)
+    candidates = {"near": lambda w, x: near, "same": lambda w, x: same}
+    report = verify.judge(losses)(w, x, candidates, seed=None)
+    assert not report.ok
+    assert not report.failures
+    assert [(row.candidate, row.path) for row in report.unjudged] == [
+        ("near", "(loss)"), ("near", "(root)"),
+    ]  # fmt: skip
+    # What is equal bit by bit needs no bound.
+    assert report.of("same").bit_equal
+    assert report.of("same").ok
+    with pytest.raises(
+        VerificationError, match=r"^not judged:\n  near: \(loss\): round"
+    ):
+        report.raise_if_failed()
+    assert "not judged" in str(report)
+    assert "zero would pass too" in " ".join(str(report).split())
+    record = json.loads(report.to_json())
+    assert not record["ok"]
+    assert [leaf["verdict"] for leaf in record["leaves"]].count("not judged") == 2
+
+
+def test_losses_near_the_smallest_normal_number(rng):
+    """What may be flushed to zero is not judged; a hundred times more is."""
+    losses = lambda w, x: (x @ w) ** 2  # noqa: E731
+    x = normal(rng, 12, 3)
+    for scale, judged in ((1e-19, False), (1e-15, True)):
+        w = normal(rng, 3, scale=scale)
+        report = verify.judge(lambda w, x, s=scale: losses(w, x) * s)(
+            w,
+            x,
+            {"right": one_by_one(lambda w, x, s=scale: losses(w, x) * s)},
+            seed=None,
+        )
+        assert not report.failures
+        assert bool(report.unjudged) != judged, scale
+
+
+def test_default_dtypes_mean_what_they_meant(rng):
+    """Constants of the default dtype leave the bound as it is."""
+    w, x = normal(rng, 4), normal(rng, 5, 4)
+    plain = lambda w, x: jnp.sin(x @ w) ** 2  # noqa: E731
+    constant = lambda w, x: jnp.sin(x @ w * jnp.ones(())) ** 2 + jnp.zeros(())  # noqa: E731
+    ratios = [
+        verify.judge(losses)(w, x, {"one by one": one_by_one(plain)}, seed=None).worst
+        for losses in (plain, constant)
+    ]
+    assert 0.5 < ratios[0] / ratios[1] < 2
+
+
+def test_foreign_code_is_named():
+    """Its rounding is not seen, and the report says so."""
+
+    def losses(w, x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return w * x * jax.pure_callback(np.sin, shape, x, vmap_method="sequential")
+
+    w, x = jnp.float32(0.3), jnp.arange(1.0, 5.0)
+    report = verify.judge(losses)(w, x, {"jax": mean_of(losses)}, seed=None)
+    assert report.ok
+    assert any("rounding of pure_callback was not" in note for note in report.notes)

@@ -1,0 +1,199 @@
+"""The check of the reference: right references are pinned, wrong ones are found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import verify
+from jdist.verify.oracle import SHIFTS, Slopes, finite_differences, pinned
+
+POINTS = 4
+
+
+def arrays(seed, *shapes, dtype=jnp.float32):
+    """Normal arrays of these shapes."""
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def checks(loss, given, reduction="mean"):
+    """The outcomes at several points, of parameters and batches `given(seed)`."""
+    check = finite_differences(loss, reduction)
+    return [check(*given(seed), None, seed) for seed in range(POINTS)]
+
+
+def zeros_and_inputs(seed):
+    """A linear model at its start."""
+    return jnp.zeros(5, jnp.float32), *arrays(seed, (21, 5))
+
+
+def weights_and_inputs(seed):
+    """A linear model somewhere."""
+    return arrays(seed, 5, (21, 5))
+
+
+def perfect_fit(seed):
+    """Labels that the parameters explain to the last bit."""
+    w, x = arrays(seed, 5, (21, 5))
+    return w, (x, x @ w)
+
+
+def zero_head(seed):
+    """A last layer that starts at 0."""
+    a, x = arrays(seed, (5, 4), (21, 5))
+    return {"a": a, "b": jnp.zeros((4, 3), jnp.float32)}, x
+
+
+AT_ZERO = {
+    "absolute": (lambda w, x: jnp.abs(x @ w), zeros_and_inputs),
+    "square": (lambda w, x: (x @ w) ** 2, zeros_and_inputs),
+    "perfect fit": (lambda w, b: (b[0] @ w - b[1]) ** 2, perfect_fit),
+    "zero head": (
+        lambda p, x: ((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2).sum(-1),
+        zero_head,
+    ),
+    "near the smallest number": (
+        lambda w, x: (x @ w) ** 2 * jnp.asarray(1e-37, w.dtype),
+        weights_and_inputs,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_ZERO)
+def test_a_loss_near_zero_is_pinned(name):
+    """Rounding is that of where the differences are taken, not of the loss's zero."""
+    found = checks(*AT_ZERO[name])
+    assert all(check.ok and not check.skipped for check in found), found
+
+
+def test_losses_below_the_smallest_number_are_not_condemned():
+    """In float64 too: digits that do not exist are no mistake of the gradient's."""
+    found = checks(
+        lambda w, x: (x @ w) ** 2 * 1e-307,
+        lambda seed: arrays(seed, 5, (21, 5), dtype=jnp.float64),
+    )
+    assert all(check.ok for check in found)
+    assert all("rounding next to the parameters" in check.skipped for check in found)
+
+
+def straight_through(w, x):
+    """Rounded forwards, the identity backwards."""
+    rounded = w + jax.lax.stop_gradient(jnp.round(w) - w)
+    return (rounded[None, :] * x).sum(-1) ** 2
+
+
+def detached_target(w, x):
+    """A bootstrapped target."""
+    return (x @ w - jax.lax.stop_gradient(x @ w * 9 / 10)) ** 2
+
+
+def detached_in_a_loop(w, x):
+    """A carry that is detached in every iteration of a scan."""
+
+    def step(h, x):
+        return jnp.tanh(h * w[0] + jax.lax.stop_gradient(h) * x * w[1]), None
+
+    start = jnp.asarray(0.3, x.dtype)
+    return jax.vmap(lambda row: jax.lax.scan(step, start, row)[0])(x)
+
+
+@pytest.mark.parametrize(
+    "loss", [straight_through, detached_target, detached_in_a_loop]
+)
+def test_what_is_detached_is_held(loss):
+    """The derivative holds it, and so do the differences: the reference is pinned."""
+    found = checks(loss, weights_and_inputs)
+    assert all(check.ok and not check.skipped for check in found), found
+    # Not because nothing moves.
+    assert any(abs(check.slope) > 1e-3 for check in found)
+
+
+def test_a_derivative_is_compared_at_several_points():
+    """One hundred kinks within reach of the first point are not in reach of all."""
+    found = checks(
+        lambda w, x: jax.nn.relu(x @ w),
+        lambda seed: (jnp.zeros(5, jnp.float32), *arrays(seed, (1000, 5))),
+    )
+    assert all(check.ok and not check.skipped for check in found), found
+
+
+@jax.custom_vjp
+def tripled(x):
+    """A square with a derivative that is half as large again."""
+    return x**2
+
+
+tripled.defvjp(lambda x: (x**2, x), lambda x, c: (3 * c * x,))
+
+
+@jax.custom_jvp
+def through(x):
+    """A straight-through estimator by a rule."""
+    return jnp.round(x)
+
+
+through.defjvp(lambda primals, tangents: (jnp.round(primals[0]), tangents[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (lambda w, x: tripled(x @ w), "custom_vjp of tripled"),
+        (lambda w, x: (through(w)[None, :] * x).sum(1), "custom_jvp of through"),
+    ],
+)
+def test_a_derivative_of_its_own_is_not_checked(loss, name):
+    """Whether it is meant cannot be known: both slopes are told, and nothing more."""
+    for check in checks(loss, weights_and_inputs):
+        assert check.ok
+        assert f"the loss has a derivative of its own ({name}): slope" in check.skipped
+
+
+def test_a_rule_that_is_the_derivative_is_pinned():
+    """JAX's own rules, and a user's that is right, are held to the difference."""
+
+    @jax.custom_vjp
+    def squared(x):
+        return x**2
+
+    squared.defvjp(lambda x: (x**2, x), lambda x, c: (2 * c * x,))
+
+    def loss(w, x):
+        return squared(x @ w) + jax.nn.relu(x @ w) + jax.nn.logsumexp(x * w[None, :], 1)
+
+    found = checks(loss, weights_and_inputs)
+    assert all(check.ok and not check.skipped for check in found), found
+
+
+def test_a_wrong_derivative_is_found():
+    """By a factor that no curvature, rounding or kink explains."""
+    losses = np.sin(0.3 + 4e-6 * SHIFTS)
+    assert pinned(Slopes(np.cos(0.3), losses)).ok
+    for factor in (1 + 1e-4, 0.5, -1):
+        check = pinned(Slopes(np.cos(0.3) * factor, losses))
+        assert not check.ok
+        assert "oracle WRONG: slope" in str(check)
+
+
+def test_what_cannot_run_in_float64_is_named():
+    """A callback's value does not move with the parameters' wide side."""
+
+    @jax.custom_jvp
+    def called(y):
+        return jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+    called.defjvp(lambda y, d: (called(*y), d[0] * (1 - called(*y) ** 2)))
+    loss = lambda w, x: called(x @ w)  # noqa: E731
+    for check in checks(loss, weights_and_inputs):
+        assert check.skipped == "pure_callback cannot be evaluated in float64"
+
+
+def test_the_check_can_be_left_out():
+    """With `seed=None`, of a call and of a problem."""
+    w, x = weights_and_inputs(0)
+    loss = lambda w, x: tripled(x @ w)  # noqa: E731
+    same = jax.value_and_grad(lambda w, x: loss(w, x).mean())
+    given = (w, x, {"same": same})
+    assert verify.gradients(loss, *given, seed=None).oracle is None
+    assert verify.Problem(loss, *given, seed=None).judge().oracle is None

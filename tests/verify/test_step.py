@@ -1,0 +1,208 @@
+"""The judge of whole optimizer steps: by new parameters, not by what they imply."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import optim, verify
+
+SHAPES = {"bias": (3,), "out": (5, 3)}
+
+
+def losses(p, b):
+    """Of a linear model, so that little is compiled."""
+    return ((b["x"] @ p["out"] + p["bias"][None, :] - b["y"]) ** 2).sum(-1)
+
+
+def problem(seed=0, dtype=jnp.float32, steps=1, examples=13):
+    """Parameters and a batch for each step."""
+    rng = np.random.default_rng(seed)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape) / 2, dtype)  # noqa: E731
+    params = {name: array(*shape) for name, shape in SHAPES.items()}
+    batches = [{"x": array(examples, 5), "y": array(examples, 3)} for _ in range(steps)]
+    return params, batches
+
+
+def trainer(opt, change=lambda g: g, size=4):
+    """Micro-batches of a size, in float64 sums, then the optimizer's own step."""
+
+    @jax.jit
+    def part(p, b):
+        return jax.grad(lambda p: losses(p, b).sum())(p)
+
+    def train(params, state, batch):
+        count = len(batch["x"])
+        parts = [
+            part(params, jax.tree.map(lambda x, i=i: x[i : i + size], batch))
+            for i in range(0, count, size)
+        ]
+        mean = jax.tree.map(
+            lambda *leaves: jnp.asarray(
+                sum(np.asarray(leaf, np.float64) for leaf in leaves) / count,
+                leaves[0].dtype,
+            ),
+            *parts,
+        )
+        return opt.step(params, change(mean), state)
+
+    return train
+
+
+def scaled(name, factor):
+    """One leaf of the gradient by a factor."""
+    return lambda g: {**g, name: (g[name] * factor).astype(g[name].dtype)}
+
+
+OPTIMIZERS = {
+    "momentum": optim.sgd(lr=0.05, momentum=0.9),
+    "adam": optim.adam(lr=0.01),
+}
+
+
+@pytest.mark.parametrize(("name", "steps"), [("momentum", 3), ("adam", 1)])
+def test_right_trainers_pass_and_wrong_ones_fail(name, steps):
+    """After several steps and after one, with the optimizer's state."""
+    opt = OPTIMIZERS[name]
+    params, batches = problem(steps=steps)
+    negated = {leaf: scaled(leaf, -1) for leaf in SHAPES}
+    candidates = {"right": trainer(opt)}
+    candidates |= {leaf: trainer(opt, change) for leaf, change in negated.items()}
+    if name == "momentum":
+        candidates["a thousandth"] = trainer(opt, scaled("out", 1.001))
+    report = verify.step(
+        losses, opt.step, (params, opt.init(params)), batches, candidates
+    )
+    right = report.of("right")
+    assert right.ok, str(right)
+    assert right.worst < 0.5
+    assert {row.path for row in right.leaves} > {f"params/{leaf}" for leaf in SHAPES}
+    assert any(row.path.startswith("state/") for row in right.leaves)
+    for leaf in SHAPES:
+        failed = {row.path for row in report.of(leaf).failures}
+        assert f"params/{leaf}" in failed
+        if steps == 1:
+            assert {p for p in failed if p.startswith("params")} == {f"params/{leaf}"}
+    if name == "momentum":
+        assert report.of("a thousandth").failures
+
+
+def test_the_words_are_about_the_step():
+    """Its factor, not that of the parameters, whose change is small beside them."""
+    opt = optim.sgd(lr=1e-3)
+    params, batches = problem()
+    doubled = trainer(opt, scaled("bias", 2))
+    report = verify.step(
+        losses, opt.step, (params, opt.init(params)), batches, {"doubled": doubled}
+    )
+    (row,) = [row for row in report.failures if row.path == "params/bias"]
+    assert row.problem.startswith("its step: off by ")
+    assert "it is 2" in row.problem or "it is 1.99" in row.problem
+
+
+def test_a_small_learning_rate_condemns_no_right_trainer():
+    """(p - q) / lr would be off by u |p| / lr, more than the gradient."""
+    opt = optim.sgd(lr=1e-6)
+    params, batches = problem()
+    start = params, opt.init(params)
+    train = trainer(opt)
+
+    def implied(p, b):
+        q, _ = train(p, opt.init(p), b)
+        return losses(p, b).mean(), jax.tree.map(lambda p, q: (p - q) / 1e-6, p, q)
+
+    by_gradient = verify.gradients(
+        losses, params, batches[0], {"implied": implied}, seed=None
+    )
+    assert by_gradient.failures
+    by_step = verify.step(losses, opt.step, start, batches, {"mine": train})
+    assert not by_step.failures, str(by_step)
+
+
+def test_a_step_below_rounding_is_not_judged():
+    """No step at all would pass as well; bit-equal parameters are said to be so."""
+    opt = optim.sgd(lr=1e-9)
+    params, batches = problem()
+    start = params, opt.init(params)
+
+    def nudged(p, s, b):
+        return jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), p), None
+
+    candidates = {"none": lambda p, s, b: (p, None), "up": nudged}
+    report = verify.step(losses, opt.step, start, batches, candidates)
+    assert not report.ok
+    assert not report.failures
+    assert "no step at all would pass too" in report.of("up").unjudged[0].unjudged
+    none = report.of("none").leaves
+    assert all(row.bit_equal or row.unjudged for row in none)
+
+
+def test_bit_equal_parameters_are_named():
+    """The reference's own programs give the reference's own bits."""
+    opt = optim.sgd(lr=0.1, momentum=0.9)
+    params, batches = problem(steps=2)
+    gradient = jax.jit(jax.grad(lambda p, b: losses(p, b).mean()))
+
+    def same(p, s, b):
+        w = jnp.ones(len(b["x"]), jnp.float32)
+        mean = lambda p: jnp.sum(w * losses(p, b)) / jnp.sum(w)  # noqa: E731
+        return jax.jit(opt.step)(p, jax.jit(jax.grad(mean))(p), s)
+
+    hidden = [opt.init(params)]
+
+    def secretive(p, state, b):
+        p, own = trainer(opt)(p, hidden[-1], b)
+        hidden.append(own)
+        return p, None
+
+    candidates = {
+        "same": same,
+        "stale": lambda p, s, b: opt.step(p, gradient(params, b), s),
+        "secretive": secretive,
+    }
+    start = params, opt.init(params)
+    report = verify.step(losses, opt.step, start, batches, candidates)
+    assert report.of("same").ok
+    # A state of None: the parameters alone are judged, and nothing is called missing.
+    assert report.of("secretive").ok
+    shown = {row.path for row in report.of("secretive").leaves}
+    assert shown == {f"params/{name}" for name in SHAPES}
+    assert "same: every parameter is bit-equal to the reference's" in report.notes
+    assert report.of("stale").failures
+
+
+def test_bfloat16_parameters():
+    """What rounding hides is not judged, and a wrong sign is not hidden."""
+    opt = optim.sgd(lr=0.5)
+    params, batches = problem(dtype=jnp.bfloat16)
+    report = verify.step(
+        losses, opt.step, (params, opt.init(params)), batches,
+        {"right": trainer(opt), "out": trainer(opt, scaled("out", -1))},
+    )  # fmt: skip
+    assert not report.of("right").failures, str(report.of("right"))
+    assert [row.path for row in report.of("out").failures] == ["params/out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batches": []}, ValueError, "one for each step. Got none"),
+        ({"batches": {"x": 1}}, ValueError, "one for each step. Got dict"),
+        ({"weights": [None, None]}, ValueError, "one array for each of 1 batches"),
+        ({"reduction": "median"}, ValueError, "must be one of 'mean', 'sum'"),
+        ({"candidates": {}}, ValueError, "must name at least one function"),
+        (
+            {"candidates": {"bare": lambda p, s, b: p}},
+            TypeError,
+            r"candidates\['bare'\].*must return \(params, opt_state\). Got a dict",
+        ),
+    ],
+)
+def test_refusals(options, error, message):
+    """Each names the argument and the rule."""
+    opt = optim.sgd(lr=0.1)
+    params, batches = problem(examples=3)
+    candidates = {"any": lambda p, s, b: (p, s)}
+    arguments = {"batches": batches, "candidates": candidates, **options}
+    with pytest.raises(error, match=message):
+        verify.step(losses, opt.step, (params, opt.init(params)), **arguments)
