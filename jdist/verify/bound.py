@@ -18,9 +18,10 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     so a = 2^-24 for them unless the judge is told otherwise.
 2.  *Partial results* in the leaf's own dtype, with unit u. A program may split the
     batch into parts and round each part's gradient, or round a weight, the total, the
-    result. For a random split into parts the squares of the parts' sums add up to at
-    most P^2 = g^2 + sum t_i^2, and the same holds for one rounding of the whole or one
-    of every term. EXTRA of them, for programs differ in what they round:
+    result. For a random split into k parts the squares of the parts' sums add up to
+    g^2 / k + (1 - 1 / k) sum t_i^2 on average, which is at most
+    P^2 = max(g^2, sum t_i^2), from one rounding of the whole to one of every term.
+    EXTRA of them, for programs differ in what they round:
 
         B = sqrt(2) lambda u sqrt(EXTRA / 3) P
 
@@ -164,7 +165,7 @@ def measured_bound(
     """
     total, magnitude, square, drift, variance = map(np.asarray, sums)
     entries = total.size
-    size = np.sqrt(np.abs(total) ** 2 + square)
+    size = np.sqrt(np.maximum(np.abs(total) ** 2, square))
     adding = bound(accumulation, entries, terms, magnitude)
     partial = confidence(entries) * unit_roundoff(dtype) * math.sqrt(2 * EXTRA / 3)
     power = float(np.sum(magnitude**2))
