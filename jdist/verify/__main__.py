@@ -115,6 +115,8 @@ def _judge_problem(options: argparse.Namespace) -> int:
 
 
 def _judge_matrix(options: argparse.Namespace) -> int:
+    if not options.finite_differences:
+        raise JdistError("--no-finite-differences goes with a problem, module:name")
     known = matrix.strategies()
     rows = {name: build for name, build in known.items() if options.rows in name}
     if not rows:

@@ -93,6 +93,10 @@ SHIFTS = np.linspace(-1, 1, 13)
 # A kink within reach of one point is hardly in reach of another.
 POINTS = 3
 
+# A loss that no cubic fits to this share of its range is chaotic, or all rounding: that
+# if its range is below this share of the loss.
+SCATTERED, COARSE = 0.1, 1e-8
+
 # Below the smallest normal number digits are lost, of a derivative's parts too.
 LOST = float(np.finfo(np.float64).smallest_normal / np.finfo(np.float64).eps)
 
@@ -245,6 +249,9 @@ def pinned(found: Slopes) -> OracleCheck:
     cubic, *_ = np.linalg.lstsq(columns, centred, rcond=None)
     freedom = SHIFTS.size - columns.shape[1]
     deviation = np.linalg.norm(centred - columns @ cubic) / np.sqrt(freedom)
+    middle = abs(losses[SHIFTS.size // 2])
+    if deviation > SCATTERED and size > COARSE * middle:
+        return OracleCheck(skipped="the loss is chaotic next to the parameters")
     error = deviation * np.sqrt(np.linalg.inv(columns.T @ columns)[1, 1])
     line = float(SHIFTS @ centred / (SHIFTS @ SHIFTS))
     bend = abs(cubic[1] - line) + abs(centred[-1] + centred[0])

@@ -187,7 +187,7 @@ def _moved(
         own = seed * jnp.uint32(FOLLOWED + 1) + number.astype(jnp.uint32)
         values = iter(wide)
         state = [Pair(x, next(values)) if is_inexact(x) else x for x in state_leaves]
-        exact = Perturbation(jnp.float64(0), own, None, set())
+        exact = Perturbation(None, own, None, set())
         # The reference's own order of leaves: the loss, then the gradient.
         found = run(
             differentiate, [*state[:count], *jax.tree.leaves(taken.batch)], exact

@@ -35,9 +35,15 @@ problem = verify.Problem(losses, w, x, {"right": right})
 def made():
     return {"loss_fn": losses, "params": w, "batch": x, "candidates": {"wrong": wrong}}
 
-def doubtful(w, x):
-    loss, gradient = right(w, x)
-    return loss, gradient * (1 + 1e-3)
+@jax.jit
+def chaos(w, x):
+    return jax.lax.fori_loop(0, 200, lambda i, h: 4 * h * (1 - h), 0.4 + (x @ w) / 99)
+
+def chaotic(w, x):
+    loss, gradient = jax.value_and_grad(lambda w: chaos(w, x).mean())(w)
+    return loss, gradient / 2
+
+hopeless = verify.Problem(chaos, w, x, {"right": chaotic})
 
 def crash():
     raise ValueError("the disk is full")
@@ -64,6 +70,10 @@ tripled.defvjp(
     lambda saved, c: (3 * ((2 * c * (saved[1] @ saved[0])) @ saved[1]), None),
 )
 
+def right_of_tripled(w, x):
+    return jax.value_and_grad(lambda w: tripled(w, x).mean())(w)
+
+on_purpose = verify.Problem(tripled, w, x, {"right": right_of_tripled})
 number = 3
 typo = {"loss_fn": losses, "parameters": w}
 partial = {"loss_fn": losses, "params": w}
@@ -140,6 +150,25 @@ def test_code_that_raises_is_no_wrong_gradient(module, capsys, specification, me
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert "error:" in shown
+
+
+def test_what_cannot_be_judged_has_its_own_status(module, capsys):
+    """Two hundred steps of a chaotic map: all digits are lost, and zero would pass."""
+    assert command.main(["users_own:hopeless"]) == 3
+    shown = capsys.readouterr().out
+    assert "not judged" in shown
+    assert shown.rstrip().endswith("NOT JUDGED")
+
+
+def test_a_derivative_on_purpose_can_be_left_unchecked(module, capsys):
+    """By an option, which the matrix refuses."""
+    assert command.main(["users_own:on_purpose"]) == 0
+    assert "a derivative of its own" in " ".join(capsys.readouterr().out.split())
+    option = "--no-finite-differences"
+    assert command.main(["users_own:on_purpose", option]) == 0
+    assert "oracle" not in capsys.readouterr().out
+    assert command.main([option]) == 2
+    assert "goes with a problem" in " ".join(capsys.readouterr().err.split())
 
 
 def test_wrong_arguments_of_a_problem_are_a_wrong_call(module, capsys):

@@ -176,6 +176,15 @@ def test_a_wrong_derivative_is_found():
         assert "oracle WRONG: slope" in str(check)
 
 
+def test_a_chaotic_loss_is_not_condemned():
+    """No difference can resolve it; where rounding alone scatters, a slope is wrong."""
+    scatter = np.random.default_rng(0).normal(size=SHIFTS.size)
+    assert pinned(Slopes(1e9, 1 + scatter / 9)).skipped.startswith(
+        "the loss is chaotic"
+    )
+    assert not pinned(Slopes(1.0, 1 + scatter * 1e-16)).ok
+
+
 def test_what_cannot_run_in_float64_is_named():
     """A callback's value does not move with the parameters' wide side."""
 
