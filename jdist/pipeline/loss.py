@@ -15,7 +15,7 @@ from jdist._tree import merge, split_inexact
 from jdist.pipeline.kind import Kind, is_kind, kinds_of
 from jdist.pipeline.post import moved
 from jdist.reduction import Partial
-from jdist.segment._cache import VERSIONS, Cache
+from jdist.segment._cache import PATIENCE_WITH_MODELS, VERSIONS, Cache
 from jdist.segment._contents import Contents
 from jdist.segment._traced import Changed, Traced
 
@@ -63,7 +63,7 @@ class _Compiled:
         options = (names, kind, tuple(leaves), structure)
         made = self._passes.get(options)
         if made is None:
-            VERSIONS.note(_CACHE.user, self._contents, options)
+            VERSIONS.note(_CACHE.user, self._contents, options, PATIENCE_WITH_MODELS)
             made = _compiled(self.fn, names, kind, leaves, structure)
             self._passes[options] = made
         return made

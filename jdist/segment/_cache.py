@@ -12,8 +12,9 @@ object. Here what is compiled is found in two ways:
 
 Where the program changes in each turn every turn compiles, which costs a thousand times
 the call. The third version of one code object therefore warns, once, and names what
-changed. Both hold a bounded number of entries and drop the one that was not used for
-longest; what was handed out stays valid.
+changed; of a stage's or a pipeline's loss the sixteenth, because programs make several
+models on purpose. Both hold a bounded number of entries and drop the one that was not
+used for longest; what was handed out stays valid.
 """
 
 import sys
@@ -28,6 +29,10 @@ from jdist.segment._contents import FIXED_PACKAGES, Contents, contents_of
 
 Entry = TypeVar("Entry")
 PATIENCE = 3
+"""Versions of one code object after which a warning says that they cost something."""
+
+PATIENCE_WITH_MODELS = 16
+"""The same for parts of models, of which a program may make several on purpose."""
 
 
 class RecompilationWarning(UserWarning):
@@ -126,6 +131,7 @@ class Versions:
         case: Hashable,
         program: Hashable,
         entry: Any,
+        patience: int = PATIENCE,
     ) -> Any:
         """What was compiled for the program; `entry` from now on, if nothing was.
 
@@ -135,6 +141,7 @@ class Versions:
           case: Its arguments' shapes, and all options.
           program: What it was traced to.
           entry: What is about to be compiled.
+          patience: See `note`.
         """
         key = (user, contents.code, case, program)
         with self._lock:
@@ -144,11 +151,13 @@ class Versions:
             self._entries[key] = entry
             if len(self._entries) > self._size:
                 self._entries.popitem(last=False)
-        self.note(user, contents, case)
+        self.note(user, contents, case, patience)
         return entry
 
-    def note(self, user: str, contents: Contents, case: Hashable) -> None:
-        """Counts a compilation of a code object; warns, if it is the one too many."""
+    def note(
+        self, user: str, contents: Contents, case: Hashable, patience: int = PATIENCE
+    ) -> None:
+        """Counts a compilation of a code object; warns once there are `patience`."""
         key = (user, contents.code, case)
         with self._lock:
             before = self._histories.pop(key, None)
@@ -156,12 +165,13 @@ class Versions:
             self._histories[key] = _History(versions, contents)
             if len(self._histories) > self._size:
                 self._histories.popitem(last=False)
-        if before is None or versions != PATIENCE:
+        if before is None or versions != patience:
             return
         changed = "; ".join(contents.changes_since(before.last))
         warning = (
-            f"{user} compiles {contents.name} for the {PATIENCE}rd time, because "
-            f"what it refers to changed: {changed}. Each version costs a compilation. "
+            f"{user} compiles {contents.name} for the {_ordinal(patience)} time, "
+            f"because what it refers to changed: {changed}. Each version costs a "
+            f"compilation. "
             f"Pass what changes as an input, or write the function outside the loop."
         )
         warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
@@ -178,6 +188,10 @@ class Versions:
 
 VERSIONS = Versions(size=256)
 """Of all that is compiled of functions, whoever compiles it."""
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'rd' if number == 3 else 'th'}"
 
 
 def _users_level() -> int:

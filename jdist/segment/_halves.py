@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.segment._backward import Layout, cotangents_of, gradient
-from jdist.segment._cache import VERSIONS
+from jdist.segment._cache import PATIENCE, VERSIONS
 from jdist.segment._contents import Contents
 from jdist.segment._deferred import Deferral, defer
 from jdist.segment._identity import identity_of
@@ -51,6 +51,7 @@ class Halves:
       user: Name of the public function that compiles, for errors.
       contents: What `fn` is made of.
       label: What else tells it from others; halves of different labels share nothing.
+      patience: Number of versions of the function's code that cause a warning.
       before: The halves of which these are set aside, for one of their functions.
       alone: See `Traced`.
 
@@ -80,6 +81,7 @@ class Halves:
         user: str,
         contents: Contents,
         label: Hashable = None,
+        patience: int = PATIENCE,
         before: "Halves | None" = None,
         alone: bool = False,
     ) -> None:
@@ -88,6 +90,7 @@ class Halves:
         self._policy = policy
         self._contents = contents
         self._label = label
+        self._patience = patience
         self._before = before
         self._traced: Traced = (
             before._traced.aside(fn) if before else Traced(fn, user, contents, alone)
@@ -114,7 +117,7 @@ class Halves:
         What is compiled here serves it on; what is new it traces itself.
         """
         made_of = self._policy, self._user, self._contents, self._label
-        return Halves(fn, *made_of, before=self)
+        return Halves(fn, *made_of, self._patience, before=self)
 
     def home_of(self, owner: object) -> "Halves | None":
         """The halves that made residuals for a call of these; None if none did."""
@@ -153,7 +156,9 @@ class Halves:
         program = self._traced.program(arguments, static)
         case = (self._policy, self._label, signature_of(arguments, static))
         key = program.outputs, identity_of(program.closed)
-        home: Halves = VERSIONS.get(self._user, self._contents, case, key, self)
+        home: Halves = VERSIONS.get(
+            self._user, self._contents, case, key, self, self._patience
+        )
         if home is not self:
             raise Elsewhere(home)
         return program
