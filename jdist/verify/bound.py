@@ -36,7 +36,7 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     An entry is not trusted to round more finely than its leaf does, relative to the
     magnitudes: s^2 = sum V / sum S^2 over the leaf.
 
-        C = sqrt(2) tau max(sqrt(V), s S) + 2 |D|
+        C = sqrt(2) tau max(sqrt(V), s S)
 
     V is itself estimated, from nu draws. For a normal error over an independent
     estimate of its deviation, P(|error| > tau sqrt(V)) is at most the mean of
@@ -45,7 +45,10 @@ sub-Gaussian with its own variance. Reference and candidate err independently: s
     tau = sqrt(nu (exp(lambda^2 / nu) - 1)), which tends to lambda.
 4.  Numbers below the smallest normal one may be flushed to zero, an absolute error.
 
-        bound = A + B + C + (n + EXTRA) smallest
+The random parts are independent, so their variances add. D is not random: it is the
+reference's own, and a candidate's may be the opposite.
+
+    bound = sqrt(A^2 + B^2 + C^2) + 2 |D| + (n + EXTRA) smallest
 
 lambda is set by how often a right answer may be rejected: RISK per leaf of m entries,
 so that m * 2 exp(-lambda^2 / 2) = RISK. No constant in it is fitted.
@@ -166,17 +169,18 @@ def measured_bound(
     total, magnitude, square, drift, variance = map(np.asarray, sums)
     entries = total.size
     size = np.sqrt(np.maximum(np.abs(total) ** 2, square))
-    adding = bound(accumulation, entries, terms, magnitude)
-    partial = confidence(entries) * unit_roundoff(dtype) * math.sqrt(2 * EXTRA / 3)
+    root = math.sqrt(2)
+    width = root * confidence(entries)
+    adding = width * unit_roundoff(accumulation) * math.sqrt(terms + EXTRA) * magnitude
+    partial = width * unit_roundoff(dtype) * math.sqrt(EXTRA / 3) * size
     power = float(np.sum(magnitude**2))
     relative = float(np.sum(variance)) / power if power > 0 else 0.0
     deviation = np.sqrt(np.maximum(variance, relative * magnitude**2))
-    random = math.sqrt(2) * confidence(entries, draws) * deviation
-    computing = random + 2 * np.abs(drift)
-    flushed = (terms + EXTRA) * _flushed(dtype)
-    width = adding + partial * size + computing + flushed
+    computing = root * confidence(entries, draws) * deviation
+    random = np.sqrt(adding**2 + partial**2 + computing**2)
+    allowed = random + 2 * np.abs(drift) + (terms + EXTRA) * _flushed(dtype)
     # Where nothing could be measured, nothing can be said.
-    return Limit(np.where(np.isnan(width), np.inf, width), size)
+    return Limit(np.where(np.isnan(allowed), np.inf, allowed), size)
 
 
 def accumulated(dtype: Any, accumulation: Any) -> Any:
