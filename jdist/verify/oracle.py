@@ -182,7 +182,7 @@ def _slopes(
         """The loss `shift` from the point, where what is detached stays."""
         held = Perturbation(None, seed, None, missed, SHIFT)
         both = jax.vmap(
-            lambda moved: _moved(run(value, at(moved), held))[0], axis_name=SHIFT
+            lambda moved: run(value, at(moved), held)[0].wide, axis_name=SHIFT
         )
         return both(jnp.stack([jnp.zeros_like(shift), shift]))[1]
 
@@ -190,18 +190,13 @@ def _slopes(
     losses = jax.lax.map(shifted, jnp.asarray(REACH * SHIFTS))
     one = jnp.ones((), value.out_avals[0].dtype)
     exact = Perturbation(None, seed, None, missed)
-    slope = _moved(run(gradient, [one, *at(jnp.zeros(()))], exact))
+    slope = run(gradient, [one, *at(jnp.zeros(()))], exact)
     # For complex leaves JAX's gradient g satisfies dL = Re(g . dz).
     parts = [
-        jnp.sum(g * d).real
-        for g, d in zip(slope, jax.tree.leaves(direction), strict=True)
+        jnp.sum(pair.wide * d).real
+        for pair, d in zip(slope, jax.tree.leaves(direction), strict=True)
     ]
     return Slopes(sum(parts, jnp.float64(0)), losses)
-
-
-def _moved(results: list[Any]) -> list[jax.Array]:
-    """The wide sides of what a program computes."""
-    return [x.wide for x in results if isinstance(x, Pair)]
 
 
 def _surroundings(params: Any, seed: jax.Array) -> tuple[Any, Any]:

@@ -189,14 +189,13 @@ def _moved(
         state = [Pair(x, next(values)) if is_inexact(x) else x for x in state_leaves]
         exact = Perturbation(None, own, None, set())
         # The reference's own order of leaves: the loss, then the gradient.
-        found = run(
+        _, *slopes = run(
             differentiate, [*state[:count], *jax.tree.leaves(taken.batch)], exact
         )
-        slopes = [x for x in found[1:] if isinstance(x, Pair)]
         gradient = _shifted(taken, slopes, own, number != 0)
         rounding = Perturbation(moving, own, None, set())
         found = run(update, [*state[:count], *gradient, *state[count:]], rounding)
-        return [x.wide for x in found if isinstance(x, Pair)]
+        return [x.wide for x in found if is_inexact(x.rounded)]
 
     return jax.lax.map(one, (jnp.arange(FOLLOWED + 1), others))
 
