@@ -19,7 +19,7 @@ from jdist._errors import requirement
 from jdist.pipeline.micro_batch import MicroBatch
 
 SAMPLE = 1024
-"""Elements of an array that its checksum covers: some 10 us, whatever its size."""
+"""Elements of an array that its checksum covers, so that its cost has a bound."""
 
 
 class Identity(NamedTuple):
