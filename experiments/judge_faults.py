@@ -1,5 +1,5 @@
-"""The judge finds planted faults of a hundred kinds on fourteen losses, in three
-precisions, and condemns no right program.
+"""How many planted faults does the judge find, of a hundred kinds on fourteen losses in
+three precisions, and does it condemn a right program?
 
 Each loss is differentiated in every way that right programs do it (micro-batches, other
 orders, shards, forward mode, float64), and wrongly in every way of a list: scales,
@@ -40,7 +40,6 @@ WANTED = {"float32": (0.995, 1e-3), "float64": (0.995, 1e-3), "bfloat16": (0.95,
 CLASSES = (0.0, 1e-5, 1e-3, 1e-2, 0.05, 0.3, 1.0, np.inf)
 # On a loss with random numbers these must never pass: the noise is no excuse.
 UNMISTAKABLE = ("zero", "negated", "doubled", "other keys", "keys reversed")
-SHOWN = 20
 NORMAL = {"faults": 1800, "kinds": 100, "losses": 14, "right": 500}
 SHORT = {"faults": 200, "kinds": 60, "losses": 2, "right": 20}
 
@@ -89,31 +88,26 @@ def run(settings: Settings, progress: Progress) -> Result:
         oracles[f"{name}, {dtype}"] = oracle
     right = [row for row in found if not row.family]
     faults = [row for row in found if row.family]
-    kinds = len({row.name for row in faults})
     return Result(
-        proved=(
-            f"{len(faults)} faults of {kinds} kinds judged, none of {len(right)} right "
-            f"programs condemned."
-        ),
         claims=claims(faults, right, oracles, SHORT if settings.quick else NORMAL),
         pictures=[
             Picture(
                 "faults",
-                "Every fault at its size and at its error over the bound: above the "
-                "line it is found. At the left edge, right programs.",
+                "Every fault at its size and at its error over the bound, which is the "
+                "dashed line. At the left edge, right programs.",
                 plot(faults, right),
             )
         ],
         tables={
             "Faults found, by size": by_size(faults),
             "Faults found, by kind": by_family(faults),
+            "Faults not found": [["fault"], *([text] for text in missed(faults))],
         },
         data={
             "judged": [_plain(row) for row in found],
             "oracles": oracles,
             "missed": missed(faults),
         },
-        notes=missed(faults)[:SHOWN],
         files={"rates.md": partial(write_markdown, faults, right)},
     )
 
@@ -214,6 +208,7 @@ def claims(
             not condemned,
             f"{len(condemned)} of {len(right)}, {len(blind)} not judged; error/bound "
             f"at most {max(row.ratio for row in right):.2f}",
+            leads=True,
         ),
         Claim(
             f"on random losses nothing passes that is {', '.join(UNMISTAKABLE)}",
@@ -236,6 +231,7 @@ def _rate(precision: str, faults: Sequence[Judged]) -> Claim:
         f"{precision}: at least {share:.1%} of the faults above {size:g} are found",
         bool(able) and found >= share * len(able),
         f"{found} of {len(able)}, {found / max(len(able), 1):.1%}",
+        leads=True,
     )
 
 

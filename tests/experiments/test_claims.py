@@ -300,7 +300,7 @@ MODULES = sorted(Path(_runner.experiments.__path__[0]).glob("[a-z]*.py"))
 JUDGING = re.compile(
     r"\b(faster|slower|fewer|better|worse|wins?|gains? more|loses?|never|always|proves?"
     r"|proved|same|equals?|equal to|exactly|identical|bit for bit|lies? on|beats?"
-    r"|holds?|as well as|no more than|at least|at most|agrees?)\b"
+    r"|holds?|as well|no more than|at least|at most|agrees?)\b"
 )
 ALLOWED = {
     # How something was measured, drawn or counted.
