@@ -155,7 +155,7 @@ def _concluded(reports: Sequence[Report], text: str) -> Status:
 
 def _wrong(report: Report) -> bool:
     oracle = report.oracle
-    return bool(report.failures) or (oracle is not None and not oracle.ok)
+    return bool(report.failures) or (oracle is not None and oracle.wrong)
 
 
 if __name__ == "__main__":

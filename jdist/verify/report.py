@@ -77,24 +77,42 @@ class OracleCheck:
       difference: The central finite difference of the loss along it.
       tolerance: What truncation and rounding of the difference explain.
       skipped: Why no comparison was possible; empty if there was one.
+      own_rules: Derivative rules of the user's, in a loss for which the comparison
+        fails: whether they are meant to differ from the derivative cannot be known.
     """
 
     slope: float = float("nan")
     difference: float = float("nan")
     tolerance: float = float("nan")
     skipped: str = ""
+    own_rules: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether the reference is the derivative, as far as can be seen."""
-        error = abs(self.slope - self.difference)
-        return bool(self.skipped) or error <= self.tolerance
+        return not self.wrong and not self.own_rules
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is not the derivative, though no rule says that it should not."""
+        if self.skipped or self.own_rules:
+            return False
+        # Not `>`: a difference of NaN is no agreement.
+        return not abs(self.slope - self.difference) <= self.tolerance
 
     def __str__(self) -> str:
         """One line."""
         if self.skipped:
             return f"oracle not pinned: {self.skipped}"
-        verdict = "pinned" if self.ok else "WRONG"
+        if self.own_rules:
+            return (
+                f"oracle not judged: the loss has a derivative of its own "
+                f"({', '.join(self.own_rules)}): slope {self.slope:.6g}, and "
+                f"{self.difference:.6g} by finite difference. Correct the rule or, if "
+                f"it is meant so, leave the check out: seed=None, "
+                f"--no-finite-differences"
+            )
+        verdict = "WRONG" if self.wrong else "pinned"
         return (
             f"oracle {verdict}: slope {self.slope:.9g} by differentiation, "
             f"{self.difference:.9g} by finite difference "
@@ -158,9 +176,9 @@ class Report:
         if self.ok:
             return self
         wrong = list(map(_why, self.failures))
-        if self.oracle is not None and not self.oracle.ok:
-            wrong.append(str(self.oracle))
         unjudged = list(map(_why, self.unjudged))
+        if self.oracle is not None and not self.oracle.ok:
+            (wrong if self.oracle.wrong else unjudged).append(str(self.oracle))
         parts = [("gradients differ", wrong), ("not judged", unjudged)]
         raise VerificationError(
             "\n".join("\n  ".join([f"{what}:", *why]) for what, why in parts if why)

@@ -162,7 +162,7 @@ def test_what_cannot_be_judged_has_its_own_status(module, capsys):
 
 def test_a_derivative_on_purpose_can_be_left_unchecked(module, capsys):
     """By an option, which the matrix refuses."""
-    assert command.main(["users_own:on_purpose"]) == 0
+    assert command.main(["users_own:on_purpose"]) == 3
     assert "a derivative of its own" in " ".join(capsys.readouterr().out.split())
     option = "--no-finite-differences"
     assert command.main(["users_own:on_purpose", option]) == 0

@@ -179,7 +179,7 @@ def test_complex_parameters(rng):
 
 
 def test_a_derivative_of_its_own_is_told():
-    """A custom rule that is not the derivative may be meant: both slopes are shown."""
+    """A custom rule that is not the derivative may be meant, and may be a mistake."""
 
     @jax.custom_vjp
     def squared(w, x):
@@ -194,9 +194,18 @@ def test_a_derivative_of_its_own_is_told():
     def same(w, x):
         return jax.value_and_grad(lambda w: squared(w, x).mean())(w)
 
-    report = verify.gradients(lambda w, x: squared(w, x), w, x, {"same": same})
-    assert report.ok
+    def judged(seed):
+        return verify.gradients(squared, w, x, {"same": same}, seed=seed)
+
+    report = judged(0)
+    assert not report.ok
+    assert not report.failures
     assert "a derivative of its own (custom_vjp of squared): slope" in str(report)
+    with pytest.raises(
+        VerificationError, match=r"not judged:\n  oracle not judged: the"
+    ):
+        report.raise_if_failed()
+    assert judged(None).ok
     # A reference that is wrong without such a rule fails the report.
     wrong = dataclasses.replace(report, oracle=verify.OracleCheck(1.5, 1.0, 1e-6))
     assert not wrong.ok
