@@ -110,15 +110,22 @@ class Agent:
         """Where the others reach this worker."""
         return self._transport.address
 
-    def register(self, kind: str, handler: Handler) -> None:
+    def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
         """Has `handler(caller, body, meta)` answer requests of this kind.
 
         It returns a value, a `Reply` with metadata, or a Future of one.
 
+        Args:
+          kind: Of the requests.
+          handler: What answers them.
+          limited: Whether it runs functions of the user's: no more of them run at a
+            time than `RpcOptions.threads` says. What the library sends itself must not
+            wait behind these.
+
         Raises:
           ValueError: The kind has a handler.
         """
-        self.callee.register(kind, handler)
+        self.callee.register(kind, handler, limited)
 
     def set_interceptor(self, interceptor: Interceptor | None) -> None:
         """Has `interceptor` look at every user-level call, or nobody."""

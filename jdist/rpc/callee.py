@@ -49,10 +49,11 @@ class Callee:
         self._agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
         # By the caller's number: a successor of its name counts its tickets anew.
+        self._limited: set[str] = set()
         self._taken_back: deque[tuple[int | None, int]] = deque(maxlen=_MOST_EARLY)
 
-    def register(self, kind: str, handler: Handler) -> None:
-        """Has `handler` answer requests of this kind.
+    def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
+        """Has `handler` answer requests of this kind; see `Agent.register`.
 
         Raises:
           ValueError: The kind has a handler.
@@ -60,6 +61,12 @@ class Callee:
         if kind in self._handlers:
             raise ValueError(f"Requests of kind {kind!r} have a handler already.")
         self._handlers[kind] = handler
+        if limited:
+            self._limited.add(kind)
+
+    def is_limited(self, kind: str) -> bool:
+        """Whether requests of this kind run functions of the user's."""
+        return kind in self._limited
 
     def begin(self, caller: WorkerInfo, frame: Frame) -> Execution:
         """Enters an incoming request on the ledger."""

@@ -110,7 +110,7 @@ def install(agent: Agent) -> None:
     def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         return execute(agent, caller, Invocation.unpack(CALL, body), meta)
 
-    agent.register(CALL, answer)
+    agent.register(CALL, answer, limited=True)
 
 
 def execute(

@@ -1,10 +1,14 @@
 """Threads that take over work, started on demand and kept for a while.
 
 A task goes to the thread that became idle last (its stack is warm); without an idle
-thread a new one starts; beyond the ceiling tasks wait in order. A thread idle for long
-ends.
+thread a new one starts. A thread idle for long ends.
+
+Limited tasks, which run functions of the user's, have as many places as the ceiling
+says; beyond it they wait in order. What the library itself has to do is not limited: it
+must go on when every place is taken by a function that waits for it.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -20,7 +24,7 @@ class Crew:
 
     Args:
       name: What its threads are called.
-      ceiling: The most threads that limited tasks may fill.
+      ceiling: The number of places for limited tasks.
     """
 
     def __init__(self, name: str, ceiling: int) -> None:
@@ -29,6 +33,7 @@ class Crew:
         self._lock = threading.Lock()
         self._idle: list[_Post] = []
         self._waiting: deque[Callable[[], None]] = deque()
+        self._taken = 0
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
@@ -50,14 +55,15 @@ class Crew:
 
         Args:
           task: What to run.
-          limited: Whether it waits for its turn at the ceiling. What others wait for
-            must not: answers, deadlines and callbacks end the calls that fill it.
+          limited: Whether it takes a place, and waits for one if there is none. What
+            others wait for must not: answers, deadlines and callbacks end the calls
+            that have the places.
         """
-        with self._lock:
-            full = len(self._threads) - len(self._idle) >= self._ceiling
-            if limited and full and not self._closed:
-                self._waiting.append(task)
+        if limited:
+            if not self.enter(task):
                 return
+            task = functools.partial(self._in_place, task)
+        with self._lock:
             if self._idle:
                 post = self._idle.pop()
                 post.task = task
@@ -67,6 +73,42 @@ class Crew:
                 self._start(task)
                 return
         task()
+
+    def enter(self, otherwise: Callable[[], None]) -> bool:
+        """Takes a place for what this thread is about to run; `leave` gives it back.
+
+        Args:
+          otherwise: What waits for a place if there is none. It runs on another thread.
+
+        Returns:
+          Whether there was one.
+        """
+        with self._lock:
+            if self._taken >= self._ceiling and not self._closed:
+                self._waiting.append(otherwise)
+                return False
+            self._taken += 1
+            return True
+
+    def leave(self) -> None:
+        """Gives a place back, or on to the task that has waited for longest."""
+        task = self._following()
+        if task is not None:
+            self.run(functools.partial(self._in_place, task))
+
+    def _in_place(self, task: Callable[[], None] | None) -> None:
+        """Runs a task that has a place, and then those that wait for it."""
+        while task is not None:
+            self._attempt(task)
+            task = self._following()
+
+    def _following(self) -> Callable[[], None] | None:
+        """The task that a place goes on to; None, and the place is free, for none."""
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._taken -= 1
+            return None
 
     def close(self, timeout: float) -> list[threading.Thread]:
         """Ends the threads; those still busy after `timeout` seconds are returned."""
@@ -97,20 +139,21 @@ class Crew:
     def _work(self, post: "_Post") -> None:
         task, post.task = post.task, None
         while task is not None:
-            try:
-                task()
-            except BaseException:  # noqa: BLE001 - the thread serves others after it
-                # Tasks report their own failures; this is one in reporting.
-                _log.exception("A task of %s raised an exception.", self._name)
+            self._attempt(task)
             task = None  # nothing of it is kept while the thread is idle
             task = self._next(post)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
+    def _attempt(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException:  # noqa: BLE001 - the thread serves others after it
+            # Tasks report their own failures; this is one in reporting.
+            _log.exception("A task of %s raised an exception.", self._name)
+
     def _next(self, post: "_Post") -> Callable[[], None] | None:
         with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
             if self._closed:
                 return None
             post.task = None

@@ -5,6 +5,7 @@ when the call takes long another thread reads those (see `relief`), and as long 
 take long, each is run after the reading was passed on, so that they run side by side.
 """
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -70,10 +71,20 @@ class Serving:
             return True
         execution = self._agent.callee.begin(self._caller, frame)
         self._running[frame.id] = execution
-        if frame.shared:
+        if not frame.shared:
+            self._serve(execution, frame)
+            return True
+        if not self._agent.callee.is_limited(frame.kind):
             return self._serve_aside(execution, frame)
-        self._serve(execution, frame)
-        return True
+        crew = self._agent.crew
+        # Without a place the call waits for one, and this thread reads on: the next
+        # message may be the library's own, on which those that have the places wait.
+        if not crew.enter(functools.partial(self._serve, execution, frame)):
+            return True
+        try:
+            return self._serve_aside(execution, frame)
+        finally:
+            crew.leave()
 
     def _serve_aside(self, execution: Execution, frame: Frame) -> bool:
         """Serves a request while others may come; whether this thread reads these."""
@@ -90,7 +101,7 @@ class Serving:
         return reads_on
 
     def _pass_on(self) -> None:
-        self._agent.crew.run(self.read, limited=True)
+        self._agent.crew.run(self.read)
 
     def _serve(self, execution: Execution, frame: Frame) -> None:
         answer = self._agent.callee.execute(execution, frame)

@@ -10,7 +10,7 @@ from jdist.pipeline.micro_batch import split_batch
 
 
 def identity_of(batch, weights=None, count=3, key=None, **fields):
-    parts = split_batch(batch, weights, count)
+    parts = split_batch(batch, weights, count, "mean")
     return sized(Identity("train_step", 5, **fields), [batch], parts, key)
 
 

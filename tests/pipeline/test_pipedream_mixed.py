@@ -122,7 +122,9 @@ def test_updates_in_16_bits(monkeypatch):
         loss = np.average(metrics.losses[[*group]], weights=sums(weights, group))
         candidate = {"update": returning(np.float32(loss), moved)}
         report = judge(met, whole, candidate, weights=together)
-        assert {leaf.path.split("/")[0] for leaf in report.failures} == skipped
+        # Where float16 overflows nothing can be accepted: it fails, or is not judged.
+        refused = [leaf for leaf in report.leaves if not leaf.ok]
+        assert {leaf.path.split("/")[0] for leaf in refused} == skipped
     met = [versions[t][0] for versions in history]  # as if it flushed
     assert not judge(met, whole, candidate, weights=together).ok
 

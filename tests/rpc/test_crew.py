@@ -130,3 +130,41 @@ def test_calls_at_the_ceiling_get_their_answers():
     with rpc.local_cluster(names(3), options=options, allow=["tests"]):
         futures = [rpc.rpc_async("worker1", ask_another) for _ in range(20)]
         assert rpc.wait_all(futures) == [2] * 20
+
+
+def test_a_place_goes_on_to_who_waits(crew):
+    """From a task, and from a thread that took it for itself; none is lost or made."""
+    ran = []
+    for _ in range(3):
+        assert crew.enter(lambda: ran.append("unused"))
+    for number in range(4):
+        assert not crew.enter(lambda number=number: ran.append(number))
+    done = threading.Semaphore(0)
+    crew.run(lambda: done.release(), limited=True)
+    assert not done.acquire(timeout=0.05)
+    crew.leave()
+    assert done.acquire(timeout=PATIENCE)
+    assert ran == [0, 1, 2, 3]
+    crew.leave()
+    crew.leave()
+    tasks = Tasks()
+    for _ in range(4):
+        crew.run(tasks, limited=True)
+    await_begun(tasks, 3)
+    assert not tasks.begun.acquire(timeout=0.05)
+    tasks.go_on.set()
+    await_begun(tasks, 1)
+
+
+def test_calls_that_call_back_end_although_every_place_is_taken():
+    """Calls that have all places wait for calls in the other direction."""
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(2), options=options, allow=["tests"]):
+        futures = [
+            rpc.rpc_async("worker1", wait_for, args=("worker0", 40)) for _ in range(2)
+        ]
+        assert rpc.wait_all(futures) == [[2] * 40] * 2
+
+
+def wait_for(caller, count):
+    return rpc.wait_all([rpc.rpc_async(caller, max, args=(1, 2)) for _ in range(count)])

@@ -133,7 +133,7 @@ def install(agent: Agent, references: References) -> None:
             return result.then(lambda done: _finish(agent, cell, done))
         return _filled(cell, result)
 
-    agent.register(CREATE, create)
+    agent.register(CREATE, create, limited=True)
 
 
 def check(creation: Future[None], table: FunctionTable) -> None:
