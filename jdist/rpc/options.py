@@ -23,8 +23,9 @@ class RpcOptions:
       join_timeout: Seconds to wait for the other workers in `init_rpc`.
       heartbeat_interval: Seconds between two signs of life to the coordinator.
       heartbeat_timeout: Seconds of silence after which a worker counts as frozen.
-      threads: Most threads that serve asynchronous calls at once; they start on
-        demand. Synchronous calls have a thread per connection and are not limited.
+      threads: Most asynchronous calls that run at once; others wait in order. Their
+        threads start on demand. Not limited are synchronous calls, which have a thread
+        per connection, and what the library itself sends, such as backward passes.
       key: The cluster's secret; by default that in `JDIST_CLUSTER_KEY`.
       host: Where this worker listens; by default the address of this machine on the
         way to the coordinator.
