@@ -55,7 +55,7 @@ class Variable(Operators):
     Attributes:
       value: The tree. Another one of the same structure, shapes and dtypes may be put
         in its place. A backward pass uses the one that its forward pass has used.
-      step_lock: Held by whoever steps it.
+      step_lock: Held by the thread that steps it.
     """
 
     __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")

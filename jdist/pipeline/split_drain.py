@@ -17,9 +17,9 @@ def split_drain(schedule: Schedule) -> Schedule:
     gradients. Here it sends the cotangent first (B) and computes them right afterwards
     (W). With W no longer than F, the bubble of (n-1)(F + B) is one of (n-1)(F + B - W).
     Backward passes before the drain stay whole, since two halves cost a little more,
-    and so do those of the first stage, which nobody waits for. The order is that of the
-    schedule given. Between its B and its W a worker holds the cotangents of one more
-    micro-batch than before.
+    and so do those of the first stage, which no worker waits for. The order is that of
+    the schedule given. Between its B and its W a worker holds the cotangents of one
+    more micro-batch than before.
 
     Args:
       schedule: With a flush, as 1F1B, GPipe or the looped ones have. What is split in

@@ -22,7 +22,7 @@ _PAUSE = 0.5
 
 
 class Stalemate:
-    """The questions of one coordinator; whoever has it locks it.
+    """The questions of one coordinator, which locks it.
 
     Attributes:
       again: When to look again, because a worker was busy; None if there is no need.

@@ -187,7 +187,7 @@ class Versions:
 
 
 VERSIONS = Versions(size=256)
-"""Of all that is compiled of functions, whoever compiles it."""
+"""Of all functions that this package compiles."""
 
 
 def _ordinal(number: int) -> str:

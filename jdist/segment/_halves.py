@@ -166,7 +166,7 @@ class Halves:
     def _run_forward(self, params: Any, inputs: Any, static: Static) -> Any:
         program = self._program(params, inputs, static)
         planned = plan(program.run, params, inputs, self._policy, self.owner)
-        # The derivative rules have run by now, and may have brought something in.
+        # The derivative rules have run, and may have brought something in.
         refuse_hidden(self._user, planned.program)
         outputs, computed = _differentiable(planned, program.run, params, inputs)
         return outputs, Residuals(planned, computed)

@@ -140,7 +140,7 @@ def gather_too_late():
 def test_a_deadline_that_has_passed_is_no_unlimited_wait(cluster):
     assert cluster.run(2, gather_too_late)[0] == "RpcTimeout"
     assert wait_for_part(cluster, ["worker2", "worker3"])
-    # It is the end for the others too: they do not gather what nobody waits for.
+    # It is the end for the others too: they do not gather what no worker waits for.
     kind, text = cluster.run(3, gather_pair, ["worker2", "worker3"], 60)
     assert kind == "RpcTimeout"
     assert "timed out in _all_gather after 0.00 seconds on 'worker2'" in text

@@ -42,7 +42,7 @@ def one_by_one(losses):
 
 
 def wrong_ones(losses, params, batch):
-    """Gradients that nobody may take for the right one."""
+    """Gradients that no judge may take for the right one."""
     value, gradient = mean_of(losses)(params, batch)
     half = jax.tree.map(lambda x: x[: len(x) // 2], batch)
     scaled = {"zero": 0, "negated": -1, "doubled": 2}
