@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import optax
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
@@ -153,8 +154,9 @@ def judged(
 ) -> dict[str, verify.Report]:
     """Whether each policy's update is a gradient, at its forward passes' weights.
 
-    Update t is the difference of runs of t + 1 and of t batches. Its forward pass met
-    version t - (n - 1 - j) at stage j of n. In float64, so that differences are exact.
+    Versions are what runs of so many batches end with. The forward pass of update t met
+    version t - (n - 1 - j) at stage j of n. The update itself is what the optimizer was
+    given: a difference of parameters would carry their rounding.
 
     Args:
       policies: By name.
@@ -179,7 +181,7 @@ def judged(
         reports = {}
         for name, policy in policies.items():
             pipe = pipeline.PipeDream(
-                stages, loss_of, optimizer=optim.sgd(lr=1.0), policy=policy
+                stages, loss_of, optimizer=remembering(), policy=policy
             )
             versions = [[jnp.asarray(own) for own in drawn]]
             for steps in range(1, count + 2):
@@ -187,8 +189,7 @@ def judged(
                 state, metrics = pipe.train_epoch(state, batches[:steps])
                 versions.append(state.params)
             met = [versions[j + 1][j] for j in range(count)]
-            update = jax.tree.map(lambda a, b: a - b, versions[-2], versions[-1])
-            found = jnp.asarray(metrics.losses[-1], jnp.float64), update
+            found = jnp.asarray(metrics.losses[-1], jnp.float64), state.opt_states
             reports[name] = judge(
                 met,
                 batches[-1],
@@ -196,6 +197,19 @@ def judged(
                 seed=seed if pinned else None,
             )
     return reports
+
+
+def remembering() -> optim.Optimizer:
+    """Gradient descent with a learning rate of 1, whose state is the last gradient."""
+    return optim.from_optax(
+        optax.GradientTransformation(
+            lambda params: jax.tree.map(jnp.zeros_like, params),
+            lambda grads, state, params=None: (
+                jax.tree.map(jnp.negative, grads),
+                grads,
+            ),
+        )
+    )
 
 
 def dense(matrix: jax.Array, x: jax.Array) -> jax.Array:
