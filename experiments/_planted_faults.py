@@ -1,8 +1,8 @@
-"""Ninety ways in which a gradient comes out wrong, each planted into a right one.
+"""Ways in which a gradient comes out wrong, each planted into a right one.
 
 A fault is a pure function of a `Trainer`, the right gradient with what it was computed
 from, and returns the wrong gradient, or None where there is nothing to do wrong. Its
-first line names what happened in the terms of whoever has to find it.
+first line says what happened in the words of a reader who has to find it.
 """
 
 from collections.abc import Callable, Iterator

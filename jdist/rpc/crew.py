@@ -93,8 +93,12 @@ class Crew:
     def leave(self) -> None:
         """Gives a place back, or on to the task that has waited for longest."""
         task = self._following()
-        if task is not None:
+        if task is None:
+            return
+        try:
             self.run(functools.partial(self._in_place, task))
+        except RuntimeError:  # the system has no thread left to give
+            self._in_place(task)
 
     def _in_place(self, task: Callable[[], None] | None) -> None:
         """Runs a task that has a place, and then those that wait for it."""

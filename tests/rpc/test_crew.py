@@ -156,6 +156,24 @@ def test_a_place_goes_on_to_who_waits(crew):
     await_begun(tasks, 1)
 
 
+def test_without_a_thread_who_gives_the_place_back_runs_what_waits(crew, monkeypatch):
+    """No call is lost when the system has no thread left to give."""
+    ran = []
+    for _ in range(3):
+        assert crew.enter(lambda: None)
+    for number in range(2):
+        assert not crew.enter(lambda number=number: ran.append(number))
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    crew.leave()
+    assert ran == [0, 1]
+    crew.leave()
+    crew.leave()
+
+
 def test_calls_that_call_back_end_although_every_place_is_taken():
     """Calls that have all places wait for calls in the other direction."""
     options = rpc.RpcOptions(threads=2)
