@@ -3,9 +3,9 @@
 A task goes to the thread that became idle last (its stack is warm); without an idle
 thread a new one starts. A thread idle for long ends.
 
-Limited tasks, which run functions of the user's, have as many places as the ceiling
-says; beyond it they wait in order. What the library itself has to do is not limited: it
-must go on when every place is taken by a function that waits for it.
+Functions of the user's have as many places as the ceiling says; beyond it they wait in
+order. What the library itself has to do needs no place: it must go on when every place
+is taken by a function that waits for it.
 """
 
 import functools
@@ -24,7 +24,7 @@ class Crew:
 
     Args:
       name: What its threads are called.
-      ceiling: The number of places for limited tasks.
+      ceiling: The number of places.
     """
 
     def __init__(self, name: str, ceiling: int) -> None:
@@ -48,21 +48,11 @@ class Crew:
         with self._lock:
             return max(0, self._ceiling - len(self._threads) + len(self._idle))
 
-    def run(self, task: Callable[[], None], limited: bool = False) -> None:
+    def run(self, task: Callable[[], None]) -> None:
         """Has `task()` run on another thread; after `close`, on this one.
 
         By then all channels are closed, so that a task finds nothing to wait for.
-
-        Args:
-          task: What to run.
-          limited: Whether it takes a place, and waits for one if there is none. What
-            others wait for must not: answers, deadlines and callbacks end the calls
-            that have the places.
         """
-        if limited:
-            if not self.enter(task):
-                return
-            task = functools.partial(self._in_place, task)
         with self._lock:
             if self._idle:
                 post = self._idle.pop()

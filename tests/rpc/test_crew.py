@@ -40,10 +40,23 @@ def await_begun(tasks, count):
         assert tasks.begun.acquire(timeout=PATIENCE)
 
 
+def run_in_place(crew, task):
+    """Has a task run that takes a place, as a call of the user's does."""
+
+    def run():
+        try:
+            task()
+        finally:
+            crew.leave()
+
+    if crew.enter(task):
+        crew.run(run)
+
+
 def test_limited_tasks_wait_at_the_ceiling_and_others_do_not(crew):
     tasks, urgent = Tasks(), Tasks()
     for _ in range(5):
-        crew.run(tasks, limited=True)
+        run_in_place(crew, tasks)
     await_begun(tasks, 3)
     assert crew.idle == 0
     assert not tasks.begun.acquire(timeout=0.05)
@@ -140,7 +153,7 @@ def test_a_place_goes_on_to_who_waits(crew):
     for number in range(4):
         assert not crew.enter(lambda number=number: ran.append(number))
     done = threading.Semaphore(0)
-    crew.run(lambda: done.release(), limited=True)
+    run_in_place(crew, done.release)
     assert not done.acquire(timeout=0.05)
     crew.leave()
     assert done.acquire(timeout=PATIENCE)
@@ -149,7 +162,7 @@ def test_a_place_goes_on_to_who_waits(crew):
     crew.leave()
     tasks = Tasks()
     for _ in range(4):
-        crew.run(tasks, limited=True)
+        run_in_place(crew, tasks)
     await_begun(tasks, 3)
     assert not tasks.begun.acquire(timeout=0.05)
     tasks.go_on.set()
