@@ -276,7 +276,7 @@ class _Reader:
         for module in reads.imports:
             if not _fixed_name(module):
                 self.unread.append(f"the import of `{module}`")
-        for name, value in vars(fn).items():
+        for name, value in vars(fn).copy().items():
             if name != "__wrapped__":
                 yield f"attribute `{name}`", self.key(f"attribute `{name}`", value)
 
@@ -426,12 +426,14 @@ class _Reader:
     def _keys(self, part: str, values: Any) -> Hashable:
         if len(values) > self._values:
             return self._not_read(part, values)
-        return tuple([self.key(part, value) for value in values])
+        # `list` copies at once: another thread may be changing the container.
+        return tuple([self.key(part, value) for value in list(values)])
 
     def _items(self, part: str, values: Any) -> Hashable:
         if len(values) > self._values:
             return self._not_read(part, values)
-        return self._keys(part, [x for item in values.items() for x in item])
+        pairs = zip(list(values), list(values.values()), strict=False)
+        return self._keys(part, [x for pair in pairs for x in pair])
 
     def _plain_function(self, part: str, fn: Any) -> Hashable:
         return _Same(fn) if is_fixed(fn) else self._function(fn)
@@ -464,7 +466,7 @@ class _Reader:
             (name, self._entry(f"{part}, attribute `{name}`", raw))
             for each in kind.__mro__
             if not _fixed(each)
-            for name, raw in list(vars(each).items())
+            for name, raw in vars(each).copy().items()
             if name not in _ABOUT_CLASS
         )
         return _Same(kind), entries
@@ -494,7 +496,7 @@ class _Reader:
         if isinstance(value, dict):
             inside = self._items(part, value)
         elif isinstance(value, list | tuple | set | frozenset):
-            inside = self._keys(part, list(value))
+            inside = self._keys(part, value)
         elif isinstance(value, int | float | str):
             inside = repr(value)
         # Distinct objects that are equal by what they hold behave alike. Others may be
@@ -617,7 +619,7 @@ def _written_in_python(kind: type) -> bool:
 
 def _state(value: Any) -> list[tuple[str, Any]]:
     """The attributes that an object has: those in its dict and in its slots."""
-    found = list(getattr(value, "__dict__", {}).items())
+    found = list(getattr(value, "__dict__", {}).copy().items())
     kind: Any = type(value)
     slots = [(name, _in_slot(slot, value)) for name, slot in _slots(kind)]
     return found + [each for each in slots if each[1] is not _MISSING]

@@ -1,5 +1,10 @@
 """A compiled function is never stale, and never loses a derivative: kind by kind."""
 
+import collections
+import itertools
+import sys
+import threading
+import types
 import warnings
 
 import jax
@@ -8,6 +13,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
+from jdist.segment._contents import contents_of
 from tests.segment.referents import BY_IDENTITY, KINDS, NO_TRACER
 
 
@@ -45,3 +51,44 @@ def test_a_traced_value_is_refused(name, transform, values):
 
     with pytest.raises(TypeError, match=r"must not refer to values .*being traced"):
         transform(loss)(jnp.float32(1.5))
+
+
+_pop = collections.OrderedDict.pop
+
+# How to make a container, and how to add an entry to it and remove that again.
+CONTAINERS = {
+    "attributes": (types.SimpleNamespace, lambda x, i: setattr(x, i, 0), delattr),
+    "set": (set, set.add, set.discard),
+    "dict": (dict, lambda x, i: x.update({i: 0}), dict.pop),
+    "ordered": (collections.OrderedDict, lambda x, i: x.update({i: 0}), _pop),
+    "deque": (collections.deque, collections.deque.append, collections.deque.remove),
+    "list": (list, list.append, list.remove),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_others_may_change_what_is_read(name):
+    """A container that another thread writes to is read without an error."""
+    make, add, remove = CONTAINERS[name]
+    held, done = make(), threading.Event()
+    for i in range(20):
+        add(held, f"kept{i}")
+
+    def write():
+        for i in itertools.cycle("abcdefg"):
+            add(held, i)
+            remove(held, i)
+            if done.is_set():
+                return
+
+    writer = threading.Thread(target=write)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    writer.start()
+    try:
+        for _ in range(200):
+            assert contents_of(lambda x: (held, x), "f").complete
+    finally:
+        done.set()
+        writer.join()
+        sys.setswitchinterval(interval)
