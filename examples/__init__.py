@@ -1,0 +1,1 @@
+"""torch's distributed tutorials, written with jdist; README.md lists them."""

@@ -1,0 +1,60 @@
+"""Adam with its state divided over the replicas, and with the whole of it on each.
+
+torch: "Shard Optimizer States with ZeroRedundancyOptimizer" (the recipe
+zero_redundancy_optimizer). There whole parameters are given to ranks; here each array
+of the state is divided, so that a single large one is, too.
+
+    python examples/divided_optimizer.py
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist import data_parallel, optim, rpc
+
+WIDTH, LAYERS, ROWS = 64, 4, 20
+
+
+def squared_errors(net: Any, batch: Any) -> jax.Array:
+    """One for each example, of linear layers one after another."""
+    x, labels = batch
+    for w in net:
+        x = x @ w
+    return ((x - labels) ** 2).mean(axis=1)
+
+
+def examples(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Those of one process."""
+    rng = np.random.default_rng((rank, 1))
+    return rng.normal(size=(ROWS, WIDTH)), rng.normal(size=(ROWS, WIDTH))
+
+
+def train(mesh: Mesh, own: Any, use_zero: bool) -> tuple[float, int]:
+    """Sum of the parameters after two steps; bytes of the state on a device of ours."""
+    opt = optim.adam(lr=0.01)
+    if use_zero:
+        opt = data_parallel.zero(opt, mesh)
+    step = data_parallel.train_step(squared_errors, opt, mesh)
+    draws = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+    state = step.init(list(map(jnp.asarray, draws)))
+    for _ in range(2):
+        state, _ = step(state, *data_parallel.shard_batch(own, mesh, rows=ROWS))
+    total = sum(float(w.sum()) for w in state.params)
+    arrays = jax.tree.leaves(state.opt_state)
+    return total, sum(x.addressable_shards[0].data.nbytes for x in arrays)
+
+
+def work(rank: int) -> list[tuple[float, int]]:
+    """What each process does."""
+    with data_parallel.process_group() as mesh:
+        return [train(mesh, examples(rank), use_zero) for use_zero in (True, False)]
+
+
+if __name__ == "__main__":
+    for rank, found in enumerate(rpc.spawn(work, nprocs=2)):
+        for name, (total, size) in zip(("zero", "adam"), found, strict=True):
+            print("rank", rank, name, f"parameters' sum {total:.6f}, state {size} bytes")

@@ -1,0 +1,74 @@
+"""A model on two devices, and the same fed with micro-batches.
+
+torch: "Single-Machine Model Parallel Best Practices" (model_parallel_tutorial). There
+layers and activations are moved by `.to(device)`; here a pipeline has a place for each
+stage, and moves them. One micro-batch is torch's plain model parallelism; with more of
+them the devices work at the same time.
+
+    python examples/model_parallel.py
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import optim, pipeline
+
+ROWS, LR = 20, 0.1
+
+
+def initial_weights() -> list[Any]:
+    """Two linear layers, one for each device."""
+    rng = np.random.default_rng(0)
+    return [
+        {"w": jnp.asarray(rng.normal(size=(n, m)) / n**0.5), "b": jnp.zeros(m)}
+        for n, m in ((10, 10), (10, 5))
+    ]
+
+
+def net1(p: Any, x: jax.Array) -> jax.Array:
+    """The layer on the first device."""
+    return jax.nn.relu(x @ p["w"] + p["b"])
+
+
+def net2(p: Any, h: jax.Array) -> jax.Array:
+    """The layer on the second device."""
+    return h @ p["w"] + p["b"]
+
+
+def squared_errors(y: jax.Array, batch: Any) -> jax.Array:
+    """One for each example: the pipeline takes the mean over the batch."""
+    return ((y - batch["labels"]) ** 2).mean(axis=1)
+
+
+def batches(steps: int) -> list[dict[str, np.ndarray]]:
+    """Random inputs and labels."""
+    rng = np.random.default_rng(1)
+    labels = rng.normal(size=(ROWS, 5))
+    return [{"x": rng.normal(size=(ROWS, 10)), "labels": labels} for _ in range(steps)]
+
+
+def train(devices: list[jax.Device], splits: int, steps: int = 5) -> list[float]:
+    """Returns the losses of plain SGD; `splits` is the number of micro-batches."""
+    stages = [
+        pipeline.Stage(net1, ("x",), ("h",)),
+        pipeline.Stage(net2, ("h",), ("y",)),
+    ]
+    schedule = pipeline.gpipe(2, splits)
+    opt = optim.sgd(lr=LR)
+    model = pipeline.Pipeline(stages, squared_errors, schedule, devices, optimizer=opt)
+    state = model.init(initial_weights())
+    losses = []
+    for batch in batches(steps):
+        state, metrics = model.train_step(state, batch)
+        losses.append(float(metrics.loss))
+    return losses
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)  # before JAX is used: a CPU is one else
+    for splits in (1, 4):
+        losses = train(jax.devices()[:2], splits)
+        print(splits, "micro-batches, losses", *(f"{loss:.6f}" for loss in losses))

@@ -1,0 +1,75 @@
+"""Training over two processes, with a checkpoint that one writes and all read.
+
+torch: "Getting Started with Distributed Data Parallel" (ddp_tutorial), its basic use
+and its checkpoint. There each process wraps its model and DDP averages gradients behind
+`backward`; here `train_step` is the whole step, a function of state and batch. The
+gradient is the whole batch's also where processes have different numbers of examples,
+for which DDP's average would be wrong: here they have 20 and 13.
+
+    python examples/replicas.py
+"""
+
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist import data_parallel, optim, rpc
+
+SIZES, STEPS, LR = (20, 13), 6, 0.1
+
+
+def initial_weights() -> Any:
+    """Two linear layers."""
+    rng = np.random.default_rng(0)
+    net = {"w1": rng.normal(size=(10, 10)) / 3, "w2": rng.normal(size=(10, 5)) / 3}
+    return jax.tree.map(jnp.asarray, net)
+
+
+def squared_errors(net: Any, batch: Any) -> jax.Array:
+    """One for each example: the mean over all processes' is taken by the library."""
+    x, labels = batch
+    return ((jax.nn.relu(x @ net["w1"]) @ net["w2"] - labels) ** 2).mean(axis=1)
+
+
+def batches(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The examples of one process, for all steps."""
+    rng = np.random.default_rng((rank, 1))
+    size = SIZES[rank]
+    labels = rng.normal(size=(size, 5))
+    return [(rng.normal(size=(size, 10)), labels) for _ in range(STEPS)]
+
+
+def train(mesh: Mesh, data: list[Any], sizes: Any, folder: str) -> list[float]:
+    """Returns the losses; after half of the steps all go on from a checkpoint."""
+    step = data_parallel.train_step(squared_errors, optim.sgd(lr=LR), mesh)
+    state = step.init(initial_weights())  # process 0's weights are sent to all
+    losses = []
+    with data_parallel.Checkpoints(folder) as checkpoints:
+        for number, own in enumerate(data):
+            if number == STEPS // 2:
+                checkpoints.save(state)  # by all; returns when it is on disk
+                state = checkpoints.restore(step.init(initial_weights()))
+            # Shorter shards are filled up to `rows`, with weight 0: JAX compiles for
+            # one shape.
+            batch, weights = data_parallel.shard_batch(
+                own, mesh, sizes, rows=max(SIZES)
+            )
+            state, metrics = step(state, batch, weights)
+            losses.append(float(metrics.loss))
+    return losses
+
+
+def work(rank: int, folder: str) -> list[float]:
+    """What each process does."""
+    with data_parallel.process_group() as mesh:
+        return train(mesh, batches(rank), None, folder)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, losses in enumerate(rpc.spawn(work, args=(folder,), nprocs=2)):
+            print("rank", rank, "losses", *(f"{loss:.6f}" for loss in losses))
