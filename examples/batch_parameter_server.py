@@ -26,7 +26,10 @@ STEPS, BATCH = 40, 16
 def initial_net() -> Any:
     """Random weights of a net with one hidden layer."""
     rng = np.random.default_rng(0)
-    net = {"w1": rng.normal(size=(6, 10)) / 6**0.5, "w2": rng.normal(size=(10, 2)) / 10**0.5}
+    net = {
+        "w1": rng.normal(size=(6, 10)) / 6**0.5,
+        "w2": rng.normal(size=(10, 2)) / 10**0.5,
+    }
     return jax.tree.map(jnp.asarray, net)
 
 
@@ -110,6 +113,6 @@ def work(rank: int) -> list[list[float]] | None:
 
 
 if __name__ == "__main__":
-    for step, losses in enumerate(zip(*rpc.spawn(work, nprocs=len(WORKERS))[0])):
-        if step % 5 == 0:
-            print(step, *(f"{loss:.4f}" for loss in losses))
+    by_step = np.transpose(rpc.spawn(work, nprocs=len(WORKERS))[0])
+    for step in range(0, STEPS, 5):
+        print("step", step, "losses", *(f"{loss:.4f}" for loss in by_step[step]))

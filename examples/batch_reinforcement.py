@@ -22,7 +22,7 @@ EPISODES, STEPS, GAMMA = 30, 60, 0.95
 
 
 class Environment:
-    """A ball on a beam that tips it over; each push is to the left (0) or right (1)."""
+    """A ball on a beam that tips; an action pushes it to the left (0) or right (1)."""
 
     def __init__(self, seed: int) -> None:
         """Begins with `reset`."""

@@ -20,6 +20,11 @@ from jdist import data_parallel, optim, rpc
 from jdist.data_parallel import hooks
 
 ROWS, STEPS, LR = 10, 6, 0.1
+HOOKS = {
+    "none": None,
+    "fp16": hooks.fp16(),
+    "power_sgd": hooks.power_sgd(rank=2, start=2),  # two exact steps, then factors
+}
 
 
 def initial_weights() -> Any:
@@ -60,17 +65,11 @@ def train(mesh: Mesh, own: Any, hook: hooks.Hook | None, folder: str) -> list[fl
 
 def work(rank: int, folder: str) -> dict[str, list[float]]:
     """What each process does."""
-    chosen = {"none": None, "fp16": hooks.fp16(), "power_sgd": power_sgd()}
     with data_parallel.process_group() as mesh:
         return {
             name: train(mesh, examples(rank), hook, f"{folder}/{name}")
-            for name, hook in chosen.items()
+            for name, hook in HOOKS.items()
         }
-
-
-def power_sgd() -> hooks.Hook:
-    """Two exact steps, then factors of rank 2."""
-    return hooks.power_sgd(rank=2, start=2)
 
 
 if __name__ == "__main__":

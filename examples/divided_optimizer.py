@@ -57,4 +57,6 @@ def work(rank: int) -> list[tuple[float, int]]:
 if __name__ == "__main__":
     for rank, found in enumerate(rpc.spawn(work, nprocs=2)):
         for name, (total, size) in zip(("zero", "adam"), found, strict=True):
-            print("rank", rank, name, f"parameters' sum {total:.6f}, state {size} bytes")
+            print(
+                "rank", rank, name, f"parameters' sum {total:.6f}, state {size} bytes"
+            )

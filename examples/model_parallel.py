@@ -44,10 +44,11 @@ def squared_errors(y: jax.Array, batch: Any) -> jax.Array:
 
 
 def batches(steps: int) -> list[dict[str, np.ndarray]]:
-    """Random inputs and labels."""
+    """Random inputs, and labels that depend on them."""
     rng = np.random.default_rng(1)
-    labels = rng.normal(size=(ROWS, 5))
-    return [{"x": rng.normal(size=(ROWS, 10)), "labels": labels} for _ in range(steps)]
+    teacher = rng.normal(size=(10, 5)) / 3
+    inputs = [rng.normal(size=(ROWS, 10)) for _ in range(steps)]
+    return [{"x": x, "labels": np.tanh(x @ teacher)} for x in inputs]
 
 
 def train(devices: list[jax.Device], splits: int, steps: int = 5) -> list[float]:

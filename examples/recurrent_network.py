@@ -30,7 +30,9 @@ class EmbeddingTable:
 
     def __init__(self) -> None:
         """Makes its weights there."""
-        self.table = autograd.variable(uniform(np.random.default_rng(1), TOKENS, EMBEDDING))
+        self.table = autograd.variable(
+            uniform(np.random.default_rng(1), TOKENS, EMBEDDING)
+        )
 
     def forward(self, tokens: np.ndarray) -> Any:
         """A row for each token."""
@@ -59,7 +61,7 @@ class Decoder:
 
 
 def lstm(layers: Any, x: jax.Array, hidden: Any) -> tuple[jax.Array, Any]:
-    """As `torch.nn.LSTM`: `x` is `(length, batch, ..)`, `hidden` has (h, c) by layer."""
+    """As `torch.nn.LSTM`; `x` is `(length, batch, ..)`, `hidden` (h, c) by layer."""
     last = []
     for p, start in zip(layers, hidden, strict=True):
 
@@ -110,7 +112,9 @@ class RNNModel:
 
 def cross_entropy(scores: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean over all places of all sequences."""
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), targets[..., None], axis=-1)
+    chosen = jnp.take_along_axis(
+        jax.nn.log_softmax(scores), targets[..., None], axis=-1
+    )
     return -chosen.mean()
 
 
@@ -133,7 +137,7 @@ def train(server: str = "server", epochs: int = EPOCHS) -> list[float]:
                 loss = autograd.apply(cross_entropy, scores, targets)
                 autograd.backward(context_id, [loss])
                 opt.step(context_id)
-            # torch's detach: the values go on to the next batch, their history does not.
+            # torch's detach: values go on to the next batch, their history does not.
             hidden = jax.tree.map(lambda h: h.value, hidden)
             losses.append(float(loss.value))
     return losses

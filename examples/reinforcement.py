@@ -1,4 +1,4 @@
-"""Reinforcement learning: observers play on their workers, one agent decides and learns.
+"""Reinforcement learning: observers play on their workers, one agent decides.
 
 torch: "Getting Started with Distributed RPC Framework", part 1 (rpc_tutorial,
 distributed/rpc/rl of its examples). The environment is a ball on a beam instead of
@@ -22,7 +22,7 @@ EPISODES, STEPS, GAMMA = 40, 60, 0.99
 
 
 class Environment:
-    """A ball on a beam that tips it over; each push is to the left (0) or right (1)."""
+    """A ball on a beam that tips; an action pushes it to the left (0) or right (1)."""
 
     def __init__(self, seed: int) -> None:
         """Begins with `reset`."""

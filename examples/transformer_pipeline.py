@@ -18,8 +18,8 @@ from flax import nnx
 
 from jdist import optim, pipeline, rpc
 
-DIM, LAYERS, HEADS, VOCABULARY = 16, 4, 2, 20
-SEQUENCES, LENGTH, MICRO_BATCHES, LR = 8, 6, 4, 0.5
+DIM, LAYERS, HEADS, VOCABULARY = 16, 2, 2, 20
+SEQUENCES, LENGTH, MICRO_BATCHES, LR = 8, 6, 4, 0.2
 
 
 class Block(nnx.Module):
@@ -55,6 +55,13 @@ def cross_entropies(scores: jax.Array, batch: Any) -> jax.Array:
     return -chosen[..., 0].mean(axis=1)
 
 
+def batch() -> dict[str, np.ndarray]:
+    """Random tokens, and the ones that follow them."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
 def train(places: Any, steps: int = 10) -> list[float]:
     """Returns the losses; `places` has a worker or a device for each stage."""
     made = pipeline.stages_from_nnx(halves(), names=("tokens", "h", "scores"))
@@ -64,11 +71,9 @@ def train(places: Any, steps: int = 10) -> list[float]:
         made.stages, cross_entropies, schedule, places, optimizer=opt
     )
     state = pipe.init(made.params, made.states)
-    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     losses = []
     for _ in range(steps):
-        state, metrics = pipe.train_step(state, batch)
+        state, metrics = pipe.train_step(state, batch())
         losses.append(float(metrics.loss))
     return losses
 

@@ -10,7 +10,6 @@ ours is the mean over the examples that there are, and `divide_by="initial"` is 
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh

@@ -27,7 +27,7 @@ FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "brea
 def violations(root: Path) -> list[str]:
     """Every departure under `root`, as `file:line: what is wrong`."""
     found = []
-    for folder in ("jdist", "experiments"):
+    for folder in ("jdist", "experiments", "examples"):
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
             tree = ast.parse(path.read_text(), name)
@@ -77,7 +77,10 @@ def _one_import(name: str, module: str, imported: str) -> Iterator[str]:
     if top != "jdist":
         return
     target = rest[0] if rest else imported
-    if name.startswith("experiments/"):
+    if name.startswith("examples/"):
+        if names_private or len(rest) > 1:
+            yield f"an example imports what is not public, {module}.{imported}"
+    elif name.startswith("experiments/"):
         if names_private:
             yield f"an experiment imports a private name, {module}.{imported}"
     elif target not in {part, "", "__version__"} | MAY_IMPORT[part]:

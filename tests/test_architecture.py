@@ -54,6 +54,16 @@ PLANTED = {
         '"""E."""\nfrom jdist._tree import path_of\n',
         "an experiment imports a private name",
     ),
+    "example with a private name": (
+        "examples/e.py",
+        '"""E."""\nfrom jdist import _tree\n',
+        "an example imports what is not public",
+    ),
+    "example with a part's inside": (
+        "examples/e.py",
+        '"""E."""\nfrom jdist.rpc.future import Future\n',
+        "an example imports what is not public",
+    ),
     "relative import": ("jdist/optim/a.py", '"""O."""\nfrom . import b\n', "relative"),
     "no docstring": ("jdist/optim/a.py", "x = 1\n", "no module docstring"),
     "print": ("jdist/rpc/a.py", '"""R."""\nprint(1)\n', "printing"),
