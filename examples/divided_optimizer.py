@@ -19,8 +19,15 @@ from jdist import data_parallel, optim, rpc
 WIDTH, LAYERS, ROWS = 64, 4, 20
 
 
+def initial_weights() -> list[jax.Array]:
+    """Linear layers one after another."""
+    rng = np.random.default_rng(0)
+    shape = (WIDTH, WIDTH)
+    return [jnp.asarray(rng.normal(size=shape)) / WIDTH**0.5 for _ in range(LAYERS)]
+
+
 def squared_errors(net: Any, batch: Any) -> jax.Array:
-    """One for each example, of linear layers one after another."""
+    """One for each example, after all layers."""
     x, labels = batch
     for w in net:
         x = x @ w
@@ -39,8 +46,7 @@ def train(mesh: Mesh, own: Any, use_zero: bool) -> tuple[float, int]:
     if use_zero:
         opt = data_parallel.zero(opt, mesh)
     step = data_parallel.train_step(squared_errors, opt, mesh)
-    draws = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
-    state = step.init(list(map(jnp.asarray, draws)))
+    state = step.init(initial_weights())
     for _ in range(2):
         state, _ = step(state, *data_parallel.shard_batch(own, mesh, rows=ROWS))
     total = sum(float(w.sum()) for w in state.params)

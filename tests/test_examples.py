@@ -409,7 +409,6 @@ PROGRAMS = {
     "parameter_server": ["examples/parameter_server.py"],
     "replicas": ["examples/replicas.py"],
     "snapshots": ["-m", "jdist.launch", "--nproc", "2", "examples/snapshots.py", "2"],
-    "transformer_pipeline": ["examples/transformer_pipeline.py"],
 }
 
 
