@@ -2,7 +2,8 @@
 
 Both sides run in processes of their own: three workers of rpc and of torch's RPC, and
 groups of two, gloo on both sides. All is float64, where a wrong formula shows at 1e-3
-and rounding at 1e-13; 1e-9 leaves room for the growth over the steps.
+and rounding at 1e-13; 1e-9 leaves room for the growth over the steps. The transformer
+is float32 as Flax makes it (parts of its attention stay so): 1e-5.
 """
 
 import importlib
@@ -153,17 +154,6 @@ def test_over_rpc(over_rpc, name):
 # --- over a group ---
 
 
-def precise_halves():
-    """Those of the transformer in float64."""
-    made = ORIGINAL_HALVES()
-    for layer in (layer for half in made for layer in half):
-        nnx.update(layer, jax.tree.map(np.float64, nnx.state(layer)))
-    return made
-
-
-ORIGINAL_HALVES = transformer_pipeline.halves
-
-
 def ours_over_a_group(rank, folder):
     """All examples of a group in one, then the pipeline over rpc."""
     as_a_newcomer_writes()
@@ -189,7 +179,6 @@ def ours_over_a_group(rank, folder):
             )
             for name in ("none", "fp16")
         }
-    transformer_pipeline.halves = precise_halves
     found["transformer_pipeline"] = transformer_pipeline.work(rank)
     return found
 
@@ -205,7 +194,7 @@ def given_over_a_group():
     sampler = data_parallel.Sampler(snapshots.EXAMPLES, snapshots.BATCH)
     halves = [
         [nnx.to_pure_dict(nnx.state(layer)) for layer in half]
-        for half in precise_halves()
+        for half in transformer_pipeline.halves()
     ]
     batch = transformer_pipeline.batch()
     return arrays(
@@ -284,7 +273,6 @@ def over_a_group(tmp_path_factory):
         "replicas",
         "snapshots",
         "divided_optimizer",
-        "transformer_pipeline",
         "model_parallel",
     ],
 )
@@ -292,6 +280,12 @@ def test_over_a_group(over_a_group, name):
     """Losses of all steps, or what became of the parameters."""
     ours, theirs = over_a_group
     np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-9)
+
+
+def test_transformer_pipeline(over_a_group):
+    """torch's schedule on torch's stages."""
+    ours, theirs = (side["transformer_pipeline"] for side in over_a_group)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["initial", "active"])
