@@ -43,6 +43,7 @@ BUDGET = {
     "autograd": 340,
     "pipeline": 360,
     "experiments": 320,
+    "examples": 60,
     "ground": 90,
 }
 _modules = itertools.count()

@@ -69,7 +69,7 @@ def train(devices: list[jax.Device], splits: int, steps: int = 5) -> list[float]
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 2)  # before JAX is used: a CPU is one else
+    jax.config.update("jax_num_cpu_devices", 2)  # before JAX is used; else it is one
     for splits in (1, 4):
         losses = train(jax.devices()[:2], splits)
         print(splits, "micro-batches, losses", *(f"{loss:.6f}" for loss in losses))

@@ -41,12 +41,12 @@ def train(mesh: Mesh, epochs: int, save_every: int, folder: str) -> dict[int, fl
     step = data_parallel.train_step(losses_of, opt, mesh)
     state = step.init({"w": jnp.zeros(20), "b": jnp.zeros(())})
     sampler = data_parallel.Sampler(EXAMPLES, BATCH)  # shuffles anew in each epoch
-    losses = {}
+    data, losses = dataset(), {}
     with data_parallel.Checkpoints(folder) as snapshots:
         if snapshots.latest() is not None:
             state = snapshots.restore(state)
         for epoch in range(int(state.step) // sampler.steps, epochs):
-            for batch, weights in sampler.batches(dataset(), mesh, epoch):
+            for batch, weights in sampler.batches(data, mesh, epoch):
                 state, metrics = step(state, batch, weights)
             losses[epoch] = float(metrics.loss)
             if (epoch + 1) % save_every == 0:

@@ -31,6 +31,7 @@ from examples import (
 )
 from jdist import data_parallel, optim, rpc
 from jdist.data_parallel import hooks
+from tests.newcomer import own_promotions
 from tests.rpc.witnesses import leftovers
 
 ROOT = Path(__file__).parents[1]
@@ -59,17 +60,9 @@ TORCHS_LINES = {
 
 @pytest.fixture(autouse=True)
 def as_a_newcomer_writes():
-    """JAX's own promotions, in all threads: the suite's are stricter."""
-    wanted = {
-        "jax_numpy_rank_promotion": "allow",
-        "jax_numpy_dtype_promotion": "standard",
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for name, value in wanted.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    """Examples add a bias as one does."""
+    with own_promotions():
+        yield
 
 
 @pytest.fixture

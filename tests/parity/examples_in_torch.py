@@ -51,7 +51,7 @@ class Served:
 
     def forward(self, x):
         """Of a tensor, or of a reference to one."""
-        x = x if isinstance(x, torch.Tensor) else x.to_here()
+        x = x.to_here() if hasattr(x, "to_here") else x
         return self.function(self.weights, x)
 
     def parameter_rrefs(self):

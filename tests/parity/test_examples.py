@@ -29,6 +29,7 @@ from examples import (
     uneven_inputs,
 )
 from jdist import data_parallel, rpc
+from tests.newcomer import own_promotions
 
 pytestmark = pytest.mark.parity
 
@@ -43,10 +44,11 @@ def arrays(tree):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
 def as_a_newcomer_writes():
-    """JAX's own promotions: the suite's, which the environment sets, are stricter."""
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    """Examples add a bias as one does."""
+    with own_promotions():
+        yield
 
 
 # --- over RPC ---
@@ -67,14 +69,14 @@ RUNS = {
 
 def ours_over_rpc(rank):
     """Each example in a group of workers of its own, one after the other."""
-    as_a_newcomer_writes()
     found = {}
-    for name, run in RUNS.items():
-        workers = [*importlib.import_module(f"examples.{name}").WORKERS, "idle"]
-        rpc.init_rpc(workers[rank], allow=["examples"])
-        if rank == 0:
-            found[name] = run()
-        rpc.shutdown()
+    with own_promotions():
+        for name, run in RUNS.items():
+            workers = [*importlib.import_module(f"examples.{name}").WORKERS, "idle"]
+            rpc.init_rpc(workers[rank], allow=["examples"])
+            if rank == 0:
+                found[name] = run()
+            rpc.shutdown()
     return found
 
 
@@ -156,9 +158,8 @@ def test_over_rpc(over_rpc, name):
 
 def ours_over_a_group(rank, folder):
     """All examples of a group in one, then the pipeline over rpc."""
-    as_a_newcomer_writes()
     found = {}
-    with data_parallel.process_group() as mesh:
+    with own_promotions(), data_parallel.process_group() as mesh:
         batches = replicas.batches(rank)
         found["replicas"] = replicas.train(mesh, batches, None, f"{folder}/replicas")
         found["snapshots"] = [
@@ -179,7 +180,8 @@ def ours_over_a_group(rank, folder):
             )
             for name in ("none", "fp16")
         }
-    found["transformer_pipeline"] = transformer_pipeline.work(rank)
+    with own_promotions():
+        found["transformer_pipeline"] = transformer_pipeline.work(rank)
     return found
 
 
@@ -259,11 +261,7 @@ def over_a_group(tmp_path_factory):
     given = given_over_a_group()
     theirs = rpc.spawn(torchs_over_a_group, (str(folder), given), nprocs=2, timeout=300)
     assert ours[0] == ours[1]
-    devices = jax.devices()[:2]
-    as_before = jax.config.jax_numpy_rank_promotion
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    alone = model_parallel.train(devices, SPLITS, STEPS)
-    jax.config.update("jax_numpy_rank_promotion", as_before)
+    alone = model_parallel.train(jax.devices()[:2], SPLITS, STEPS)
     return {**ours[0], "model_parallel": alone}, theirs[0]
 
 
