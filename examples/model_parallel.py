@@ -16,7 +16,7 @@ import numpy as np
 
 from jdist import optim, pipeline
 
-ROWS, LR = 20, 0.1
+ROWS, LR = 60, 0.5
 
 
 def initial_weights() -> list[Any]:
@@ -51,7 +51,7 @@ def batches(steps: int) -> list[dict[str, np.ndarray]]:
     return [{"x": x, "labels": np.tanh(x @ teacher)} for x in inputs]
 
 
-def train(devices: list[jax.Device], splits: int, steps: int = 5) -> list[float]:
+def train(devices: list[jax.Device], splits: int, steps: int = 8) -> list[float]:
     """Returns the losses of plain SGD; `splits` is the number of micro-batches."""
     stages = [
         pipeline.Stage(net1, ("x",), ("h",)),

@@ -4,7 +4,7 @@ torch: "Getting Started with Distributed Data Parallel" (ddp_tutorial), its basi
 and its checkpoint. There each process wraps its model and DDP averages gradients behind
 `backward`; here `train_step` is the whole step, a function of state and batch. The
 gradient is the whole batch's also where processes have different numbers of examples,
-for which DDP's average would be wrong: here they have 20 and 13.
+for which DDP's average would be wrong: here they have 40 and 27.
 
     python examples/replicas.py
 """
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jdist import data_parallel, optim, rpc
 
-SIZES, STEPS, LR = (20, 13), 6, 0.1
+SIZES, STEPS, LR = (40, 27), 8, 0.5
 
 
 def initial_weights() -> Any:

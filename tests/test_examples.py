@@ -286,7 +286,7 @@ def mean_of(losses_of):
 
 
 def test_replicas(mesh, tmp_path):
-    """Of 20 and 13 examples, with a checkpoint in the middle: that of all 33."""
+    """Of 40 and 27 examples, with a checkpoint in the middle: that of all 67."""
     example = replicas
     data = together([example.batches(0), example.batches(1)])
     losses = example.train(mesh(2), data, example.SIZES, str(tmp_path))
