@@ -490,9 +490,9 @@ def uneven_inputs(rank, folder, w, inputs, lr):
                 loss.backward()
                 opt.step()
                 own.append(loss.item())
-        everybody = [None, None]
-        dist.all_gather_object(everybody, own)
-        shorter, longer = sorted(everybody, key=len)
+        of_all = [None, None]
+        dist.all_gather_object(of_all, own)
+        shorter, longer = sorted(of_all, key=len)
         pairs = [list(pair) for pair in zip(shorter, longer, strict=False)]
         pairs += [[loss] for loss in longer[len(shorter) :]]
         found[way] = [sum(p) / (2 if initial else len(p)) for p in pairs]
