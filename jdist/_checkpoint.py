@@ -14,7 +14,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import Unavailable, requirement
+from jdist._errors import Unavailable, extra, requirement
 
 Arrays = Mapping[str, Mapping[str, Any]]
 """By the name of a group, which can be left unread, and by name within it."""
@@ -126,7 +126,7 @@ def _orbax() -> Any:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
         raise Unavailable(
-            "checkpoints need orbax-checkpoint: pip install 'jdist[checkpoint]'"
+            f"checkpoints need orbax-checkpoint: {extra('checkpoint')}"
         ) from error
 
 

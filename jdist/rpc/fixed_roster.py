@@ -14,7 +14,6 @@ from jdist.rpc.roster import (
 )
 from jdist.rpc.worker_info import WorkerInfo
 
-
 _MOST_STRANGERS = 8
 """So many are told of: they choose their names, and could send many."""
 

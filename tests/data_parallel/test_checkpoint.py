@@ -210,5 +210,5 @@ def test_an_empty_folder(tmp_path):
 def test_without_orbax(tmp_path, monkeypatch):
     """What is missing, and how to get it."""
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(Unavailable, match=r"pip install 'jdist\[checkpoint\]'"):
+    with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
         Checkpoints(tmp_path)
