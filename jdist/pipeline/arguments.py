@@ -44,6 +44,7 @@ def check_arguments(
     """Refuses a schedule or a reduction that does not go with the stages.
 
     Raises:
+      TypeError: It is no schedule, but its name, for example.
       ValueError: It does not.
     """
     _check_schedule(schedule, stages)
@@ -56,6 +57,13 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
     Raises:
       ValueError: It does not.
     """
+    if not isinstance(schedule, Schedule):
+        rule = "must be a Schedule"
+        remedy = (
+            f"Functions of jdist.pipeline make one: `one_f_one_b({len(stages)}, 4)` is "
+            "1F1B with 4 micro-batches; there are `gpipe`, `interleaved` and others."
+        )
+        raise TypeError(requirement("Pipeline(schedule)", rule, repr(schedule), remedy))
     if schedule.stages != len(stages):
         rule = f"must be one for the {len(stages)} stages"
         got = f"one for {schedule.stages}"

@@ -6,7 +6,7 @@ It happens before anything is decoded, with messages of fixed size only:
     listener  -> connector  HELLO   version, abilities, both names, nonce b
                             PROOF   HMAC(key, "listener"  | binding | HELLO | HELLO)
     connector -> listener   PROOF   HMAC(key, "connector" | binding | HELLO | HELLO)
-                            or REFUSAL, if the listener's proof is not right
+                            or 32 zero bytes, if the listener's proof is not right
 
 Each proof covers both hellos as they were sent, so versions, names and both nonces
 cannot be altered, nor a proof be used in another handshake (the nonces are new) or in
@@ -44,7 +44,7 @@ _NAME = 128
 _NONCE = 32
 _HELLO = struct.Struct(f">6sHI{_NAME}s{_NAME}s{_NONCE}s")
 _PROOF = hashlib.sha256().digest_size
-_REFUSAL = bytes(_PROOF)
+_WRONG_KEY = bytes(_PROOF)
 """In place of the connector's proof, so that the listener learns what is wrong too."""
 
 _LISTENER = b"jdist listener\x00\x00"
@@ -141,7 +141,7 @@ def connect(
     proof = receive_exactly(stream, _PROOF, deadline)
     if not hmac.compare_digest(proof, _prove(_LISTENER, me, mine, theirs)):
         with contextlib.suppress(ChannelClosed, TimeoutError):
-            stream.send([_REFUSAL], deadline)
+            stream.send([_WRONG_KEY], deadline)
         raise AuthenticationError(
             f"What listens {f'in place of worker {peer!r}' if peer else 'there'} could "
             f"not prove that it knows the cluster's key: the keys differ, or somebody "
