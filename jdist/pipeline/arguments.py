@@ -47,8 +47,24 @@ def check_arguments(
       TypeError: It is no schedule, but its name, for example.
       ValueError: It does not.
     """
+    _check_no_name(schedule, len(stages))
     _check_schedule(schedule, stages)
     _check_joining(stages, reduction)
+
+
+def _check_no_name(schedule: object, stages: int) -> None:
+    """Refuses the name of a schedule, and the function that makes one.
+
+    Raises:
+      TypeError: It is no schedule.
+    """
+    if not isinstance(schedule, Schedule):
+        rule = "must be a Schedule"
+        remedy = (
+            f"Functions of jdist.pipeline make one: `one_f_one_b({stages}, 4)` is 1F1B "
+            "with 4 micro-batches; there are `gpipe`, `interleaved` and others."
+        )
+        raise TypeError(requirement("Pipeline(schedule)", rule, repr(schedule), remedy))
 
 
 def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
@@ -57,13 +73,6 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
     Raises:
       ValueError: It does not.
     """
-    if not isinstance(schedule, Schedule):
-        rule = "must be a Schedule"
-        remedy = (
-            f"Functions of jdist.pipeline make one: `one_f_one_b({len(stages)}, 4)` is "
-            "1F1B with 4 micro-batches; there are `gpipe`, `interleaved` and others."
-        )
-        raise TypeError(requirement("Pipeline(schedule)", rule, repr(schedule), remedy))
     if schedule.stages != len(stages):
         rule = f"must be one for the {len(stages)} stages"
         got = f"one for {schedule.stages}"
