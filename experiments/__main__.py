@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             held.append(_runner.run(name, settings, options.out, console))
         except KeyboardInterrupt:
-            console.print(f"[red]interrupted:[/red] {name} wrote nothing.")
+            console.print(f"[red]interrupted:[/red] {name} has not been finished.")
             return INTERRUPTED
     return 0 if all(held) else 1
 

@@ -34,11 +34,15 @@ def main() -> int:
 
 
 def _is_ours(command: tuple[str, str]) -> bool:
-    """Whether the module is found, and beside jdist, not in another project."""
-    found = importlib.util.find_spec(command[0])
+    """Whether it is jdist's own: beside installed packages may be any `experiments`."""
+    module, _ = command
+    if module.startswith("jdist."):
+        return True
+    found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
         return False
-    return Path(found.origin).is_relative_to(ROOT)
+    in_checkout = (ROOT / "pyproject.toml").is_file()
+    return in_checkout and Path(found.origin).is_relative_to(ROOT)
 
 
 def _guides() -> str:

@@ -75,8 +75,13 @@ def test_what_there_is():
 
 
 def test_commands_of_other_projects_are_not_shown(monkeypatch, tmp_path, capsys):
-    """Where jdist is installed, `experiments` is somebody else's folder."""
+    """Beside an installed jdist, `experiments` may be any package."""
     monkeypatch.setattr(command, "ROOT", tmp_path)
+    for module in ("experiments", "benchmarks"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").touch()
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     assert command.main() == 0
     shown = capsys.readouterr().out
     assert "python -m experiments" not in shown

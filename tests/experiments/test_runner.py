@@ -154,7 +154,7 @@ def test_an_interrupt_ends_the_run(here, capsys):
     module.run = run
     assert command.main(["all", *known(first=module, second=toy(True))]) == 130
     out, errors = capsys.readouterr()
-    assert out.rstrip().endswith("interrupted: first wrote nothing.")
+    assert out.rstrip().endswith("interrupted: first has not been finished.")
     assert (errors, list(folder.iterdir())) == ("", [])
 
 
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_the_program(tmp_path):
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate(timeout=240)
     assert (running.returncode, errors) == (130, "")
-    assert output.endswith("interrupted: toy_model_parallel wrote nothing.\n")
+    assert output.endswith("interrupted: toy_model_parallel has not been finished.\n")
 
 
 @pytest.mark.parametrize(
