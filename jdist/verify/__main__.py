@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OwnCodeRaised as error:
         traceback.print_exception(error.__cause__)
         return _refused(error, Status.RAISED)
-    except KeyboardInterrupt as interruption:
-        return _refused(interruption, Status.INTERRUPTED)
+    except KeyboardInterrupt:
+        return _refused(JdistError("interrupted"), Status.INTERRUPTED)
     except misuse as error:
         return _refused(error, Status.MISUSE)
     except Exception as error:  # noqa: BLE001
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(error, Status.RAISED)
 
 
-def _refused(error: BaseException, status: Status) -> Status:
+def _refused(error: Exception, status: Status) -> Status:
     text = str(error) or type(error).__name__
     error_console.print("[red]error:[/red]", Text(text), highlight=False)
     return status
