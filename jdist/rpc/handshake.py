@@ -27,7 +27,6 @@ from enum import IntFlag
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.errors import AuthenticationError, ProtocolError
 from jdist.rpc.stream import ByteStream, receive_exactly
 from jdist.rpc.worker_info import WorkerInfo
@@ -140,7 +139,7 @@ def connect(
     _check_version(hello)
     proof = receive_exactly(stream, _PROOF, deadline)
     if not hmac.compare_digest(proof, _prove(_LISTENER, me, mine, theirs)):
-        with contextlib.suppress(ChannelClosed, TimeoutError):
+        with contextlib.suppress(ConnectionError, TimeoutError):
             stream.send([_WRONG_KEY], deadline)
         raise AuthenticationError(
             f"What listens {f'in place of worker {peer!r}' if peer else 'there'} could "

@@ -42,7 +42,6 @@ def init_rpc(
         and `MASTER_PORT`. A group of one needs none.
       allow: What other workers may call beside the main program, its package,
         `jax.numpy` and `jdist`: modules (`"mypkg"`) or objects (`"mypkg.ops:step"`).
-        Its package: of `python -m pkg.train` all of `pkg`; of a script nothing.
       options: See `RpcOptions`.
 
     Returns:
