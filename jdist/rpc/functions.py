@@ -7,16 +7,16 @@ what it finds, so the question is only which names it answers. It answers a name
   `allow=` names; and
 - the thing found says of itself that it has exactly this name.
 
+Of a class, those are its public functions and methods. A leading underscore at the top
+of a module closes nothing: torch's own examples call `_remote_method` and its like. A
+class that a peer names, it may construct: so its constructor must be of an allowed
+module too, or one of Python's own that only keep what they are given.
+
 The second rule is what keeps the first one honest: `mypkg:system` is not a function of
 `mypkg` although `from os import system` stands there, because `os.system` calls itself
 `posix:system`. On the way from the module to the thing only classes are crossed, never
 a module, an instance or a function, no attribute with two underscores on both sides is
 looked at, and no code of the looked-up objects runs.
-
-What a class gives is its public functions and methods. A leading underscore at the top
-of a module closes nothing: torch's own examples call `_remote_method` and its like. A
-class that a peer names, it may construct: so its constructor must be of an allowed
-module too, or one of Python's own that only keep what they are given.
 
 `jax.numpy` does not say its own names (`jnp.add.__qualname__` does not exist), so its
 functions are known by a table, as are a few harmless functions of Python itself.
