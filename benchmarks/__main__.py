@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import pkgutil
 from pathlib import Path
 
@@ -36,4 +37,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        Console(stderr=True).print("[red]interrupted[/red]")
+        os._exit(130)  # XLA's destructors don't survive a program that still runs.

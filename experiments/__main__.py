@@ -1,6 +1,7 @@
 """`python -m experiments [NAME ... | all]`: lists experiments, or runs them."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from rich.table import Table
 
 from experiments import _runner
 from experiments._result import Settings
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,9 +39,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device:
         jax.config.update("jax_platforms", options.device)
     jax.config.update("jax_num_cpu_devices", options.devices)
+    if missing := _without_device():
+        parser.error(missing)
     settings = Settings(options.quick, options.devices, options.seed)
-    held = [_runner.run(name, settings, options.out, console) for name in chosen]
+    held = []
+    for name in chosen:
+        try:
+            held.append(_runner.run(name, settings, options.out, console))
+        except KeyboardInterrupt:
+            console.print(f"[red]interrupted:[/red] {name} has not been finished.")
+            return INTERRUPTED
     return 0 if all(held) else 1
+
+
+def _without_device() -> str:
+    """Why JAX has no device of the platform that was asked for; empty if it has."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # For GPUs JAX says nothing more.
+        wanted = jax.config.jax_platforms  # type: ignore[attr-defined]
+        why = f" ({error})" if str(error) else ""
+        return (
+            f"no device of the platform {wanted!r} is here{why}; try --device cpu, or "
+            "install JAX for it: https://docs.jax.dev/en/latest/installation.html"
+        )
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,4 +88,9 @@ def _listing(known: Sequence[str]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == INTERRUPTED:
+        # Threads of XLA's may be inside a program, which its destructors don't survive.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -10,6 +10,7 @@ all copies of the parameters must hold the same bits.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,6 +145,8 @@ def sizes_of(replicas: int, settings: Settings) -> list[tuple[int, ...]]:
 
 def in_group(rank: int, each: int, settings: Settings) -> Findings:
     """What one of two processes finds, `each` devices being its own."""
+    # gloo greets its peers on standard output, without a setting to stop it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", each)
     with data_parallel.process_group() as mesh:

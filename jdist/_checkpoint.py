@@ -14,7 +14,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import Unavailable, requirement
+from jdist._errors import Unavailable, extra, requirement
 
 Arrays = Mapping[str, Mapping[str, Any]]
 """By the name of a group, which can be left unread, and by name within it."""
@@ -81,6 +81,17 @@ class StepFolder(Closing):
         """
         return chosen(call, self.steps(), step)
 
+    def check_new(self, call: str, step: int) -> None:
+        """Refuses a step that was saved before.
+
+        Raises:
+          ValueError: It was.
+        """
+        if step in (steps := self.steps()):
+            rule = f"must be a step that is not among those saved, {steps}"
+            remedy = "Go on from the last one, or use another folder."
+            raise ValueError(requirement(call, rule, step, remedy))
+
     def write(self, step: int, arrays: Arrays, description: Any) -> None:
         """Writes them; returns when all is on disk."""
         saved = self._orbax.args
@@ -126,7 +137,7 @@ def _orbax() -> Any:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
         raise Unavailable(
-            "checkpoints need orbax-checkpoint: pip install 'jdist[checkpoint]'"
+            f"checkpoints need orbax-checkpoint: {extra('checkpoint')}"
         ) from error
 
 
@@ -138,7 +149,11 @@ def chosen(call: str, steps: list[int], step: int | None) -> int:
     """
     if step is None and steps:
         return steps[-1]
-    if step is None or step not in steps:
+    if not steps:
+        rule = "must find a step that was saved, and the folder has none"
+        remedy = "Is it the right one? At the first start there is nothing to restore."
+        raise ValueError(requirement(f"{call}(step=...)", rule, step, remedy))
+    if step not in steps:
         rule = f"must be a step that was saved, {steps}"
         raise ValueError(requirement(f"{call}(step=...)", rule, step))
     return step

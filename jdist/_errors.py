@@ -5,6 +5,12 @@ Python itself. The classes here are for what those two cannot say: a proof that
 failed, or hardware that is not there. All derive from `JdistError`.
 """
 
+import json
+import shlex
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
 
 class JdistError(Exception):
     """Base class of the errors that only jdist can raise."""
@@ -24,6 +30,32 @@ class Unavailable(JdistError):
     A row of the equivalence matrix raises it to be skipped *by name*; the message
     says what is missing.
     """
+
+
+def extra(name: str) -> str:
+    """The command that installs one of jdist's extras, by how jdist was installed.
+
+    From a checkout it names the folder: the index may not have jdist, or another one.
+
+    Args:
+      name: Of the extra, such as `"checkpoint"`.
+
+    Example:
+      >>> extra("tls").startswith("pip install ")
+      True
+    """
+    root = Path(__file__).parents[1]
+    if (root / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{root}[{name}]')}"
+    try:
+        origin = metadata.distribution("jdist").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        origin = None
+    url = urlparse(json.loads(origin or "{}").get("url", ""))
+    folder = unquote(url.path)
+    if url.scheme == "file" and Path(folder, "pyproject.toml").is_file():
+        return f"pip install {shlex.quote(f'{folder}[{name}]')}"
+    return f"pip install 'jdist[{name}]'"
 
 
 def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:

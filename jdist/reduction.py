@@ -200,6 +200,12 @@ def check_losses(losses: Any, expected: tuple[int, ...]) -> None:
     elif shape is None:
         got = f"a {type(losses).__name__}"
         remedy = "Return a single array of losses."
+    elif shape == expected:
+        got = f"{losses.dtype} of shape {shape}"
+        remedy = (
+            "Only real floating losses have gradients: compute them by floating "
+            "functions, such as a cross entropy in place of counted errors."
+        )
     else:
         got = f"{losses.dtype} of shape {shape}"
         remedy = "Sum each example's own terms; keep only the axis of examples."

@@ -12,6 +12,7 @@ GROUND = {"_errors", "_tree", "_compat"}
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
+    "_compat": {"_errors"},
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
     "data_parallel": GROUND | {"_checkpoint", "reduction", "optim", "segment"},
@@ -19,6 +20,7 @@ MAY_IMPORT = {
     "pipeline": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "launch": GROUND | {"rpc"},
     "__init__": GROUND,
+    "__main__": GROUND,
 }
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}

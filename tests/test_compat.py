@@ -1,5 +1,6 @@
 """What jdist relies on in JAX beyond its documented surface; JAX changes show here."""
 
+import os
 import secrets
 import subprocess
 import sys
@@ -26,6 +27,34 @@ def test_double_precision_is_local():
         with _compat.double_precision():
             assert jnp.asarray(1.0).dtype == jnp.float64
         assert jnp.asarray(1.0).dtype == jnp.float32
+
+
+def test_a_platform_that_is_not_here():
+    """JAX says an AssertionError without a word where there is no GPU."""
+    program = (
+        "from jdist import _compat\n"
+        "try:\n"
+        "    _compat.require_backend()\n"
+        "except _compat.runtime.Unavailable as error:\n"
+        "    print(error)"
+    )
+    try:
+        jax.devices("cuda")
+    except (RuntimeError, AssertionError):
+        missing = "cuda"
+    else:
+        missing = "rocm"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "JAX_PLATFORMS": missing},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    rule = "`JAX_PLATFORMS` must name a platform of which there is a device here. Got "
+    assert done.stdout.startswith(rule + missing)
+    assert "JAX_PLATFORMS=cpu runs everywhere" in done.stdout
 
 
 def test_traced_values_are_told_from_concrete_ones():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jdist.launch.options import cluster_key, parse
-from jdist.launch.relay import last_traceback
+from jdist.launch.relay import InterruptFolder, last_traceback
 from tests.rpc.witnesses import Witnesses, await_gone
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +90,7 @@ def test_torchruns_variables(launch, tmp_path):
         assert (told["GROUP_RANK"], told["GROUP_WORLD_SIZE"]) == ("0", "1")
         assert told["MASTER_ADDR"] == "127.0.0.1"
         assert told["PJRT_NPROC"] == "8"
+        assert (told["JDIST_RESTART_COUNT"], told["JDIST_MAX_RESTARTS"]) == ("0", "0")
         assert "batch class" in told["JDIST_PROCESS_SETTINGS"]
     first, second = (told[4] for told in shown.values())
     for variable in ("MASTER_PORT", "JDIST_CLUSTER_KEY", "JAX_COORDINATOR_ADDRESS"):
@@ -173,6 +174,72 @@ def test_the_first_failure_ends_the_rest_and_is_seen_last(start, witnesses, tmp_
     assert last.endswith("\nValueError: the second\n")
 
 
+RESTARTED = """
+import os, sys
+from tests.rpc.witnesses import report, pause
+rank, count = os.environ["RANK"], os.environ["JDIST_RESTART_COUNT"]
+print(os.environ["MASTER_PORT"], os.environ["JDIST_MAX_RESTARTS"], flush=True)
+report(int(sys.argv[1]), f"rank{rank}:{count}")
+if count == sys.argv[2]:
+    sys.exit()
+if rank == "0":
+    pause()
+raise SystemExit(30 + int(count))
+"""
+
+
+@pytest.mark.parametrize(("succeeds", "starts"), [(1, 2), (9, 3)])
+def test_after_a_failure_all_are_started_again(
+    succeeds, starts, start, witnesses, tmp_path
+):
+    """Up to so often; the last one's exit code counts."""
+    logs = tmp_path / "logs"
+    options = ["--nproc", 2, "--max-restarts", 2, "--log-dir", logs]
+    arguments = [*options, "program.py", witnesses.port, succeeds]
+    launcher = start(arguments, RESTARTED)
+    pids = {}
+    for count in range(starts):
+        # Those of before have ended when the next ones begin.
+        await_gone(pids.values())
+        pids = witnesses.expect(2)
+        assert set(pids) == {f"rank0:{count}", f"rank1:{count}"}
+    output, errors = launcher.communicate(timeout=240)
+    await_gone(pids.values())
+    assert launcher.returncode == (0 if succeeds == 1 else 32)
+    ((port, most),) = {tuple(line.split()[1:]) for line in output.decode().splitlines()}
+    assert (int(port) > 0, most) == (True, "2")
+    told = [
+        line.partition(") ")[2].partition(str(logs))
+        for line in errors.decode().splitlines()
+    ]
+    again = "; the others were ended. All are started again, restart"
+    expected = [
+        (f"ended with exit code 30{again} 1 of 2. Its log: ", "/worker1.log"),
+        (f"ended with exit code 31{again} 2 of 2. Its log: ", "/worker1.restart1.log"),
+        (
+            "ended with exit code 32; the others were ended. Its log: ",
+            "/worker1.restart2.log",
+        ),
+    ]
+    assert [(words, log) for words, _, log in told] == (
+        expected[:1] if succeeds == 1 else expected
+    )
+    for rank in range(2):
+        for again in ["", *(f".restart{n}" for n in range(1, starts))]:
+            assert (logs / f"worker{rank}{again}.log").read_text() == f"{port} 2\n"
+
+
+def test_an_interrupt_is_no_failure(start, witnesses):
+    """Nothing is started again after Ctrl-C."""
+    arguments = ["--nproc", 1, "--max-restarts", 5, "program.py", witnesses.port, 0]
+    launcher = start(arguments, STUBBORN.replace("signal.SIGTERM", "signal.SIGHUP"))
+    witnesses.expect(1)
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=240)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert errors.decode() == "SIGTERM: all workers were ended.\n"
+
+
 def test_other_exit_codes_and_signals_are_passed_on(launch):
     status, _, errors = launch(["--nproc", 1, "program.py"], "raise SystemExit(41)")
     assert status == 41
@@ -231,6 +298,41 @@ def test_no_orphan_survives_the_launcher(name, start, witnesses):
     assert output.count(b"tidying up") == (2 if name == "SIGINT" else 0)
 
 
+IN_TRAINING = """
+import os, sys
+from jdist import rpc
+from tests.rpc.witnesses import pause, report
+rank = int(os.environ["RANK"])
+def work():
+    report(int(sys.argv[1]), f"rank{rank}")
+    pause()
+rpc.init_rpc(f"worker{rank}")
+try:
+    rpc.rpc_sync(f"worker{1 - rank}", work, timeout=0)
+finally:
+    print("tidying up", file=sys.stderr)
+    rpc.shutdown(graceful=False)
+"""
+
+
+def test_ctrl_c_ends_a_training_with_one_line(start, witnesses, tmp_path):
+    """What the workers write while they tidy up is shown; where they were is logged."""
+    logs = tmp_path / "logs"
+    arguments = ["--nproc", 2, "--log-dir", logs, "program.py", witnesses.port]
+    launcher = start(arguments, IN_TRAINING)
+    pids = witnesses.expect(2)
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=240)
+    await_gone(pids.values())
+    assert launcher.returncode == 130
+    *told, last = errors.decode().splitlines()
+    assert sorted(told) == ["[worker0] tidying up", "[worker1] tidying up"]
+    assert last == "SIGINT: all workers were ended."
+    texts = [(logs / f"worker{rank}.log").read_text() for rank in range(2)]
+    assert all("in <module>" in text for text in texts)
+    assert any("KeyboardInterrupt\n" in text for text in texts)
+
+
 STUBBORN = """
 import signal, sys
 from tests.rpc.witnesses import report, pause
@@ -277,14 +379,19 @@ def test_a_reader_that_goes_away_does_not_stop_the_workers(start, witnesses, tmp
     ("arguments", "message"),
     [
         ("program.py", "the following arguments are required: --nproc"),
-        ("--nproc 0 program.py", "argument --nproc: must be in 1..65536, not 0"),
-        ("--nproc two program.py", "argument --nproc: must be in 1..65536, not two"),
+        ("--nproc 0 program.py", "--nproc_per_node: must be in 1..65536, not 0"),
+        ("--nproc two program.py", "--nproc_per_node: must be in 1..65536, not two"),
+        ("--nproc 2 --max-restarts -1 -m x", "max_restarts: must be in 0..65536, not"),
+        (
+            "--nproc 2 --nnodes 2 --node-rank 0 --master-addr a --max-restarts 2 -m x",
+            "`--max-restarts` must be 0 across machines: the launchers do not know of",
+        ),
         ("--nproc 2", "the following arguments are required: program"),
         ("--nproc 2 nowhere.py", "`program` must be a file. Got nowhere.py"),
         ("--nproc 2 --nnodes 2 -m x", "`--node-rank` must be given when there are"),
         ("--nproc 2 --nnodes 2 --node-rank 0 -m x", "`--master-addr` must be given"),
         ("--nproc 2 --node-rank 1 -m x", "`--node-rank` must be below --nnodes, 1"),
-        ("--nproc 2 --master-port 0 -m x", "--master-port: must be in 1..65535"),
+        ("--nproc 2 --master-port 0 -m x", "--master_port: must be in 1..65535"),
         ("--nproc 2 --master-port 9 --jax-port 9 -m x", "other than --master-port"),
         ("--nproc 2 --master-port 65535 -m x", "other than --master-port"),
         (
@@ -301,6 +408,19 @@ def test_misuse(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(arguments.split())
     assert message in capsys.readouterr().err
+
+
+def test_torchruns_spellings():
+    """Its options with the same meaning, written in its two ways."""
+    lines = (
+        "--nproc 2 --node-rank 0 --master-port 7 --log-dir a --max-restarts 3",
+        "--nproc-per-node 2 --node_rank 0 --master_port 7 --log_dir a --max_restarts 3",
+    )
+    ours, theirs = (
+        vars(parse([*line.split()[:10], "--no_python", "x", "--y_z"])) for line in lines
+    )
+    assert ours == theirs
+    assert (ours["max_restarts"], ours["arguments"]) == (3, ["--y_z"])
 
 
 def test_pinning_gives_each_worker_cores_of_its_own():
@@ -344,6 +464,61 @@ def test_what_cannot_start_says_why(launch, tmp_path, witnesses):
     status, _, errors = launch(arguments, "")
     assert status == 2
     assert "Address already in use" in errors
+
+
+TRACE = "Traceback (most recent call last):"
+DURING = "During handling of the above exception, another exception occurred:"
+LOST = "jdist.rpc.errors.WorkerLost: Lost worker 'worker1' during rpc_sync: it closed."
+
+
+def trace(error):
+    return [TRACE, '  File "p.py", line 1, in <module>', "    f()", error]
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (["a", *trace("KeyboardInterrupt"), "b"], ["a", "b"]),
+        (trace("KeyboardInterrupt"), []),
+        ([*trace("KeyboardInterrupt"), "", DURING, "", *trace(LOST)], []),
+        ([*trace(LOST), *trace("KeyboardInterrupt")], []),
+        (["", DURING, "  x"], ["", DURING, "  x"]),
+    ],
+)
+def test_consequences_of_an_interrupt_are_not_shown(lines, shown):
+    folder = InterruptFolder()
+    assert [
+        each for line in lines for each in folder.feed(line)
+    ] + folder.end() == shown
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        trace("OSError: no space left"),
+        [*trace("KeyboardInterrupt"), "", DURING, "", *trace("OSError: full")],
+        [*trace("OSError: full"), "", DURING, "", *trace("KeyboardInterrupt")],
+        [*trace("ValueError: of several"), "lines", "", "more"],
+        [TRACE, "  a line and no end"],
+    ],
+)
+def test_other_tracebacks_are_shown_whole(lines):
+    """After one that is not, too: nothing is remembered of it."""
+    folder, before = InterruptFolder(), trace("KeyboardInterrupt")
+    shown = [each for line in [*before, "x", *lines] for each in folder.feed(line)]
+    assert [*shown, *folder.end()] == ["x", *lines]
+
+
+def test_gloo_does_not_say_that_all_is_well(launch):
+    program = (
+        "for peers in (1, 0):\n"
+        "    print(f'[Gloo] Rank 0 is connected to {peers} peer ranks. '\n"
+        "          'Expected number of connected peer ranks is : 1')\n"
+    )
+    status, output, errors = launch(["--nproc", 1, "program.py"], program)
+    assert (status, errors) == (0, "")
+    (line,) = output.splitlines()
+    assert "connected to 0 peer ranks" in line
 
 
 def test_the_last_traceback_includes_its_causes():

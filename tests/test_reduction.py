@@ -204,7 +204,15 @@ def test_sixteen_bit_gradients_are_summed_in_float32():
         (lambda w, x: x[:, None] * w, r"Got float64 of shape \(4, 1\)"),
         (lambda w, x: x[:3] * w, r"Got float64 of shape \(3,\)"),
         (lambda w, x: (x * w, x), "Got a tuple. Return a single array"),
-        (lambda w, x: jnp.arange(4), r"Got int64 of shape \(4,\)"),
+        (
+            lambda w, x: jnp.arange(4),
+            r"Got int64 of shape \(4,\)\. Only real floating losses have gradients",
+        ),
+        (lambda w, x: x * w > 1, r"Got bool of shape \(4,\)\. Only real floating"),
+        (
+            lambda w, x: (x * w).astype(complex),
+            r"Got complex128 of shape \(4,\)\. Only real floating",
+        ),
     ],
 )
 def test_losses_of_the_wrong_shape_are_refused(loss_fn, message):

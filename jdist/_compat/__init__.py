@@ -32,6 +32,7 @@ from jdist._compat.runtime import double_precision as double_precision
 from jdist._compat.runtime import is_traced as is_traced
 from jdist._compat.runtime import let_go as let_go
 from jdist._compat.runtime import placed as placed
+from jdist._compat.runtime import require_backend as require_backend
 from jdist._compat.runtime import set_cpu_device_count as set_cpu_device_count
 from jdist._compat.shards import after as after
 from jdist._compat.shards import laid_out as laid_out

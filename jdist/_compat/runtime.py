@@ -11,6 +11,8 @@ from jax._src import distributed
 from jax._src.lib import _jax, xla_client  # type: ignore[attr-defined]
 from jax.sharding import SingleDeviceSharding
 
+from jdist._errors import Unavailable, requirement
+
 
 def double_precision() -> AbstractContextManager[None]:
     """Within it JAX computes with 64-bit types, whatever the global setting."""
@@ -24,6 +26,26 @@ def set_cpu_device_count(count: int) -> None:
       RuntimeError: A JAX computation has already started the backend. (JAX's own.)
     """
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def require_backend() -> None:
+    """Starts JAX's backend.
+
+    Raises:
+      Unavailable: There is no device of the platform that JAX was told to use. JAX
+        says so by a RuntimeError, or for GPUs by an AssertionError without a word.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        wanted = jax.config.jax_platforms or "any"  # type: ignore[attr-defined]
+        rule = "must name a platform of which there is a device here"
+        remedy = (
+            "JAX_PLATFORMS=cpu runs everywhere. JAX's plugins for other platforms: "
+            "https://docs.jax.dev/en/latest/installation.html."
+        )
+        got = f"{wanted} ({error})" if str(error) else wanted
+        raise Unavailable(requirement("JAX_PLATFORMS", rule, got, remedy)) from error
 
 
 def distributed_client() -> Any:

@@ -24,7 +24,7 @@ from jdist._checkpoint import (
     words,
 )
 from jdist._tree import path_of
-from jdist.data_parallel.train_state import TrainState
+from jdist.data_parallel.train_state import TrainState, check_state
 from jdist.data_parallel.zero import Sharded
 
 
@@ -68,7 +68,13 @@ class Checkpoints(Closing):
         """Writes the state under its step, and returns when it is on disk.
 
         Not before: the next step donates the buffers that are being read.
+
+        Raises:
+          ValueError: That step was saved before.
+          TypeError: It is no state, but the parameters, for example.
         """
+        check_state("save(state)", state)
+        self._folder.check_new("save(state)", int(state.step))
         leaves = _leaves(state)
         saved = {path: words(_array(leaf)) for path, leaf in leaves.items()}
         self._folder.write(int(state.step), _by_item(saved), _description(state))
@@ -94,6 +100,7 @@ class Checkpoints(Closing):
           ValueError: There is none; or it was saved from a state with other paths,
             shapes or dtypes, and the message names the first.
         """
+        check_state("restore(like=...)", like)
         step = self._folder.chosen("restore", step)
         description = self._folder.description(step)
         if like.hook_state is None:

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdist._compat import abandon_distributed, distributed_client
+from jdist._compat import abandon_distributed, distributed_client, require_backend
 from jdist._errors import requirement
 from jdist.data_parallel.roll_call import Place, ProcessLost, listed, roll_call
 
@@ -108,6 +108,7 @@ def process_group(
     _check_seconds("heartbeat", heartbeat)
     owned = _join(cluster, timeout, heartbeat)
     try:
+        require_backend()
         yield Mesh(np.array(jax.devices()), (axis,))
     except BaseException as error:
         failed = not isinstance(error, SystemExit) or bool(error.code)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdist._errors import requirement
+
 
 class TrainState(NamedTuple):
     """All that one step hands to the next; made by `TrainStep.init`."""
@@ -29,6 +31,20 @@ class TrainState(NamedTuple):
 
     hook_state: Any = None
     """What a communication hook keeps, a row for each replica, or None."""
+
+
+def check_state(call: str, state: object) -> None:
+    """Refuses what is not the state of a training run, such as the parameters alone.
+
+    Raises:
+      TypeError: It is anything else.
+    """
+    if not isinstance(state, TrainState):
+        rule = "must be a TrainState"
+        remedy = (
+            "`state = step.init(params)` makes one, and each step returns the next."
+        )
+        raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
 
 
 class Metrics(NamedTuple):

@@ -35,7 +35,7 @@ from jdist.data_parallel.loss import Loss
 from jdist.data_parallel.model_state import check_rule
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import check_weight_values, replicas_of
-from jdist.data_parallel.train_state import Metrics, TrainState
+from jdist.data_parallel.train_state import Metrics, TrainState, check_state
 from jdist.data_parallel.work import Work
 from jdist.optim import Optimizer, clip_by_global_norm
 
@@ -140,6 +140,7 @@ class TrainStep:
             or all 0; and what the loss function and the optimizer refuse.
           ReplicasDiffer: In debug mode: they do.
         """
+        check_state("step(state=...)", state)
         count = examples_in(batch, "step(state, batch)")
         if count % self.divisor or not count:
             rule = f"must have a multiple of {self.divisor} rows, one or more for each "

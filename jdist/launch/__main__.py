@@ -63,20 +63,37 @@ def _meet(options: argparse.Namespace, key: str, stack: ExitStack) -> Rendezvous
 
 def _run(options: argparse.Namespace, meeting: Rendezvous, relay: Relay) -> int:
     try:
-        with _interrupts(), Supervisor(options.grace) as supervisor:
-            try:
-                _start(options, meeting, relay, supervisor)
-                supervisor.wait()
-            except Interrupted as interruption:
-                supervisor.stop(interruption.number)
-                raise
+        with _interrupts():
+            restart = 0
+            supervisor = _attempt(options, meeting, relay, restart)
+            while supervisor.failure and restart < options.max_restarts:
+                restart += 1
+                count = f"restart {restart} of {options.max_restarts}"
+                _tell(supervisor, relay, f" All are started again, {count}.")
+                supervisor = _attempt(options, meeting, relay, restart)
     except Interrupted as interruption:
         _finish(relay)
         name = signal.Signals(interruption.number).name
         error_console.print(f"[red]{name}:[/red] all workers were ended.")
         return 128 + interruption.number
-    _finish(relay)
     return _report(supervisor, relay)
+
+
+def _attempt(
+    options: argparse.Namespace, meeting: Rendezvous, relay: Relay, restart: int
+) -> Supervisor:
+    """Starts all workers and waits for their end; what became of them."""
+    with Supervisor(options.grace) as supervisor:
+        try:
+            _start(options, meeting, relay, supervisor, restart)
+            supervisor.wait()
+        except Interrupted as interruption:
+            if interruption.number == signal.SIGINT:
+                relay.fold_interrupts()
+            supervisor.stop(interruption.number)
+            raise
+    _finish(relay)
+    return supervisor
 
 
 def _start(
@@ -84,6 +101,7 @@ def _start(
     meeting: Rendezvous,
     relay: Relay,
     supervisor: Supervisor,
+    restart: int,
 ) -> None:
     for local_rank, cores in enumerate(options.cores):
         program = Program(
@@ -94,12 +112,14 @@ def _start(
                 "PYTHONUNBUFFERED": "1",
                 **os.environ,
                 **meeting.variables(local_rank),
+                "JDIST_RESTART_COUNT": str(restart),
+                "JDIST_MAX_RESTARTS": str(options.max_restarts),
             },
             plan=plan(options.settings, options.nproc, cores),
             captured=True,
         )
         if child := supervisor.start(program):
-            relay.follow(child)
+            relay.follow(child, restart)
 
 
 def _finish(relay: Relay) -> None:
@@ -112,14 +132,21 @@ def _report(supervisor: Supervisor, relay: Relay) -> int:
     failure = supervisor.failure
     if failure is None or failure.ending is None:
         return 0
+    _tell(supervisor, relay)
+    relay.repeat_last_words(failure)
+    return failure.ending.status
+
+
+def _tell(supervisor: Supervisor, relay: Relay, then: str = "") -> None:
+    """Says which worker failed, and what follows."""
+    failure = supervisor.failure
+    assert failure is not None
     others = "; the others were ended" if len(supervisor.children) > 1 else ""
     log = relay.log_of(failure)
     error_console.print(
         f"[red]{failure.name}[/red] (pid {failure.pid}) {failure.ending}{others}."
-        f"{' Its log: ' + escape(log) if log else ''}"
+        f"{then}{' Its log: ' + escape(log) if log else ''}"
     )
-    relay.repeat_last_words(failure)
-    return failure.ending.status
 
 
 @contextmanager

@@ -44,16 +44,96 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m jdist.launch", description=DESCRIPTION, allow_abbrev=False
     )
-    count, port, seconds = _between(1, 2**16), _between(1, LAST_PORT), _seconds
+    _add_meeting(parser)
+    _add_running(parser)
+    _add_settings(parser)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "-m", "--module", action="store_true", help="the program is a module's name"
+    )
+    kind.add_argument(
+        *("--no-python", "--no_python"),
+        action="store_true",
+        help="the program is not a Python script",
+    )
+    parser.add_argument("program", help="the script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+# An option's names after the first are those of torchrun.
+
+
+def _add_meeting(parser: argparse.ArgumentParser) -> None:
+    """Who takes part, and where they meet."""
+    add, count, port = parser.add_argument, _between(1, 2**16), _between(1, LAST_PORT)
+    add(
+        *("--nproc", "--nproc-per-node", "--nproc_per_node"),
+        type=count,
+        required=True,
+        metavar="N",
+        help="workers on this machine",
+    )
+    add("--nnodes", type=count, default=1, metavar="N", help="machines (default 1)")
+    add(
+        *("--node-rank", "--node_rank"),
+        type=_between(0, 2**16 - 1),
+        metavar="N",
+        help="number of this machine",
+    )
+    add(
+        *("--master-addr", "--master_addr"),
+        metavar="HOST",
+        help="address of machine 0, as the others reach it",
+    )
+    add(
+        *("--master-port", "--master_port"),
+        type=port,
+        metavar="PORT",
+        help="for rpc's coordinator (default: a free one)",
+    )
+    add(
+        "--jax-port",
+        type=port,
+        metavar="PORT",
+        help="for jax.distributed's (default: the next)",
+    )
+    add(
+        "--key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"holds the run's secret; or set {KEY_VARIABLE}",
+    )
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    """What becomes of the workers and of what they write."""
     add = parser.add_argument
-    add("--nproc", type=count, required=True, help="workers on this machine")
-    add("--nnodes", type=count, default=1, help="machines (default 1)")
-    add("--node-rank", type=_between(0, 2**16 - 1), help="number of this machine")
-    add("--master-addr", help="address of machine 0, as the others reach it")
-    add("--master-port", type=port, help="for rpc's coordinator (default: a free one)")
-    add("--jax-port", type=port, help="for jax.distributed's (default: the next)")
-    add("--key-file", type=Path, help=f"holds the run's secret; or set {KEY_VARIABLE}")
-    add("--log-dir", type=Path, help="also write each worker's output to a file here")
+    add(
+        *("--max-restarts", "--max_restarts"),
+        type=_between(0, 2**16),
+        default=0,
+        metavar="N",
+        help="how often all are started again after a failure (default 0)",
+    )
+    add(
+        *("--log-dir", "--log_dir"),
+        type=Path,
+        metavar="FOLDER",
+        help="also write each worker's output to a file here",
+    )
+    add(
+        "--grace",
+        type=_seconds,
+        default=GRACE,
+        metavar="SECONDS",
+        help=f"between asking to end and killing (default {GRACE:g})",
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """How the processes are set up before JAX starts."""
+    add = parser.add_argument
     add(
         "--pin",
         dest="cores",
@@ -62,10 +142,11 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="one core of its own for each worker",
     )
-    add("--cores", type=_between(0, 2**16), help="the same, N cores each")
+    add("--cores", type=_between(0, 2**16), metavar="N", help="the same, N cores each")
     add(
         "--callback-threads",
         type=_between(0, 2**16),
+        metavar="N",
         help="least size of XLA's thread pool; 0 leaves it (default 8)",
     )
     add(
@@ -73,22 +154,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave scheduling class, allocator and thread pools as they are",
     )
-    add(
-        "--grace",
-        type=seconds,
-        default=GRACE,
-        help=f"seconds between asking to end and killing (default {GRACE:g})",
-    )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "-m", "--module", action="store_true", help="the program is a module's name"
-    )
-    kind.add_argument(
-        "--no-python", action="store_true", help="the program is not a Python script"
-    )
-    add("program", help="the script to run")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
 
 
 def _between(least: int, most: int) -> Callable[[str], int]:
@@ -119,6 +184,11 @@ def _across_machines(options: argparse.Namespace) -> None:
                 rule = "must be given when there are several machines"
                 raise ValueError(requirement(option, rule, "nothing"))
         options.master_port = options.master_port or DEFAULT_PORT
+        if options.max_restarts:
+            rule = "must be 0 across machines: the launchers do not know of each other"
+            remedy = "Let the cluster's scheduler start the whole run again."
+            got = options.max_restarts
+            raise ValueError(requirement("--max-restarts", rule, got, remedy))
     options.node_rank = options.node_rank or 0
     if options.node_rank >= options.nnodes:
         rule = f"must be below --nnodes, {options.nnodes}"

@@ -6,6 +6,7 @@ takes what it writes.
 """
 
 import io
+import re
 import select
 import threading
 import time
@@ -24,6 +25,12 @@ _FEW_LINES = 20
 _LONGEST_LINE = 2**16
 _PATIENCE = 5.0
 _TRACEBACK = "Traceback (most recent call last):"
+_INTERRUPTED = ("KeyboardInterrupt", "jdist.rpc.errors.WorkerLost:")
+_CONNECTED = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
+    r"Expected number of connected peer ranks is : \1"
+)
+"""gloo prints it for every group in which all is well, and has no setting for that."""
 _LINKS = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -63,7 +70,8 @@ class Relay:
 
     Args:
       folder: Where each worker gets a file `NAME.log`, without names before the lines;
-        None for no files. Files of an earlier run are overwritten.
+        after a restart another one, `NAME.restart1.log`. None for no files. Files of an
+        earlier run are overwritten.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -73,22 +81,31 @@ class Relay:
         self._errors = Sink("standard error", _stream(2))
         self._consoles = Console(), Console(stderr=True)
         self._logs: dict[str, Sink] = {}
+        self._earlier: list[Sink] = []
         self._kept: dict[str, deque[str]] = {}
         self._threads: list[threading.Thread] = []
+        self._folding = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def follow(self, child: Child) -> None:
+    def follow(self, child: Child, restart: int = 0) -> None:
         """Begins to pass on what this worker writes.
+
+        Args:
+          child: The worker.
+          restart: How often it was started before.
 
         Raises:
           OSError: Its log cannot be created.
         """
         kept = self._kept[child.name] = deque(maxlen=_KEPT_LINES)
         if self._folder is not None:
-            path = self._folder / f"{child.name}.log"
+            if child.name in self._logs:
+                self._earlier.append(self._logs[child.name])
+            again = f".restart{restart}" if restart else ""
+            path = self._folder / f"{child.name}{again}.log"
             self._logs[child.name] = Sink(str(path), io.FileIO(path, "w"))
-        number = len(self._kept)
+        number = [*self._kept].index(child.name) + 1
         for pipe, sink, console, tail in (
             (child.output, self._output, self._consoles[0], None),
             (child.errors, self._errors, self._consoles[1], kept),
@@ -103,6 +120,14 @@ class Relay:
             self._threads.append(thread)
             thread.start()
 
+    def fold_interrupts(self) -> None:
+        """From now on shows no traceback of an interrupt; the logs keep them.
+
+        Called before Ctrl-C is handed on: what each worker was doing just then is of no
+        interest to the one who pressed it.
+        """
+        self._folding = True
+
     def repeat_last_words(self, child: Child) -> None:
         """Shows the end of its errors again: the last traceback if there is one."""
         words = last_traceback(self._kept.get(child.name, ()))
@@ -115,7 +140,8 @@ class Relay:
 
     def complaints(self) -> list[str]:
         """What could not be written to the end, and why."""
-        sinks = (self._output, self._errors, *self._logs.values())
+        logs = (*self._earlier, *self._logs.values())
+        sinks = (self._output, self._errors, *logs)
         return [f"{sink.name}: {sink.refusal}" for sink in sinks if sink.refusal]
 
     def drain(self) -> None:
@@ -134,7 +160,7 @@ class Relay:
     def __exit__(self, *details: object) -> None:
         self.drain()
         with self._lock:
-            for sink in self._logs.values():
+            for sink in (*self._earlier, *self._logs.values()):
                 sink.file.close()
 
     def _pass_on(
@@ -145,17 +171,63 @@ class Relay:
         label: bytes,
         tail: deque[str] | None,
     ) -> None:
-        log = self._logs.get(name)
+        log, folder = self._logs.get(name), InterruptFolder()
+
+        def show(lines: Iterable[str]) -> None:
+            for line in lines:
+                if not _CONNECTED.fullmatch(line):
+                    sink.write(label + line.encode() + b"\n")
+
         text = io.TextIOWrapper(pipe, encoding="utf-8", errors="backslashreplace")
         with text:
             while line := text.readline(_LONGEST_LINE):
-                data = line.removesuffix("\n").encode() + b"\n"
+                line = line.removesuffix("\n")
                 with self._lock:
-                    sink.write(label + data)
+                    show(folder.feed(line) if self._folding else [line])
                     if log:
-                        log.write(data)
+                        log.write(line.encode() + b"\n")
                     if tail is not None:
-                        tail.append(line.removesuffix("\n"))
+                        tail.append(line)
+        with self._lock:
+            show(folder.end())
+
+
+class InterruptFolder:
+    """Leaves out the tracebacks that are consequences of a Ctrl-C.
+
+    Those are the ones in whose chain every exception is a `KeyboardInterrupt`, or the
+    loss of another worker, which was interrupted as well. What a program raises while
+    it tidies up is shown, with all that led to it.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._consequence = True
+        self._inside = False
+
+    def feed(self, line: str) -> list[str]:
+        """Takes the next line; the lines to show now."""
+        if line == _TRACEBACK:
+            self._held.append(line)
+            self._inside = True
+        elif not self._held:
+            return [line]
+        elif self._inside:
+            self._held.append(line)
+            self._inside = line.startswith(" ")
+            if not self._inside:
+                self._consequence &= line.startswith(_INTERRUPTED)
+        elif not line or line in _LINKS:
+            self._held.append(line)
+        else:
+            return [*self.end(), line]
+        return []
+
+    def end(self) -> list[str]:
+        """No more lines belong to the traceback; what of it is to be shown."""
+        shown = [] if self._consequence and not self._inside else self._held
+        self._held, self._consequence, self._inside = [], True, False
+        return shown
 
 
 def _stream(descriptor: int) -> io.FileIO:

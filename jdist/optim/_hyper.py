@@ -61,14 +61,16 @@ class Hyperparameter:
         argument = f"{call}({self.name}=...)"
         if not self.rules:
             if not isinstance(value, bool):
-                raise TypeError(requirement(argument, "must be True or False", value))
+                raise TypeError(
+                    requirement(argument, "must be True or False", repr(value))
+                )
             return
         if len(self.rules) == 1:
             _check_number(argument, self.rules[0], value)
             return
         if not isinstance(value, Sequence) or len(value) != len(self.rules):
             rule = f"must be a sequence of {len(self.rules)} numbers"
-            raise TypeError(requirement(argument, rule, value))
+            raise TypeError(requirement(argument, rule, repr(value)))
         for index, entry in enumerate(value):
             name = f"{self.name}[{index}]"
             _check_number(f"{call}({name}=...)", self.rules[index], entry)
@@ -141,7 +143,8 @@ def _check_number(argument: str, rule: Rule, value: Any) -> None:
     is_number = isinstance(value, int | float | np.number | np.ndarray | jax.Array)
     if isinstance(value, bool) or not is_number:
         kind = "must be a number, a scalar array or a schedule"
-        raise TypeError(requirement(argument, kind, value))
+        remedy = "`float` makes a number of a text." if isinstance(value, str) else ""
+        raise TypeError(requirement(argument, kind, repr(value), remedy))
     if np.shape(value) != ():
         got = f"an array of shape {np.shape(value)}"
         remedy = "For a value per parameter use `by_label`."

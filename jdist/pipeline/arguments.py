@@ -44,10 +44,27 @@ def check_arguments(
     """Refuses a schedule or a reduction that does not go with the stages.
 
     Raises:
+      TypeError: It is no schedule, but its name, for example.
       ValueError: It does not.
     """
+    _check_no_name(schedule, len(stages))
     _check_schedule(schedule, stages)
     _check_joining(stages, reduction)
+
+
+def _check_no_name(schedule: object, stages: int) -> None:
+    """Refuses the name of a schedule, and the function that makes one.
+
+    Raises:
+      TypeError: It is no schedule.
+    """
+    if not isinstance(schedule, Schedule):
+        rule = "must be a Schedule"
+        remedy = (
+            f"Functions of jdist.pipeline make one: `one_f_one_b({stages}, 4)` is 1F1B "
+            "with 4 micro-batches; there are `gpipe`, `interleaved` and others."
+        )
+        raise TypeError(requirement("Pipeline(schedule)", rule, repr(schedule), remedy))
 
 
 def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:

@@ -26,7 +26,7 @@ from jdist._errors import requirement
 from jdist._tree import named_leaves
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.post import Opened, Post
-from jdist.pipeline.training import PipelineState
+from jdist.pipeline.training import PipelineState, check_state
 
 
 class Saved(NamedTuple):
@@ -248,6 +248,7 @@ class Checkpoints(Closing):
 
         Raises: what `StageCheckpoints.save` raises.
         """
+        check_state("save(state)", state)
         self._checkpoints.save(state.step, _by_stage(state, self._own))
 
     def restore(self, like: PipelineState, step: int | None = None) -> PipelineState:
@@ -263,6 +264,7 @@ class Checkpoints(Closing):
 
         Raises: what `StageCheckpoints.restore` raises.
         """
+        check_state("restore(like=...)", like)
         found, trees = self._checkpoints.restore(_by_stage(like, self._own), step)
         fields: dict[str, Any] = {"step": found}
         for name, value in _fields(like).items():

@@ -29,7 +29,7 @@ from jdist.pipeline.stage_run import StageRun
 from jdist.pipeline.step import Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.tied import Tied
-from jdist.pipeline.training import Metrics, PipelineState, optimizers_for
+from jdist.pipeline.training import Metrics, PipelineState, check_state, optimizers_for
 from jdist.pipeline.update import (
     NO_NEWS,
     Found,
@@ -272,6 +272,7 @@ class Pipeline:
           if this raises on one worker, none has stepped.
         """
         with self.executor.opened("train_step") as post:
+            check_state("Pipeline.train_step(state)", state)
             optimizers = optimizers_for(self._optimizer, len(self.stages))
             step, key = state.step, state.key
             own = None if key is None else jax.random.fold_in(key, step)

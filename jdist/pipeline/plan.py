@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from jdist._errors import Unavailable, requirement
+from jdist._errors import Unavailable, extra, requirement
 from jdist.pipeline.costs import Costs
 from jdist.pipeline.layer_profile import Profile
 from jdist.pipeline.schedule import Schedule
@@ -215,7 +215,7 @@ class Plan:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            what = "a picture needs matplotlib: pip install 'jdist[experiments]'"
+            what = f"a picture needs matplotlib: {extra('experiments')}"
             raise Unavailable(what) from error
         figure = Figure(figsize=(9, 1.5 + 0.4 * len(self.stages)), layout="constrained")
         axes = figure.subplots()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jdist._errors import Unavailable
+from jdist._errors import Unavailable, extra
 from jdist.pipeline.schedule_actions import KINDS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def draw(timeline: "Timeline", path: Path) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        what = "a Gantt chart needs matplotlib: pip install 'jdist[experiments]'"
+        what = f"a Gantt chart needs matplotlib: {extra('experiments')}"
         raise Unavailable(what) from error
     height = min(2 + 0.35 * timeline.workers, 8)
     figure = Figure(figsize=(12, height), layout="constrained")

@@ -33,6 +33,20 @@ class PipelineState(NamedTuple):
     """The PRNG key of the whole run, which does not change, or None."""
 
 
+def check_state(call: str, state: object) -> None:
+    """Refuses what is not the state of a training run, such as the parameters alone.
+
+    Raises:
+      TypeError: It is anything else.
+    """
+    if not isinstance(state, PipelineState):
+        rule = "must be a PipelineState"
+        remedy = (
+            "`state = pipe.init(params)` makes one, and each step returns the next."
+        )
+        raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
+
+
 class Metrics(NamedTuple):
     """What a step found out, before it moved the parameters."""
 

@@ -29,7 +29,10 @@ def positional(call: str, args: Any) -> tuple[Any, ...]:
     if type(args) is tuple or type(args) is list:
         return tuple(args)
     rule = "must be a tuple or a list of the positional arguments"
-    remedy = "A single argument takes a comma: `args=(x,)`."
+    remedy = (
+        "All of them go together, `args=(x, y)`; a single one takes a comma, "
+        "`args=(x,)`."
+    )
     raise TypeError(requirement(f"{call}(args=...)", rule, _kind(args), remedy))
 
 

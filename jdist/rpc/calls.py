@@ -185,7 +185,8 @@ def outgoing(
     """
     if not callable(func):
         rule = "function should be callable"
-        raise TypeError(requirement(f"{verb}(func)", rule, func))
+        remedy = f"Give the function itself: `{verb}(to, fn, args=(x, y))`."
+        raise TypeError(requirement(f"{verb}(func)", rule, repr(func), remedy))
     body = (func, positional(verb, args), named(verb, kwargs))
     found = agent.outgoing(to, kind, body, timeout, None, Operation(verb, func))
     interceptor = agent.interceptor

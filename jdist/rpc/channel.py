@@ -67,6 +67,9 @@ class Transport(Protocol):
     device_maps: DeviceMaps
     """On which of their devices this worker's arrays arrive."""
 
+    on_refused: Callable[[str], None] | None
+    """Told in words of each peer that could not prove the key; set before `serve`."""
+
     def connect(self, peer: str, address: Any, deadline: float | None) -> Channel:
         """A new channel to the worker `peer` listening at `address`.
 

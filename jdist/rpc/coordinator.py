@@ -62,6 +62,7 @@ class Coordinator:
         self._crew = Crew("rpc coordinator", 1024)
         self._alarm = Alarm("rpc coordinator deadlines", self._expire)
         self._pace: Pace | None = None
+        transport.on_refused = self._refused
         transport.serve(self._serve)
         if beats:
             self._pace = Pace(
@@ -147,6 +148,11 @@ class Coordinator:
             self._fewer.notify_all()
         self._alarm.set(member.until)
         return member
+
+    def _refused(self, text: str) -> None:
+        """Tells those who wait for others: they may have come, with another key."""
+        with self._lock:
+            self._post(self._roster.refused(text))
 
     def _answer(self, member: Member, frame: Frame) -> None:
         if frame.kind == "group.beat":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import jax
 
+from jdist._compat import require_backend
 from jdist.rpc import current
 from jdist.rpc.agent import Agent
 from jdist.rpc.current import Scope
@@ -39,6 +40,7 @@ class ElasticCluster:
             self.agents = [agent for agent in self.agents if not agent.closed]
             ranks = {agent.info.id for agent in self.agents}
             rank = min(set(range(len(ranks) + 1)) - ranks)
+            require_backend()
             devices = jax.local_devices()
             chosen = devices[rank % len(devices)] if device is None else device
             agent, joined = self._meeting.begin(WorkerInfo(name, rank), chosen)

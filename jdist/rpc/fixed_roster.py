@@ -14,6 +14,9 @@ from jdist.rpc.roster import (
 )
 from jdist.rpc.worker_info import WorkerInfo
 
+_MOST_STRANGERS = 8
+"""So many are told of: they choose their names, and could send many."""
+
 
 class FixedRoster(Roster):
     """All join together: the last one to come completes the group, if all live.
@@ -33,6 +36,7 @@ class FixedRoster(Roster):
         super().__init__(world_size)
         self.complete = False
         self._told = 0
+        self._strangers: list[str] = []
         self._unsure: set[Member] = set()
         self._asked = 0
 
@@ -50,11 +54,12 @@ class FixedRoster(Roster):
             return self._doubt(member, rival, world_size)
         number(member, member.info.id)
         self._members[member.info.name] = member
+        told = [(member, _stranger(text)) for text in self._strangers]
         if len(self._members) < self._world_size:
-            return []
-        answers = self._probe([one for one in self._members.values() if one != member])
-        self._unsure, self._asked = {one for one, _ in answers}, self._probes
-        return answers or self._complete()
+            return told
+        probed = self._probe([one for one in self._members.values() if one != member])
+        self._unsure, self._asked = {one for one, _ in probed}, self._probes
+        return told + (probed or self._complete())
 
     def lives(self, member: Member, probe: int) -> Answers:
         """See `Roster.lives`."""
@@ -84,6 +89,14 @@ class FixedRoster(Roster):
         """See `Roster.fail`: the group will never be complete."""
         return [] if self.complete or self.failure else self._fail(failure, [])
 
+    def refused(self, stranger: str) -> Answers:
+        """See `Roster.refused`: tells all who wait, and those who come later."""
+        known = stranger in self._strangers
+        if self.complete or known or len(self._strangers) == _MOST_STRANGERS:
+            return []
+        self._strangers.append(stranger)
+        return [(member, _stranger(stranger)) for member in self._joining()]
+
     def expire(self, now: float) -> Answers:
         """See `Roster.expire`.
 
@@ -102,6 +115,7 @@ class FixedRoster(Roster):
         )
         if not missing:
             text += f" Silent: {', '.join(one.info.name for one in self._unsure)}."
+        text = " ".join([text, *self._strangers])
         return self._fail(text, [], timeout=True)
 
     def is_ending(self, info: WorkerInfo) -> bool:
@@ -169,3 +183,7 @@ class FixedRoster(Roster):
     ) -> Answers:
         self._told += len(members)
         return refuse(members, text, timeout)
+
+
+def _stranger(text: str) -> Frame:
+    return Frame("group.stranger", 0, {"text": text}, None, [])

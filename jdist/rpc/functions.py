@@ -7,6 +7,11 @@ what it finds, so the question is only which names it answers. It answers a name
   `allow=` names; and
 - the thing found says of itself that it has exactly this name.
 
+Of a class, those are its public functions and methods. A leading underscore at the top
+of a module closes nothing: torch's own examples call `_remote_method` and its like. A
+class that a peer names, it may construct: so its constructor must be of an allowed
+module too, or one of Python's own that only keep what they are given.
+
 The second rule is what keeps the first one honest: `mypkg:system` is not a function of
 `mypkg` although `from os import system` stands there, because `os.system` calls itself
 `posix:system`. On the way from the module to the thing only classes are crossed, never
@@ -54,6 +59,14 @@ _CLOSED = (
     "jdist.verify",
 )  # fmt: skip
 """Parts of jdist that steer processes, or import modules by name."""
+
+_KEEPING = frozenset((
+    object, bool, complex, dict, float, frozenset, int, list, set, str, tuple,
+))  # fmt: skip
+"""Classes whose constructors keep what they are given; so do exceptions' own."""
+
+_KEEPING_MODULES = ("collections", "enum", "flax.linen", "flax.nnx", "typing")
+"""Modules of which that is true as well."""
 
 _PATH = re.compile(r"\b(Path|PathLike)\b")
 """In the annotations of what reads or writes files."""
@@ -154,14 +167,27 @@ class FunctionTable:
             rule = "must be defined where its name says, not imported there"
             raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
         _check_files(found, ref)
+        self._check_public(found, ref)
         if "." not in qualname:
             self._found[ref] = _Found(module, home, qualname, found)
+        return found
+
+    def named(self, ref: str) -> Any:
+        """What a peer that gives this name may call: a function, or a class to make.
+
+        Raises:
+          ForbiddenFunction: As `resolve`; or the class has the constructor of a class
+            in a module that is not allowed, such as `subprocess.Popen`.
+        """
+        found = self.resolve(ref)
+        if isinstance(found, type) and not (ref in self._known or ref in self._objects):
+            self._check_constructor(found, ref)
         return found
 
     def method(self, owner: Any, name: str) -> Callable[..., Any]:
         """The method `name` of `owner`: an object, or a class for a class method.
 
-        "__call__" is one, any other name with two underscores on both sides is not.
+        "__call__" is one, any other name with a leading underscore is not.
 
         Raises:
           ForbiddenFunction: It is no method, or is defined in a module not allowed.
@@ -169,7 +195,7 @@ class FunctionTable:
         of_class = isinstance(owner, type)
         kind = owner if of_class else type(owner)
         raw: Any = None
-        if not _is_reserved(name) or name == "__call__":
+        if name.isidentifier() and (name[0] != "_" or name == "__call__"):
             raw = inspect.getattr_static(kind, name, None)
         function = getattr(raw, "__func__", raw)
         ref = own_name(function)
@@ -179,7 +205,9 @@ class FunctionTable:
             or isinstance(function, type)
             or (of_class and not isinstance(raw, classmethod))
         ):
-            rule = "must be a method that its class defines"
+            rule = (
+                "must be a method that its class defines, without a leading underscore"
+            )
             shown = f"{name!r} of {kind.__qualname__}"
             remedy = "A function does it too: `jnp.sum` for the method of an array."
             raise ForbiddenFunction(requirement("rpc(method)", rule, shown, remedy))
@@ -189,6 +217,30 @@ class FunctionTable:
         _check_files(function, ref)
         # Not by getattr, which an attribute of the object could answer.
         return raw.__get__(None if of_class else owner, kind)
+
+    def _check_public(self, found: Any, ref: str) -> None:
+        """Refuses a private function of a class; a private class is no less a type."""
+        inner = ref.partition(":")[2].split(".")[1:]
+        private = any(part.startswith("_") for part in inner)
+        if private and not isinstance(found, type) and ref not in self._objects:
+            rule = "must not be a private member of a class"
+            remedy = "Functions of a module may be named whatever they are called."
+            raise ForbiddenFunction(requirement("rpc(function)", rule, ref, remedy))
+
+    def _check_constructor(self, kind: type, ref: str) -> None:
+        for name in ("__new__", "__init__"):
+            base = next(base for base in kind.__mro__ if name in vars(base))
+            is_error = base.__module__ == "builtins" and issubclass(base, BaseException)
+            if base in _KEEPING or is_error:
+                continue
+            home = own_name(base) or ""
+            module = home.partition(":")[0]
+            if self._allows(module, home) or _within(module, _KEEPING_MODULES):
+                continue
+            rule = "must have a constructor from a module that other workers may name"
+            got = f"{ref} with {name} of {home}"
+            remedy = f'Define one, or name the class itself: `allow=["{ref}"]`.'
+            raise ForbiddenFunction(requirement("rpc(function)", rule, got, remedy))
 
     def _allows(self, module: str, ref: str) -> bool:
         if module in self._open or ref in self._objects:

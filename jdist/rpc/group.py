@@ -3,7 +3,8 @@
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 from jdist._errors import requirement
@@ -62,6 +63,7 @@ class Group:
         self._listeners: list[Lost] = []
         self._lost: dict[str, str] = {}
         self._gone_orderly: set[str] = set()
+        self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
         self._line = Line(channel, agent.crew, agent.relief, self._pushed, self._closed)
@@ -86,6 +88,11 @@ class Group:
         }
         asked = self._ask("group.join", meta, timeout, "init_rpc")
         return asked.then(self._joined)
+
+    def strangers(self, joined: Future[None]) -> Iterator[str]:
+        """Who came with another key, in words, as they come; ends when `joined` is."""
+        call_when_done(joined, lambda: self._strangers.put(None))
+        return iter(self._strangers.get, None)
 
     def _joined(self, asked: Future[Frame]) -> None:
         frame = asked.value()
@@ -322,6 +329,8 @@ class Group:
         directory, meta = self._agent.directory, frame.meta
         if frame.kind == "group.end":
             self._ended = str(meta["reason"])
+        elif frame.kind == "group.stranger":
+            self._strangers.put(str(meta["text"]))
         elif frame.kind == "group.probe":
             self._reply("group.alive", {"probe": meta["probe"]})
         elif frame.kind == "group.quiet":

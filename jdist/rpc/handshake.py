@@ -6,6 +6,7 @@ It happens before anything is decoded, with messages of fixed size only:
     listener  -> connector  HELLO   version, abilities, both names, nonce b
                             PROOF   HMAC(key, "listener"  | binding | HELLO | HELLO)
     connector -> listener   PROOF   HMAC(key, "connector" | binding | HELLO | HELLO)
+                            or 32 zero bytes, if the listener's proof is not right
 
 Each proof covers both hellos as they were sent, so versions, names and both nonces
 cannot be altered, nor a proof be used in another handshake (the nonces are new) or in
@@ -17,6 +18,7 @@ The key itself never travels. Whoever talks to a worker can try guesses against 
 proof it got, offline, so the key must be random: `new_cluster_key` makes one.
 """
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -34,12 +36,16 @@ VERSION = 1
 
 NO_BINDING = bytes(32)
 SHORTEST_KEY = 16
+SAME_KEY = "JDIST_CLUSTER_KEY, or RpcOptions(key=...), must be the same on all workers."
 
 _MAGIC = b"jdist\x00"
 _NAME = 128
 _NONCE = 32
 _HELLO = struct.Struct(f">6sHI{_NAME}s{_NAME}s{_NONCE}s")
 _PROOF = hashlib.sha256().digest_size
+_WRONG_KEY = bytes(_PROOF)
+"""In place of the connector's proof, so that the listener learns what is wrong too."""
+
 _LISTENER = b"jdist listener\x00\x00"
 _CONNECTOR = b"jdist connector\x00"
 
@@ -89,14 +95,18 @@ class _Hello(NamedTuple):
     name: str
 
 
-def check_key(key: object) -> bytes:
+def check_key(key: object, call: str = "SocketTransport(key=...)") -> bytes:
     """Refuses what is no key, or one so short that it could be guessed.
+
+    Args:
+      key: The secret.
+      call: Function and argument, or the variable, for the messages.
 
     Raises:
       TypeError: Not bytes.
       ValueError: Shorter than SHORTEST_KEY bytes.
     """
-    call, remedy = "SocketTransport(key=...)", "rpc.new_cluster_key() makes one."
+    remedy = "rpc.new_cluster_key() makes one."
     if not isinstance(key, bytes | bytearray):
         kind = type(key).__name__
         raise TypeError(requirement(call, "must be bytes", kind, remedy))
@@ -114,7 +124,7 @@ def connect(
     Args:
       stream: A new connection.
       me: This side.
-      peer: The worker that must be there; empty: whoever knows the key.
+      peer: The worker that must be there; empty: any that knows the key.
       deadline: For all of it.
 
     Raises:
@@ -129,9 +139,12 @@ def connect(
     _check_version(hello)
     proof = receive_exactly(stream, _PROOF, deadline)
     if not hmac.compare_digest(proof, _prove(_LISTENER, me, mine, theirs)):
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            stream.send([_WRONG_KEY], deadline)
         raise AuthenticationError(
-            f"Whoever listens in place of worker {peer!r} could not prove that it "
-            f"knows the cluster's key: the keys differ, or somebody is in between."
+            f"What listens {f'in place of worker {peer!r}' if peer else 'there'} could "
+            f"not prove that it knows the cluster's key: the keys differ, or somebody "
+            f"is in between. {SAME_KEY}"
         )
     if peer and hello.name != peer:
         raise AuthenticationError(
@@ -150,7 +163,7 @@ def accept(stream: ByteStream, me: Identity, deadline: float | None) -> Proved:
       deadline: For all of it, however slowly the other side sends.
 
     Raises:
-      AuthenticationError: The connector does not know the key.
+      AuthenticationError: The connector does not know the key, or another one.
       ProtocolError: It speaks another version, or is no worker at all.
       ChannelClosed, TimeoutError: As `Stream.receive_into`.
     """
@@ -163,8 +176,8 @@ def accept(stream: ByteStream, me: Identity, deadline: float | None) -> Proved:
     proof = receive_exactly(stream, _PROOF, deadline)
     if not hmac.compare_digest(proof, _prove(_CONNECTOR, me, theirs, mine)):
         raise AuthenticationError(
-            f"Whoever connected as worker {hello.name!r} could not prove that it "
-            f"knows the cluster's key."
+            f"What connected as worker {hello.name!r} could not prove that it knows "
+            f"the cluster's key. {SAME_KEY}"
         )
     return Proved(hello.name, me.abilities & Ability(hello.abilities & _KNOWN))
 

@@ -55,6 +55,7 @@ class InProcessTransport:
         self.address = name
         self.device = device
         self.device_maps = DeviceMaps()
+        self.on_refused: Callable[[str], None] | None = None  # There are no strangers.
         self.answerer: Answerer | None = None
         self._hub = hub
         self._lock = threading.Lock()

@@ -7,6 +7,7 @@ from jdist._errors import requirement
 from jdist.rpc import current, membership
 from jdist.rpc.errors import RpcError
 from jdist.rpc.functions import FunctionTable
+from jdist.rpc.handshake import check_key
 from jdist.rpc.membership import Place
 from jdist.rpc.options import RpcOptions, check_options
 from jdist.rpc.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
@@ -50,7 +51,8 @@ def init_rpc(
       RpcError: RPC is initialized already; a name or rank is not unique; some workers
         were given a world_size and others none.
       RpcTimeout: Not all workers came in time; the message says which are missing.
-      AuthenticationError: The coordinator has another key.
+      AuthenticationError: The coordinator has another key. There, and on all who wait,
+        a `RuntimeWarning` tells of this worker at once; the wait goes on.
       TypeError, ValueError: An argument, or a variable in its place, is wrong.
 
     Source: `torch.distributed.rpc.init_rpc`. In torch, too, a group without a
@@ -134,9 +136,11 @@ def _port(text: str) -> int | None:
 
 
 def _key(options: RpcOptions, world_size: int) -> bytes:
-    key = options.key if options.key is not None else os.environ.get(KEY_VARIABLE)
+    origin, key = "RpcOptions(key=...)", options.key
+    if key is None:
+        origin, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
     if key is not None:
-        return key.encode() if isinstance(key, str) else key
+        return check_key(key.encode() if isinstance(key, str) else key, origin)
     if world_size == 1:
         return membership.random_key()
     raise RpcError(

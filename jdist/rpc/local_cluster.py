@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jdist._compat import require_backend
 from jdist._errors import requirement
 from jdist.rpc import current, device_maps
 from jdist.rpc.agent import Agent
@@ -90,6 +91,7 @@ def _places(
         got = [info.name for info in infos]
         raise ValueError(requirement("local_cluster(names)", rule, got))
     if devices is None:
+        require_backend()
         found = jax.local_devices()
         return [found[rank % len(found)] for rank in range(len(infos))]
     if len(devices) != len(infos):

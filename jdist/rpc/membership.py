@@ -261,7 +261,10 @@ def _meet(
             # Before it joins: others may call as soon as it has.
             agent.group = Group(agent, transport.connect("", at, until))
             left = 0.0 if until is None else max(0.01, until - time.monotonic())
-            agent.group.join(place.info.id, place.world_size, left).wait()
+            joined = agent.group.join(place.info.id, place.world_size, left)
+            for stranger in agent.group.strangers(joined):
+                warnings.warn(stranger, RuntimeWarning, stacklevel=4)
+            joined.wait()
             return
         except (ChannelClosed, WorkerLost, TimeoutError) as error:
             if isinstance(error, RpcTimeout):

@@ -71,6 +71,13 @@ class Roster(abc.ABC):
     def fail(self, failure: str) -> Answers:
         """Nobody can join any more: tells all who wait."""
 
+    def refused(self, stranger: str) -> Answers:
+        """A stranger could not prove the key; only of interest while some are missing.
+
+        It does not end the wait: anyone who reaches the port could end every group so.
+        """
+        return []
+
     @abc.abstractmethod
     def expire(self, now: float) -> Answers:
         """Tells those whose patience is over."""

@@ -76,6 +76,7 @@ class SocketTransport:
         never. Settable.
       refused: Connections that ended without a proof.
       port: Where arrays go from device to device, or None.
+      on_refused: Told in words of each peer that could not prove the key; settable.
 
     Raises:
       TypeError: The key is not bytes.
@@ -88,6 +89,7 @@ class SocketTransport:
     most_strangers = 64
     crowded_seconds = 1.0
     polling = 0.0
+    on_refused: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -334,10 +336,13 @@ class SocketTransport:
     ) -> None:
         deadline = time.monotonic() + self.handshake_seconds
         try:
+            origin = "this machine" if local else stream.peer_host()
             connection = self._accepted(stream, local, deadline)
-        except (ChannelClosed, TimeoutError, RpcError):
+        except (ChannelClosed, TimeoutError, RpcError) as error:
             # The other side learns it from its own handshake.
             self._dismiss(stream)
+            if isinstance(error, AuthenticationError) and self.on_refused is not None:
+                self.on_refused(f"{error} It came from {origin}.")
             return
         except BaseException:
             self._dismiss(stream)

@@ -127,7 +127,13 @@ def spawn(
     cores = share_out("spawn(pin=...)", nprocs, pin)
     plans = [plan(settings or OFF, nprocs, each) for each in cores]
     processes = Processes(_request(fn, args), plans, timeout, grace)
-    return processes.join() if join else processes
+    if not join:
+        return processes
+    try:
+        return processes.join()
+    except KeyboardInterrupt as interruption:
+        # Its traceback ends here: where this library waited is of no interest.
+        raise interruption.with_traceback(None) from None
 
 
 class Processes:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from jdist._errors import Unavailable
+from jdist._errors import Unavailable, extra
 from jdist.rpc.channel import ChannelClosed
 from jdist.rpc.errors import AuthenticationError
 from jdist.rpc.stream import CutOff, Stream
@@ -230,7 +230,7 @@ def _load_self_signed(context: ssl.SSLContext) -> bytes:
     except ImportError as error:
         raise Unavailable(
             "A self-signed TLS certificate needs the package `cryptography`: "
-            "`pip install jdist[tls]`. Or give certificates of your own, "
+            f"`{extra('tls')}`. Or give certificates of your own, "
             "`tls=TlsConfig(certfile, keyfile)`."
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())

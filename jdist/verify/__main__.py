@@ -9,6 +9,7 @@ exit status:
   2  a wrong call: an option, or what `module:name` stands for
   3  nothing is wrong, but something could not be judged, or nothing was judged
   4  code raised an error: yours, a strategy's or the judge's; its traceback is shown
+  130  it was interrupted
 """
 
 import argparse
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from jdist._compat import set_cpu_device_count
+from jdist._compat import require_backend, set_cpu_device_count
 from jdist._errors import JdistError
 from jdist.verify import matrix
 from jdist.verify.oracle import REDUCERS
@@ -43,6 +44,7 @@ class Status(IntEnum):
     MISUSE = 2
     NOT_JUDGED = 3
     RAISED = 4
+    INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,10 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # problem is a wrong call; one from the matrix is a bug of a strategy's or of ours.
     misuse = (JdistError, ValueError) if options.problem else (JdistError,)
     try:
+        require_backend()
         return _judge_problem(options) if options.problem else _judge_matrix(options)
     except OwnCodeRaised as error:
         traceback.print_exception(error.__cause__)
         return _refused(error, Status.RAISED)
+    except KeyboardInterrupt:
+        return _refused(JdistError("interrupted"), Status.INTERRUPTED)
     except misuse as error:
         return _refused(error, Status.MISUSE)
     except Exception as error:  # noqa: BLE001

@@ -136,7 +136,7 @@ def test_an_empty_folder(tmp_path):
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         rref = rpc.RRef(world.make(world.numbers(1)))
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
-        with pytest.raises(ValueError, match=r"that was saved, \[\]. Got None"):
+        with pytest.raises(ValueError, match=r"and the folder has none\. Got None"):
             dist_opt.restore(tmp_path / "empty")
 
 
@@ -160,7 +160,7 @@ def test_without_orbax(tmp_path, monkeypatch):
         rref = rpc.RRef(world.make(world.numbers(1)))
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)
         monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-        with pytest.raises(Unavailable, match=r"pip install 'jdist\[checkpoint\]'"):
+        with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
             dist_opt.save(tmp_path, 1)
 
 

@@ -202,13 +202,38 @@ def test_an_empty_folder(tmp_path):
     step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
     with (
         Checkpoints(tmp_path) as saved,
-        pytest.raises(ValueError, match=r"that was saved, \[\]. Got None"),
+        pytest.raises(ValueError, match=r"and the folder has none\. Got None\. Is it"),
     ):
         saved.restore(step.init(np.float64(0)))
+
+
+def test_a_step_is_saved_once(tmp_path):
+    """The second time nothing on disk changes."""
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
+    state, other = step.init(np.float64(4)), step.init(np.float64(7))
+    with Checkpoints(tmp_path) as saved:
+        saved.save(state)
+        message = r"`save\(state\)` must be .* not among those saved, \[0\]\. Got 0\."
+        with pytest.raises(ValueError, match=message):
+            saved.save(other)
+        assert float(saved.restore(other).params) == 4.0
+
+
+def test_parameters_are_no_state(tmp_path):
+    """Neither to be saved nor as an example of what was saved."""
+    with Checkpoints(tmp_path) as saved:
+        with pytest.raises(
+            TypeError, match=r"`save\(state\)` must be a TrainState. Go"
+        ):
+            saved.save({"w": np.ones(2)})
+        with pytest.raises(
+            TypeError, match=r"`restore\(like=...\)` must be a TrainSta"
+        ):
+            saved.restore({"w": np.ones(2)})
 
 
 def test_without_orbax(tmp_path, monkeypatch):
     """What is missing, and how to get it."""
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(Unavailable, match=r"pip install 'jdist\[checkpoint\]'"):
+    with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
         Checkpoints(tmp_path)

@@ -379,6 +379,18 @@ def test_rows_that_do_not_divide(problem):
         step(state, shards, np.zeros(12))
 
 
+def test_parameters_are_no_state(problem):
+    """Also when they come with an optimizer's state, as in other libraries."""
+    params, batch, _ = problem
+    step = train_step(losses_of, optim.sgd(lr=0.1), 2)
+    remedy = (
+        r"`step\(state=\.\.\.\)` must be a TrainState\. Got a {}\. .*step\.init\(par"
+    )
+    for wrong in (params, (params, step.init(params).opt_state)):
+        with pytest.raises(TypeError, match=remedy.format(type(wrong).__name__)):
+            step(wrong, batch)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

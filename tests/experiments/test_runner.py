@@ -1,8 +1,11 @@
 """The runner: lists, runs, writes, and fails when a claim does."""
 
 import json
+import signal
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from experiments import __main__ as command
 from experiments import _report, _runner
 from experiments._result import Claim, Picture, Result
+
+COMMAND = [sys.executable, "-m", "experiments"]
 
 
 def toy(holds):
@@ -136,6 +141,59 @@ def test_wrong_names_are_refused(here, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["toy", "--devices", "0", *known(toy=toy(True))])
     assert "--devices must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_run(here, capsys):
+    """One line, the exit status of shells, nothing written, nothing more run."""
+    known, folder = here
+    module = toy(True)
+
+    def run(settings, progress):
+        raise KeyboardInterrupt
+
+    module.run = run
+    assert command.main(["all", *known(first=module, second=toy(True))]) == 130
+    out, errors = capsys.readouterr()
+    assert out.rstrip().endswith("interrupted: first has not been finished.")
+    assert (errors, list(folder.iterdir())) == ("", [])
+
+
+def test_ctrl_c_ends_the_program(tmp_path):
+    """However JAX's threads are busy just then."""
+    running = subprocess.Popen(
+        [*COMMAND, "toy_model_parallel", "--quick", "--out", str(tmp_path)],
+        cwd=Path(command.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with running:
+        assert running.stdout.readline().startswith("toy_model_parallel: ")
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=240)
+    assert (running.returncode, errors) == (130, "")
+    assert output.endswith("interrupted: toy_model_parallel has not been finished.\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (AssertionError(), "is here; try --device cpu"),
+        (RuntimeError("not known"), "is here (not known); try --device cpu"),
+    ],
+)
+def test_a_platform_that_is_not_here(here, monkeypatch, capsys, error, told):
+    """A sentence, and the exit status of a wrong call."""
+    known, folder = here
+
+    def devices():
+        raise error
+
+    monkeypatch.setattr(command.jax, "devices", devices)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["toy", "--device", "cuda", *known(toy=toy(True))])
+    assert told in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
 
 
 def test_the_page_stands_without_results(tmp_path):

@@ -145,10 +145,24 @@ def test_the_wrong_kind_is_refused(algorithm, value):
         algorithm(lr=value)
 
 
+def test_a_text_is_shown_as_one():
+    """`lr="0.1"` looks like a number without its quotes."""
+    with pytest.raises(
+        TypeError, match=r"Got '0\.1'\. `float` makes a number of a text"
+    ):
+        optim.sgd(lr="0.1")
+    with pytest.raises(TypeError, match=r"betas\[0\]=.*Got '0\.9'\. `float` makes"):
+        optim.adam(betas=("0.9", 0.99))
+    with pytest.raises(TypeError, match=r"betas=.*must be a sequence.*Got '0\.9'\."):
+        optim.adam(betas="0.9")
+
+
 @EACH
 def test_flags_are_bools_and_no_numbers(algorithm):
     with pytest.raises(TypeError, match=r"\(maximize=...\)` must be True or False"):
         algorithm(maximize=1)
+    with pytest.raises(TypeError, match=r"must be True or False\. Got 'False'\."):
+        algorithm(maximize="False")
     opt, params = algorithm(), jnp.array([1.0, 2.0])
     with pytest.raises(ValueError, match=r"\(maximize=...\)` cannot be overridden"):
         opt.step(params, params, opt.init(params), maximize=True)

@@ -13,7 +13,7 @@ from jdist.pipeline import Checkpoints
 from jdist.pipeline.checkpoint import Saved, StageCheckpoints
 from jdist.pipeline.post import alone
 from tests.pipeline import worlds
-from tests.pipeline.trained import made, numbers, same, start, steps
+from tests.pipeline.trained import batch_of, made, numbers, same, start, steps
 
 ALONE = Saved(2, [0, 1], [0, 1], alone)
 
@@ -172,16 +172,31 @@ def test_another_number_of_stages_is_refused(tmp_path):
         checkpoints.restore({0: trees(0)[0]})
 
 
+def test_parameters_are_no_state(tmp_path):
+    """Nothing is written, and a step refuses them as well."""
+    pipe = made()
+    params = start(pipe).params
+    message = r"must be a PipelineState\. Got a list\. .* = pipe\.init\(params\)` makes"
+    with pytest.raises(TypeError, match=rf"`Pipeline\.train_step\(state\)` {message}"):
+        pipe.train_step(params, *batch_of(0))
+    with Checkpoints(tmp_path, pipe) as saved:
+        with pytest.raises(TypeError, match=rf"`save\(state\)` {message}"):
+            saved.save(params)
+        with pytest.raises(TypeError, match=rf"`restore\(like=\.\.\.\)` {message}"):
+            saved.restore(params)
+        assert saved.latest() is None
+
+
 def test_what_cannot_be_kept_or_found(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
         StageCheckpoints(tmp_path, ALONE, keep=0)
     with (
         StageCheckpoints(tmp_path, ALONE) as checkpoints,
-        pytest.raises(ValueError, match=r"that was saved, \[\]. Got None"),
+        pytest.raises(ValueError, match=r"and the folder has none\. Got None\. Is it"),
     ):
         checkpoints.restore(trees(0))
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(Unavailable, match=r"pip install 'jdist\[checkpoint\]'"):
+    with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
         StageCheckpoints(tmp_path, ALONE)
 
 

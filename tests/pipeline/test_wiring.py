@@ -1,6 +1,7 @@
 """Names of values, micro-batches, and what is refused before the first step."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,14 @@ def test_losses_must_be_one_for_each_example():
 def test_pipelines_that_are_none(options, message):
     with pytest.raises(ValueError, match=message):
         pipe_of(*chain(), **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pipeline.gpipe])
+def test_a_schedule_is_no_name(schedule):
+    """torch's names are functions here."""
+    message = r"must be a Schedule\. Got {}.*: `one_f_one_b\(2, 4\)` is 1F1B with"
+    with pytest.raises(TypeError, match=message.format(re.escape(repr(schedule)))):
+        pipe_of(*chain(), schedule=schedule)
 
 
 def test_workers_need_rpc():

@@ -1,5 +1,7 @@
 """A module that tests allow: what it defines may be named, what it imports may not."""
 
+import argparse
+import collections
 import dataclasses
 import enum
 import functools
@@ -8,9 +10,11 @@ from collections import namedtuple
 from os import system as imported_function
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
+import numpy as np
+from flax import nnx
 
 CALLS = []
 """What ran, for tests that nothing does."""
@@ -95,6 +99,22 @@ class Counter:
         @staticmethod
         def thrice(x):
             return 3 * x
+
+    class _Inner:
+        @staticmethod
+        def _aside(x):
+            CALLS.append("_Inner._aside")
+
+    def _secret(self):
+        CALLS.append("Counter._secret")
+
+    @staticmethod
+    def _aside():
+        CALLS.append("Counter._aside")
+
+    @classmethod
+    def _make(cls):
+        CALLS.append("Counter._make")
 
 
 class Meta(type):
@@ -254,3 +274,67 @@ class FrozenError(Exception):
 
 class Halt(BaseException):
     pass
+
+
+def _remote_method(method, rref, *args):
+    return method(rref.local_value(), *args)
+
+
+class _Private:
+    def __call__(self):
+        return 7
+
+
+class Shell(Popen):
+    """Runs what it is given."""
+
+
+class QuietShell(Shell):
+    def poll(self):
+        return None
+
+
+class Handle(Path):
+    """Its `__new__` is another module's."""
+
+
+class Mapped(np.memmap):
+    """Opens files."""
+
+
+class Parser(argparse.ArgumentParser):
+    """As harmless as can be; but who knows."""
+
+
+class Maker(type):
+    """Makes classes."""
+
+
+class OwnShell(Popen):
+    def __init__(self, number):
+        CALLS.append("OwnShell.__init__")
+
+
+class Words(dict):
+    pass
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+class Generally(Generic[TypeVar("T")]):
+    pass
+
+
+class Layer(nnx.Linear):
+    pass
+
+
+class LateError(TwoArguments):
+    pass
+
+
+NOT_ITS_OWN = [Shell, QuietShell, Handle, Mapped, Parser, Maker]
+ITS_OWN = [OwnShell, Words, Ordered, Generally, Layer, LateError, Point3, Pair, Old]
+ITS_OWN += [Color, Level, Counter, Plain, Unprintable]

@@ -80,11 +80,19 @@ def pair():
 def test_arguments_come_in_a_tuple_or_a_list(pair, verb, kind):
     text = (
         rf"`{verb}\(args=\.\.\.\)` must be a tuple or a list of the positional "
-        r"arguments\. Got a value of type .+\. A single argument takes a comma: "
-        r"`args=\(x,\)`\."
+        r"arguments\. Got a value of type .+\. All of them go together, "
+        r"`args=\(x, y\)`; a single one takes a comma, `args=\(x,\)`\."
     )
     with pytest.raises(TypeError, match=text):
         CALLS[verb]("b", scaled, NO_ARGUMENTS[kind]())
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_arguments_one_after_the_other_are_refused(pair, verb):
+    """As a local call has them; they go together."""
+    text = rf"`{verb}\(args=\.\.\.\)` .* type builtins.int\. .* `args=\(x, y\)`;"
+    with pytest.raises(TypeError, match=text):
+        CALLS[verb]("b", total, 1, 2)
 
 
 @pytest.mark.parametrize("kind", NO_ARGUMENTS)

@@ -239,6 +239,8 @@ HOSTILE = {
     "property of the metaclass": f"{HERE}:WithMeta.danger",
     "method of the metaclass": f"{HERE}:WithMeta.method_of_the_class",
     "wrapped by another": f"{HERE}:wrapped.function",
+    "private method": f"{HERE}:Counter._secret", "and static": f"{HERE}:Counter._aside",
+    "and of a private class": f"{HERE}:Counter._Inner._aside",
     "lazy attribute": f"{HERE}:lazy_name",
     # Inwards.
     "globals": f"{HERE}:add.__globals__", "wrapped": f"{HERE}:wrapped.__wrapped__",
@@ -288,6 +290,7 @@ FILES = {
 """Calls by which code gets at files, other programs and modules; jdist's own, too."""
 
 HARMLESS = {
+    "jdist._errors:extra",  # Looks where jdist itself is installed.
     "jdist._checkpoint:_orbax",  # Imports one package, the same always.
     "jdist.segment._contents:Contents.name",  # Shortens the name of a file.
 }
@@ -364,6 +367,7 @@ def test_allow_takes_names(allow):
 # --- methods ---
 
 METHODS = [
+    "_secret", "_aside", "_make", "_",
     "__init__", "__class__", "__reduce_ex__", "__getattribute__", "danger", "shell",
     "process", "library", "made", "count", "absent", "", "make.x", "Inner",
 ]  # fmt: skip
@@ -389,6 +393,47 @@ def test_methods_that_are_allowed(table):
     for name in ("shifted", "dimension"):
         with pytest.raises(ForbiddenFunction, match="its class defines"):
             table.method(nameable.Point, name)
+
+
+def test_private_names_at_the_top_of_a_module_close_nothing(table):
+    """torch's own examples name such functions; and a private class is a type."""
+    for thing in (nameable._remote_method, nameable._Private, nameable.Counter._Inner):
+        assert table.named(table.reference(thing)) is thing
+    assert table.method(nameable._Private(), "__call__")() == 7
+
+
+def test_a_private_member_that_is_allowed_by_its_name():
+    """Explicitly, as any single object."""
+    name = f"{HERE}:Counter._aside"
+    assert FunctionTable(allow=[name]).resolve(name) is nameable.Counter._aside
+
+
+# --- classes, which are called to be made ---
+
+
+@pytest.mark.parametrize("kind", nameable.NOT_ITS_OWN, ids=lambda kind: kind.__name__)
+def test_constructors_from_modules_not_allowed(table, kind):
+    """As methods: what was inherited from others is theirs."""
+    ref = f"{HERE}:{kind.__name__}"
+    message = (
+        rf"must have a constructor from a module .* Got {ref} with __(init|new)__ "
+    )
+    with pytest.raises(ForbiddenFunction, match=message):
+        table.named(ref)
+    # As the type of a value, whose constructor does not run, and where it is allowed.
+    assert table.resolve(ref) is kind
+    assert FunctionTable(allow=[ref]).named(ref) is kind
+
+
+def test_a_module_that_is_allowed_gives_its_constructors():
+    table = FunctionTable(allow=["tests", "argparse"])
+    assert table.named(f"{HERE}:Parser") is nameable.Parser
+
+
+@pytest.mark.parametrize("kind", nameable.ITS_OWN, ids=lambda kind: kind.__name__)
+def test_constructors_that_may_be_called(table, kind):
+    """Own ones, whatever they inherit; and those that only keep what they are given."""
+    assert table.named(table.reference(kind)) is kind
 
 
 def test_methods_from_modules_not_allowed():

@@ -74,14 +74,26 @@ def test_anybody_with_the_key_will_do():
 
 
 def test_a_wrong_key():
-    """The connector is told; the listener has proved only its own key."""
+    """Both sides learn it, and what to do."""
     connecting, accepting = _meet(HERE, THERE._replace(key=bytes(32)))
-    with pytest.raises(
-        AuthenticationError, match="'there' could not prove that it kno"
+    for outcome, who in (
+        (connecting, "place of worker 'there'"),
+        (accepting, "'here'"),
     ):
-        connecting.get()
-    with pytest.raises(ChannelClosed, match="closed"):
-        accepting.get()
+        message = rf"{who} could not prove that it kno.* JDIST_CLUSTER_KEY, or RpcOpt"
+        with pytest.raises(AuthenticationError, match=message):
+            outcome.get()
+
+
+def test_a_listener_that_is_gone_before_it_is_refused():
+    """The refusal is lost; the reason is not."""
+    with _streams() as (near, far):
+        connecting = Outcome(_ending, near, connect, HERE, "there", soon())
+        handshake.receive_exactly(far, HELLO, soon())
+        far.send([handshake._pack_hello(THERE, "here"), bytes(PROOF)], soon())
+        far.shut()
+        with pytest.raises(AuthenticationError, match="could not prove"):
+            connecting.get()
 
 
 def test_another_worker_than_expected():
@@ -100,7 +112,7 @@ def test_another_certificate():
     connecting, accepting = _meet(seen, THERE._replace(binding=b"2" * 32))
     with pytest.raises(AuthenticationError, match="somebody is in between"):
         connecting.get()
-    with pytest.raises(ChannelClosed, match="closed"):
+    with pytest.raises(AuthenticationError, match="'here' could not prove"):
         accepting.get()
 
 

@@ -149,6 +149,7 @@ FORBIDDEN = [
     "os:system", "posix:system", "builtins:eval", "builtins:exec", "builtins:open",
     "subprocess:run", "importlib:import_module", "sys:exit", "pickle:loads",
     f"{HERE}:imported_function", f"{HERE}:Popen", f"{HERE}:module.Popen",
+    f"{HERE}:Shell", f"{HERE}:QuietShell", f"{HERE}:Counter._aside",
     f"{HERE}:Counter.shell", f"{HERE}:add.__globals__", f"{HERE}:add.attribute",
     "jdist.rpc.spawn:subprocess.Popen", "jdist.rpc:shutdown", "jax.numpy:load",
     f"{HERE}:absent", "tests.rpc.absent:f", "nowhere:f", "", ":",
@@ -193,6 +194,7 @@ def test_pickles_that_nobody_asked_for(caller, tmp_path):
     ("owner", "method"),
     [
         ([codes.REFERENCE, f"{HERE}:Counter"], "twice"),
+        ([codes.REFERENCE, f"{HERE}:Counter"], "_make"),
         ([codes.REFERENCE, f"{HERE}:Counter"], "__subclasses__"),
         ([codes.REFERENCE, f"{HERE}:Point"], "mro"),
         ([codes.REFERENCE, f"{HERE}:add"], "__call__"),

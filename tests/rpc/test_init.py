@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import warnings
 
 import pytest
 
@@ -109,11 +110,19 @@ def test_options_that_are_wrong(options, kind, text):
         rpc.RpcOptions(**options)
 
 
-def test_a_key_that_is_too_short():
+def test_a_key_that_is_none(monkeypatch):
+    """The message names where it was given, and does not show it."""
     options = rpc.RpcOptions(key="short")
-    with pytest.raises(ValueError, match="at least 16 random bytes"):
+    message = r"`RpcOptions\(key=\.\.\.\)` must have at least 16 random .* 5 bytes"
+    with pytest.raises(ValueError, match=message):
         rpc.init_rpc("a", rank=0, world_size=1, options=options)
     assert "short" not in repr(options)
+    with pytest.raises(TypeError, match=r"`RpcOptions\(key=.*must be bytes\. Got int"):
+        rpc.init_rpc("a", rank=0, world_size=1, options=rpc.RpcOptions(key=7))
+    monkeypatch.setenv("JDIST_CLUSTER_KEY", "tiny")
+    message = "`JDIST_CLUSTER_KEY` must have at least 16 random bytes. Got 4 bytes"
+    with pytest.raises(ValueError, match=message):
+        rpc.init_rpc("a", rank=0, world_size=1)
 
 
 def test_no_representation_shows_the_key():
@@ -316,6 +325,64 @@ def test_somebody_has_another_key(hosts, port):
         stranger.result()
     assert hosts.run(0, rpc.rpc_sync, "worker1", add, (1, 2)) == 3
     results([hosts.start(rank, rpc.shutdown) for rank in range(2)])
+
+
+def met_a_stranger(rank, count, port, **options):
+    """The warnings of one who waits, until it warns or all have come."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        be_one_of(rank, count, port, **options)
+    return [(one.category, str(one.message), one.filename) for one in caught]
+
+
+def fails_on_a_stranger(rank, count, port):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        be_one_of(rank, count, port)
+
+
+STRANGER = (
+    "What connected as worker 'b' could not prove that it knows the cluster's key"
+)
+
+
+def test_a_key_that_differs_is_told_to_all_who_wait(hosts, port):
+    """At once: with a limit of an hour on the wait, a warning that raises ends it."""
+    waiting = [hosts.start(r, met_a_stranger, r, 3, port) for r in range(2)]
+    stranger = hosts.start(2, be_one_of, 2, 3, port, "b", key=secrets.token_hex(32))
+    message = (
+        r"listens there could not prove .* RpcOptions\(key=\.\.\.\), must be the same"
+    )
+    with pytest.raises(rpc.AuthenticationError, match=message):
+        stranger.result()
+    # With the right key it is let in: a stranger does not end the others' wait.
+    results([hosts.start(2, be_one_of, 2, 3, port)])
+    for found in results(waiting):
+        ((kind, text, file),) = found
+        assert kind is RuntimeWarning
+        assert text.startswith(STRANGER)
+        assert text.endswith("It came from 127.0.0.1.")
+        assert "membership" not in file
+    results([hosts.start(rank, rpc.shutdown) for rank in range(3)])
+
+
+def test_a_key_that_differs_ends_the_wait_where_warnings_are_errors(hosts, port):
+    waiting = hosts.start(0, fails_on_a_stranger, 0, 2, port)
+    stranger = hosts.start(2, be_one_of, 1, 2, port, "b", key=secrets.token_hex(32))
+    with pytest.raises(RuntimeWarning, match=STRANGER):
+        waiting.result()
+    with pytest.raises(rpc.AuthenticationError, match="could not prove"):
+        stranger.result()
+
+
+def test_a_missing_rank_with_another_key(hosts, port):
+    """When time is up, the message still says that somebody was refused."""
+    group = hosts.start(0, met_a_stranger, 0, 2, port, join_timeout=5.0)
+    stranger = hosts.start(2, be_one_of, 1, 2, port, "b", key=secrets.token_hex(32))
+    with pytest.raises(rpc.AuthenticationError, match="could not prove"):
+        stranger.result()
+    with pytest.raises(rpc.RpcTimeout, match=rf"Missing ranks: \[1\].*{STRANGER}"):
+        group.result()
 
 
 def leftovers(port):

@@ -120,6 +120,27 @@ def test_somebody_is_silent():
     assert answers[0][1].meta["error"].endswith("Here: a (0), b (1). Silent: a.")
 
 
+def test_strangers_are_told_of_while_some_are_missing():
+    """Each once, a bounded number, to those who wait and those who come later."""
+    roster, members = FixedRoster(3), [member(f"w{rank}", rank) for rank in range(3)]
+    assert roster.add(members[0], 3) == []
+    tellings = [
+        told(roster.refused(f"stranger {number}.")) for number in [0, 0, *range(1, 20)]
+    ]
+    once = [("w0", "group.stranger")]
+    assert tellings == [once, [], *[once] * 7, *[[]] * 12]
+    later = roster.add(members[1], 3)
+    assert told(later) == [("w1", "group.stranger")] * 8
+    texts = [frame.meta["text"] for _, frame in later]
+    assert texts == [f"stranger {number}." for number in range(8)]
+    for one in members[:2]:
+        one.until = 5.0
+    refusals = roster.expire(6.0)
+    assert told(refusals) == [("w0", ERROR), ("w1", ERROR)]
+    assert refusals[0][1].meta["error"].endswith(" ".join(texts))
+    assert roster.refused("another.") == []
+
+
 def test_who_lives_keeps_its_name():
     roster, first, double = FixedRoster(3), member("a", 1), member("a", 2)
     other = member("b", 2)

@@ -304,6 +304,7 @@ def test_no_orphan_survives_the_parent(name, witnesses, tmp_path):
     await_gone(pids.values())
     assert parent.returncode == -signal.Signals[name]
     assert ("KeyboardInterrupt" in errors) == (name == "SIGINT")
+    assert "supervisor.py" not in errors
 
 
 @pytest.mark.parametrize(

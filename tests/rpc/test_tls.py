@@ -130,7 +130,7 @@ def test_tls_on_loopback_is_for_both():
 def test_without_cryptography(monkeypatch):
     """What to install, or what to give instead."""
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    message = r"needs the package `cryptography`: `pip install jdist\[tls\]`. Or give"
+    message = r"needs the package `cryptography`: `pip install .*\[tls\]'`. Or give"
     with pytest.raises(_errors.Unavailable, match=message):
         SocketTransport("here", KEY, host="0.0.0.0")
     SocketTransport("here", KEY, host="0.0.0.0", insecure=True).close()

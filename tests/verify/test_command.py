@@ -188,6 +188,18 @@ def test_an_error_inside_the_judge_is_no_wrong_gradient(module, monkeypatch, cap
     assert "KeyError: 'lost'" in capsys.readouterr().err
 
 
+def test_an_interrupt_concludes_nothing(monkeypatch, capsys):
+    """One line, and the exit status of shells."""
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "set_cpu_device_count", lambda count: None)
+    monkeypatch.setattr(command, "_judge_matrix", interrupted)
+    assert command.main([]) == command.Status.INTERRUPTED == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_every_exit_status_is_documented(capsys):
     """In `--help` and in docs/verify.md."""
     with pytest.raises(SystemExit, match=r"^0$"):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import StepFolder
-from jdist._errors import requirement
 
 State = dict[str, dict[str, np.ndarray]]
 """Worker's name to path to numbers."""
@@ -32,10 +31,7 @@ def save(folder: str | Path, step: int, state: State, keep: int | None) -> None:
     arrays = {str(i): array for i, (_, _, array) in enumerate(entries)}
     description = [[w, p, x.dtype.name, list(x.shape)] for w, p, x in entries]
     with StepFolder(folder, keep) as saved:
-        if step in saved.steps():
-            rule = f"must be a step that is not among those saved, {saved.steps()}"
-            argument = "DistributedOptimizer.save(step)"
-            raise ValueError(requirement(argument, rule, step))
+        saved.check_new("DistributedOptimizer.save(step)", step)
         saved.write(step, {"arrays": arrays}, {"leaves": description})
 
 

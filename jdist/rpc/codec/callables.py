@@ -59,7 +59,7 @@ def _decoded_partial(decoding: Decoding, node: list[Any]) -> Any:
 
 
 DECODERS: dict[int, Decoder] = {
-    codes.REFERENCE: lambda d, n: d.functions.resolve(*parts(n, str)),
+    codes.REFERENCE: lambda d, n: d.functions.named(*parts(n, str)),
     codes.METHOD: _decoded_method,
     codes.PARTIAL: _decoded_partial,
 }

@@ -1,0 +1,88 @@
+"""Remedies that can be followed, and what `python -m jdist` shows."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from jdist import __main__ as command
+from jdist import _errors
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_an_extra_of_a_checkout():
+    """The folder, as the index does not have this jdist."""
+    expected = f"pip install -e '{ROOT}[tls]'"
+    assert _errors.extra("tls") == expected
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """jdist among the installed packages; makes it come from `origin`."""
+    monkeypatch.setattr(_errors, "__file__", str(tmp_path / "jdist" / "_errors.py"))
+
+    class Distribution:
+        origin = None
+
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return self.origin and json.dumps({"url": self.origin})
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Distribution())
+    return Distribution
+
+
+def test_an_extra_of_an_installed_package(installed, tmp_path, monkeypatch):
+    assert _errors.extra("tls") == "pip install 'jdist[tls]'"
+    folder = tmp_path / "a folder"
+    installed.origin = folder.as_uri()
+    assert _errors.extra("tls") == "pip install 'jdist[tls]'"  # It is gone.
+    folder.mkdir()
+    (folder / "pyproject.toml").touch()
+    assert _errors.extra("tls") == f"pip install '{folder}[tls]'"
+    installed.origin = "https://example.org/jdist.whl"
+    assert _errors.extra("tls") == "pip install 'jdist[tls]'"
+
+    def unknown(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", unknown)
+    assert _errors.extra("tls") == "pip install 'jdist[tls]'"
+
+
+def test_what_there_is():
+    """In a checkout all four commands, a line each, and the version."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jdist"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    version, *lines = done.stdout.splitlines()
+    assert version.startswith("jdist 0.1.0.dev0, with JAX ")
+    for module, what in command.COMMANDS.items():
+        (line,) = [line for line in lines if f"python -m {module} " in line]
+        assert line.rstrip().endswith(what)
+    assert str(ROOT / "docs") in lines[-1]
+
+
+def test_commands_of_other_projects_are_not_shown(monkeypatch, tmp_path, capsys):
+    """Beside an installed jdist, `experiments` may be any package."""
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    for module in ("experiments", "benchmarks"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").touch()
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command.main() == 0
+    shown = capsys.readouterr().out
+    assert "python -m experiments" not in shown
+    assert "in the folder docs/ of the sources" in shown
