@@ -35,6 +35,7 @@ from jdist.autograd.optimizer import DistributedOptimizer as DistributedOptimize
 from jdist.autograd.picture.graph import Graph as Graph
 from jdist.autograd.picture.graph import graph as graph
 from jdist.autograd.recorded import Recorded as Recorded
+from jdist.autograd.recorded import detach as detach
 from jdist.autograd.remote_call import remote_call as remote_call
 from jdist.autograd.variable import Variable as Variable
 from jdist.autograd.variable import variable as variable

@@ -327,12 +327,13 @@ def test_history_is_never_dropped_silently():
     }.items():
         with pytest.raises(TypeError, match=rf"`{what}\(x\)` .*autograd\.apply"):
             drop()
-    for refused in (lambda: jnp.sin(y), lambda: np.sin(y), lambda: jax.jit(abs)(y)):
-        with pytest.raises(TypeError, match=r"Recorded|jdist\.autograd"):
-            refused()
-    with pytest.raises(AttributeError, match=r"no attribute 'std'.*autograd\.apply"):
-        _ = y.std
-    assert not hasattr(y, "__jax_array__")
+    with pytest.raises(TypeError, match="does not support ufuncs"):
+        np.sin(y)
+    for refused in (jnp.sin, jax.jit(abs)):
+        with pytest.raises(autograd.AutogradError, match=r"autograd\.apply\(jnp\.sin"):
+            refused(y)
+    with pytest.raises(AttributeError, match=r"no attribute 'nonzero'.*autograd\.ap"):
+        _ = y.nonzero
     np.testing.assert_array_equal(y.value, 2.0 * normal(3))
 
 
