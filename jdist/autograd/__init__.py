@@ -31,6 +31,8 @@ from jdist.autograd.errors import GraphFreed as GraphFreed
 from jdist.autograd.events import Event as Event
 from jdist.autograd.events import record_events as record_events
 from jdist.autograd.gradients import get_gradients as get_gradients
+from jdist.autograd.nnx_module import Module as Module
+from jdist.autograd.nnx_module import module as module
 from jdist.autograd.optimizer import DistributedOptimizer as DistributedOptimizer
 from jdist.autograd.picture.graph import Graph as Graph
 from jdist.autograd.picture.graph import graph as graph

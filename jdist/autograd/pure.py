@@ -54,6 +54,12 @@ class Recordable:
         raise NotImplementedError
 
 
+class Constant:
+    """An argument that is a part of the compiled function; equal to itself only."""
+
+    __slots__ = ()
+
+
 class Call(NamedTuple):
     """A call that was made and recorded.
 
@@ -292,6 +298,8 @@ def _take(
         arrays.append(leaf)
         edges.append(None)
         return _PLAIN
+    if isinstance(leaf, Constant):
+        return _Static(leaf, leaf, leaf)
     if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
         return _static_by_contents(leaf)
     key = _key(leaf)

@@ -12,6 +12,21 @@ from jdist.rpc.functions import own_name
 _METHODS = frozenset(("__call__", "eval", "train"))
 
 
+class StandIn:
+    """An object in the place of a module, which it calls in a way of its own.
+
+    What others may call of it is what they may call of the module.
+    """
+
+    def original(self) -> Any:
+        """The module, or one of the same class."""
+        raise NotImplementedError
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """What takes the place of the module's method of this name."""
+        raise NotImplementedError
+
+
 def is_module(value: Any) -> bool:
     """Whether `value` is an NNX module."""
     # Another thread may be half-way through importing it.
