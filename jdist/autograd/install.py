@@ -24,7 +24,9 @@ def install(agent: "Agent") -> None:
     container.releases = Releases(container)
     agent.parts[PART] = container
     boundary = Boundary(container)
-    agent.codec.register(Recorded, "autograd.recorded", boundary.give, boundary.take)
+    agent.codec.register(
+        Recorded, "autograd.recorded", boundary.give, boundary.take, key=False
+    )
     agent.codec.substitute(Variable, boundary.give_variable)
     agent.set_interceptor(boundary)
     agent.parts[TRAINABLE] = nnx_module.create
