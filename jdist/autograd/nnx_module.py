@@ -64,7 +64,8 @@ def module(nnx_module: Any, key: jax.Array | None = None) -> "Module":
         got = f"a {type(nnx_module).__qualname__}"
         raise TypeError(requirement("module(nnx_module)", rule, got))
     if key is not None and not _is_key(key):
-        raise TypeError(requirement("module(key=...)", "must be a PRNG key", key))
+        rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
+        raise TypeError(requirement("module(key=...)", rule, key, remedy))
     return Module(nnx_module, key)
 
 
@@ -95,7 +96,8 @@ class Module(StandIn):
         self._layout = layout
         self._lock = threading.Lock()
         kind = type(nnx_module).__name__
-        self._function = _function(kind, tuple(_code_of(nnx_module)))
+        forward = type(nnx_module).__call__
+        self._function = _function(kind, forward, tuple(_code_of(nnx_module)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, recorded.
@@ -295,35 +297,29 @@ class _Layout(Constant):
         ]
 
 
-def _function(name: str, code: tuple[Any, ...]) -> Callable[..., Any]:
-    """What is compiled: a call of a module, from its arrays to its output and state."""
+def _function(
+    name: str, call: Callable[..., Any], code: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """What is compiled: a call of a module, from its arrays to its output and state.
+
+    Args:
+      name: Of the module's class.
+      call: Its `__call__`, whose place messages name.
+      code: What else the module's behaviour depends on.
+    """
 
     def called(
         layout: _Layout, params: Any, state: Any, method: str, args: Any, kwargs: Any
     ) -> Any:
-        return _called(code, layout, params, state, method, args, kwargs)
+        # Not used, but by what it refers to the compiled function is found again: what
+        # the classes of the module read may change.
+        _ = call, code
+        module = layout.module(params, state)
+        output = getattr(module, method)(*args, **kwargs)
+        return output, jax.lax.stop_gradient(layout.state_of(module, params))
 
     called.__name__ = called.__qualname__ = name
     return called
-
-
-def _called(
-    code: tuple[Any, ...],
-    layout: _Layout,
-    params: Any,
-    state: Any,
-    method: str,
-    args: Any,
-    kwargs: Any,
-) -> tuple[Any, list[Any]]:
-    """Calls a method of the module.
-
-    `code` is not used, but a part of the function by which what is compiled for it is
-    found: what the classes of the module read may change.
-    """
-    module = layout.module(params, state)
-    output = getattr(module, method)(*args, **kwargs)
-    return output, jax.lax.stop_gradient(layout.state_of(module, params))
 
 
 def _code_of(module: Any) -> list[Any]:
@@ -374,8 +370,8 @@ def _names(state: Any) -> tuple[str, ...]:
 
 
 def _is_key(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+    is_array = isinstance(value, jax.Array)
+    return is_array and bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def _stream(leaf: Any, key: jax.Array) -> jax.Array:

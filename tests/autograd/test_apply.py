@@ -312,6 +312,43 @@ def _compilations():
     return len(_compiled)
 
 
+# --- what has a history ---
+
+
+def outputs(w, u, x):
+    return {
+        "product": w * x,
+        "itself": w,
+        "relu": jax.nn.relu(w),
+        "chosen": jnp.where(w > 1, x, w),
+        "behind one of two": jax.lax.stop_gradient(w) * u,
+        "stopped": jax.lax.stop_gradient(w) * x,
+        "rounded": jnp.floor(w),
+        "compared": jnp.where(w > 1, 1.5, x),
+        "counted": w.argmax().astype(x.dtype),
+        "given": x,
+        "constant": jnp.zeros(3),
+        "integer": jnp.int32(3),
+        "loop": jax.lax.scan(
+            lambda c, t: (c + t, jax.lax.stop_gradient(c)), jnp.zeros_like(w[0]), w
+        ),
+    }
+
+
+def test_what_a_cotangent_flows_through_has_a_history():
+    w, u, x = leaf(1), leaf(2), normal(3)
+    found = autograd.apply(outputs, w, u, x)
+    recorded = jax.tree.map(lambda y: isinstance(y, autograd.Recorded), found)
+    true = {"product", "itself", "relu", "chosen", "behind one of two"}
+    expected = {name: name in true for name in found} | {"loop": (True, False)}
+    assert recorded == expected
+    # What is not, is for another recorded input: `u`, but not `w`.
+    only = autograd.apply(outputs, w.value, u, x)
+    assert [name for name, y in only.items() if isinstance(y, autograd.Recorded)] == [
+        "behind one of two"
+    ]
+
+
 # --- what is refused ---
 
 

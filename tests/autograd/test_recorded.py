@@ -211,7 +211,9 @@ def pulled(y, w, cotangent):
     cotangents[y.edge.index] = jnp.asarray(cotangent)
     edge, d_input = next(
         (edge, d)
-        for edge, d in zip(y.edge.node.inputs, y.edge.node.pull(cotangents), strict=True)
+        for edge, d in zip(
+            y.edge.node.inputs, y.edge.node.pull(cotangents), strict=True
+        )
         if edge is not None
     )
     return (
@@ -232,7 +234,9 @@ def test_what_has_no_derivative_is_a_plain_array(what):
 def test_methods_are_of_one_array():
     """A variable may hold a tree."""
     for name in ("max", "sum", "reshape", "transpose", "real"):
-        with pytest.raises(TypeError, match=rf"`x\.{name}` must be of one array. Got V"):
+        with pytest.raises(
+            TypeError, match=rf"`x\.{name}` must be of one array. Got V"
+        ):
             getattr(tree(), name)()
     assert leaf(MATRIX).shape == (2, 3)
     assert (leaf(MATRIX).dtype, leaf(MATRIX).ndim, leaf(MATRIX).size) == (float, 2, 6)

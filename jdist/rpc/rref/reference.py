@@ -171,7 +171,9 @@ class RRef(Generic[T]):
         if self._cell is not None:
             agent = self._references.agent
             value = fetch.here(self._cell, agent, timeout)
-            return value if agent.interceptor is None else agent.interceptor.local(value)
+            return (
+                value if agent.interceptor is None else agent.interceptor.local(value)
+            )
         with self._using("to_here()"):
             return fetch.fetch(self, timeout)
 
