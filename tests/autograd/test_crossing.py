@@ -253,7 +253,7 @@ def gradients_by_name():
         found = autograd.get_gradients(context_id)
         for keyed in (found, dict(found), {w}, {w * 2.0: 1}):
             with pytest.raises(
-                TypeError, match="must have no (Variable|Recorded) as a k"
+                TypeError, match=r"must have no (Variable|Recorded) as a k"
             ):
                 rpc.rpc_sync(name(1), len, args=(keyed,))
         named = rpc.rpc_sync(name(1), itself, args=({"w": found[w]},))

@@ -377,7 +377,7 @@ def test_only_modules_and_keys():
 
 
 def refused():
-    with pytest.raises(TypeError, match="must be a Flax NNX module. Got a list"):
+    with pytest.raises(TypeError, match=r"must be a Flax NNX module\. Got a list"):
         rpc.remote_module("worker1", list, trainable=True)
     fixed = rpc.remote_module("worker1", Head, (3,))
     remedy = r"remote_module\(.*trainable=True\)"
@@ -396,7 +396,7 @@ def test_training_needs_autograd():
         "from jdist import rpc\n"
         "with rpc.local_cluster(['a']):\n"
         "    try: rpc.remote_module('a', list, trainable=True)\n"
-        "    except rpc.RpcError as error: assert 'a part of jdist.autograd' in str(error)\n"
+        "    except rpc.RpcError as e: assert 'a part of jdist.autograd' in str(e)\n"
         "    else: raise SystemExit(1)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -257,7 +257,7 @@ def test_other_attributes_say_what_takes_their_place(name, remedy):
     for value in (leaf(), leaf() * 1.0):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'. .*{remedy}"):
             getattr(value, name)
-        with pytest.raises(AttributeError, match="no attribute 'nonsense'.$"):
+        with pytest.raises(AttributeError, match=r"no attribute 'nonsense'\.$"):
             value.nonsense  # noqa: B018
 
 

@@ -70,9 +70,11 @@ class Encoding:
         Raises:
           TypeError: One arrives as something that cannot be found by it.
         """
-        lost = self._not_keys.intersection(map(type, keys)) if self._not_keys else ()
-        if lost:
-            kind = next(iter(lost)).__name__
+        if not self._not_keys:
+            return
+        lost = next((key for key in keys if type(key) in self._not_keys), None)
+        if lost is not None:
+            kind = type(lost).__name__
             rule = f"must have no {kind} as a key or in a set: it arrives as its arrays"
             remedy = (
                 f"Send what belongs to it under a name of your own, or an RRef to the "
