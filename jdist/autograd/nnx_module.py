@@ -8,9 +8,10 @@ input without a derivative and comes out of it as a new value, for the next call
 Flax is not imported here: a caller that has a module has.
 """
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,14 +60,18 @@ def module(nnx_module: Any, key: jax.Array | None = None) -> "Module":
       ...     autograd.get_gradients(context_id)[layer.parameters()["bias"]]
       Array([5., 5.], dtype=float32)
     """
-    if not is_module(nnx_module):
-        rule = "must be a Flax NNX module"
-        got = f"a {type(nnx_module).__qualname__}"
-        raise TypeError(requirement("module(nnx_module)", rule, got))
+    _check_module(nnx_module)
     if key is not None and not _is_key(key):
         rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
         raise TypeError(requirement("module(key=...)", rule, key, remedy))
     return Module(nnx_module, key)
+
+
+def _check_module(nnx_module: Any) -> None:
+    if not is_module(nnx_module):
+        rule = "must be a Flax NNX module"
+        got = f"a {type(nnx_module).__qualname__}"
+        raise TypeError(requirement("module(nnx_module)", rule, got))
 
 
 @eager
@@ -78,7 +83,11 @@ def create(
 
 
 def _made(factory: Callable[..., Any], args: Any, kwargs: Any) -> "Module":
-    return module(factory(*args, **kwargs))
+    made = factory(*args, **kwargs)
+    _check_module(made)
+    # What arrives here is bound to the device. So must be what the module begins with,
+    # or its calls are compiled again once it has met something that arrived.
+    return Module(made, device=current.agent().options.device)
 
 
 class Module(StandIn):
@@ -88,10 +97,16 @@ class Module(StandIn):
     state, one after another.
     """
 
-    def __init__(self, nnx_module: Any, key: jax.Array | None = None) -> None:
+    def __init__(
+        self,
+        nnx_module: Any,
+        key: jax.Array | None = None,
+        device: jax.Device | None = None,
+    ) -> None:
         layout, params, state = _taken_apart(nnx_module)
-        self._variables = tuple([Variable(leaf) for leaf in params])
-        self._state = tuple(state if key is None else layout.reseeded(state, key))
+        state = state if key is None else layout.reseeded(state, key)
+        self._variables = tuple([Variable(_bound(leaf, device)) for leaf in params])
+        self._state = tuple([_bound(leaf, device) for leaf in state])
         self._layouts = [layout]
         self._layout = layout
         self._lock = threading.Lock()
@@ -198,29 +213,21 @@ class Module(StandIn):
                 self._layouts.append(layout)
             self._layout = known[0] if known else layout
 
-    def _turn(self) -> "_Turn":
-        return _Turn(self._lock, self._function.__name__)
-
-    def __repr__(self) -> str:
-        return f"Module({self._function.__name__})"
-
-
-class _Turn:
-    """Within it no other call changes the state."""
-
-    def __init__(self, lock: threading.Lock, name: str) -> None:
-        self._lock = lock
-        self._name = name
-
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Within it no other call changes the state."""
         limit = current.deadline()
         seconds = limit.remaining()
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
-            what = f"while other calls had the state of {self._name}"
+            what = f"while other calls had the state of {self._function.__name__}"
             raise RpcTimeout(f"{exceeded(limit)} {what}.")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
-    def __exit__(self, *details: object) -> None:
-        self._lock.release()
+    def __repr__(self) -> str:
+        return f"Module({self._function.__name__})"
 
 
 class _Layout(Constant):
@@ -241,8 +248,8 @@ class _Layout(Constant):
         self.graph = graph
         self.names = _names(params)
         self.state_names = _names(state)
-        self._params = jax.tree.structure(params)
-        self._state = jax.tree.structure(state)
+        self._params: Any = jax.tree.structure(params)
+        self._state: Any = jax.tree.structure(state)
         self._streams = [
             type(one).__name__
             for one in jax.tree.leaves(state, is_leaf=_is_variable)
@@ -379,6 +386,11 @@ def _stream(leaf: Any, key: jax.Array) -> jax.Array:
     shape = leaf.shape if _is_key(leaf) else leaf.shape[:-1]
     keys = jax.random.split(key, shape) if shape else key
     return keys if _is_key(leaf) else jax.random.key_data(keys)
+
+
+def _bound(leaf: Any, device: jax.Device | None) -> Any:
+    placed = device is None or not isinstance(leaf, jax.Array) or leaf.committed
+    return leaf if placed else jax.device_put(leaf, device)
 
 
 def _placed_as(array: jax.Array, before: jax.Array) -> jax.Array:

@@ -19,9 +19,13 @@ from tests.rpc.rref.common import settle
 
 FACTOR = 2.0
 CALLED = "/jdist/tests/module_is_traced"
-traced = []
+COMPILED = "backend_compile_duration"
+traced, compiled = [], []
 jax.monitoring.register_event_listener(
     lambda event, **_: traced.append(event) if event == CALLED else None
+)
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: compiled.append(event) if COMPILED in event else None
 )
 
 
@@ -63,16 +67,23 @@ def plain(leaf):
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-def test_training_is_that_of_one_device(cluster):
+@pytest.fixture(scope="module")
+def alone():
+    """The same on one worker, and by `jax.value_and_grad` of the whole."""
+    with rpc.local_cluster(["alone"], allow=["tests"]):
+        found = train_locally()
+    return found, world.on_one_device(Body(3), Head(4))
+
+
+def test_training_is_that_of_one_device(alone, cluster):
     """Losses, gradients, parameters and statistics, with noise, over two workers.
 
     Bit for bit those of the same modules on one worker, and but for rounding those of
     `jax.value_and_grad` of the whole.
     """
     found, states = cluster.run(0, train_remotely)
-    here, states_here = cluster.run(3, train_locally)
-    same_bits((found, states), (here, states_here))
-    expected, models = world.on_one_device(Body(3), Head(4))
+    here, (expected, models) = alone
+    same_bits((found, states), here)
     for one, other in zip(found, expected, strict=True):
         for leaf, right in zip(leaves(one), leaves(other), strict=True):
             assert (leaf is None) == (right is None)
@@ -290,6 +301,20 @@ def test_what_the_module_reads_may_change(monkeypatch, what):
     np.testing.assert_allclose(module(rows()).value, 2.5 * first, rtol=1e-6)
 
 
+def test_a_step_is_compiled_once(threads):
+    """What a module begins with is bound to its device, as what it is given is."""
+    head = rpc.remote_module("worker1", Head, (3,), trainable=True)
+    opt = autograd.DistributedOptimizer(optim.sgd, head.remote_parameters(), lr=0.1)
+    before = [len(compiled)]
+    for _ in range(3):
+        with autograd.context() as context_id:
+            loss = (head(np.ones((5, 7))) ** 2).sum()
+            autograd.backward(context_id, [loss])
+            opt.step(context_id)
+        before.append(len(compiled))
+    assert before[0] < before[1] == before[2] == before[3]
+
+
 # --- what a call must not do ---
 
 
@@ -385,9 +410,18 @@ def refused():
         fixed(autograd.variable(np.ones((2, 7))))
     with pytest.raises(ExceptionGroup, match=f"Got a Parameter. .*{remedy}"):
         autograd.DistributedOptimizer(optim.sgd, fixed.remote_parameters(), lr=0.1)
+    moved = rpc.remote_module("worker1", Head, (3,), trainable=True)
+    with pytest.raises(
+        TypeError, match=r"Got RemoteM.* `module\.remote_parameters\(\)"
+    ):
+        autograd.DistributedOptimizer(optim.sgd, [moved], lr=0.1)
+    with pytest.raises(
+        ExceptionGroup, match=r"Got a Module\. .*parameters\(\)\.values"
+    ):
+        autograd.DistributedOptimizer(optim.sgd, [moved.module_rref], lr=0.1)
 
 
-def test_a_module_that_is_not_trainable_says_so(cluster):
+def test_what_cannot_be_trained_says_how_it_can(cluster):
     cluster.run(0, refused)
 
 

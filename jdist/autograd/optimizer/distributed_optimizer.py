@@ -16,7 +16,7 @@ from jdist.autograd.optimizer.owned import check_same, described
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of
-from jdist.rpc import RRef, WorkerInfo, current
+from jdist.rpc import RemoteModule, RRef, WorkerInfo, current
 from jdist.rpc.deadline import DEFAULT
 
 _CALL = "DistributedOptimizer"
@@ -86,6 +86,8 @@ class DistributedOptimizer:
             if not isinstance(rref, RRef):
                 rule = "must be a reference to a variable"
                 remedy = "One that is here goes into `rpc.RRef(variable)`."
+                if isinstance(rref, RemoteModule):
+                    remedy = "Those of a module are `module.remote_parameters()`."
                 argument = f"{_CALL}(params_rrefs[{position}])"
                 raise TypeError(requirement(argument, rule, rref, remedy))
             owners.setdefault(rref.owner(), {})[position] = rref
