@@ -250,8 +250,8 @@ class _Layout(Constant):
         self.state_names = _names(state)
         self._params: Any = jax.tree.structure(params)
         self._state: Any = jax.tree.structure(state)
-        self._streams = [
-            type(one).__name__
+        self._kinds = [
+            type(one)
             for one in jax.tree.leaves(state, is_leaf=_is_variable)
             for _ in jax.tree.leaves(one)
         ]
@@ -276,8 +276,8 @@ class _Layout(Constant):
             got = f"another number or kind: {', '.join(sorted(strange))}"
             remedy = "Return what the call computes, instead of storing it."
             raise TypeError(requirement(f"module({name})", rule, got, remedy))
-        pairs = zip(self.names, params, jax.tree.leaves(params_after), strict=True)
-        changed = [path for path, before, after in pairs if before is not after]
+        leaves = zip(self.names, params, jax.tree.leaves(params_after), strict=True)
+        changed = [path for path, before, after in leaves if before is not after]
         if changed:
             rule = "must not change its own nnx.Param in a call"
             remedy = "Optimizers do; make it an nnx.Variable of another kind."
@@ -286,22 +286,23 @@ class _Layout(Constant):
         if graph != self.graph:
             rule = "must not change its attributes in a call: the change would be lost"
             remedy = "Make what changes an nnx.Variable."
-            got = "another structure"
+            pairs = zip(self.graph.attributes, graph.attributes, strict=False)
+            other = {str(path) for (path, old), (_, new) in pairs if old != new}
+            got = f"another value of {', '.join(sorted(other)) or 'one'}"
             raise TypeError(requirement(f"module({name})", rule, got, remedy))
         return jax.tree.leaves(state)
 
     def reseeded(self, state: Sequence[Any], key: jax.Array) -> list[Any]:
         """The state with all random streams at their beginning, each with its key."""
-        return [
-            _stream(leaf, jax.random.fold_in(key, number))
-            if kind == "RngKey"
-            else jnp.zeros_like(leaf)
-            if kind == "RngCount"
-            else leaf
-            for number, (kind, leaf) in enumerate(
-                zip(self._streams, state, strict=True)
-            )
-        ]
+        nnx, found = _nnx(), []
+        for number, (kind, leaf) in enumerate(zip(self._kinds, state, strict=True)):
+            new = leaf
+            if issubclass(kind, nnx.RngKey):
+                new = _stream(leaf, jax.random.fold_in(key, number))
+            elif issubclass(kind, nnx.RngCount):
+                new = jnp.zeros_like(leaf)
+            found.append(new)
+        return found
 
 
 def _function(

@@ -156,9 +156,10 @@ def modules_here():
 
 def test_statistics_and_noise_go_on():
     module, twin = autograd.module(Body(3)), Body(3)
+    run = nnx.jit(lambda module, x: module(x))
     found = [module(rows(k)) for k in range(3)]
     for k, y in enumerate(found):
-        np.testing.assert_allclose(y.value, twin(rows(k)), rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(y.value, run(twin, rows(k)), rtol=1e-12, atol=1e-14)
     back = module.to_nnx()
     np.testing.assert_allclose(back.norm.mean[...], twin.norm.mean[...], rtol=1e-12)
     assert back.drop.rngs.count[...] == twin.drop.rngs.count[...] == 3
@@ -166,9 +167,9 @@ def test_statistics_and_noise_go_on():
     for mode in ("eval", "train"):
         for each in (module, twin, back):
             getattr(each, mode)()
-        expected = twin(rows(7))
+        expected = run(twin, rows(7))
         np.testing.assert_allclose(module(rows(7)).value, expected, rtol=1e-12)
-        np.testing.assert_allclose(back(rows(7)), expected, rtol=1e-12)
+        np.testing.assert_allclose(run(back, rows(7)), expected, rtol=1e-12)
     assert not any(isinstance(x, autograd.Recorded) for x in module.state().values())
 
 
@@ -340,7 +341,10 @@ class Changing(nnx.Module):
     ("what", "text"),
     [
         ("parameter", r"must not change its own nnx\.Param in a call. Got w\."),
-        ("attribute", "must not change its attributes in a call: the change would be"),
+        (
+            "attribute",
+            "must not change its attributes in a call: .*Got another value of calls",
+        ),
         ("variable", "must keep the variables that it has. Got .*seen"),
     ],
 )
