@@ -274,32 +274,38 @@ class Operators(Recordable):
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the array."""
-        return tuple(self._array("shape").shape)
+        return tuple(self._array().shape)
 
     @property
     def dtype(self) -> Any:
         """That of the array."""
-        return self._array("dtype").dtype
+        return self._array().dtype
 
     @property
     def ndim(self) -> int:
         """Number of dimensions of the array."""
-        return len(self._array("ndim").shape)
+        return len(self._array().shape)
 
     @property
     def size(self) -> int:
         """Number of elements of the array."""
-        return int(self._array("size").size)
+        return int(self._array().size)
 
     def __len__(self) -> int:
-        return len(self._array("len"))
+        self._check_one_array("len")
+        return len(self._array())
 
     def __format__(self, spec: str) -> str:
-        return format(self._array("format"), spec) if spec else repr(self)
+        if not spec:
+            return repr(self)
+        self._check_one_array("format")
+        return format(self._array(), spec)
 
-    def _array(self, name: str) -> Any:
-        self._check_one_array(name)
-        return self.flat()[1][0]
+    def _array(self) -> Any:
+        kind, (array, *_), _ = self.flat()
+        if kind.structure != ONE.structure:
+            raise AttributeError("A tree has no shape; `__getattr__` says so.")
+        return array
 
     def _check_one_array(self, name: str) -> None:
         if self.flat()[0].structure != ONE.structure:

@@ -12,7 +12,7 @@ from flax import nnx
 from jdist import autograd, optim, rpc
 
 STEPS = 3
-RATE = 0.05
+RATES = {"lr": 0.05, "momentum": 0.9}
 WIDE = jnp.float64
 
 
@@ -93,7 +93,7 @@ def trained(body, head, references):
       head: Called with what that returns.
       references: To all variables.
     """
-    opt = autograd.DistributedOptimizer(optim.adam, references, lr=RATE)
+    opt = autograd.DistributedOptimizer(optim.sgd, references, **RATES)
     found = []
     for rows, targets, weights in batches():
         with autograd.context() as context_id:
@@ -127,7 +127,8 @@ def on_one_device(body, head):
         return loss, nnx.state(model, nnx.Not(nnx.Param))
 
     run = jax.jit(jax.value_and_grad(run, has_aux=True))
-    opt = optim.adam(lr=RATE)
+    opt = optim.sgd(**RATES)
+    step = jax.jit(opt.step)
     leaves, structure = jax.tree.flatten(params)
     idle = ["idle" in str(keys) for keys, _ in jax.tree.leaves_with_path(params)]
     kept, found = opt.init(leaves), []
@@ -136,6 +137,6 @@ def on_one_device(body, head):
         # What nothing reaches is not stepped.
         pairs = zip(idle, jax.tree.leaves(gradients), strict=True)
         gradients = [None if is_idle else x for is_idle, x in pairs]
-        leaves, kept = opt.step(leaves, gradients, kept)
+        leaves, kept = step(leaves, gradients, kept)
         found.append((np.asarray(loss), gradients, list(map(np.asarray, leaves))))
     return found, nnx.merge(graph, structure.unflatten(leaves), rest)

@@ -238,6 +238,11 @@ def test_methods_are_of_one_array():
             TypeError, match=rf"`x\.{name}` must be of one array. Got V"
         ):
             getattr(tree(), name)()
+    for name in ("shape", "dtype", "ndim", "size"):
+        assert not hasattr(tree(), name)
+    for shown in (len, lambda w: f"{w:.2f}"):
+        with pytest.raises(TypeError, match=r"must be of one array\. Got Variable"):
+            shown(tree())
     assert leaf(MATRIX).shape == (2, 3)
     assert (leaf(MATRIX).dtype, leaf(MATRIX).ndim, leaf(MATRIX).size) == (float, 2, 6)
     assert len(leaf(MATRIX)) == 2

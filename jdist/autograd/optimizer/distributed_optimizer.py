@@ -38,7 +38,8 @@ class DistributedOptimizer:
         optimizer or an optax transformation, such as `optax.adam`. It travels by name:
         owners must be able to import it and allow it (see `rpc.init_rpc`).
       params_rrefs: References to variables, wherever they are; a local one in
-        `rpc.RRef(variable)`. None twice.
+        `rpc.RRef(variable)`. None twice. Those of a trainable module on another worker
+        are `module.remote_parameters()`.
       *args: Of the constructor.
       **kwargs: Likewise. A schedule is a function that travels by name, too.
 
