@@ -77,8 +77,8 @@ def detach(tree: Any) -> Any:
       >>> import jax.numpy as jnp
       >>> from jdist import autograd
       >>> w = autograd.variable(jnp.array([1.0, 2.0]))
-      >>> autograd.detach({"y": w * 3, "n": 1})
-      {'y': Array([3., 6.], dtype=float32), 'n': 1}
+      >>> autograd.detach({"n": 1, "y": w * 3})
+      {'n': 1, 'y': Array([3., 6.], dtype=float32)}
     """
     return jax.tree.map(_detached, tree)
 
