@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from jdist import autograd, optim, rpc
+from jdist.rpc import current
+from jdist.rpc.deadline import NEVER, resolve
 from tests.autograd import nnx_world as world
 from tests.autograd.nnx_world import Body, Head
 from tests.autograd.recording_world import contexts, has_none
@@ -257,6 +259,20 @@ def test_calls_at_the_same_time_draw_different_noise(threads):
     found = rpc.wait_all([layer.rpc_async()(x) for _ in range(12)])
     assert layer.rpc_sync().state()["drop.rngs.count"] == 12
     assert len({np.asarray(y).tobytes() for y in found}) == 12
+
+
+def test_a_call_waits_for_its_turn_no_longer_than_it_may(threads):
+    module, soon = autograd.module(Head(3)), resolve(0.05, 0, NEVER)
+    before = module.state()
+    token = current.scope.set(current.Scope(current.agent(), soon))
+    try:
+        waiting = "while other calls had the state of Head"
+        with module._turn(), pytest.raises(rpc.RpcTimeout, match=waiting):
+            module(np.ones((2, 7)))
+    finally:
+        current.scope.reset(token)
+    same_bits(numbers(module.state()), numbers(before))
+    assert module(np.ones((2, 7))).shape == (2, 2)
 
 
 # --- compiling ---
