@@ -21,6 +21,7 @@ from jdist._compat.programs import no_cotangent as no_cotangent
 from jdist._compat.programs import part_of as part_of
 from jdist._compat.programs import parts_of_wrapped as parts_of_wrapped
 from jdist._compat.programs import reads as reads
+from jdist._compat.programs import refuse_as_argument as refuse_as_argument
 from jdist._compat.programs import rewritten as rewritten
 from jdist._compat.programs import trace as trace
 from jdist._compat.programs import trace_context as trace_context

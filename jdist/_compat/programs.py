@@ -4,10 +4,11 @@ Tested in `tests/segment/test_programs.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jax._src import core, dtypes
 from jax._src.config import trace_context as _trace_context
 from jax._src.linear_util import WrappedFun
 from jax.extend.core import (
@@ -48,6 +49,18 @@ def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, A
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     borrowed = any(isinstance(x, np.ndarray) for x in constants_of(program))
     return (_with_copies(program) if borrowed else program), shapes
+
+
+def refuse_as_argument(kind: type, refuse: Callable[[Any], NoReturn]) -> None:
+    """Has JAX call `refuse(x)` for each argument x of this type, or one derived.
+
+    JAX offers no public way: `__jax_array__` is asked for by operators and by some
+    functions of `jax.numpy`, while `jax.jit` and the functions of `jax.lax` raise a
+    ValueError of their own where it exists. `refuse` must raise no TypeError, which
+    `jax.jit` would replace by another one.
+    """
+    core.pytype_aval_mappings[kind] = refuse
+    dtypes.register_canonicalize_value_handler(kind, refuse)
 
 
 def constants_of(program: ClosedJaxpr) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jdist._errors import requirement
 from jdist.autograd.container import Container
 from jdist.autograd.context import Context
 from jdist.autograd.eager import is_pure
@@ -29,6 +30,7 @@ from jdist.autograd.variable import Variable
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.extensions import NEEDS
 from jdist.rpc.interceptor import Invocation
+from jdist.rpc.nnx import is_module
 from jdist.rpc.parcel import Parcel
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -124,12 +126,20 @@ class Boundary:
         context.meet(caller)
         if self._container.is_gone(caller.number):
             self._container.releases.seek_end([context])
+        if header.slots:
+            _refuse_untrainable(call.function)
         if header.slots and is_pure(call.function):
             kind, function, args, kwargs = call
             call = Invocation(kind, _Applied(function), args, kwargs)
         with Recording(context, header.message):
             value = run(call)
         return value, {META: _row(context.id, header.message, 0)}
+
+    def local(self, value: Any) -> Any:
+        """`to_here` on the owner: of a variable what another worker would get."""
+        if type(value) is not Variable:
+            return value
+        return value.value if current(self._container) is None else value.recorded()
 
     def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
         """An answer has come; the codec has seen to what is recorded in it."""
@@ -225,6 +235,16 @@ class _Applied:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return record(self._function, args, kwargs)
+
+
+def _refuse_untrainable(function: Callable[..., Any]) -> None:
+    """Refuses to call a module with what it would not record."""
+    owner = getattr(function, "__self__", None)
+    if is_module(owner):
+        rule = "must be trainable to be called with recorded values"
+        remedy = "Make it by `rpc.remote_module(to, factory, args, trainable=True)`."
+        got = f"a {type(owner).__name__} that is not"
+        raise TypeError(requirement("remote_module", rule, got, remedy))
 
 
 def _forget(context: Context, message_id: int) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jdist.autograd import reference_backward
+from jdist.autograd import nnx_module, reference_backward
 from jdist.autograd.boundary import Boundary
 from jdist.autograd.container import PART, Container
 from jdist.autograd.engine import engine
@@ -12,6 +12,7 @@ from jdist.autograd.recorded import Recorded
 from jdist.autograd.release import Releases
 from jdist.autograd.variable import Variable
 from jdist.rpc import extensions
+from jdist.rpc.remote_module import TRAINABLE
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
@@ -23,9 +24,12 @@ def install(agent: "Agent") -> None:
     container.releases = Releases(container)
     agent.parts[PART] = container
     boundary = Boundary(container)
-    agent.codec.register(Recorded, "autograd.recorded", boundary.give, boundary.take)
+    agent.codec.register(
+        Recorded, "autograd.recorded", boundary.give, boundary.take, key=False
+    )
     agent.codec.substitute(Variable, boundary.give_variable)
     agent.set_interceptor(boundary)
+    agent.parts[TRAINABLE] = nnx_module.create
     engine.install(container)
     reference_backward.install(container)
     graph.install(container)

@@ -16,7 +16,8 @@ from jdist._errors import requirement
 from jdist._tree import path_of
 
 _REMEDY = (
-    "Split it: `graph, params, rest = nnx.split(module, nnx.Param, ...)`. Make the "
+    "`autograd.module(module)` keeps its state from call to call. By hand: "
+    "`graph, params, rest = nnx.split(module, nnx.Param, ...)`. Make the "
     "variable of `params`, give `rest` to the function as an input, and have it return "
     "the new one as an output: `module = nnx.merge(graph, params, rest)`, and "
     "`nnx.state(module, nnx.Not(nnx.Param))`."

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
 
-from jdist._compat import is_traced
+from jdist._compat import is_traced, part_of, without_unread
 from jdist._errors import requirement
 from jdist._tree import is_inexact
 from jdist.autograd.modules import state_kept
@@ -31,7 +30,6 @@ from jdist.autograd.recording import next_order, refuse_in_pure, tracing
 from jdist.segment import Segment
 from jdist.segment._cache import Cache
 from jdist.segment._contents import contents_of, is_fixed, value_of
-from jdist.segment._flow import depending_on
 from jdist.segment._halves import Halves
 from jdist.segment._plan import Plan
 from jdist.segment._traced import Changed
@@ -54,6 +52,12 @@ class Recordable:
     def flat(self) -> tuple["Differentiated", Sequence[Any], Sequence[Edge | None]]:
         """What it is to a function, its arrays, and where each one's cotangent goes."""
         raise NotImplementedError
+
+
+class Constant:
+    """An argument that is a part of the compiled function; equal to itself only."""
+
+    __slots__ = ()
 
 
 class Call(NamedTuple):
@@ -294,6 +298,8 @@ def _take(
         arrays.append(leaf)
         edges.append(None)
         return _PLAIN
+    if isinstance(leaf, Constant):
+        return _Static(leaf, leaf, leaf)
     if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
         return _static_by_contents(leaf)
     key = _key(leaf)
@@ -345,19 +351,26 @@ def _refuse_closure(fn: Callable[..., Any]) -> None:
 def _made(plan: Plan, recorded: tuple[bool, ...]) -> tuple[Any, tuple[bool, ...]]:
     """The structure of the outputs, and which of them have a history.
 
-    These depend on the inputs that are recorded, and are floating.
+    These are the floating outputs from which a cotangent flows to a recorded input.
+    One that depends on recorded inputs only behind `stop_gradient`, a comparison or a
+    rounding has none.
     """
-    jaxpr = plan.program.jaxpr
-    sources = [
-        var for var, wanted in zip(jaxpr.invars, recorded, strict=True) if wanted
-    ]
-    dependent = depending_on(plan.program, sources)
     shapes, structure = jax.tree.flatten(plan.outputs)
-    live = [
-        is_inexact(shape) and isinstance(atom, Var) and atom in dependent
-        for shape, atom in zip(shapes, jaxpr.outvars, strict=False)
+    floating = [is_inexact(shape) for shape in shapes]
+    linear, _ = plan.linear_part([True] * sum(floating))
+    pairs = zip(recorded, plan.trained, strict=True)
+    wanted = [is_recorded for is_recorded, is_trained in pairs if is_trained]
+    results = [
+        x
+        for x, is_wanted in zip(linear.jaxpr.outvars, wanted, strict=True)
+        if is_wanted
     ]
-    return structure, tuple(live)
+    given = linear.jaxpr.invars
+    part = part_of(linear, given, results, effects=False)
+    _, read = without_unread(part, optional=len(given))
+    # The cotangents come last, after the residuals.
+    reached = iter(read[len(given) - sum(floating) :])
+    return structure, tuple([is_floating and next(reached) for is_floating in floating])
 
 
 def _name(fn: Callable[..., Any]) -> str:

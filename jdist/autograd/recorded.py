@@ -8,18 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._compat import is_traced, refuse_as_argument
 from jdist._errors import requirement
+from jdist._tree import is_inexact
 from jdist.autograd import pure
+from jdist.autograd.errors import AutogradError
 from jdist.autograd.node import Edge
 from jdist.autograd.pure import ONE, Recordable
 from jdist.autograd.recording import refuse_in_pure
 
-Axis = int | tuple[int, ...] | None
 _COMPARABLE = (
     Recordable, jax.Array, np.ndarray, np.generic, int, float, complex,
     list, tuple, dict,
 )  # fmt: skip
 _METADATA = (np.shape, np.ndim, np.size)
+_INSTEAD = {
+    "backward": "Use `autograd.backward(context_id, [x])`.",
+    "detach": "Use `autograd.detach(x)`.",
+    "grad": "Use `autograd.get_gradients(context_id)[variable]`.",
+    "item": "Use `x.value.item()`, which has no history.",
+    "numpy": "Use `numpy.asarray(x.value)`, which has no history.",
+    "tolist": "Use `x.value.tolist()`, which has no history.",
+}
+"""What takes the place of attributes that users of torch and JAX look for."""
 
 
 def record(
@@ -49,17 +60,54 @@ def record(
     return called.structure.unflatten(outputs)
 
 
-class Operators(Recordable):
-    """Arithmetic and a few methods; each makes a recorded value.
+def detach(tree: Any) -> Any:
+    """The arrays of recorded values and variables, without their history.
 
-    They work as those of JAX's arrays. For anything else there is `autograd.apply`;
-    what would drop the history is refused.
+    Args:
+      tree: Any pytree. Recorded values in it become their arrays, and variables their
+        trees of arrays; what has no history stays what it is. In a function that is
+        being traced, arrays pass through `jax.lax.stop_gradient`.
+
+    Returns:
+      A tree through which no gradient flows.
+
+    Source: `torch.Tensor.detach`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd
+      >>> w = autograd.variable(jnp.array([1.0, 2.0]))
+      >>> autograd.detach({"n": 1, "y": w * 3})
+      {'n': 1, 'y': Array([3., 6.], dtype=float32)}
+    """
+    return jax.tree.map(_detached, tree)
+
+
+def _method(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: "Operators", *args: Any, **kwargs: Any) -> Any:
+        self._check_one_array(method.__name__)
+        return record(fn, (self, *args), kwargs)
+
+    method.__name__ = fn.__name__
+    method.__doc__ = f"As `jnp.{fn.__name__}`."
+    return method
+
+
+class Operators(Recordable):
+    """Operators and methods of JAX's arrays; each makes a recorded value.
+
+    A result without a derivative (of comparisons, `argmax`, `round`, a cast to
+    integers) is a plain array. For anything else there is `autograd.apply`; what would
+    drop the history is refused.
     """
 
     __slots__ = ()
 
     # An operator of a NumPy array leaves it to the one here.
     __array_ufunc__ = None
+
+    def __pos__(self) -> Any:
+        return record(operator.pos, (self,), {})
 
     def __neg__(self) -> Any:
         return record(operator.neg, (self,), {})
@@ -90,6 +138,24 @@ class Operators(Recordable):
 
     def __rtruediv__(self, other: Any) -> Any:
         return _binary(operator.truediv, other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _binary(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _binary(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return _binary(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _binary(operator.mod, other, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return _binary(divmod, self, other)
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return _binary(divmod, other, self)
 
     def __matmul__(self, other: Any) -> Any:
         return _binary(operator.matmul, self, other)
@@ -132,23 +198,120 @@ class Operators(Recordable):
     def __iter__(self) -> NoReturn:
         self._refuse("iter")
 
-    def sum(self, axis: Axis = None, keepdims: bool = False) -> Any:
-        """As `jnp.sum`."""
-        return record(jnp.sum, (self,), {"axis": axis, "keepdims": keepdims})
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return record(jnp.round, (self, 0 if ndigits is None else ndigits), {})
 
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> Any:
-        """As `jnp.mean`."""
-        return record(jnp.mean, (self,), {"axis": axis, "keepdims": keepdims})
+    all = _method(jnp.all)
+    any = _method(jnp.any)
+    argmax = _method(jnp.argmax)
+    argmin = _method(jnp.argmin)
+    argsort = _method(jnp.argsort)
+    astype = _method(jnp.astype)
+    clip = _method(jnp.clip)
+    conj = _method(jnp.conj)
+    conjugate = _method(jnp.conj)
+    copy = _method(jnp.copy)
+    cumprod = _method(jnp.cumprod)
+    cumsum = _method(jnp.cumsum)
+    diagonal = _method(jnp.diagonal)
+    dot = _method(jnp.dot)
+    flatten = _method(jnp.ravel)
+    max = _method(jnp.max)
+    mean = _method(jnp.mean)
+    min = _method(jnp.min)
+    prod = _method(jnp.prod)
+    ptp = _method(jnp.ptp)
+    ravel = _method(jnp.ravel)
+    repeat = _method(jnp.repeat)
+    round = _method(jnp.round)
+    searchsorted = _method(jnp.searchsorted)
+    sort = _method(jnp.sort)
+    squeeze = _method(jnp.squeeze)
+    std = _method(jnp.std)
+    sum = _method(jnp.sum)
+    swapaxes = _method(jnp.swapaxes)
+    take = _method(jnp.take)
+    trace = _method(jnp.trace)
+    var = _method(jnp.var)
 
     def reshape(self, *shape: Any) -> Any:
         """As `jnp.reshape`; the shape as one tuple, or as several numbers."""
+        self._check_one_array("reshape")
         new = shape[0] if len(shape) == 1 else shape
         return record(jnp.reshape, (self, new), {})
+
+    def transpose(self, *axes: Any) -> Any:
+        """As `jnp.transpose`; the axes as one tuple, or as several numbers."""
+        self._check_one_array("transpose")
+        new = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes
+        return record(jnp.transpose, (self, new or None), {})
 
     @property
     def T(self) -> Any:
         """As `jnp.transpose`."""
-        return record(jnp.transpose, (self,), {})
+        return self.transpose()
+
+    @property
+    def mT(self) -> Any:
+        """As `jnp.matrix_transpose`."""
+        self._check_one_array("mT")
+        return record(jnp.matrix_transpose, (self,), {})
+
+    @property
+    def real(self) -> Any:
+        """As `jnp.real`."""
+        self._check_one_array("real")
+        return record(jnp.real, (self,), {})
+
+    @property
+    def imag(self) -> Any:
+        """As `jnp.imag`."""
+        self._check_one_array("imag")
+        return record(jnp.imag, (self,), {})
+
+    # --- what is no part of the history ---
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array."""
+        return tuple(self._array().shape)
+
+    @property
+    def dtype(self) -> Any:
+        """That of the array."""
+        return self._array().dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the array."""
+        return len(self._array().shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the array."""
+        return int(self._array().size)
+
+    def __len__(self) -> int:
+        self._check_one_array("len")
+        return len(self._array())
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return repr(self)
+        self._check_one_array("format")
+        return format(self._array(), spec)
+
+    def _array(self) -> Any:
+        kind, (array, *_), _ = self.flat()
+        if kind.structure != ONE.structure:
+            raise AttributeError("A tree has no shape; `__getattr__` says so.")
+        return array
+
+    def _check_one_array(self, name: str) -> None:
+        if self.flat()[0].structure != ONE.structure:
+            rule = "must be of one array"
+            remedy = f"Name the leaf: `autograd.apply(lambda x: x[...].{name}, x)`."
+            raise TypeError(requirement(f"x.{name}", rule, repr(self), remedy))
 
     # --- what would drop the history, and says so ---
 
@@ -182,24 +345,66 @@ class Operators(Recordable):
     def __index__(self) -> NoReturn:
         self._refuse("index")
 
+    def __complex__(self) -> NoReturn:
+        self._refuse("complex")
+
+    def __jax_array__(self) -> Any:
+        # To raise here would end `array + x`, which asks for this first and leaves the
+        # sum to `__radd__` if it gets no array.
+        return _NoArray(self)
+
     def __getattr__(self, name: str) -> NoReturn:
+        instead = _INSTEAD.get(name, "")
+        if not instead and hasattr(jax.Array, name):
+            instead = (
+                "What JAX's arrays have is recorded by `autograd.apply(lambda x: "
+                f"x.{name}..., x)`; the array itself, without its history, is "
+                "`x.value`."
+            )
         kind = type(self).__name__
-        raise AttributeError(
-            f"{kind!r} object has no attribute {name!r}. Methods of its array are "
-            f"recorded by `autograd.apply(lambda x: x.{name}(...), value)`; the array "
-            "itself, without its history, is `value.value`."
-        )
+        message = f"{kind!r} object has no attribute {name!r}. {instead}"
+        raise AttributeError(message.rstrip())
 
     def _refuse(self, name: str) -> NoReturn:
-        raise TypeError(
-            requirement(
-                f"{name}(x)",
-                "must not be given a recorded value, whose history would be lost",
-                repr(self),
-                "Record what is to be differentiated: `autograd.apply(fn, x)`. The "
-                "array itself, without its history, is `x.value`.",
-            )
-        )
+        raise TypeError(_loss_of_history(name, self))
+
+
+def _loss_of_history(name: str, value: Operators) -> str:
+    return requirement(
+        f"{name}(x)",
+        "must not be given a recorded value, whose history would be lost",
+        repr(value),
+        "Record what is to be differentiated: `autograd.apply(fn, x)`, such as "
+        "`autograd.apply(jnp.sin, x)`. The array itself, without its history, is "
+        "`x.value`.",
+    )
+
+
+def _refuse_as_argument(value: Operators) -> NoReturn:
+    # Of a TypeError JAX would drop the message.
+    raise AutogradError(_loss_of_history("jnp.f", value))
+
+
+class _NoArray:
+    """What JAX gets for the array of a recorded value: it cannot be used at all."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Operators) -> None:
+        self._of = of
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":  # For `isinstance`.
+            return _NoArray
+        _refuse_as_argument(object.__getattribute__(self, "_of"))
+
+    def __format__(self, spec: str) -> NoReturn:
+        _refuse_as_argument(object.__getattribute__(self, "_of"))
+
+    __repr__ = __str__ = lambda self: format(self)
+
+
+refuse_as_argument(Operators, _refuse_as_argument)
 
 
 class Recorded(Operators):
@@ -237,29 +442,6 @@ class Recorded(Operators):
         """The node that made it, and as which of its outputs."""
         return self._edge
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the array."""
-        return tuple(self._value.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """That of the array."""
-        return self._value.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions of the array."""
-        return len(self._value.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the array."""
-        return int(self._value.size)
-
-    def __len__(self) -> int:
-        return len(self._value)
-
     def __copy__(self) -> "Recorded":
         return self
 
@@ -278,6 +460,12 @@ class Recorded(Operators):
 def described(array: Any) -> str:
     """dtype and shape of an array, for people."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, Operators):
+        return leaf.value
+    return jax.lax.stop_gradient(leaf) if is_traced(leaf) and is_inexact(leaf) else leaf
 
 
 def _item(array: Any, index: Any) -> Any:

@@ -18,8 +18,9 @@ The second rule is what keeps the first one honest: `mypkg:system` is not a func
 a module, an instance or a function, no attribute with two underscores on both sides is
 looked at, and no code of the looked-up objects runs.
 
-`jax.numpy` does not say its own names (`jnp.add.__qualname__` does not exist), so its
-functions are known by a table, as are a few harmless functions of Python itself.
+`jax.numpy` and `jax.nn` do not say their own names (`jnp.add.__qualname__` does not
+exist), so their functions are known by a table, as are a few harmless functions of
+Python itself.
 """
 
 import builtins
@@ -90,8 +91,8 @@ class FunctionTable:
     """The functions and classes that one worker lets others name.
 
     Args:
-      allow: Names to allow beside the main program, its package, `jax.numpy` and
-        `jdist`: modules, with all that is below them (`"mypkg"`), or single objects
+      allow: Names to allow beside the main program, its package, `jax.numpy`, `jax.nn`
+        and `jdist`: modules, with all that is below them (`"mypkg"`), or single objects
         (`"mypkg.ops:step"`).
       main: The main program; by default this process's `__main__`.
 
@@ -387,7 +388,7 @@ def _unnamed(function: Any, ref: str | None) -> str:
 
 @functools.cache
 def _always_known() -> dict[str, Any]:
-    """What every worker knows: jax.numpy, a few functions, exceptions."""
+    """What every worker knows: jax.numpy, jax.nn, a few functions, exceptions."""
     known = {f"builtins:{name}": getattr(builtins, name) for name in _BUILTINS}
     for module in (builtins, jax.errors, jax.dtypes, np.exceptions, np.linalg):
         known |= {
@@ -395,7 +396,7 @@ def _always_known() -> dict[str, Any]:
             for name, thing in vars(module).items()
             if isinstance(thing, type) and issubclass(thing, Exception)
         }
-    for module in (jnp, jnp.fft, jnp.linalg):
+    for module in (jnp, jnp.fft, jnp.linalg, jax.nn):
         known |= _public(module.__name__)
     return known
 

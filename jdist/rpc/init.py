@@ -41,7 +41,8 @@ def init_rpc(
       coordinator: `"host:port"` or `(host, port)` of rank 0; by default `MASTER_ADDR`
         and `MASTER_PORT`. A group of one needs none.
       allow: What other workers may call beside the main program, its package,
-        `jax.numpy` and `jdist`: modules (`"mypkg"`) or objects (`"mypkg.ops:step"`).
+        `jax.numpy`, `jax.nn` and `jdist`: modules (`"mypkg"`) or objects
+        (`"mypkg.ops:step"`).
       options: See `RpcOptions`.
 
     Returns:

@@ -54,3 +54,6 @@ class Interceptor(Protocol):
 
     def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
         """On the caller, after decoding: the value that the user gets."""
+
+    def local(self, value: Any) -> Any:
+        """On the owner of a reference: what `to_here` gives for the value."""

@@ -87,6 +87,9 @@ def _bound(functions: FunctionTable, value: Any, name: str) -> Callable[..., Any
     found = inspect.getattr_static(
         value if isinstance(value, type) else kind, name, None
     )
+    if found is None and isinstance(value, nnx.StandIn):
+        _bound(functions, value.original(), name)  # refuses what may not be called
+        return value.method(name)
     if found is None:
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
     if _is_plain(value, name):

@@ -7,9 +7,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jdist._errors import requirement
 from jdist.rpc.functions import own_name
 
 _METHODS = frozenset(("__call__", "eval", "train"))
+
+
+class StandIn:
+    """An object in the place of a module, which it calls in a way of its own.
+
+    What others may call of it is what they may call of the module.
+    """
+
+    def original(self) -> Any:
+        """The module, or one of the same class."""
+        raise NotImplementedError
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """What takes the place of the module's method of this name."""
+        raise NotImplementedError
 
 
 def is_module(value: Any) -> bool:
@@ -17,6 +33,29 @@ def is_module(value: Any) -> bool:
     # Another thread may be half-way through importing it.
     module = getattr(sys.modules.get("flax.nnx"), "Module", None)
     return module is not None and isinstance(value, module)
+
+
+def refusal(value: Any) -> str:
+    """Why a value of Flax's own cannot travel, and what can; "" for any other value."""
+    nnx = sys.modules.get("flax.nnx")
+    names = ("GraphDef", "Pytree", "State", "Variable")
+    kinds = tuple([getattr(nnx, name) for name in names if hasattr(nnx, name)])
+    if not isinstance(value, kinds):
+        return ""
+    kind = f"a {type(value).__module__}.{type(value).__qualname__}"
+    if is_module(value):
+        rule = "must not be a Flax NNX module, which belongs to one worker"
+        remedy = (
+            "Make it there, `rpc.remote_module(to, factory, args)`; or send its "
+            "arrays, `nnx.to_pure_dict(nnx.state(module))`."
+        )
+    else:
+        rule = "must not be a part of a Flax NNX module"
+        remedy = (
+            "The arrays of a state travel as `nnx.to_pure_dict(state)`; there "
+            "`nnx.replace_by_pure_dict` puts them into a state."
+        )
+    return requirement("rpc(value)", rule, kind, remedy)
 
 
 def method(value: Any, name: str) -> Callable[..., Any] | None:

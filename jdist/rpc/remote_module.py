@@ -5,13 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.rpc import calls, parameters
+from jdist.rpc import calls, current, parameters
 from jdist.rpc.arguments import named, positional
 from jdist.rpc.async_execution import is_asynchronous
 from jdist.rpc.deadline import DEFAULT
+from jdist.rpc.errors import RpcError
 from jdist.rpc.rref.proxy import Proxy
 from jdist.rpc.rref.reference import RRef
 from jdist.rpc.worker_info import WorkerInfo
+
+TRAINABLE = "rpc.trainable_module"
+"""Under which a worker has what makes a trainable module, if something offers it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -27,8 +31,8 @@ class RemoteModule:
       module_rref: The reference to the module.
 
     Source: `torch.distributed.nn.RemoteModule`. There `forward(x)` and
-    `forward_async(x)` are what `module(x)` and `module.rpc_async()(x)` are here,
-    `remote_parameters` is `parameters`, `get_module_rref` is `module_rref`.
+    `forward_async(x)` are what `module(x)` and `module.rpc_async()(x)` are here, and
+    `get_module_rref` is `module_rref`.
     """
 
     module_rref: RRef[Any]
@@ -61,9 +65,10 @@ class RemoteModule:
 
         Each refers to a *cell* on the owner with the attribute `value`, so that an
         optimizer there can replace the value and the module computes with the new one.
-        For a Flax NNX module the cells are of the class `Parameter`, one for each
-        `nnx.Param`; a parameter that several layers share is listed once. Any other
-        object has a method `parameters()` that returns its cells by their names.
+        For a trainable module the cells are variables of `jdist.autograd`, for another
+        Flax NNX module of the class `Parameter`, one for each `nnx.Param`; a parameter
+        that several layers share is listed once. Any other object has a method
+        `parameters()` that returns its cells by their names.
 
         Args:
           recurse: Whether those of submodules are listed too.
@@ -76,6 +81,17 @@ class RemoteModule:
         rref = self.module_rref
         call = (parameters.listed, (rref, recurse))
         return calls.rpc_sync(rref.owner(), *call, timeout=timeout)
+
+    def remote_parameters(
+        self, recurse: bool = True, timeout: float = DEFAULT
+    ) -> list[RRef[Any]]:
+        """The references that `parameters` returns, in the order of the paths.
+
+        Those of a trainable module are what `autograd.DistributedOptimizer` takes.
+
+        Source: `torch.distributed.nn.RemoteModule.remote_parameters`.
+        """
+        return list(self.parameters(recurse, timeout).values())
 
     def train(self, mode: bool = True) -> "RemoteModule":
         """Sets it to training, as its own method `train` does; returns this object.
@@ -103,6 +119,8 @@ def remote_module(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT,
+    *,
+    trainable: bool = False,
 ) -> RemoteModule:
     """Has the worker `to` make a module, or any other object, and keep it.
 
@@ -117,9 +135,15 @@ def remote_module(
       args: Its positional arguments, in a tuple or a list.
       kwargs: Its keyword arguments, by their names.
       timeout: Seconds for making it; -1 for the default, 0 for no limit.
+      trainable: Whether calls within a context of `jdist.autograd` are recorded there,
+        as `autograd.module` does: the parameters of the Flax NNX module that the
+        factory returns become variables, and its statistics and random streams go on
+        from call to call.
 
     Raises:
-      TypeError, ValueError, ForbiddenFunction: The call itself is wrong.
+      TypeError, ValueError, ForbiddenFunction: The call itself is wrong; or what is to
+        be trainable is no Flax NNX module.
+      RpcError: It is to be trainable, and `jdist.autograd` has not been imported.
       RpcTimeout, WorkerLost: As `rpc_sync`.
       Exception: What the factory raised, as its own type.
 
@@ -138,4 +162,8 @@ def remote_module(
         raise TypeError(requirement("remote_module(factory)", rule, factory))
     call = "remote_module"
     making = (factory, positional(call, args), named(call, kwargs))
-    return RemoteModule(calls.rpc_sync(to, parameters.create, making, timeout=timeout))
+    create = current.agent().parts.get(TRAINABLE) if trainable else parameters.create
+    if create is None:
+        what = "`remote_module(trainable=True)` is a part of jdist.autograd."
+        raise RpcError(f"{what} Import it where the module is used.")
+    return RemoteModule(calls.rpc_sync(to, create, making, timeout=timeout))

@@ -225,6 +225,86 @@ def test_a_reference_to_a_variable(cluster):
     assert leaf == [True, True]
 
 
+def to_variable_at_home():
+    """On its owner: what another worker would get."""
+    variable = autograd.variable(numbers(3))
+    rref, listed = rpc.RRef(variable), rpc.RRef([variable])
+    plain = rref.to_here()
+    assert isinstance(plain, jax.Array)
+    assert plain is variable.value
+    with autograd.context():
+        here = rref.to_here()
+        assert isinstance(here, autograd.Recorded)
+        assert here.edge == (variable.node, 0)
+        assert rpc.rpc_sync(name(0), kinds, args=(here,)) == ["Recorded"]
+        # What it is in stays what it is.
+        assert listed.to_here()[0] is variable
+    assert rref.local_value() is variable
+
+
+def test_a_variable_of_one_s_own(cluster):
+    cluster.run(0, to_variable_at_home)
+
+
+def gradients_by_name():
+    w = leaf(1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [(w * w).sum()])
+        found = autograd.get_gradients(context_id)
+        for keyed in (found, dict(found), {w}, {w * 2.0: 1}):
+            with pytest.raises(
+                TypeError, match=r"must have no (Variable|Recorded) as a k"
+            ):
+                rpc.rpc_sync(name(1), len, args=(keyed,))
+        named = rpc.rpc_sync(name(1), itself, args=({"w": found[w]},))
+        np.testing.assert_array_equal(named["w"], 2 * numbers(1))
+        (back,) = rpc.rpc_sync(name(1), itself, args=({rpc.RRef(w): found[w]},))
+        assert back.local_value() is w
+
+
+def itself(value):
+    return value
+
+
+def test_gradients_travel_under_names(cluster):
+    """A variable arrives as its arrays, and so is no key."""
+    cluster.run(0, gradients_by_name)
+
+
+class Averages:
+    """Keeps what it computes from what it is sent, from context to context."""
+
+    def __init__(self):
+        self.w, self.mean = autograd.variable(numbers(4)), jnp.zeros(())
+
+    def __call__(self, x):
+        y, self.mean = autograd.apply(averaged, self.w, self.mean, x)
+        return y
+
+    def average(self):
+        return self.mean
+
+
+def averaged(w, mean, x):
+    return w * x, mean + jax.lax.stop_gradient(x.mean())
+
+
+def step_by_step():
+    model, v = rpc.remote(name(1), Averages), leaf(1)
+    for _ in range(3):
+        with autograd.context() as context_id:
+            loss = model.rpc_sync()(v * 2.0).sum()
+            autograd.backward(context_id, [loss])
+            gradient = autograd.get_gradients(context_id)[v]
+        np.testing.assert_allclose(gradient, 2 * numbers(4), rtol=1e-12)
+    mean = model.rpc_sync().average()
+    np.testing.assert_allclose(mean, 3 * 2 * numbers(1).mean(), rtol=1e-12)
+
+
+def test_what_gradients_do_not_reach_does_not_tie_contexts_together(cluster):
+    cluster.run(0, step_by_step)
+
+
 def before_the_context():
     """torch: test_thread_local_context_id."""
     rref = rpc.remote(name(1), slow_variable, args=(numbers(1), numbers(2)))

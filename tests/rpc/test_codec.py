@@ -4,6 +4,7 @@ import collections
 import functools
 import math
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -257,6 +258,40 @@ def test_a_substitute_goes_and_stays(allow_pickle):
     assert codec.decode(*by_wire(*plain)) == [(40,), (50,)]
     with pytest.raises(TypeError, match="unsupported operand"):
         codec.encode(nameable.Plain(3), None)
+
+
+def test_a_read_only_view_arrives_as_a_dictionary(there):
+    sent = {"a": [1, 2], "b": {3}}
+    arrived = there(types.MappingProxyType(sent))
+    assert type(arrived) is dict
+    assert arrived == sent
+
+
+class Cell:
+    """Hashed by identity, which does not travel."""
+
+
+@pytest.mark.parametrize("how", ["substituted", "registered"])
+def test_what_arrives_as_something_else_is_no_key(how):
+    codec = Codec(FunctionTable())
+    if how == "substituted":
+        codec.substitute(Cell, lambda cell, parcel: {"of": "a cell"})
+    else:
+        codec.register(Cell, "cell", lambda *_: 1, lambda *_: Cell(), key=False)
+    codec.encode([Cell(), {"cell": Cell()}])
+    for lost in (
+        {Cell(): 1},
+        collections.OrderedDict({"a": 1, Cell(): 2}),
+        collections.defaultdict(list, {Cell(): 1}),
+        types.MappingProxyType({Cell(): 1}),
+        {Cell()},
+        frozenset({1, Cell()}),
+        [{"deep": {Cell(): 1}}],
+    ):
+        with pytest.raises(
+            TypeError, match="must have no Cell as a key or in a set: i"
+        ):
+            codec.encode(lost)
 
 
 def test_short_lived_arrays_are_not_mixed_up(codec):

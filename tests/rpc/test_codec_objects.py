@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 import enum
 import functools
 import operator
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jdist import optim
 from jdist.rpc.codec import Codec, codes
@@ -131,6 +133,42 @@ def test_types_of_modules_not_allowed():
     for value in objects:
         with pytest.raises(ForbiddenFunction, match=r"may name.*nameable.*allow="):
             strict.encode([value])
+
+
+@dataclasses.dataclass
+class Planned(nnx.Module):
+    """A module that is a dataclass, too."""
+
+    size: int = 3
+
+
+MODULE = r"must not be a Flax NNX module, .*rpc\.remote_module.*nnx\.to_pure_dict\("
+PART = r"must not be a part of a Flax NNX module\. Got .*nnx\.to_pure_dict\(state\)"
+OF_FLAX = {
+    "a layer": (lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), MODULE),
+    "a dataclass": (Planned, MODULE),
+    "a state": (lambda: nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), PART),
+    "a parameter": (lambda: nnx.Param(jnp.ones(3)), PART),
+    "a structure": (lambda: nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))[0], PART),
+    "streams": (lambda: nnx.Rngs(0), PART),
+}
+
+
+@pytest.mark.parametrize("what", OF_FLAX)
+def test_modules_are_refused_by_their_name(codec, what):
+    make, text = OF_FLAX[what]
+    with pytest.raises(TypeError, match=f"`rpc\\(value\\)` {text}"):
+        codec.encode({"value": make()})
+
+
+def test_the_arrays_of_a_module_travel(there):
+    """As the remedy says."""
+    sent, other = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (1, 2))
+    arrived = there(nnx.to_pure_dict(nnx.state(sent)))
+    state = nnx.state(other)
+    nnx.replace_by_pure_dict(state, arrived)
+    nnx.update(other, state)
+    np.testing.assert_array_equal(other.kernel[...], sent.kernel[...])
 
 
 def test_a_receiver_with_a_shorter_list(codec):

@@ -43,6 +43,10 @@ class Doubling:
             "note": "back"
         }
 
+    def local(self, value):
+        self.log.append(("local", value))
+        return value + 100
+
     def reply(self, to, value, meta):
         self.log.append(("reply", to.name, meta["note"]))
         return -value
@@ -104,3 +108,10 @@ def test_requests_of_other_parts_do_not_pass_it(interceptor):
         rpc.ProtocolError, match=r"Nothing here answers .* 'test\.none'"
     ):
         agent.call("worker1", "test.none", None)
+
+
+def test_a_value_of_one_s_own_passes_it(interceptor):
+    """`to_here` on the owner; `local_value` does not."""
+    rref = rpc.RRef(7)
+    assert (rref.to_here(), rref.local_value()) == (107, 7)
+    assert interceptor.log == [("local", 7)]

@@ -16,7 +16,7 @@ from jdist.autograd.optimizer.owned import check_same, described
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of
-from jdist.rpc import RRef, WorkerInfo, current
+from jdist.rpc import RemoteModule, RRef, WorkerInfo, current
 from jdist.rpc.deadline import DEFAULT
 
 _CALL = "DistributedOptimizer"
@@ -38,7 +38,8 @@ class DistributedOptimizer:
         optimizer or an optax transformation, such as `optax.adam`. It travels by name:
         owners must be able to import it and allow it (see `rpc.init_rpc`).
       params_rrefs: References to variables, wherever they are; a local one in
-        `rpc.RRef(variable)`. None twice.
+        `rpc.RRef(variable)`. None twice. Those of a trainable module on another worker
+        are `module.remote_parameters()`.
       *args: Of the constructor.
       **kwargs: Likewise. A schedule is a function that travels by name, too.
 
@@ -86,6 +87,8 @@ class DistributedOptimizer:
             if not isinstance(rref, RRef):
                 rule = "must be a reference to a variable"
                 remedy = "One that is here goes into `rpc.RRef(variable)`."
+                if isinstance(rref, RemoteModule):
+                    remedy = "Those of a module are `module.remote_parameters()`."
                 argument = f"{_CALL}(params_rrefs[{position}])"
                 raise TypeError(requirement(argument, rule, rref, remedy))
             owners.setdefault(rref.owner(), {})[position] = rref

@@ -5,10 +5,11 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist.autograd import container
+from jdist.autograd.nnx_module import Module
 from jdist.autograd.optimizer.owned import Gradients, OwnedOptimizer
 from jdist.autograd.optimizer.program import program
 from jdist.autograd.variable import Variable
-from jdist.rpc import ProtocolError, RRef, WorkerInfo
+from jdist.rpc import Parameter, ProtocolError, RRef, WorkerInfo
 from jdist.rpc.agent import Agent
 
 CREATE = "optimizer.create"
@@ -84,6 +85,10 @@ def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:
         if not isinstance(value, Variable):
             rule = "must refer to a variable"
             remedy = "Make one with `autograd.variable(value)` where the value is."
+            if isinstance(value, Parameter):
+                remedy = "Make the module with `remote_module(..., trainable=True)`."
+            elif isinstance(value, Module):
+                remedy = "Give references to each of `module.parameters().values()`."
             got = f"a {type(value).__qualname__}"
             raise TypeError(requirement(argument, rule, got, remedy))
         if value in first:

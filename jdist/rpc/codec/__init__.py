@@ -4,7 +4,8 @@ A *tree* is made of plain scalars and lists (`jdist.rpc.codec.codes` has the for
 the *leaves* are the arrays of the value, untouched. What arrives is what was sent:
 
 - None, bool, int of any size, float, complex, str, bytes, bytearray, range, slice, ...
-- tuple, list, dict in its order, OrderedDict, defaultdict, sets, named tuples;
+- tuple, list, dict in its order, OrderedDict, defaultdict, sets, named tuples; a
+  read-only view of a dictionary as a dictionary;
 - dataclasses, enums, and pytrees with `tree_flatten` and `tree_unflatten`, of classes
   that `FunctionTable` lets one name;
 - NumPy arrays of numbers, booleans, dates and fixed-length texts; in C order on
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
+from jdist.rpc import nnx
 from jdist.rpc.codec import callables, codes, containers, numeric, objects, plain
 from jdist.rpc.codec import pickled as pickles
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
@@ -59,6 +61,7 @@ class Codec:
         self._encoders = _ENCODERS | callables.ENCODERS
         self._decoders = _decoders(allow_pickle)
         self._registered: dict[str, Callable[[Any, Any], Any]] = {}
+        self._not_keys: set[type] = set()
         self._otherwise: Encoder = self._by_kind
         if allow_pickle:
             self._otherwise = pickles.or_pickled(self._by_kind)
@@ -80,7 +83,12 @@ class Codec:
           Exception: Whatever an encode hook raises.
         """
         encoding = Encoding(
-            self.functions, self._encoders, self._otherwise, self._depth, parcel
+            self.functions,
+            self._encoders,
+            self._otherwise,
+            self._depth,
+            parcel,
+            self._not_keys,
         )
         return encoding.tree(value), encoding.leaves
 
@@ -107,6 +115,7 @@ class Codec:
         code: str,
         encode: Callable[[Any, Any], Any],
         decode: Callable[[Any, Any], Any],
+        key: bool = True,
     ) -> None:
         """Lets objects of exactly the type `kind` travel in a form of their own.
 
@@ -116,6 +125,7 @@ class Codec:
           encode: `encode(object, parcel)` makes an encodable value, each time one is
             sent. What it raises goes to whoever encodes.
           decode: `decode(value, parcel)` makes an object again, each time one arrives.
+          key: Whether one may be a key of a dictionary, or in a set.
 
         Raises:
           ValueError: The code is taken.
@@ -133,9 +143,14 @@ class Codec:
 
         self._encoders[kind] = encoder
         self._registered[code] = decode
+        if not key:
+            self._not_keys.add(kind)
 
     def substitute(self, kind: type, other: Callable[[Any, Any], Any]) -> None:
         """Lets objects of exactly the type `kind` travel as another value, and stay it.
+
+        They may not be keys of a dictionary, nor in a set: there they are found by what
+        they are.
 
         Args:
           kind: The type.
@@ -144,9 +159,13 @@ class Codec:
         self._encoders[kind] = lambda encoding, value: encoding.tree(
             other(value, encoding.parcel)
         )
+        self._not_keys.add(kind)
 
     def _by_kind(self, encoding: Encoding, value: Any) -> Any:
         """The tree of a value whose type alone does not tell how it travels."""
+        why_not = nnx.refusal(value)  # first: a module may be a dataclass, or callable
+        if why_not:
+            raise TypeError(why_not)
         encoder = next((encoder for fits, encoder in _KINDS if fits(value)), None)
         if encoder is None:
             raise TypeError(_refusal(value))

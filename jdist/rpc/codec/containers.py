@@ -1,31 +1,39 @@
 """Tuples, lists, sets and dictionaries."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts_at_least
-from jdist.rpc.codec.encoding import Encoder
+from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.errors import ProtocolError
 
 
-def _flat(mapping: dict[Any, Any]) -> Iterable[Any]:
+def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
+    encoding.check_keys(mapping)
     return chain.from_iterable(mapping.items())
+
+
+def _elements(encoding: Encoding, elements: Collection[Any]) -> Iterable[Any]:
+    encoding.check_keys(elements)
+    return elements
 
 
 ENCODERS: dict[type, Encoder] = {
     tuple: lambda e, v: [codes.TUPLE, *e.trees(v)],
     list: lambda e, v: [codes.LIST, *e.trees(v)],
-    set: lambda e, v: [codes.SET, *e.trees(v)],
-    frozenset: lambda e, v: [codes.FROZENSET, *e.trees(v)],
-    dict: lambda e, v: [codes.DICT, *e.trees(_flat(v))],
-    OrderedDict: lambda e, v: [codes.ORDERED_DICT, *e.trees(_flat(v))],
+    set: lambda e, v: [codes.SET, *e.trees(_elements(e, v))],
+    frozenset: lambda e, v: [codes.FROZENSET, *e.trees(_elements(e, v))],
+    dict: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
+    MappingProxyType: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
+    OrderedDict: lambda e, v: [codes.ORDERED_DICT, *e.trees(_items(e, v))],
     defaultdict: lambda e, v: [
         codes.DEFAULT_DICT,
-        *e.trees(chain((v.default_factory,), _flat(v))),
+        *e.trees(chain((v.default_factory,), _items(e, v))),
     ],
 }
 

@@ -1,6 +1,6 @@
 """A value on its way to a tree."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 from jdist._errors import requirement
@@ -20,10 +20,12 @@ class Encoding:
       otherwise: For a value of any other type.
       depth: How many levels are left.
       parcel: For the hooks of registered types.
+      not_keys: Types that arrive as something else than they are.
     """
 
     __slots__ = (
-        "_encoders", "_otherwise", "_places", "depth", "functions", "leaves", "parcel",
+        "_encoders", "_not_keys", "_otherwise", "_places", "depth", "functions",
+        "leaves", "parcel",
     )  # fmt: skip
 
     def __init__(
@@ -33,6 +35,7 @@ class Encoding:
         otherwise: Encoder,
         depth: int,
         parcel: Any,
+        not_keys: Set[type],
     ) -> None:
         self.functions = functions
         self.depth = depth
@@ -40,6 +43,7 @@ class Encoding:
         self.leaves: list[Any] = []
         self._encoders = encoders
         self._otherwise = otherwise
+        self._not_keys = not_keys
         self._places: dict[int, int] = {}
 
     def tree(self, value: Any) -> Any:
@@ -59,6 +63,24 @@ class Encoding:
         trees = list(map(self.tree, values))
         self.depth += 1
         return trees
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Refuses keys of a dictionary, or elements of a set, that would be lost.
+
+        Raises:
+          TypeError: One arrives as something that cannot be found by it.
+        """
+        if not self._not_keys:
+            return
+        lost = next((key for key in keys if type(key) in self._not_keys), None)
+        if lost is not None:
+            kind = type(lost).__name__
+            rule = f"must have no {kind} as a key or in a set: it arrives as its arrays"
+            remedy = (
+                f"Send what belongs to it under a name of your own, or an RRef to the "
+                f"{kind} as the key."
+            )
+            raise TypeError(requirement("rpc(value)", rule, f"a {kind}", remedy))
 
     def leaf(self, array: Any) -> list[Any]:
         """The tree of an array that travels as it is; the same one only once."""

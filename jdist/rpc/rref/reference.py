@@ -153,7 +153,10 @@ class RRef(Generic[T]):
     def to_here(self, timeout: float = DEFAULT) -> T:
         """The value: itself on its owner, elsewhere a new copy each time.
 
-        It is waited for if it has not been created yet.
+        It is waited for if it has not been created yet. A variable of `jdist.autograd`
+        is only where it is: within a context one gets its recorded value, outside of
+        one its tree of arrays, on its owner as elsewhere. The variable itself is
+        `local_value()`.
 
         Args:
           timeout: Seconds; -1 for the default, 0 for no limit.
@@ -166,7 +169,11 @@ class RRef(Generic[T]):
           Exception: What the function raised that should have created the value.
         """
         if self._cell is not None:
-            return fetch.here(self._cell, self._references.agent, timeout)
+            agent = self._references.agent
+            value = fetch.here(self._cell, agent, timeout)
+            return (
+                value if agent.interceptor is None else agent.interceptor.local(value)
+            )
         with self._using("to_here()"):
             return fetch.fetch(self, timeout)
 
