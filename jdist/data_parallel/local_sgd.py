@@ -34,7 +34,7 @@ from jdist.data_parallel.layout import check_alone, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of
-from jdist.optim import Optimizer
+from jdist.optim import Optimizer, check_optimizer
 
 
 class LocalState(NamedTuple):
@@ -201,6 +201,7 @@ def local_sgd(
 
 
 def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
+    check_optimizer("local_sgd(optimizer=...)", optimizer)
     if optimizer.precision is not None:
         rule = "must have no masters, which are state and are not averaged"
         remedy = "Train in float32, or in 16 bits without masters."

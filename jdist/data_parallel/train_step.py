@@ -37,7 +37,7 @@ from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import check_weight_values, replicas_of
 from jdist.data_parallel.train_state import Metrics, TrainState
 from jdist.data_parallel.work import Work
-from jdist.optim import Optimizer, clip_by_global_norm
+from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 
 
 class Synchronization(TypedDict, total=False):
@@ -202,7 +202,8 @@ def train_step(
 
     Raises:
       ValueError: An argument breaks its rule; see `value_and_grad` for meshes.
-      TypeError: An argument of an unknown name; `accumulate` is not an integer.
+      TypeError: An argument of an unknown name; `accumulate` is not an integer;
+        `optimizer` is none of jdist.optim.
 
     Example:
       >>> import jax.numpy as jnp
@@ -223,6 +224,7 @@ def train_step(
     """
     call = "train_step"
     replicas = replicas_of(mesh, axis, call)
+    check_optimizer(f"{call}(optimizer=...)", optimizer)
     _check_accumulate(call, accumulate)
     _check_clip(call, clip)
     options = _checked_options(call, synchronization)
