@@ -1,7 +1,7 @@
 """Both ways between jdist's optimizers and optax's gradient transformations.
 
-optax separates the update from its application, p + u. `as_optax` gives the update that
-a step of jdist adds (`Optimizer.updates`), so that what follows in a chain may scale it.
+optax separates the update from its application, p + u. `as_optax` gives the update
+that a step of jdist adds (`Optimizer.updates`): what follows in a chain may scale it.
 
 optax is imported when `as_optax` is called, not before: jdist does not depend on it.
 """

@@ -128,7 +128,7 @@ def test_what_optax_lacks():
 
 @EACH
 def test_as_optax_makes_the_same_steps(algorithm):
-    """Bit for bit, but for decoupled decay, which torch rounds by itself: one a step."""
+    """Bit for bit, but for decoupled decay, which is rounded by itself: one a step."""
     options = list(algorithm.golden.values())[-1]
     opt = algorithm(**options)
     data = problem(8, steps=3, with_none=False)
@@ -302,10 +302,11 @@ def test_updates_of_sixteen_bits(masters):
 
 def test_counts_lie_where_the_parameters_do():
     """optax's and the loss scale's: a restored one is tied to the devices it was on."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    params = jax.device_put({"w": jnp.ones(3), "b": jnp.ones(())}, everywhere)
-    alone = jax.device_put(params, jax.devices()[1])
+    values = {"w": jnp.ones(3), "b": jnp.ones(())}
+    params = jax.device_put(values, everywhere)
+    alone = jax.device_put(values, jax.devices()[1])
     options = (
         optim.from_optax(optax.adam(0.1)),
         optim.with_master_weights(optim.adam(), loss_scale=optim.DynamicLossScale()),
@@ -318,7 +319,7 @@ def test_counts_lie_where_the_parameters_do():
                 frozenset(given["w"].devices())
             }
             assert all(x.committed for x in leaves)
-        free = jax.tree.leaves(opt.init(jax.tree.map(np.asarray, params)))
+        free = jax.tree.leaves(opt.init(values))
         assert not any(x.committed for x in free)
 
 
