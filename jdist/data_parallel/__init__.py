@@ -22,6 +22,8 @@ from jdist.data_parallel.join import Join as Join
 from jdist.data_parallel.local_sgd import LocalSGD as LocalSGD
 from jdist.data_parallel.local_sgd import LocalState as LocalState
 from jdist.data_parallel.local_sgd import local_sgd as local_sgd
+from jdist.data_parallel.nnx_loss import FromNNX as FromNNX
+from jdist.data_parallel.nnx_loss import from_nnx as from_nnx
 from jdist.data_parallel.process_group import process_group as process_group
 from jdist.data_parallel.reducer import reducer as reducer
 from jdist.data_parallel.roll_call import ProcessLost as ProcessLost

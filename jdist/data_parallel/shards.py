@@ -172,6 +172,29 @@ def _check_weights(weights: Any, count: int, *, several: bool) -> np.ndarray:
     return weights
 
 
+def weights_given(call: str, weights: Any, count: int) -> Any:
+    """Weights that a step is given, checked: a number per row, or None for 1 each.
+
+    Lists and tuples become arrays, and so do integers and booleans on the host.
+
+    Raises:
+      ValueError: They are not `(count,)`, or on the host and seen to be wrong.
+    """
+    if weights is None:
+        return None
+    if not isinstance(weights, jax.Array):
+        weights = np.asarray(weights)
+        if not jnp.issubdtype(weights.dtype, jnp.floating):
+            weights = weights.astype(np.float32)
+    if weights.shape != (count,):
+        rule = f"must be one per row, shape ({count},)"
+        got = f"shape {weights.shape}"
+        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+    if not isinstance(weights, jax.Array):
+        check_weight_values(call, weights)
+    return weights
+
+
 def check_weight_values(
     call: str, weights: np.ndarray, *, all_zero: bool = False
 ) -> None:

@@ -30,11 +30,13 @@ from jdist.data_parallel.broadcast import replicate
 from jdist.data_parallel.buckets import Cap
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.inputs import brought, check_alive, check_place
 from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.loss import Loss
 from jdist.data_parallel.model_state import check_rule
+from jdist.data_parallel.nnx_loss import check_stateless
 from jdist.data_parallel.replicas import EACH, over_replicas
-from jdist.data_parallel.shards import check_weight_values, replicas_of
+from jdist.data_parallel.shards import replicas_of, weights_given
 from jdist.data_parallel.train_state import Metrics, TrainState
 from jdist.data_parallel.work import Work
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
@@ -60,7 +62,8 @@ class Synchronization(TypedDict, total=False):
     The state given to a step that raises has been donated."""
 
 
-@dataclass(frozen=True, slots=True)
+# `jax.jit` keeps what it compiled by a weak reference to the function.
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class TrainStep:
     """A compiled training step; made by `train_step`, and called like a function.
 
@@ -107,14 +110,20 @@ class TrainStep:
 
         Raises:
           ValueError: Processes disagree about structure, shapes or dtypes. A parameter
-            is divided over the replicas, or not over this mesh.
+            is divided over the replicas, or not over this mesh. `params` is a Flax
+            module with batch statistics or other variables that are no parameters.
         """
+        check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
+        if isinstance(self.mesh, int):
+            given = (params, opt_state, model_state, key)
+            given, _ = brought("init", self.mesh, self.axis, given, None)
+            params, opt_state, model_state, key = given
         params = replicate(params, self.mesh)
         if opt_state is None:
             opt_state = self.optimizer.init(params)
         else:
-            opt_state = jax.tree.map(jnp.copy, opt_state)
+            opt_state = replicate(opt_state, self.mesh, name="opt_state")
         return TrainState(
             replicate(np.int32(0), self.mesh),
             params,
@@ -131,13 +140,14 @@ class TrainStep:
         Args:
           state: What `init` or the last step returned.
           batch: As from `shard_batch`; its rows divide by replicas and micro-batches.
-          weights: `(rows,)`, or None for 1 each.
+          weights: `(rows,)`, an array or a list of numbers, or None for 1 each.
           **overrides: Hyperparameters of the optimizer for this step only; they may
             change without recompilation.
 
         Raises:
           ValueError: The rows do not divide, or NumPy weights are negative, not finite
-            or all 0; and what the loss function and the optimizer refuse.
+            or all 0; the state was given to a step before, or lies on other devices;
+            and what the loss function and the optimizer refuse.
           ReplicasDiffer: In debug mode: they do.
         """
         count = examples_in(batch, "step(state, batch)")
@@ -147,8 +157,13 @@ class TrainStep:
             remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
             got = f"{count} rows"
             raise ValueError(requirement("step(batch=...)", rule, got, remedy))
-        if weights is not None:
-            _check_weights(weights, count)
+        weights = weights_given("step", weights, count)
+        check_alive("step(state=...)", state)
+        check_alive("step(batch=...)", (batch, weights))
+        check_place("step(state=...)", state, self.mesh)
+        _, (batch, weights) = brought(
+            "step(batch=...)", self.mesh, self.axis, state, (batch, weights)
+        )
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
         key, moving = state.key, state._replace(key=None)
@@ -332,12 +347,3 @@ def _check_accumulate(call: str, count: Any) -> None:
 def _check_clip(call: str, clip: Any) -> None:
     if clip is not None and not clip >= 0:
         raise ValueError(requirement(f"{call}(clip=...)", "must be at least 0", clip))
-
-
-def _check_weights(weights: Any, count: int) -> None:
-    if jnp.shape(weights) != (count,):
-        rule = f"must be one per row, shape ({count},)"
-        got = f"shape {jnp.shape(weights)}"
-        raise ValueError(requirement("step(weights=...)", rule, got))
-    if not isinstance(weights, jax.Array):
-        check_weight_values("step", np.asarray(weights))
