@@ -89,13 +89,23 @@ def shard_batch(
 
 
 def own_replicas(mesh: Mesh, axis: str) -> list[int]:
-    """The replicas that have a device in this process, in the order of the mesh."""
+    """The replicas that have a device in this process, in the order of the mesh.
+
+    Raises:
+      ValueError: It has none: such a process has nothing to bring or to compute.
+    """
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
-    return [
+    own = [
         rank
         for rank, row in enumerate(devices.reshape(len(devices), -1))
         if any(device.process_index == jax.process_index() for device in row)
     ]
+    if not own:
+        rule = "must have devices of every process that takes part"
+        got = f"none of process {jax.process_index()}"
+        remedy = "Make it over `jax.devices()`, as `process_group` does."
+        raise ValueError(requirement("mesh", rule, got, remedy))
+    return own
 
 
 def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
@@ -126,7 +136,11 @@ def _check_sizes(
     argument = "shard_batch(sizes=...)"
     if count == 0:
         rule = "must have at least one example"
-        raise ValueError(requirement("shard_batch(batch=...)", rule, "none"))
+        remedy = (
+            "A process without examples gives one of its others with weight 0, as "
+            "`Sampler.batches` and `Join` do: the padding repeats it."
+        )
+        raise ValueError(requirement("shard_batch(batch=...)", rule, "none", remedy))
     if sizes is None:
         share, extra = divmod(count, replicas)
         return tuple(share + (rank < extra) for rank in range(replicas))
