@@ -95,6 +95,7 @@ def brought(
 
 
 def _moved(tree: Any, place: Any, argument: str) -> Any:
+    structure: Any
     leaves, structure = jax.tree.flatten(tree)
     if not any(_is_elsewhere(leaf, place) for leaf in leaves):
         return tree

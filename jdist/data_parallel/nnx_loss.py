@@ -42,7 +42,7 @@ class FromNNX:
     module: Callable[..., Any]
 
 
-def from_nnx(model: "nnx.Module", loss_fn: Callable[..., Any]) -> FromNNX:
+def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
     """A Flax NNX module's loss as `train_step` takes it.
 
     Args:
@@ -160,6 +160,7 @@ def _taken_apart(module: Any) -> tuple[Any, Any, Any, Any]:
 
 def _streams(like: Any, key: jax.Array) -> Any:
     """Every stream from its beginning, with a key of its own."""
+    structure: Any
     leaves, structure = jax.tree.flatten(like)
     return structure.unflatten(
         jax.random.fold_in(key, number)

@@ -189,7 +189,7 @@ def _check_weights(weights: Any, count: int, *, several: bool) -> np.ndarray:
 def weights_given(call: str, weights: Any, count: int) -> Any:
     """Weights that a step is given, checked: a number per row, or None for 1 each.
 
-    Lists and tuples become arrays, and so do integers and booleans on the host.
+    Lists and tuples become arrays; integers and booleans become float32.
 
     Raises:
       ValueError: They are not `(count,)`, or on the host and seen to be wrong.
@@ -198,8 +198,8 @@ def weights_given(call: str, weights: Any, count: int) -> Any:
         return None
     if not isinstance(weights, jax.Array):
         weights = np.asarray(weights)
-        if not jnp.issubdtype(weights.dtype, jnp.floating):
-            weights = weights.astype(np.float32)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        weights = weights.astype(np.float32)
     if weights.shape != (count,):
         rule = f"must be one per row, shape ({count},)"
         got = f"shape {weights.shape}"

@@ -28,6 +28,7 @@ from jdist._tree import examples_in
 from jdist.data_parallel.agreement import check_agreement
 from jdist.data_parallel.broadcast import replicate
 from jdist.data_parallel.buckets import Cap
+from jdist.data_parallel.evaluation import Evaluation, evaluation
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.inputs import brought, check_alive, check_place
@@ -77,6 +78,8 @@ class TrainStep:
         a hook that keeps something; else None.
       axis: The mesh axis that counts replicas.
       debug: Whether replicas are compared after each step.
+      reduction: What joins the examples' losses.
+      evaluated: The jitted function `(state, batch, weights) -> Evaluation`.
     """
 
     optimizer: Optimizer
@@ -86,6 +89,8 @@ class TrainStep:
     start: Any = None
     axis: str = "data"
     debug: bool = False
+    reduction: str = "mean"
+    evaluated: Any = None
 
     def init(
         self,
@@ -150,20 +155,7 @@ class TrainStep:
             and what the loss function and the optimizer refuse.
           ReplicasDiffer: In debug mode: they do.
         """
-        count = examples_in(batch, "step(state, batch)")
-        if count % self.divisor or not count:
-            rule = f"must have a multiple of {self.divisor} rows, one or more for each "
-            rule += "replica and micro-batch"
-            remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
-            got = f"{count} rows"
-            raise ValueError(requirement("step(batch=...)", rule, got, remedy))
-        weights = weights_given("step", weights, count)
-        check_alive("step(state=...)", state)
-        check_alive("step(batch=...)", (batch, weights))
-        check_place("step(state=...)", state, self.mesh)
-        _, (batch, weights) = brought(
-            "step(batch=...)", self.mesh, self.axis, state, (batch, weights)
-        )
+        batch, weights = self._given("step", state, batch, weights, self.divisor)
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
         key, moving = state.key, state._replace(key=None)
@@ -171,6 +163,50 @@ class TrainStep:
         if self.debug:
             check_agreement("train_step", sums, self.mesh, self.axis)
         return moved._replace(key=key), metrics
+
+    def evaluate(
+        self, state: TrainState, batch: Any, weights: Any = None
+    ) -> Evaluation:
+        """The loss of a batch, by forward passes alone; nothing is changed by it.
+
+        Args:
+          state: What `init` or the last step returned; it is not donated.
+          batch: As for a step; its rows divide by the replicas.
+          weights: As for a step.
+
+        Returns:
+          Loss, counts and auxiliary outputs. With `in_evaluation` those of that
+          function; otherwise those of the loss function, whose new model state is
+          dropped, with the keys of the step that would come next.
+
+        Raises:
+          ValueError: What a step refuses.
+        """
+        replicas = replicas_of(self.mesh, self.axis, "evaluate")
+        batch, weights = self._given("evaluate", state, batch, weights, replicas)
+        needed = state._replace(opt_state=None, hook_state=None)
+        found: Evaluation = self.evaluated(needed, batch, weights)
+        return found
+
+    def _given(
+        self, call: str, state: TrainState, batch: Any, weights: Any, divisor: int
+    ) -> tuple[Any, Any]:
+        """Batch and weights as the program can take them; see `inputs`."""
+        count = examples_in(batch, f"{call}(state, batch)")
+        if count % divisor or not count:
+            rule = f"must have a multiple of {divisor} rows, one or more for each "
+            rule += "replica and micro-batch"
+            remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
+            got = f"{count} rows"
+            raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
+        weights = weights_given(call, weights, count)
+        check_alive(f"{call}(state=...)", state)
+        check_alive(f"{call}(batch=...)", (batch, weights))
+        check_place(f"{call}(state=...)", state, self.mesh)
+        _, given = brought(
+            f"{call}(batch=...)", self.mesh, self.axis, state, (batch, weights)
+        )
+        return given
 
     def lower(
         self, state: TrainState, batch: Any, weights: Any = None
@@ -180,7 +216,7 @@ class TrainStep:
         return self.compiled.lower(moving, state.key, batch, weights, {})
 
 
-def train_step(
+def train_step(  # noqa: PLR0913 - options, by keyword
     loss_fn: Callable[..., Any],
     optimizer: Optimizer,
     mesh: Mesh | int,
@@ -190,6 +226,7 @@ def train_step(
     accumulate: int = 1,
     clip: float | None = None,
     has_aux: bool = False,
+    in_evaluation: Callable[..., Any] | None = None,
     **synchronization: Unpack[Synchronization],
 ) -> TrainStep:
     """A training step over replicas, equal to the step of one device on all examples.
@@ -210,6 +247,10 @@ def train_step(
         one at a time, one reduction for all.
       clip: Largest global norm of the gradient, or None.
       has_aux: Whether `loss_fn` returns auxiliary outputs last.
+      in_evaluation: What `TrainStep.evaluate` calls instead of `loss_fn`, such as with
+        dropout switched off: `in_evaluation(params, batch) -> losses`, or with
+        `has_aux` `(losses, aux)`. With model state it is given `model_state=`, and
+        returns no new one; it takes no key.
       **synchronization: See `Synchronization`.
 
     Returns:
@@ -248,8 +289,27 @@ def train_step(
     divided = check_mesh(call, mesh, axis)
     exchange = Exchange(call, axis, reduction, **options, divided=divided)
     masters = optimizer.precision is not None
-    work = Work(Loss(loss_fn, has_aux), exchange, accumulate, rule, wide=masters)
+    loss = Loss(loss_fn, has_aux)
+    work = Work(loss, exchange, accumulate, rule, wide=masters)
     mapped = _mapped(work, mesh, axis)
+    step = _step(mapped, optimizer, clip, divided)
+    return TrainStep(
+        optimizer,
+        mesh,
+        replicas * accumulate,
+        jax.jit(step, donate_argnums=0),
+        _start(work, mesh, axis) if exchange.stateful else None,
+        axis,
+        exchange.debug,
+        reduction,
+        evaluation(loss, in_evaluation, mesh, axis, reduction),
+    )
+
+
+def _step(
+    mapped: Any, optimizer: Optimizer, clip: float | None, divided: bool
+) -> Callable[..., Any]:
+    """The function that is compiled: gradients, clipping, and the optimizer's step."""
 
     def step(
         state: TrainState, key: Any, batch: Any, weights: Any, overrides: Any
@@ -257,7 +317,7 @@ def train_step(
         scale = None
         if optimizer.loss_factor is not None:
             scale = optimizer.loss_factor(state.opt_state)
-        loss, grads, model_state, hook_state, aux, sums = mapped(
+        value, grads, model_state, hook_state, aux, sums = mapped(
             state._replace(opt_state=None, hook_state=None, key=key),
             state.hook_state,
             scale,
@@ -273,17 +333,9 @@ def train_step(
         )
         if divided:  # A donated buffer serves again for what is laid out like it.
             new = jax.tree.map(alike, new, state)
-        return new, Metrics(_unscaled(loss, scale), norm, aux), sums
+        return new, Metrics(_unscaled(value, scale), norm, aux), sums
 
-    return TrainStep(
-        optimizer,
-        mesh,
-        replicas * accumulate,
-        jax.jit(step, donate_argnums=0),
-        _start(work, mesh, axis) if exchange.stateful else None,
-        axis,
-        exchange.debug,
-    )
+    return step
 
 
 def _mapped(work: Work, mesh: Mesh | int, axis: str) -> Any:

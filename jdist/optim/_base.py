@@ -227,6 +227,7 @@ def leafwise(
         spec.check(name, spec.value)
     one = jax.ShapeDtypeStruct((), jnp.float32)
     state_structure: Any = jax.tree.structure(jax.eval_shape(init_leaf, one))
+    rule = _Rule(name, specs, state_structure, step_leaf)
     call = f"{name}.step"
 
     def init_tree(params: Any) -> Any:
@@ -234,35 +235,6 @@ def leafwise(
             lambda p: _init_one(init_leaf, jnp.asarray(p)) if is_inexact(p) else None,
             params,
         )
-
-    def step_one(
-        path: str,
-        param: Any,
-        grad: Any,
-        state: Any,
-        overrides: Mapping[str, Any],
-        updates: bool,
-    ) -> tuple[Any, Any]:
-        if not is_inexact(param):
-            return jnp.zeros_like(param) if updates else param, state
-        if jax.tree.structure(state) != state_structure:
-            rule = f"must hold what `{name}.init` or the last step returned, at {path}"
-            got = str(jax.tree.structure(state))
-            raise ValueError(requirement(f"{call}(state=...)", rule, got))
-        if grad is None:
-            return jnp.zeros_like(param) if updates else param, state
-        param = jnp.asarray(param)
-        wide = _entered(param)
-        h = resolved(call, specs, overrides, state.step, wide.dtype)
-        entered = jax.tree.map(_entered, state)
-        update, new = step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
-        if not isinstance(update, Update):
-            rule = "must return an `Update` of the parameter and its new state"
-            raise TypeError(
-                requirement(f"{name}: step_leaf", rule, type(update).__name__)
-            )
-        moved = update.total(wide) if updates else update.applied(wide)
-        return _left(moved, param), jax.tree.map(_left, new, state)
 
     def step_tree(
         params: Any,
@@ -277,7 +249,7 @@ def leafwise(
         grad_leaves = structure.flatten_up_to(grads)
         state_leaves = matching(call, "state", params, state)
         new = [
-            step_one(path_of(keys), param, grad, leaf_state, overrides, updates)
+            rule.moved(path_of(keys), param, grad, leaf_state, overrides, updates)
             for (keys, param), grad, leaf_state in zip(
                 pairs, grad_leaves, state_leaves, strict=True
             )
@@ -286,6 +258,48 @@ def leafwise(
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
     return Optimizer(name, init_tree, step_tree, specs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """The rule of one leaf, between the tree's dtypes and those of a step."""
+
+    name: str
+    specs: Mapping[str, Hyperparameter]
+    state_structure: Any
+    step_leaf: StepLeaf
+
+    def moved(
+        self,
+        path: str,
+        param: Any,
+        grad: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        updates: bool,
+    ) -> tuple[Any, Any]:
+        """The new parameter, or with `updates` what is added to it; and its state."""
+        floating = is_inexact(param)
+        if floating and jax.tree.structure(state) != self.state_structure:
+            rule = "must hold what "
+            rule += f"`{self.name}.init` or the last step returned, at {path}"
+            got = str(jax.tree.structure(state))
+            raise ValueError(requirement(f"{self.name}.step(state=...)", rule, got))
+        if not floating or grad is None:
+            return jnp.zeros_like(param) if updates else param, state
+        param = jnp.asarray(param)
+        wide = _entered(param)
+        call = f"{self.name}.step"
+        h = resolved(call, self.specs, overrides, state.step, wide.dtype)
+        entered = jax.tree.map(_entered, state)
+        update: Any
+        update, new = self.step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
+        if not isinstance(update, Update):
+            rule = "must return an `Update` of the parameter and its new state"
+            got = type(update).__name__
+            raise TypeError(requirement(f"{self.name}: step_leaf", rule, got))
+        found = update.total(wide) if updates else update.applied(wide)
+        return _left(found, param), jax.tree.map(_left, new, state)
 
 
 def check_optimizer(argument: str, given: Any) -> None:

@@ -167,14 +167,8 @@ def with_master_weights(
       Micikevicius et al., Mixed precision training, ICLR 2018; `torch.amp.GradScaler`.
     """
     call = "with_master_weights"
-    check_optimizer(f"{call}(opt=...)", opt)
     compute_dtype = jnp.dtype(compute_dtype)
-    if not jnp.issubdtype(compute_dtype, jnp.floating):
-        argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
-        raise ValueError(requirement(argument, rule, compute_dtype.name))
-    if opt.name == call:
-        rule, remedy = "must not have masters already", "Wrap it once."
-        raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
+    _check_arguments(call, opt, compute_dtype)
     scaling = _scaling(call, loss_scale)
 
     def init_tree(params: Any) -> MasterState:
@@ -242,6 +236,16 @@ def all_finite(params: Any, grads: Any, state: MasterState) -> jax.Array:
       Array(False, dtype=bool)
     """
     return _all_finite(_wide_gradients(params, grads, state), None)
+
+
+def _check_arguments(call: str, opt: Any, compute_dtype: Any) -> None:
+    check_optimizer(f"{call}(opt=...)", opt)
+    if not jnp.issubdtype(compute_dtype, jnp.floating):
+        argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
+        raise ValueError(requirement(argument, rule, compute_dtype.name))
+    if opt.name == call:
+        rule, remedy = "must not have masters already", "Wrap it once."
+        raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
 
 
 def _scaling(

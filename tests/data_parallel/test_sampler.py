@@ -134,7 +134,7 @@ def test_a_process_without_a_replica_is_refused(monkeypatch, mesh):
 
 
 def test_an_empty_batch_names_the_way_out():
-    with pytest.raises(ValueError, match="one example. Got none.*with weight 0, as"):
+    with pytest.raises(ValueError, match=r"one example\. Got none.*with weight 0, as"):
         shard_batch(np.zeros((0, 3)), 2)
 
 
