@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._errors import requirement
-from jdist.optim import Optimizer
+from jdist.optim import Optimizer, check_optimizer
 
 
 class PipelineState(NamedTuple):
@@ -63,14 +63,14 @@ def optimizers_for(
     if optimizer is None:
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
-    found = (
-        [optimizer] * stages if isinstance(optimizer, Optimizer) else list(optimizer)
-    )
+    # An optax transformation is a tuple, of two functions.
+    several = isinstance(optimizer, Sequence) and not hasattr(optimizer, "update")
+    found: list[Any] = list(optimizer) if several else [optimizer] * stages
+    if not several:
+        check_optimizer(call, optimizer)
     if len(found) != stages:
         rule = f"must be one optimizer, or one for each of the {stages} stages"
         raise ValueError(requirement(call, rule, f"{len(found)} of them"))
-    strangers = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
-    if strangers:
-        rule = "must be made by jdist.optim"
-        raise TypeError(requirement(call, rule, f"a {strangers[0]}"))
+    for one in found:
+        check_optimizer(call, one)
     return found
