@@ -8,6 +8,7 @@ A module is an object that changes when it is called; a training step is a funct
 the module is put together inside the step, called, and taken apart again.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._tree import path_of
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -121,31 +123,26 @@ def check_stateless(argument: str, params: Any) -> None:
       params: Any pytree.
 
     Raises:
-      ValueError: It is an NNX module, or a state of one, with variables that are no
+      ValueError: There is an NNX module, or a state of one, with variables that are no
         parameters: batch statistics would be differentiated, and their update lost.
     """
-    if not type(params).__module__.startswith("flax") and not _is_module(params):
+    nnx = sys.modules.get("flax.nnx")  # Not imported, there are no modules.
+    if nnx is None:
         return
-    from flax import nnx
 
-    strange = [
-        (path, leaf)
-        for path, leaf in nnx.iter_graph(params)
-        if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param)
-    ]
-    if strange:
-        path, leaf = strange[0]
-        rule = "must hold parameters alone"
-        got = f"a {type(leaf).__name__} at {'/'.join(map(str, path))}"
-        remedy = (
-            "Take the module apart by `data_parallel.from_nnx(model, loss_fn)`, or by "
-            "`nnx.split(model, nnx.Param, ...)` and give the rest as `model_state`."
-        )
-        raise ValueError(requirement(argument, rule, got, remedy))
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, nnx.Variable)
 
-
-def _is_module(params: Any) -> bool:
-    return any(c.__module__.startswith("flax.nnx") for c in type(params).__mro__)
+    for keys, leaf in jax.tree.leaves_with_path(params, is_leaf=is_variable):
+        if is_variable(leaf) and not isinstance(leaf, nnx.Param):
+            rule = "must hold parameters alone"
+            got = f"a {type(leaf).__name__} at {path_of(keys)}"
+            remedy = (
+                "Take the module apart by `data_parallel.from_nnx(model, loss_fn)`, or "
+                "by `nnx.split(model, nnx.Param, ...)` and give the rest as "
+                "`model_state`."
+            )
+            raise ValueError(requirement(argument, rule, got, remedy))
 
 
 def _taken_apart(module: Any) -> tuple[Any, Any, Any, Any]:

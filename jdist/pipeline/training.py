@@ -64,10 +64,11 @@ def optimizers_for(
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
     # An optax transformation is a tuple, of two functions.
-    several = isinstance(optimizer, Sequence) and not hasattr(optimizer, "update")
-    found: list[Any] = list(optimizer) if several else [optimizer] * stages
-    if not several:
+    if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
+        found = list(optimizer)
+    else:
         check_optimizer(call, optimizer)
+        found = [optimizer] * stages
     if len(found) != stages:
         rule = f"must be one optimizer, or one for each of the {stages} stages"
         raise ValueError(requirement(call, rule, f"{len(found)} of them"))
