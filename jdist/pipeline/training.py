@@ -63,12 +63,12 @@ def optimizers_for(
     if optimizer is None:
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
+    found: list[Any] = [optimizer] * stages
     # An optax transformation is a tuple, of two functions.
     if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
         found = list(optimizer)
     else:
         check_optimizer(call, optimizer)
-        found = [optimizer] * stages
     if len(found) != stages:
         rule = f"must be one optimizer, or one for each of the {stages} stages"
         raise ValueError(requirement(call, rule, f"{len(found)} of them"))
