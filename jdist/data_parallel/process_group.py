@@ -249,7 +249,8 @@ def _early_end(timeout: float) -> ProcessLost | None:
             keys = client.key_value_dir_get(_ENDED)
         except jax.errors.JaxRuntimeError:
             return _lost((0,), size, moment)
-        return _ended(sorted(int(k.rpartition("/")[2]) for k, _ in keys), size, moment)
+        early = sorted(int(key.rpartition("/")[2]) for key, _ in keys)
+        return _ended(early, size, moment) if len(early) < size else None
     return None
 
 
@@ -258,8 +259,9 @@ def _ended(early: Sequence[int], size: int, moment: float) -> ProcessLost:
     who, rest = (_ranks(tuple(ranks)) for ranks in (early, others))
     return ProcessLost(
         f"{who} of {size} came to the end of the run before {_clock(moment)}, and "
-        f"{rest[0].lower()}{rest[1:]} did not. All processes must take the same number "
-        "of steps: `Sampler` and `Join` see to that where they have unequal data.",
+        f"{rest[0].lower()}{rest[1:]} did not: lost, or with more steps to take. All "
+        "processes must take the same number of steps: `Sampler` and `Join` see to "
+        "that where they have unequal data.",
         tuple(early),
     )
 
