@@ -15,9 +15,11 @@ MAY_IMPORT = {
     "_compat": {"_errors"},
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
-    "data_parallel": GROUND | {"_checkpoint", "reduction", "optim", "segment"},
+    "_fit": GROUND | {"reduction"},
+    "data_parallel": GROUND | {"_checkpoint", "_fit", "reduction", "optim", "segment"},
     "autograd": GROUND | {"_checkpoint", "rpc", "segment", "optim"},
-    "pipeline": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
+    "pipeline": GROUND
+    | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim"},
     "launch": GROUND | {"rpc"},
     "__init__": GROUND,
     "__main__": GROUND,

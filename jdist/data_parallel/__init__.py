@@ -9,6 +9,8 @@ the classic mistake; here weights travel with the data, and uneven shards, empty
 and masked examples come out right.
 """
 
+from jdist._fit import Epoch as Epoch
+from jdist._fit import over_epoch as over_epoch
 from jdist.data_parallel.agreement import ReplicasDiffer as ReplicasDiffer
 from jdist.data_parallel.averaged import averaged as averaged
 from jdist.data_parallel.broadcast import check_replicas as check_replicas
@@ -16,12 +18,17 @@ from jdist.data_parallel.broadcast import replicate as replicate
 from jdist.data_parallel.buckets import assign_buckets as assign_buckets
 from jdist.data_parallel.checkpoint import Checkpoints as Checkpoints
 from jdist.data_parallel.data_parallel import DataParallel as DataParallel
+from jdist.data_parallel.evaluation import Evaluation as Evaluation
+from jdist.data_parallel.fit import evaluate as evaluate
+from jdist.data_parallel.fit import fit as fit
 from jdist.data_parallel.gradient import value_and_grad as value_and_grad
 from jdist.data_parallel.join import EarlyEnd as EarlyEnd
 from jdist.data_parallel.join import Join as Join
 from jdist.data_parallel.local_sgd import LocalSGD as LocalSGD
 from jdist.data_parallel.local_sgd import LocalState as LocalState
 from jdist.data_parallel.local_sgd import local_sgd as local_sgd
+from jdist.data_parallel.nnx_loss import FromNNX as FromNNX
+from jdist.data_parallel.nnx_loss import from_nnx as from_nnx
 from jdist.data_parallel.process_group import process_group as process_group
 from jdist.data_parallel.reducer import reducer as reducer
 from jdist.data_parallel.roll_call import ProcessLost as ProcessLost

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jdist._tree import wide_dtype
-from jdist.optim import Optimizer
+from jdist.optim import Optimizer, check_optimizer
 from jdist.reduction import weighted_mean
 
 
@@ -28,6 +28,7 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
       counts; without it all count the same, as in Horovod.
 
     Raises:
+      TypeError: `opt` is no optimizer.
       ValueError: In `step`: what `weighted_mean` refuses, such as gradients that
         shard_map has summed already.
 
@@ -46,14 +47,20 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
       divides by the number of replicas.
     """
 
+    check_optimizer("averaged(opt=...)", opt)
+
     def step_tree(
-        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+        params: Any,
+        grads: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        **form: bool,
     ) -> tuple[Any, Any]:
         rest = dict(overrides)
         if opt.precision is not None:
             # Masters take the mean as it was added up, and not rounded to 16 bits.
             grads = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), grads)
         whole = weighted_mean(grads, rest.pop("weight", 1.0), axis_name)
-        return opt.step_tree(params, whole, state, rest)
+        return opt.step_tree(params, whole, state, rest, **form)
 
     return replace(opt, step_tree=step_tree)

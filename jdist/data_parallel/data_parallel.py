@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._tree import examples_in, is_inexact, wide_dtype
+from jdist.data_parallel.inputs import brought, check_alive
 from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of, shard_batch
@@ -65,6 +66,10 @@ def DataParallel(
         count = examples_in(batch, "apply(params, batch)")
         check_params("apply(params=...)", params, mesh, axis)
         scattered, _ = shard_batch(batch, mesh, axis=axis)
+        check_alive("apply(params, batch)", (params, batch))
+        params, scattered = brought(
+            "apply(params, batch)", mesh, axis, params, scattered
+        )
         (outputs,) = compiled(params, scattered)
         if count % replicas == 0:
             return outputs

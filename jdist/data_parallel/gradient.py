@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
@@ -22,10 +21,11 @@ from jdist.data_parallel.agreement import check_agreement
 from jdist.data_parallel.buckets import Cap
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.inputs import brought, check_alive
 from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
-from jdist.data_parallel.shards import check_weight_values, replicas_of
+from jdist.data_parallel.shards import replicas_of, weights_given
 
 
 def value_and_grad(
@@ -113,8 +113,13 @@ def value_and_grad(
     ) -> tuple[Any, ...]:
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
-        check_call(count, replicas, weights)
+        check_rows(count, replicas)
+        weights = weights_given("fn", weights, count)
         check_params("fn(params=...)", params, mesh, axis)
+        check_alive("fn(params, batch)", (params, batch, weights))
+        params, (batch, weights) = brought(
+            "fn(params, batch)", mesh, axis, params, (batch, weights)
+        )
         if not exchange.stateful:
             _check_no_state(hook_state)
             hook_state = ()
@@ -162,21 +167,13 @@ class _Programs:
         self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
 
 
-def check_call(count: int, replicas: int, weights: Any) -> None:
-    """Refuses rows that do not divide, and weights that can be seen to be wrong."""
+def check_rows(count: int, replicas: int) -> None:
+    """Refuses rows that do not divide."""
     if count % replicas or not count:
         rule = f"must divide evenly over {replicas} replicas"
         got = f"{count} examples"
         remedy = "Use `shard_batch`, which pads with weight 0."
         raise ValueError(requirement("fn(batch=...)", rule, got, remedy))
-    if weights is None:
-        return
-    if jnp.shape(weights) != (count,):
-        rule = f"must be one per example, shape ({count},)"
-        got = f"shape {jnp.shape(weights)}"
-        raise ValueError(requirement("fn(weights=...)", rule, got))
-    if not isinstance(weights, jax.Array):
-        check_weight_values("fn", np.asarray(weights))
 
 
 def _check_no_state(hook_state: Any) -> None:

@@ -26,15 +26,17 @@ from jdist import reduction as reductions
 from jdist._errors import requirement
 from jdist._tree import examples_in, merge, split_inexact
 from jdist.data_parallel.exchange import Exchange
-from jdist.data_parallel.gradient import check_call
+from jdist.data_parallel.gradient import check_rows
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
 from jdist.data_parallel.hooks.post_local_sgd import group_mean
 from jdist.data_parallel.hooks.switch import one_of
+from jdist.data_parallel.inputs import brought, check_alive, check_place
 from jdist.data_parallel.layout import check_alone, check_params
+from jdist.data_parallel.nnx_loss import check_stateless
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
-from jdist.data_parallel.shards import replicas_of
-from jdist.optim import Optimizer
+from jdist.data_parallel.shards import replicas_of, weights_given
+from jdist.optim import Optimizer, check_optimizer
 
 
 class LocalState(NamedTuple):
@@ -73,6 +75,7 @@ class LocalSGD:
         """The state before the first step: the parameters once for each replica."""
         count = replicas_of(self.mesh, self.axis, "local_sgd")
         nothing = jnp.zeros((), jnp.result_type(float))
+        check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
         own = (params, self.optimizer.init(params), nothing)
         stacked = jax.tree.map(
@@ -98,15 +101,23 @@ class LocalSGD:
           replica that has it.
 
         Raises:
-          ValueError: As `value_and_grad`'s function.
+          ValueError: As `value_and_grad`'s function; the state was given to a step
+            before, or lies on other devices.
         """
         count = examples_in(batch, "step(state, batch)")
-        check_call(count, replicas_of(self.mesh, self.axis, "step"), weights)
+        check_rows(count, replicas_of(self.mesh, self.axis, "step"))
+        weights = weights_given("step", weights, count)
+        check_alive("step(state=...)", state)
+        check_place("step(state=...)", state, self.mesh)
+        _, (batch, weights) = brought(
+            "step(batch=...)", self.mesh, self.axis, state, (batch, weights)
+        )
         step, own, loss = self.compiled[0](*state, batch, weights)
         return LocalState(step, *own), loss
 
     def average(self, state: LocalState) -> Any:
         """The parameters averaged over replicas, for evaluation or for the end."""
+        check_alive("average(state=...)", state)
         return self.compiled[1](state.params, state.seen)
 
 
@@ -201,6 +212,7 @@ def local_sgd(
 
 
 def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
+    check_optimizer("local_sgd(optimizer=...)", optimizer)
     if optimizer.precision is not None:
         rule = "must have no masters, which are state and are not averaged"
         remedy = "Train in float32, or in 16 bits without masters."

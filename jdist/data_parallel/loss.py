@@ -41,6 +41,8 @@ class Loss:
           ValueError: It returned something else than its arguments ask for, or a state
             of other structure, shapes or dtypes than it was given.
         """
+        # Variables of Flax may be written to in the trace only that made them.
+        model_state = jax.tree.map(lambda x: x, model_state)
         keys = () if key is None else (key,)
         named = {} if model_state is None else {"model_state": model_state}
         found = self.fn(params, batch, *keys, **named)

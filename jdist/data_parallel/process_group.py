@@ -15,7 +15,8 @@ and they say who is missing. Seen on CPU with two processes:
     what happens to rank 1             the others end
     it raises, or is killed            at once: the collective fails (`ProcessLost`)
     it freezes                         after `heartbeat` seconds: JAX aborts them
-    it returns too early               after `timeout` seconds: JAX aborts them
+    it returns too early               after `timeout` seconds it raises `ProcessLost`,
+                                       and the others' collectives fail
     rank 0 is killed                   at once: JAX aborts them, its coordinator is gone
 
 `jdist.launch` ends the others in any of these cases and says which was first.
@@ -27,7 +28,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,6 +56,7 @@ _ONE_OF_SEVERAL = {
 _PATIENCE = 2.0
 _BREATH = 0.05
 _LEFT = "jdist/left/"
+_ENDED = "jdist/ended/"
 # How a collective, or JAX's own coordination, words that a peer is gone.
 _SYMPTOM = re.compile("Gloo .*failed|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED")
 
@@ -89,8 +91,8 @@ def process_group(
       A mesh over all devices of all processes, in the order of their ranks.
 
     Raises:
-      ProcessLost: Some did not come in time, which the message names, or the block
-        failed because a process was lost.
+      ProcessLost: Some did not come in time, which the message names; the block failed
+        because a process was lost; or this one came to its end and others did not.
       ValueError: Only some of the variables are set, or they contradict each other; the
         environment says that this is one of several processes and not how to find
         them; a number of seconds is not positive.
@@ -117,7 +119,10 @@ def process_group(
         if lost is not None:
             raise lost from error
         raise
-    _leave(owned, failed=False)
+    early = _early_end(timeout) if owned else None
+    _leave(owned, failed=early is not None)
+    if early is not None:
+        raise early
 
 
 # --- the start ---
@@ -220,6 +225,48 @@ def _check_seconds(name: str, seconds: float) -> None:
 # --- the end ---
 
 
+def _early_end(timeout: float) -> ProcessLost | None:
+    """Waits for all processes at the end of the block.
+
+    JAX waits, too, but where others do not come it ends all processes from C++, with
+    the names of those that are still at work.
+
+    Returns:
+      None if all came in time.
+    """
+    client = distributed_client()
+    if client is None:
+        return None
+    rank, size = jax.process_index(), jax.process_count()
+    try:
+        client.key_value_set(f"{_ENDED}{rank}", "")
+        client.wait_at_barrier("jdist/end", math.ceil(timeout * 1000))
+    except jax.errors.JaxRuntimeError:
+        moment = time.time()
+        try:
+            # Others that end read this note when their collectives fail.
+            note = {"moment": moment, "own": True, "ended": True, "text": ""}
+            client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
+            keys = client.key_value_dir_get(_ENDED)
+        except jax.errors.JaxRuntimeError:
+            return _lost((0,), size, moment)
+        early = sorted(int(key.rpartition("/")[2]) for key, _ in keys)
+        return _ended(early, size, moment) if len(early) < size else None
+    return None
+
+
+def _ended(early: Sequence[int], size: int, moment: float) -> ProcessLost:
+    others = [rank for rank in range(size) if rank not in early]
+    who, rest = (_ranks(tuple(ranks)) for ranks in (early, others))
+    return ProcessLost(
+        f"{who} of {size} came to the end of the run before {_clock(moment)}, and "
+        f"{rest[0].lower()}{rest[1:]} did not: lost, or with more steps to take. All "
+        "processes must take the same number of steps: `Sampler` and `Join` see to "
+        "that where they have unequal data.",
+        tuple(early),
+    )
+
+
 def _leave(owned: bool, *, failed: bool) -> None:
     if not owned:
         return
@@ -274,6 +321,9 @@ def _blamed(
     notes: Mapping[int, Mapping[str, Any]], size: int, moment: float
 ) -> ProcessLost | None:
     own = [(note["moment"], rank) for rank, note in notes.items() if note["own"]]
+    early = sorted(rank for rank, note in notes.items() if note.get("ended"))
+    if early and min(own)[1] in early:
+        return _ended(early, size, min(own)[0])
     if own:
         moment, rank = min(own)
         return ProcessLost(
@@ -286,12 +336,17 @@ def _blamed(
 
 
 def _lost(ranks: tuple[int, ...], size: int, moment: float) -> ProcessLost:
-    who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
+    were = "was" if len(ranks) == 1 else "were"
     return ProcessLost(
-        f"{who} of {size} was lost: a collective failed at {_clock(moment)}, and no "
-        "word came from there. Start the run again from its last checkpoint.",
+        f"{_ranks(ranks)} of {size} {were} lost: a collective failed at "
+        f"{_clock(moment)}, and no word came from there. Start the run again from its "
+        "last checkpoint.",
         ranks,
     )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
 
 
 def _clock(moment: float) -> str:

@@ -30,10 +30,10 @@ from jdist._compat import map_shards
 from jdist._errors import requirement
 from jdist._tree import examples_in, is_inexact, named_leaves, split_inexact, wide_dtype
 from jdist.data_parallel.buckets import Cap, check_cap, check_paths, plan_buckets
-from jdist.data_parallel.gradient import check_call
+from jdist.data_parallel.gradient import check_rows
 from jdist.data_parallel.hooks._base import flatten, split
 from jdist.data_parallel.layout import check_params
-from jdist.data_parallel.shards import replicas_of
+from jdist.data_parallel.shards import replicas_of, weights_given
 from jdist.reduction import Partial
 from jdist.segment import segment
 
@@ -102,7 +102,8 @@ def reducer(
     def fn(params: Any, batch: Any, weights: Any = None) -> tuple[jax.Array, Any]:
         """The whole batch's loss and gradient; see `data_parallel.reducer`."""
         count = examples_in(batch, "fn(params, batch)")
-        check_call(count, replicas, weights)
+        check_rows(count, replicas)
+        weights = weights_given("fn", weights, count)
         if len(params) != len(layers):
             rule = f"must have the parameters of each of the {len(layers)} layers"
             raise ValueError(

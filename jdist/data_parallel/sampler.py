@@ -12,6 +12,7 @@ The order follows from seed and epoch alone, by a generator whose numbers NumPy 
 frozen, so that every process computes the same, and a run resumes in mid-epoch.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,13 +104,17 @@ class Sampler:
           start: Steps to leave out, for a run that resumes.
 
         Raises:
-          ValueError: `start` is negative or beyond the epoch.
+          ValueError: `start` is negative or beyond the epoch; `only` names none, or
+            one that there is not.
         """
         if not 0 <= start <= self.steps:
             rule = f"must be from 0 to the epoch's {self.steps} steps"
             raise ValueError(requirement("shards(start=...)", rule, start))
         order = self.order(epoch)
         wanted = range(replicas) if only is None else only
+        if not wanted or not set(wanted) <= set(range(replicas)):
+            rule = f"must be some of the {replicas} replicas"
+            raise ValueError(requirement("shards(only=...)", rule, list(wanted)))
         for step in range(start, self.steps):
             rows = order[step * self.batch : (step + 1) * self.batch]
             parts = np.array_split(rows, replicas)
@@ -129,6 +134,7 @@ class Sampler:
         epoch: int = 0,
         *,
         start: int = 0,
+        rows: int | None = None,
         axis: str = "data",
     ) -> Iterator[tuple[Any, jax.Array]]:
         """The steps of an epoch, as batches and weights for `train_step`.
@@ -141,11 +147,23 @@ class Sampler:
           mesh: The devices; or a number of replicas that share one device.
           epoch: Its number.
           start: Steps to leave out, for a run that resumes.
+          rows: Rows per replica, padding included, such as a multiple of the
+            micro-batches of `train_step(accumulate=...)`; None for as few as hold a
+            replica's part of a batch.
           axis: The mesh axis that counts replicas.
 
         Raises:
           ValueError: `data` has another number of examples; `start` is not a step;
-            no such axis.
+            no such axis; `rows` are too few; this process has no device of the mesh.
+          TypeError: `rows` is not an integer.
+
+        Example:
+          >>> import numpy as np
+          >>> sampler = Sampler(examples=5, batch=3, shuffle=False)
+          >>> for batch, weights in sampler.batches(np.arange(5.0), 2, rows=4):
+          ...     print(batch, weights)
+          [0. 1. 1. 1. 2. 2. 2. 2.] [1. 1. 0. 0. 1. 0. 0. 0.]
+          [3. 3. 3. 3. 4. 4. 4. 4.] [1. 0. 0. 0. 1. 0. 0. 0.]
         """
         count = examples_in(data, "Sampler.batches(data=...)")
         if count != self.examples:
@@ -153,9 +171,14 @@ class Sampler:
             raise ValueError(requirement("batches(data=...)", rule, count))
         replicas = replicas_of(mesh, axis, "batches")
         only = own_replicas(mesh, axis) if isinstance(mesh, Mesh) else None
+        least = -(-self.batch // replicas)
+        rows = least if rows is None else operator.index(rows)
+        if rows < least:
+            rule = f"must be at least {least}, a replica's part of a batch of "
+            rule += f"{self.batch} over {replicas}"
+            raise ValueError(requirement("batches(rows=...)", rule, rows))
         for shard in self.shards(replicas, epoch, only=only, start=start):
             taken = jax.tree.map(lambda x, rows=shard.rows: x[rows], data)
-            rows = -(-self.batch // replicas)
             yield shard_batch(
                 taken, mesh, shard.sizes, weights=shard.weights, rows=rows, axis=axis
             )

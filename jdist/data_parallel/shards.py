@@ -89,13 +89,23 @@ def shard_batch(
 
 
 def own_replicas(mesh: Mesh, axis: str) -> list[int]:
-    """The replicas that have a device in this process, in the order of the mesh."""
+    """The replicas that have a device in this process, in the order of the mesh.
+
+    Raises:
+      ValueError: It has none: such a process has nothing to bring or to compute.
+    """
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
-    return [
+    own = [
         rank
         for rank, row in enumerate(devices.reshape(len(devices), -1))
         if any(device.process_index == jax.process_index() for device in row)
     ]
+    if not own:
+        rule = "must have devices of every process that takes part"
+        got = f"none of process {jax.process_index()}"
+        remedy = "Make it over `jax.devices()`, as `process_group` does."
+        raise ValueError(requirement("mesh", rule, got, remedy))
+    return own
 
 
 def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
@@ -126,7 +136,11 @@ def _check_sizes(
     argument = "shard_batch(sizes=...)"
     if count == 0:
         rule = "must have at least one example"
-        raise ValueError(requirement("shard_batch(batch=...)", rule, "none"))
+        remedy = (
+            "A process without examples gives one of its others with weight 0, as "
+            "`Sampler.batches` and `Join` do: the padding repeats it."
+        )
+        raise ValueError(requirement("shard_batch(batch=...)", rule, "none", remedy))
     if sizes is None:
         share, extra = divmod(count, replicas)
         return tuple(share + (rank < extra) for rank in range(replicas))
@@ -169,6 +183,29 @@ def _check_weights(weights: Any, count: int, *, several: bool) -> np.ndarray:
         got = f"shape {weights.shape}"
         raise ValueError(requirement("shard_batch(weights=...)", rule, got))
     check_weight_values("shard_batch", weights, all_zero=several)
+    return weights
+
+
+def weights_given(call: str, weights: Any, count: int) -> Any:
+    """Weights that a step is given, checked: a number per row, or None for 1 each.
+
+    Lists and tuples become arrays; integers and booleans become float32.
+
+    Raises:
+      ValueError: They are not `(count,)`, or on the host and seen to be wrong.
+    """
+    if weights is None:
+        return None
+    if not isinstance(weights, jax.Array):
+        weights = np.asarray(weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        weights = weights.astype(np.float32)
+    if weights.shape != (count,):
+        rule = f"must be one per row, shape ({count},)"
+        got = f"shape {weights.shape}"
+        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+    if not isinstance(weights, jax.Array):
+        check_weight_values(call, weights)
     return weights
 
 

@@ -59,3 +59,9 @@ class Metrics(NamedTuple):
     aux: Any = None
     """Auxiliary outputs, each with a new first axis of `replicas * accumulate`: an
     entry for each call of the loss function, in the order of the batch's rows."""
+
+    examples: Any = None
+    """How many examples have a weight above 0, as `fit` counts them; else None."""
+
+    weight: Any = None
+    """The sum of their weights, as `fit` counts it; else None."""

@@ -28,16 +28,19 @@ from jdist._tree import examples_in
 from jdist.data_parallel.agreement import check_agreement
 from jdist.data_parallel.broadcast import replicate
 from jdist.data_parallel.buckets import Cap
+from jdist.data_parallel.evaluation import Evaluation, evaluation
 from jdist.data_parallel.exchange import Exchange
 from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.inputs import brought, check_alive, check_place
 from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.loss import Loss
 from jdist.data_parallel.model_state import check_rule
+from jdist.data_parallel.nnx_loss import check_stateless
 from jdist.data_parallel.replicas import EACH, over_replicas
-from jdist.data_parallel.shards import check_weight_values, replicas_of
+from jdist.data_parallel.shards import replicas_of, weights_given
 from jdist.data_parallel.train_state import Metrics, TrainState, check_state
 from jdist.data_parallel.work import Work
-from jdist.optim import Optimizer, clip_by_global_norm
+from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 
 
 class Synchronization(TypedDict, total=False):
@@ -60,7 +63,8 @@ class Synchronization(TypedDict, total=False):
     The state given to a step that raises has been donated."""
 
 
-@dataclass(frozen=True, slots=True)
+# `jax.jit` keeps what it compiled by a weak reference to the function.
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class TrainStep:
     """A compiled training step; made by `train_step`, and called like a function.
 
@@ -74,6 +78,8 @@ class TrainStep:
         a hook that keeps something; else None.
       axis: The mesh axis that counts replicas.
       debug: Whether replicas are compared after each step.
+      reduction: What joins the examples' losses.
+      evaluated: The jitted function `(state, batch, weights) -> Evaluation`.
     """
 
     optimizer: Optimizer
@@ -83,6 +89,8 @@ class TrainStep:
     start: Any = None
     axis: str = "data"
     debug: bool = False
+    reduction: str = "mean"
+    evaluated: Any = None
 
     def init(
         self,
@@ -107,14 +115,20 @@ class TrainStep:
 
         Raises:
           ValueError: Processes disagree about structure, shapes or dtypes. A parameter
-            is divided over the replicas, or not over this mesh.
+            is divided over the replicas, or not over this mesh. `params` is a Flax
+            module with batch statistics or other variables that are no parameters.
         """
+        check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
+        if isinstance(self.mesh, int):
+            given = (params, opt_state, model_state, key)
+            given, _ = brought("init", self.mesh, self.axis, given, None)
+            params, opt_state, model_state, key = given
         params = replicate(params, self.mesh)
         if opt_state is None:
             opt_state = self.optimizer.init(params)
         else:
-            opt_state = jax.tree.map(jnp.copy, opt_state)
+            opt_state = replicate(opt_state, self.mesh, name="opt_state")
         return TrainState(
             replicate(np.int32(0), self.mesh),
             params,
@@ -131,25 +145,17 @@ class TrainStep:
         Args:
           state: What `init` or the last step returned.
           batch: As from `shard_batch`; its rows divide by replicas and micro-batches.
-          weights: `(rows,)`, or None for 1 each.
+          weights: `(rows,)`, an array or a list of numbers, or None for 1 each.
           **overrides: Hyperparameters of the optimizer for this step only; they may
             change without recompilation.
 
         Raises:
           ValueError: The rows do not divide, or NumPy weights are negative, not finite
-            or all 0; and what the loss function and the optimizer refuse.
+            or all 0; the state was given to a step before, or lies on other devices;
+            and what the loss function and the optimizer refuse.
           ReplicasDiffer: In debug mode: they do.
         """
-        check_state("step(state=...)", state)
-        count = examples_in(batch, "step(state, batch)")
-        if count % self.divisor or not count:
-            rule = f"must have a multiple of {self.divisor} rows, one or more for each "
-            rule += "replica and micro-batch"
-            remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
-            got = f"{count} rows"
-            raise ValueError(requirement("step(batch=...)", rule, got, remedy))
-        if weights is not None:
-            _check_weights(weights, count)
+        batch, weights = self._given("step", state, batch, weights, self.divisor)
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
         key, moving = state.key, state._replace(key=None)
@@ -157,6 +163,51 @@ class TrainStep:
         if self.debug:
             check_agreement("train_step", sums, self.mesh, self.axis)
         return moved._replace(key=key), metrics
+
+    def evaluate(
+        self, state: TrainState, batch: Any, weights: Any = None
+    ) -> Evaluation:
+        """The loss of a batch, by forward passes alone; nothing is changed by it.
+
+        Args:
+          state: What `init` or the last step returned; it is not donated.
+          batch: As for a step; its rows divide by the replicas.
+          weights: As for a step.
+
+        Returns:
+          Loss, counts and auxiliary outputs. With `in_evaluation` those of that
+          function; otherwise those of the loss function, whose new model state is
+          dropped, with the keys of the step that would come next.
+
+        Raises:
+          ValueError: What a step refuses.
+        """
+        replicas = replicas_of(self.mesh, self.axis, "evaluate")
+        batch, weights = self._given("evaluate", state, batch, weights, replicas)
+        needed = state._replace(opt_state=None, hook_state=None)
+        found: Evaluation = self.evaluated(needed, batch, weights)
+        return found
+
+    def _given(
+        self, call: str, state: TrainState, batch: Any, weights: Any, divisor: int
+    ) -> tuple[Any, Any]:
+        """Batch and weights as the program can take them; see `inputs`."""
+        check_state(f"{call}(state=...)", state)
+        count = examples_in(batch, f"{call}(state, batch)")
+        if count % divisor or not count:
+            rule = f"must have a multiple of {divisor} rows, one or more for each "
+            rule += "replica and micro-batch"
+            remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
+            got = f"{count} rows"
+            raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
+        weights = weights_given(call, weights, count)
+        check_alive(f"{call}(state=...)", state)
+        check_alive(f"{call}(batch=...)", (batch, weights))
+        check_place(f"{call}(state=...)", state, self.mesh)
+        _, given = brought(
+            f"{call}(batch=...)", self.mesh, self.axis, state, (batch, weights)
+        )
+        return given
 
     def lower(
         self, state: TrainState, batch: Any, weights: Any = None
@@ -166,7 +217,7 @@ class TrainStep:
         return self.compiled.lower(moving, state.key, batch, weights, {})
 
 
-def train_step(
+def train_step(  # noqa: PLR0913 - options, by keyword
     loss_fn: Callable[..., Any],
     optimizer: Optimizer,
     mesh: Mesh | int,
@@ -176,6 +227,7 @@ def train_step(
     accumulate: int = 1,
     clip: float | None = None,
     has_aux: bool = False,
+    in_evaluation: Callable[..., Any] | None = None,
     **synchronization: Unpack[Synchronization],
 ) -> TrainStep:
     """A training step over replicas, equal to the step of one device on all examples.
@@ -196,6 +248,10 @@ def train_step(
         one at a time, one reduction for all.
       clip: Largest global norm of the gradient, or None.
       has_aux: Whether `loss_fn` returns auxiliary outputs last.
+      in_evaluation: What `TrainStep.evaluate` calls instead of `loss_fn`, such as with
+        dropout switched off: `in_evaluation(params, batch) -> losses`, or with
+        `has_aux` `(losses, aux)`. With model state it is given `model_state=`, and
+        returns no new one; it takes no key.
       **synchronization: See `Synchronization`.
 
     Returns:
@@ -203,7 +259,8 @@ def train_step(
 
     Raises:
       ValueError: An argument breaks its rule; see `value_and_grad` for meshes.
-      TypeError: An argument of an unknown name; `accumulate` is not an integer.
+      TypeError: An argument of an unknown name; `accumulate` is not an integer;
+        `optimizer` is none of jdist.optim.
 
     Example:
       >>> import jax.numpy as jnp
@@ -224,6 +281,7 @@ def train_step(
     """
     call = "train_step"
     replicas = replicas_of(mesh, axis, call)
+    check_optimizer(f"{call}(optimizer=...)", optimizer)
     _check_accumulate(call, accumulate)
     _check_clip(call, clip)
     options = _checked_options(call, synchronization)
@@ -232,8 +290,27 @@ def train_step(
     divided = check_mesh(call, mesh, axis)
     exchange = Exchange(call, axis, reduction, **options, divided=divided)
     masters = optimizer.precision is not None
-    work = Work(Loss(loss_fn, has_aux), exchange, accumulate, rule, wide=masters)
+    loss = Loss(loss_fn, has_aux)
+    work = Work(loss, exchange, accumulate, rule, wide=masters)
     mapped = _mapped(work, mesh, axis)
+    step = _step(mapped, optimizer, clip, divided)
+    return TrainStep(
+        optimizer,
+        mesh,
+        replicas * accumulate,
+        jax.jit(step, donate_argnums=0),
+        _start(work, mesh, axis) if exchange.stateful else None,
+        axis,
+        exchange.debug,
+        reduction,
+        evaluation(loss, in_evaluation, mesh, axis, reduction),
+    )
+
+
+def _step(
+    mapped: Any, optimizer: Optimizer, clip: float | None, divided: bool
+) -> Callable[..., Any]:
+    """The function that is compiled: gradients, clipping, and the optimizer's step."""
 
     def step(
         state: TrainState, key: Any, batch: Any, weights: Any, overrides: Any
@@ -241,7 +318,7 @@ def train_step(
         scale = None
         if optimizer.loss_factor is not None:
             scale = optimizer.loss_factor(state.opt_state)
-        loss, grads, model_state, hook_state, aux, sums = mapped(
+        value, grads, model_state, hook_state, aux, sums = mapped(
             state._replace(opt_state=None, hook_state=None, key=key),
             state.hook_state,
             scale,
@@ -257,17 +334,9 @@ def train_step(
         )
         if divided:  # A donated buffer serves again for what is laid out like it.
             new = jax.tree.map(alike, new, state)
-        return new, Metrics(_unscaled(loss, scale), norm, aux), sums
+        return new, Metrics(_unscaled(value, scale), norm, aux), sums
 
-    return TrainStep(
-        optimizer,
-        mesh,
-        replicas * accumulate,
-        jax.jit(step, donate_argnums=0),
-        _start(work, mesh, axis) if exchange.stateful else None,
-        axis,
-        exchange.debug,
-    )
+    return step
 
 
 def _mapped(work: Work, mesh: Mesh | int, axis: str) -> Any:
@@ -331,12 +400,3 @@ def _check_accumulate(call: str, count: Any) -> None:
 def _check_clip(call: str, clip: Any) -> None:
     if clip is not None and not clip >= 0:
         raise ValueError(requirement(f"{call}(clip=...)", "must be at least 0", clip))
-
-
-def _check_weights(weights: Any, count: int) -> None:
-    if jnp.shape(weights) != (count,):
-        rule = f"must be one per row, shape ({count},)"
-        got = f"shape {jnp.shape(weights)}"
-        raise ValueError(requirement("step(weights=...)", rule, got))
-    if not isinstance(weights, jax.Array):
-        check_weight_values("step", np.asarray(weights))

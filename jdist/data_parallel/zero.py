@@ -32,7 +32,7 @@ from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves
 from jdist.data_parallel.layout import check_alone, check_params
 from jdist.data_parallel.shards import replicas_of
-from jdist.optim import Optimizer
+from jdist.optim import Optimizer, check_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +72,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
     Raises:
       ValueError: The mesh has no such axis. In `init`: the state has an array that is
         not like its parameter, and padding is needed.
-      TypeError: `mesh` is no mesh.
+      TypeError: `mesh` is no mesh, or `opt` no optimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -92,6 +92,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
     if not isinstance(mesh, Mesh):
         rule = "must be a jax.sharding.Mesh: one device has nobody to share with"
         raise TypeError(requirement("zero(mesh=...)", rule, mesh))
+    check_optimizer("zero(opt=...)", opt)
     layout = _Layout(mesh, axis, replicas_of(mesh, axis, "zero"))
     check_alone("zero", mesh, axis)
 
@@ -107,16 +108,22 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         return jax.jit(init, keep_unused=True)(params)
 
     def step_tree(
-        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+        params: Any,
+        grads: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        **form: bool,
     ) -> tuple[Any, Any]:
         own, own_grads = (jax.tree.map(layout.part, tree) for tree in (params, grads))
-        moved, inner = opt.step_tree(own, own_grads, _unwrapped(state), overrides)
+        moved, inner = opt.step_tree(
+            own, own_grads, _unwrapped(state), overrides, **form
+        )
         new_state = layout.rewrapped(inner, state)
         structure: Any
         leaves, structure = jax.tree.flatten(params)
         rest = (structure.flatten_up_to(grads), jax.tree.leaves(moved))
         new_params = [
-            old if grad is None else layout.joined(new, old)
+            old if grad is None and not form else layout.joined(new, old)
             for old, grad, new in zip(leaves, *rest, strict=True)
         ]
         return structure.unflatten(new_params), new_state

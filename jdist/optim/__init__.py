@@ -10,6 +10,8 @@ single-tensor path. One algorithm per file.
 """
 
 from jdist.optim._base import Optimizer as Optimizer
+from jdist.optim._base import Update as Update
+from jdist.optim._base import check_optimizer as check_optimizer
 from jdist.optim._base import leafwise as leafwise
 from jdist.optim._hyper import Hyperparameter as Hyperparameter
 from jdist.optim._hyper import Rule as Rule

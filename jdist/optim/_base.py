@@ -4,10 +4,11 @@ An `Optimizer` is a pair of pure functions over whole trees. Most are made by
 `leafwise` out of two small functions over one array each:
 
     init_leaf(param) -> state                          a NamedTuple with a `step` count
-    step_leaf(param, grad, state, h) -> (param, state)     h: hyperparameters by name
+    step_leaf(param, grad, state, h) -> (update, state)    h: hyperparameters by name
 
-All that is the same for every algorithm is here, once: walking the tree, skipping
-None, precision, validation, schedules, and overriding a hyperparameter for one step.
+All that is the same for every algorithm is here, once: walking the tree, adding the
+update (or handing it out), skipping None, precision, validation, schedules, and
+overriding a hyperparameter for one step.
 
 A parameter whose gradient is None does not change, nor do its state and its step
 count, bit for bit. A leaf that is not a floating array is never updated.
@@ -21,7 +22,7 @@ wider. A complex parameter is two real ones, as in torch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +31,38 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._compat import alike, is_traced
 from jdist._errors import requirement
 from jdist._tree import is_inexact, is_none, path_of, wide_dtype
-from jdist.optim._hyper import Hyperparameter, check_overrides, resolved
+from jdist.optim._hyper import Hyperparameter, check_overrides, known_zero, resolved
 
 if TYPE_CHECKING:
     from jdist.optim.master_weights import Precision
 
+
+class Update(NamedTuple):
+    """How one parameter moves: p <- p * (1 - decay) + delta."""
+
+    delta: jax.Array
+    """What is added; shape and dtype of the parameter."""
+
+    decay: Any = 0
+    """The fraction by which it shrinks first, a scalar: decoupled weight decay, which
+    torch multiplies in, so that it is rounded before the delta is added."""
+
+    def applied(self, param: jax.Array) -> jax.Array:
+        """The new parameter."""
+        if not known_zero(self.decay):
+            param = param * (1 - self.decay)
+        return param + self.delta
+
+    def total(self, param: jax.Array) -> jax.Array:
+        """All that is added to the parameter, not rounded to its spacing."""
+        if known_zero(self.decay):
+            return self.delta
+        return self.delta - self.decay * param
+
+
 InitLeaf: TypeAlias = Callable[[jax.Array], Any]
 StepLeaf: TypeAlias = Callable[
-    [jax.Array, jax.Array, Any, SimpleNamespace], tuple[jax.Array, Any]
+    [jax.Array, jax.Array, Any, SimpleNamespace], tuple[Update, Any]
 ]
 
 
@@ -48,7 +73,9 @@ class Optimizer:
     Attributes:
       name: The constructor's name, such as `adam`; it stands in every error.
       init_tree: `init_tree(params) -> state`.
-      step_tree: `step_tree(params, grads, state, overrides) -> (params, state)`.
+      step_tree: `step_tree(params, grads, state, overrides) -> (params, state)`; with
+        a further `updates=True` it returns in the place of each parameter what the step
+        adds to it.
       hyperparameters: What a step can override, and what is fixed, by torch's names.
       loss_factor: `loss_factor(state) -> factor` of `scale_loss`; None stands for 1.
       precision: What `with_master_weights` was told; None: there are no masters.
@@ -56,7 +83,7 @@ class Optimizer:
 
     name: str
     init_tree: Callable[[Any], Any]
-    step_tree: Callable[[Any, Any, Any, Mapping[str, Any]], tuple[Any, Any]]
+    step_tree: Callable[..., tuple[Any, Any]]
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
     loss_factor: Callable[[Any], jax.Array] | None = None
     precision: "Precision | None" = None
@@ -79,7 +106,7 @@ class Optimizer:
         if not jax.tree.leaves(params):
             rule = "must have at least one leaf"
             raise ValueError(requirement(f"{self.name}.init(params)", rule, "none"))
-        return self.init_tree(params)
+        return _settled(self.init_tree(params), params)
 
     def step(
         self, params: Any, grads: Any, state: Any, **overrides: Any
@@ -107,6 +134,40 @@ class Optimizer:
         """
         _check_gradients(self.name, params, grads, self.precision is not None)
         return self.step_tree(params, grads, state, overrides)
+
+    def updates(
+        self, params: Any, grads: Any, state: Any, **overrides: Any
+    ) -> tuple[Any, Any]:
+        """What `step` would add to each parameter, and the new state.
+
+        The update itself, and not the difference of new and old parameters, which is
+        rounded to the spacing of their numbers. Added, it gives what `step` returns;
+        after decoupled weight decay, which torch rounds by itself, and in 16 bits it
+        may miss that by the last bit.
+
+        Args:
+          params: As for `step`.
+          grads: As for `step`.
+          state: As for `step`.
+          **overrides: As for `step`.
+
+        Returns:
+          Tree like `params`, 0 where nothing moves, in each parameter's dtype; with
+          masters in theirs. And the new state.
+
+        Raises:
+          ValueError: As `step`.
+          TypeError: As `step`.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from jdist import optim
+          >>> opt, params = optim.sgd(lr=1e-9), jnp.array([1.0, 2.0])
+          >>> float(opt.updates(params, params, opt.init(params))[0][0])
+          -9.999999717180685e-10
+        """
+        _check_gradients(self.name, params, grads, self.precision is not None)
+        return self.step_tree(params, grads, state, overrides, updates=True)
 
     def scale_loss(self, loss: jax.Array, state: Any) -> jax.Array:
         """The loss to differentiate: times the loss scale, if the state holds one.
@@ -136,12 +197,14 @@ def leafwise(
       hyperparameters: In the order of the constructor; checked here.
       init_leaf: The state of one real floating array: a NamedTuple with an int32
         scalar `step` and arrays of the parameter's shape and dtype, or scalars.
-      step_leaf: One step of one real array, float32 or wider. It may rely on shapes
-        and dtypes, and returns them unchanged. Elementwise, for complex parameters.
+      step_leaf: One step of one real array, float32 or wider: its `Update`, of the same
+        shape and dtype, and the new state, like the old. Elementwise, for complex
+        parameters.
 
     Raises:
       ValueError: A hyperparameter breaks its rule.
-      TypeError: A hyperparameter is of the wrong kind.
+      TypeError: A hyperparameter is of the wrong kind. In `step`: `step_leaf` returned
+        something else than an `Update` and a state.
 
     Example:
       >>> import jax.numpy as jnp
@@ -153,7 +216,7 @@ def leafwise(
       ...         "sign_descent",
       ...         [Hyperparameter("lr", lr)],
       ...         lambda p: Count(jnp.zeros((), jnp.int32)),
-      ...         lambda p, g, s, h: (p - h.lr * jnp.sign(g), Count(s.step + 1)),
+      ...         lambda p, g, s, h: (Update(-h.lr * jnp.sign(g)), Count(s.step + 1)),
       ...     )
       >>> opt, params = sign_descent(), jnp.array([1.0, 2.0])
       >>> opt.step(params, jnp.array([3.0, -4.0]), opt.init(params))[0]
@@ -164,6 +227,7 @@ def leafwise(
         spec.check(name, spec.value)
     one = jax.ShapeDtypeStruct((), jnp.float32)
     state_structure: Any = jax.tree.structure(jax.eval_shape(init_leaf, one))
+    rule = _Rule(name, specs, state_structure, step_leaf)
     call = f"{name}.step"
 
     def init_tree(params: Any) -> Any:
@@ -172,26 +236,12 @@ def leafwise(
             params,
         )
 
-    def step_one(
-        path: str, param: Any, grad: Any, state: Any, overrides: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        if not is_inexact(param):
-            return param, state
-        if jax.tree.structure(state) != state_structure:
-            rule = f"must hold what `{name}.init` or the last step returned, at {path}"
-            got = str(jax.tree.structure(state))
-            raise ValueError(requirement(f"{call}(state=...)", rule, got))
-        if grad is None:
-            return param, state
-        param = jnp.asarray(param)
-        wide = _entered(param)
-        h = resolved(call, specs, overrides, state.step, wide.dtype)
-        entered = jax.tree.map(_entered, state)
-        new = step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
-        return jax.tree.map(_left, new, (param, state))
-
     def step_tree(
-        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+        params: Any,
+        grads: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        updates: bool = False,
     ) -> tuple[Any, Any]:
         check_overrides(call, specs, overrides)
         structure: Any
@@ -199,7 +249,7 @@ def leafwise(
         grad_leaves = structure.flatten_up_to(grads)
         state_leaves = matching(call, "state", params, state)
         new = [
-            step_one(path_of(keys), param, grad, leaf_state, overrides)
+            rule.moved(path_of(keys), param, grad, leaf_state, overrides, updates)
             for (keys, param), grad, leaf_state in zip(
                 pairs, grad_leaves, state_leaves, strict=True
             )
@@ -208,6 +258,88 @@ def leafwise(
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
     return Optimizer(name, init_tree, step_tree, specs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """The rule of one leaf, between the tree's dtypes and those of a step."""
+
+    name: str
+    specs: Mapping[str, Hyperparameter]
+    state_structure: Any
+    step_leaf: StepLeaf
+
+    def moved(
+        self,
+        path: str,
+        param: Any,
+        grad: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        updates: bool,
+    ) -> tuple[Any, Any]:
+        """The new parameter, or with `updates` what is added to it; and its state."""
+        floating = is_inexact(param)
+        if floating and jax.tree.structure(state) != self.state_structure:
+            rule = "must hold what "
+            rule += f"`{self.name}.init` or the last step returned, at {path}"
+            got = str(jax.tree.structure(state))
+            raise ValueError(requirement(f"{self.name}.step(state=...)", rule, got))
+        if not floating or grad is None:
+            return jnp.zeros_like(param) if updates else param, state
+        param = jnp.asarray(param)
+        wide = _entered(param)
+        call = f"{self.name}.step"
+        h = resolved(call, self.specs, overrides, state.step, wide.dtype)
+        entered = jax.tree.map(_entered, state)
+        update: Any
+        update, new = self.step_leaf(wide, _entered(jnp.asarray(grad)), entered, h)
+        if not isinstance(update, Update):
+            rule = "must return an `Update` of the parameter and its new state"
+            got = type(update).__name__
+            raise TypeError(requirement(f"{self.name}: step_leaf", rule, got))
+        found = update.total(wide) if updates else update.applied(wide)
+        return _left(found, param), jax.tree.map(_left, new, state)
+
+
+def check_optimizer(argument: str, given: Any) -> None:
+    """Refuses what is no `Optimizer`, and says how to make one of it.
+
+    Args:
+      argument: Function and argument that it was given to, for the error's text, such
+        as `"train_step(optimizer=...)"`.
+      given: What was given.
+
+    Raises:
+      TypeError: It is an optax transformation, a constructor that was not called, or
+        something else.
+
+    Example:
+      >>> from jdist import optim
+      >>> check_optimizer("train_step(optimizer=...)", optim.sgd)
+      Traceback (most recent call last):
+        ...
+      TypeError: `train_step(optimizer=...)` must be an optimizer of jdist.optim. Got
+      the function sgd. Call it: `optim.sgd(...)`.
+    """
+    if isinstance(given, Optimizer):
+        return
+    rule = "must be an optimizer of jdist.optim"
+    got, remedy = repr(given), "Make one, such as `optim.adam(lr=1e-3)`."
+    if hasattr(given, "init") and hasattr(given, "update"):
+        got = f"an optax transformation ({type(given).__name__})"
+        remedy = "Wrap it: `optim.from_optax(...)`."
+    elif callable(given) and hasattr(given, "__name__"):
+        kind = "class" if isinstance(given, type) else "function"
+        module = getattr(given, "__module__", "") or ""
+        got = f"the {kind} {given.__name__}"
+        if module.startswith("jdist.optim"):
+            remedy = f"Call it: `optim.{given.__name__}(...)`."
+        elif module.startswith("optax"):
+            remedy = f"Call and wrap it: `optim.from_optax({given.__name__}(...))`."
+        else:
+            remedy = "Call it and give what it returns, if it makes an optimizer."
+    raise TypeError(requirement(argument, rule, got, remedy))
 
 
 def count_zero() -> jax.Array:
@@ -305,7 +437,34 @@ def _placed(state: Any, param: jax.Array) -> Any:
         )
     if not param.committed:
         return state
+    place = _whole(param)
+    return jax.tree.map(lambda s: s if s.ndim else jax.device_put(s, place), state)
+
+
+def _settled(state: Any, params: Any) -> Any:
+    """What no parameter has placed, such as optax's counts, where all parameters are.
+
+    An array that a checkpoint has restored is tied to its devices: a count on the first
+    one alone could not meet parameters on a mesh.
+    """
+    arrays = [p for p in jax.tree.leaves(params) if isinstance(p, jax.Array)]
+    if any(map(is_traced, arrays)):
+        return state
+    places = {_whole(p) for p in arrays if p.committed}
+    if len(places) != 1:
+        return state
+    (place,) = places
+
+    def settled(leaf: Any) -> Any:
+        free = isinstance(leaf, jax.Array) and not is_traced(leaf)
+        return jax.device_put(leaf, place) if free and not leaf.committed else leaf
+
+    return jax.tree.map(settled, state)
+
+
+def _whole(param: jax.Array) -> Any:
+    """Where the parameter is, for what is not divided as it is."""
     place = param.sharding
     if isinstance(place, NamedSharding):
-        place = NamedSharding(place.mesh, PartitionSpec())
-    return jax.tree.map(lambda s: s if s.ndim else jax.device_put(s, place), state)
+        return NamedSharding(place.mesh, PartitionSpec())
+    return place

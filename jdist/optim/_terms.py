@@ -29,11 +29,9 @@ def ascending(grad: jax.Array, h: SimpleNamespace) -> jax.Array:
     return -grad if h.maximize else grad
 
 
-def decayed(param: jax.Array, h: SimpleNamespace) -> jax.Array:
-    """The parameter after decoupled weight decay, p * (1 - lr * wd)."""
-    if known_zero(h.weight_decay):
-        return param
-    return param * (1 - h.lr * h.weight_decay)
+def decay(h: SimpleNamespace) -> Any:
+    """By which fraction decoupled weight decay shrinks the parameter, lr * wd."""
+    return 0 if known_zero(h.weight_decay) else h.lr * h.weight_decay
 
 
 def average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, Rule, flag
 from jdist.optim._terms import average, penalized
 
@@ -73,12 +73,13 @@ def adadelta(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: AdadeltaState, h: SimpleNamespace
-    ) -> tuple[jax.Array, AdadeltaState]:
+    ) -> tuple[Update, AdadeltaState]:
         grad = penalized(param, grad, h)
         square = average(state.square_avg, grad * grad, h.rho)
         delta = jnp.sqrt(state.acc_delta + h.eps) / jnp.sqrt(square + h.eps) * grad
         acc_delta = average(state.acc_delta, delta * delta, h.rho)
-        return param - h.lr * delta, AdadeltaState(state.step + 1, square, acc_delta)
+        new = AdadeltaState(state.step + 1, square, acc_delta)
+        return Update(-h.lr * delta), new
 
     return leafwise(
         "adadelta",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, flag
 from jdist.optim._terms import penalized
 
@@ -73,12 +73,12 @@ def adagrad(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: AdagradState, h: SimpleNamespace
-    ) -> tuple[jax.Array, AdagradState]:
+    ) -> tuple[Update, AdagradState]:
         grad = penalized(param, grad, h)
         total = state.sum + grad * grad
         size = h.lr / (1 + state.step.astype(param.dtype) * h.lr_decay)
-        new = param - size * (grad / (jnp.sqrt(total) + h.eps))
-        return new, AdagradState(state.step + 1, total)
+        delta = -size * (grad / (jnp.sqrt(total) + h.eps))
+        return Update(delta), AdagradState(state.step + 1, total)
 
     return leafwise(
         "adagrad",

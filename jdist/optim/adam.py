@@ -20,9 +20,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, BELOW_1, Hyperparameter, Number, flag
-from jdist.optim._terms import ascending, average, decayed, one_minus_power, penalized
+from jdist.optim._terms import ascending, average, decay, one_minus_power, penalized
 
 
 class AdamState(NamedTuple):
@@ -109,11 +109,8 @@ def adam_form(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: AdamState, h: SimpleNamespace
-    ) -> tuple[jax.Array, AdamState]:
-        if decoupled:
-            param, grad = decayed(param, h), ascending(grad, h)
-        else:
-            grad = penalized(param, grad, h)
+    ) -> tuple[Update, AdamState]:
+        grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
         beta1, beta2 = h.betas
         step = state.step + 1
         t = step.astype(param.dtype)
@@ -124,6 +121,7 @@ def adam_form(
         root_c2 = jnp.sqrt(one_minus_power(beta2, t))
         size = h.lr * root_c2 / one_minus_power(beta1, t)
         denominator = jnp.sqrt(v if largest is None else largest) + h.eps * root_c2
-        return param - size * (m / denominator), AdamState(step, m, v, largest)
+        update = Update(-size * (m / denominator), decay(h) if decoupled else 0)
+        return update, AdamState(step, m, v, largest)
 
     return leafwise(name, hyperparameters, init_leaf, step_leaf)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, BELOW_1, Hyperparameter, Number, flag
 from jdist.optim._terms import average, one_minus_power, penalized
 
@@ -70,14 +70,14 @@ def adamax(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: AdamaxState, h: SimpleNamespace
-    ) -> tuple[jax.Array, AdamaxState]:
+    ) -> tuple[Update, AdamaxState]:
         grad = penalized(param, grad, h)
         beta1, beta2 = h.betas
         step = state.step + 1
         m = average(state.exp_avg, grad, beta1)
         peak = jnp.maximum(beta2 * state.exp_inf, jnp.abs(grad) + h.eps)
         size = h.lr / one_minus_power(beta1, step.astype(param.dtype))
-        return param - size * (m / peak), AdamaxState(step, m, peak)
+        return Update(-size * (m / peak)), AdamaxState(step, m, peak)
 
     return leafwise(
         "adamax",

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import wide_dtype
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, flag
 from jdist.optim._terms import penalized
 
@@ -88,18 +88,19 @@ def asgd(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: ASGDState, h: SimpleNamespace
-    ) -> tuple[jax.Array, ASGDState]:
+    ) -> tuple[Update, ASGDState]:
         grad = penalized(param, grad, h)
         # torch makes the state at the first step, so that the rate of that step counts.
         eta = jnp.where(state.step == 0, h.lr, state.eta).astype(param.dtype)
-        new = param * (1 - h.lambd * eta) - eta * grad
+        update = Update(-eta * grad, decay=h.lambd * eta)
+        new = update.applied(param)
         # Where mu is 1 torch copies; a + (p - a) would round.
         ax = jnp.where(state.mu == 1, new, state.ax + state.mu * (new - state.ax))
         step = state.step + 1
         t = step.astype(param.dtype)
         next_eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
         next_mu = 1 / jnp.maximum(1, t - h.t0)
-        return new, ASGDState(step, next_eta, next_mu, ax)
+        return update, ASGDState(step, next_eta, next_mu, ax)
 
     return leafwise(
         "asgd",

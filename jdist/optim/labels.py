@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist.optim._base import Optimizer, matching
+from jdist.optim._base import Optimizer, check_optimizer, matching
 from jdist.optim._hyper import Hyperparameter
 
 
@@ -38,7 +38,7 @@ def by_label(
         `with_master_weights` around `by_label`. In `init` and `step`: `labels` does
         not match the parameters, has a label without optimizer, or an override names
         an unknown label.
-      TypeError: In `step`: no optimizer has the overridden hyperparameter.
+      TypeError: One is no optimizer. In `step`: none has the overridden hyperparameter.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,7 +74,11 @@ def by_label(
         }
 
     def step_tree(
-        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+        params: Any,
+        grads: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        **form: bool,
     ) -> tuple[Any, Any]:
         found = labels_for(params)
         if not isinstance(state, Mapping) or set(state) != set(optimizers):
@@ -89,7 +93,7 @@ def by_label(
             part = _only(label, found, params, params)
             part_grads = _only(label, found, params, grads)
             part, states[label] = opt.step_tree(
-                part, part_grads, state[label], own[label]
+                part, part_grads, state[label], own[label], **form
             )
             moved = iter(jax.tree.leaves(part))
             leaves = [
@@ -107,6 +111,7 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
         rule = "must have at least one optimizer"
         raise ValueError(requirement(argument, rule, optimizers))
     for label, opt in optimizers.items():
+        check_optimizer(f"by_label(optimizers={{{label!r}: ...}})", opt)
         if opt.loss_factor is not None:
             rule = f"must have no loss scale of its own at {label!r}"
             remedy = "Put `with_master_weights` around `by_label`."

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves, wide_dtype
-from jdist.optim._base import Optimizer
+from jdist.optim._base import Optimizer, check_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,7 @@ def with_master_weights(
       ValueError: `compute_dtype` is not real floating, the static scale is not above
         0, or `opt` has masters already. In `step`: a parameter is not of
         `compute_dtype`.
+      TypeError: `opt` is no optimizer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -167,12 +168,7 @@ def with_master_weights(
     """
     call = "with_master_weights"
     compute_dtype = jnp.dtype(compute_dtype)
-    if not jnp.issubdtype(compute_dtype, jnp.floating):
-        argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
-        raise ValueError(requirement(argument, rule, compute_dtype.name))
-    if opt.name == call:
-        rule, remedy = "must not have masters already", "Wrap it once."
-        raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
+    _check_arguments(call, opt, compute_dtype)
     scaling = _scaling(call, loss_scale)
 
     def init_tree(params: Any) -> MasterState:
@@ -184,7 +180,11 @@ def with_master_weights(
         return MasterState(masters, opt.init_tree(masters), scale)
 
     def step_tree(
-        params: Any, grads: Any, state: MasterState, overrides: Mapping[str, Any]
+        params: Any,
+        grads: Any,
+        state: MasterState,
+        overrides: Mapping[str, Any],
+        updates: bool = False,
     ) -> tuple[Any, MasterState]:
         _check_state(call, state)
         _check_copies(call, params, compute_dtype)
@@ -202,8 +202,8 @@ def with_master_weights(
                 (state.masters, state.inner),
             )
             scale = _next_scale(scaling, scale, finite)
-        copies = _copied(params, grads, masters)
-        return copies, MasterState(masters, inner, scale)
+        moved = _moved(params, grads, masters, updates)
+        return moved, MasterState(masters, inner, scale)
 
     def loss_factor(state: MasterState) -> jax.Array:
         scale = state.loss_scale
@@ -236,6 +236,16 @@ def all_finite(params: Any, grads: Any, state: MasterState) -> jax.Array:
       Array(False, dtype=bool)
     """
     return _all_finite(_wide_gradients(params, grads, state), None)
+
+
+def _check_arguments(call: str, opt: Any, compute_dtype: Any) -> None:
+    check_optimizer(f"{call}(opt=...)", opt)
+    if not jnp.issubdtype(compute_dtype, jnp.floating):
+        argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
+        raise ValueError(requirement(argument, rule, compute_dtype.name))
+    if opt.name == call:
+        rule, remedy = "must not have masters already", "Wrap it once."
+        raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
 
 
 def _scaling(
@@ -293,8 +303,19 @@ def _wide_gradients(params: Any, grads: Any, state: MasterState) -> Any:
     return structure.unflatten(widened(grad, master) for grad, master in pairs)
 
 
-def _copied(params: Any, grads: Any, masters: Any) -> Any:
-    """New compute copies; where the gradient was None, the old one itself."""
+def _moved(params: Any, grads: Any, masters: Any, updates: bool) -> Any:
+    """New compute copies; where the gradient was None, the old one itself.
+
+    As updates what leads from the old copies to the masters, which add up there.
+    """
+
+    def one(param: Any, grad: Any, master: Any) -> Any:
+        if grad is None or master is None:
+            return jnp.zeros_like(param) if updates else param
+        if updates:
+            return master - jnp.asarray(param).astype(master.dtype)
+        return master.astype(param.dtype)
+
     structure: Any
     leaves, structure = jax.tree.flatten(params)
     triples = zip(
@@ -303,10 +324,7 @@ def _copied(params: Any, grads: Any, masters: Any) -> Any:
         structure.flatten_up_to(masters),
         strict=True,
     )
-    return structure.unflatten(
-        param if grad is None or master is None else master.astype(param.dtype)
-        for param, grad, master in triples
-    )
+    return structure.unflatten(one(*triple) for triple in triples)
 
 
 def _all_finite(grads: Any, axis_name: Hashable | None) -> jax.Array:

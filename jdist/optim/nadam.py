@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import wide_dtype
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, BELOW_1, Hyperparameter, Number, flag
 from jdist.optim._terms import (
     ascending,
     average,
-    decayed,
+    decay,
     log,
     one_minus_power,
     penalized,
@@ -99,11 +99,9 @@ def nadam(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: NAdamState, h: SimpleNamespace
-    ) -> tuple[jax.Array, NAdamState]:
-        if decoupled_weight_decay:
-            param, grad = decayed(param, h), ascending(grad, h)
-        else:
-            grad = penalized(param, grad, h)
+    ) -> tuple[Update, NAdamState]:
+        decoupled = decoupled_weight_decay
+        grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
         beta1, beta2 = h.betas
         step = state.step + 1
         t = step.astype(param.dtype)
@@ -117,8 +115,9 @@ def nadam(
         of_grad = h.lr * (1 - mu) / (1 - product)
         of_m = h.lr * mu_next / (1 - product * mu_next)
         denominator = jnp.sqrt(v / one_minus_power(beta2, t)) + h.eps
-        new = param - (of_grad * grad + of_m * m) / denominator
-        return new, NAdamState(step, product, m, v)
+        delta = -((of_grad * grad + of_m * m) / denominator)
+        update = Update(delta, decay(h) if decoupled else 0)
+        return update, NAdamState(step, product, m, v)
 
     return leafwise(
         "nadam",

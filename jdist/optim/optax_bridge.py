@@ -1,8 +1,7 @@
 """Both ways between jdist's optimizers and optax's gradient transformations.
 
-optax separates the update from its application, p + u; jdist makes the step at once.
-So `as_optax` gives the difference u = new - p, and p + u may miss `new` by one
-rounding. The other way nothing is lost.
+optax separates the update from its application, p + u. `as_optax` gives the update
+that a step of jdist adds (`Optimizer.updates`): what follows in a chain may scale it.
 
 optax is imported when `as_optax` is called, not before: jdist does not depend on it.
 """
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from jdist._errors import Unavailable, requirement
 from jdist._tree import is_inexact, merge, path_of, split_inexact, wide_dtype
-from jdist.optim._base import Optimizer, matching
+from jdist.optim._base import Optimizer, check_optimizer, matching
 
 if TYPE_CHECKING:
     import optax
@@ -27,9 +26,11 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
     Its `update` needs `params`. Extra arguments named like hyperparameters of `opt`
     override them for the step; others, meant for other links of a chain, are ignored.
     A None in the gradients, and a leaf that is no floating array, gets an update of 0.
+    Its state is the tuple of the arrays of `opt`'s own state. Flax NNX takes both.
 
     Raises:
       Unavailable: optax is not installed.
+      TypeError: `opt` is no optimizer of jdist.
       ValueError: In `update`: `params` is missing.
 
     Example:
@@ -41,6 +42,7 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
       >>> [f"{p:.4f}" for p in optax.apply_updates(params, updates)]
       ['0.9000', '2.1000']
     """
+    check_optimizer("as_optax(opt=...)", opt)
     try:
         import optax
     except ImportError as error:
@@ -54,14 +56,22 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
             remedy = "Pass the parameters as third argument."
             raise ValueError(requirement(argument, "must be given", None, remedy))
         mine = {k: v for k, v in extra.items() if k in opt.hyperparameters}
-        new, state = opt.step(params, updates, state, **mine)
-        return jax.tree.map(_difference, new, params), state
+        structure: Any = jax.tree.structure(jax.eval_shape(opt.init, params))
+        own = structure.unflatten(state)
+        moves, own = opt.updates(params, updates, own, **mine)
+        return moves, _flat(own)
 
-    return optax.GradientTransformationExtraArgs(opt.init, update)
+    return optax.GradientTransformationExtraArgs(lambda p: _flat(opt.init(p)), update)
 
 
-def _difference(new: Any, old: Any) -> Any:
-    return new - old if is_inexact(old) else jnp.zeros_like(old)
+def _flat(state: Any) -> tuple[Any, ...]:
+    """A state's arrays, without its structure, which the parameters determine.
+
+    The structure is a tree like the parameters with the algorithm's state in the place
+    of each leaf. Flax NNX calls `init` with variables in those places, and `update`
+    with plain arrays, and wants one structure from both.
+    """
+    return tuple(jax.tree.leaves(state))
 
 
 def from_optax(
@@ -99,7 +109,11 @@ def from_optax(
         return tx.init(split_inexact(params)[0])
 
     def step_tree(
-        params: Any, grads: Any, state: Any, overrides: Mapping[str, Any]
+        params: Any,
+        grads: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        updates: bool = False,
     ) -> tuple[Any, Any]:
         for name in overrides:
             if name not in extra_args:
@@ -111,8 +125,10 @@ def from_optax(
                 raise TypeError(requirement(call, rule, name, remedy))
         floating, rest = split_inexact(params)
         shown = _floating_gradients(call, params, grads)
-        updates, state = tx.update(shown, state, floating, **overrides)
-        return merge(jax.tree.map(_applied, floating, updates), rest), state
+        moves, state = tx.update(shown, state, floating, **overrides)
+        if updates:
+            return merge(moves, jax.tree.map(jnp.zeros_like, rest)), state
+        return merge(jax.tree.map(_applied, floating, moves), rest), state
 
     return Optimizer("from_optax", init_tree, step_tree)
 

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, BELOW_1, Hyperparameter, Number, flag
 from jdist.optim._terms import (
     ascending,
     average,
-    decayed,
+    decay,
     log,
     one_minus_power,
     penalized,
@@ -93,11 +93,9 @@ def radam(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: RAdamState, h: SimpleNamespace
-    ) -> tuple[jax.Array, RAdamState]:
-        if decoupled_weight_decay:
-            param, grad = decayed(param, h), ascending(grad, h)
-        else:
-            grad = penalized(param, grad, h)
+    ) -> tuple[Update, RAdamState]:
+        decoupled = decoupled_weight_decay
+        grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
         beta1, beta2 = h.betas
         step = state.step + 1
         t = step.astype(param.dtype)
@@ -106,8 +104,9 @@ def radam(
         rho, rectifier = _rectifier(beta2, t)
         size = h.lr / one_minus_power(beta1, t)
         rectified = rectifier * jnp.sqrt(one_minus_power(beta2, t))
-        update = jnp.where(rho > 5, m * (rectified / (jnp.sqrt(v) + h.eps)), m)
-        return param - size * update, RAdamState(step, m, v)
+        delta = -size * jnp.where(rho > 5, m * (rectified / (jnp.sqrt(v) + h.eps)), m)
+        update = Update(delta, decay(h) if decoupled else 0)
+        return update, RAdamState(step, m, v)
 
     return leafwise(
         "radam",

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, flag, known_zero
 from jdist.optim._terms import average, penalized
 
@@ -91,7 +91,7 @@ def rmsprop(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: RMSpropState, h: SimpleNamespace
-    ) -> tuple[jax.Array, RMSpropState]:
+    ) -> tuple[Update, RMSpropState]:
         grad = penalized(param, grad, h)
         square = average(state.square_avg, grad * grad, h.alpha)
         mean, variance = None, square
@@ -102,8 +102,9 @@ def rmsprop(
         buffer = state.momentum_buffer
         if buffer is not None:
             update = buffer = h.momentum * buffer + update
-        new = param - h.lr * update
-        return new, RMSpropState(state.step + 1, square, mean, buffer)
+        return Update(-h.lr * update), RMSpropState(
+            state.step + 1, square, mean, buffer
+        )
 
     no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"
     return leafwise(

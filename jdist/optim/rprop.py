@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, Rule, flag
 from jdist.optim._terms import ascending
 
@@ -76,7 +76,7 @@ def rprop(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: RpropState, h: SimpleNamespace
-    ) -> tuple[jax.Array, RpropState]:
+    ) -> tuple[Update, RpropState]:
         grad = ascending(grad, h)
         shrink, grow = h.etas
         agreement = grad * state.prev
@@ -87,8 +87,9 @@ def rprop(
         length = jnp.where(state.step == 0, h.lr, state.step_size).astype(param.dtype)
         length = jnp.clip(length * factor, *h.step_sizes)
         grad = jnp.where(agreement < 0, 0, grad)
-        new = param - jnp.sign(grad) * length
-        return new, RpropState(state.step + 1, grad, length)
+        return Update(-jnp.sign(grad) * length), RpropState(
+            state.step + 1, grad, length
+        )
 
     return leafwise(
         "rprop",

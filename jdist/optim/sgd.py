@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, count_zero, leafwise
+from jdist.optim._base import Optimizer, Update, count_zero, leafwise
 from jdist.optim._hyper import (
     A_NUMBER,
     AT_LEAST_0,
@@ -90,14 +90,14 @@ def sgd(
 
     def step_leaf(
         param: jax.Array, grad: jax.Array, state: SGDState, h: SimpleNamespace
-    ) -> tuple[jax.Array, SGDState]:
+    ) -> tuple[Update, SGDState]:
         grad = penalized(param, grad, h)
         buffer = state.momentum_buffer
         if buffer is not None:
             later = h.momentum * buffer + (1 - h.dampening) * grad
             buffer = jnp.where(state.step == 0, grad, later)
             grad = grad + h.momentum * buffer if nesterov else buffer
-        return param - h.lr * grad, SGDState(state.step + 1, buffer)
+        return Update(-h.lr * grad), SGDState(state.step + 1, buffer)
 
     no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"
     return leafwise(

@@ -1,5 +1,7 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
+from jdist._fit import Epoch as Epoch
+from jdist._fit import over_epoch as over_epoch
 from jdist.pipeline.checkpoint import Checkpoints as Checkpoints
 from jdist.pipeline.costs import Costs as Costs
 from jdist.pipeline.evaluation import Evaluation as Evaluation
@@ -44,10 +46,8 @@ from jdist.pipeline.stage import Stage as Stage
 from jdist.pipeline.timed import timed as timed
 from jdist.pipeline.timeline import Record as Record
 from jdist.pipeline.timeline import Timeline as Timeline
-from jdist.pipeline.training import Epoch as Epoch
 from jdist.pipeline.training import Metrics as Metrics
 from jdist.pipeline.training import PipelineState as PipelineState
-from jdist.pipeline.training import over_epoch as over_epoch
 from jdist.pipeline.weight_stashing import StashState as StashState
 from jdist.pipeline.weight_stashing import WeightStashing as WeightStashing
 from jdist.pipeline.weight_stashing import with_weight_stashing as with_weight_stashing

@@ -1,20 +1,11 @@
 """Training over many batches: a step for each, saved now and then, with a bar."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from jdist._errors import requirement
+from jdist._fit import check_save_every, fitted, pair
 from jdist.pipeline.checkpoint import Checkpoints
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.training import Metrics, PipelineState
@@ -69,28 +60,28 @@ def fit(
       (3, 9.844)
     """
     with pipe.executor.opened("fit") as post:
-        if save_every < 1:
-            call = "fit(save_every=...)"
-            raise ValueError(requirement(call, "must be 1 at least", save_every))
+        check_save_every(save_every)
         saves = save_every if checkpoints is not None else 0
         post.identify(None, {"save_every": saves})
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         supply = iter(batches)
         post.agree(None)
-    metrics: list[Metrics] = []
-    with _bar(console, total) as bar:
-        while (given := _next(supply, pipe)) is not None:
-            batch, weights = given
-            state, found = pipe.train_step(state, batch, weights)
-            # The loss before: that of this step may still be computed.
-            bar.advance(state.step, metrics[-1] if metrics else None)
-            metrics.append(found)
-            if checkpoints is not None and state.step % save_every == 0:
-                checkpoints.save(state)
-    if checkpoints is not None and metrics and state.step % save_every:
-        checkpoints.save(state)
-    return state, metrics
+    return fitted(
+        pipe.train_step,
+        state,
+        _fetched(supply, pipe),
+        state.step,
+        total=total,
+        checkpoints=checkpoints,
+        save_every=save_every,
+        console=console,
+    )
+
+
+def _fetched(supply: Iterator[Any], pipe: Pipeline) -> Iterator[tuple[Any, Any]]:
+    while (given := _next(supply, pipe)) is not None:
+        yield given
 
 
 _END = object()
@@ -104,47 +95,9 @@ def _next(supply: Iterator[Any], pipe: Pipeline) -> tuple[Any, Any] | None:
     try:
         given = next(supply, _END)
         if given is not _END:
-            return _pair(given)
+            return pair(given)
     except BaseException:
         with pipe.executor.opened("train_step"):
             raise
     pipe.executor.gather(None, "the end of fit")
     return None
-
-
-def _pair(given: Any) -> tuple[Any, Any]:
-    batch, weights = given if isinstance(given, tuple) else (given, None)
-    return batch, weights
-
-
-class _Bar:
-    """A bar of rich's, or none."""
-
-    def __init__(self, shown: Progress | None, total: int | None) -> None:
-        self._shown = shown
-        if shown is not None:
-            self._task = shown.add_task("training", total=total, loss="")
-
-    def advance(self, step: int, before: Metrics | None) -> None:
-        """Another step is done."""
-        if self._shown is not None:
-            loss = "" if before is None else f"loss {float(before.loss):.4g}"
-            text = f"step {step}"
-            self._shown.update(self._task, advance=1, description=text, loss=loss)
-
-
-@contextlib.contextmanager
-def _bar(console: Console | None, total: int | None) -> Iterator[_Bar]:
-    if console is None:
-        yield _Bar(None, total)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as shown:
-        yield _Bar(shown, total)

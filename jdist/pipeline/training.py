@@ -1,13 +1,12 @@
 """What a pipeline's training step hands to the next, and what it says."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from jdist._errors import requirement
-from jdist.optim import Optimizer
-from jdist.reduction import check_reduction
+from jdist.optim import Optimizer, check_optimizer
 
 
 class PipelineState(NamedTuple):
@@ -64,63 +63,6 @@ class Metrics(NamedTuple):
     """The sum of their weights."""
 
 
-class Epoch(NamedTuple):
-    """What the steps or evaluations of an epoch found out together."""
-
-    loss: float
-    """As if all examples were one batch; for steps each at its own parameters."""
-
-    examples: int
-    """How many there were."""
-
-    weight: float
-    """The sum of their weights."""
-
-
-class _Counted(Protocol):
-    """`Metrics`, or an `Evaluation`."""
-
-    @property
-    def loss(self) -> Any: ...
-
-    @property
-    def examples(self) -> int: ...
-
-    @property
-    def weight(self) -> float: ...
-
-
-def over_epoch(found: Sequence[_Counted], reduction: str = "mean") -> Epoch:
-    """Joins the losses of batches, each by its weight; waits until they are computed.
-
-    Args:
-      found: `Metrics` of training steps, or `Evaluation`s.
-      reduction: That of the pipeline.
-
-    Raises:
-      ValueError: There are none, or `reduction` is unknown.
-
-    Example:
-      >>> parts = [Metrics(2.0, None, 3, 3.0), Metrics(6.0, None, 1, 1.0)]
-      >>> over_epoch(parts)
-      Epoch(loss=3.0, examples=4, weight=4.0)
-    """
-    check_reduction("over_epoch", reduction)
-    if not found:
-        rule = "must have one entry at least"
-        raise ValueError(requirement("over_epoch(found)", rule, "none"))
-    weight = sum(part.weight for part in found)
-    losses = [float(part.loss) for part in found]
-    if reduction == "mean":
-        pairs = zip(found, losses, strict=True)
-        loss = sum(part.weight * loss for part, loss in pairs) / weight
-    else:
-        joins: dict[str, Callable[[list[float]], float]]
-        joins = {"sum": sum, "max": max, "min": min}
-        loss = joins[reduction](losses)
-    return Epoch(loss, sum(part.examples for part in found), weight)
-
-
 def optimizers_for(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     stages: int,
@@ -135,14 +77,15 @@ def optimizers_for(
     if optimizer is None:
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
-    found = (
-        [optimizer] * stages if isinstance(optimizer, Optimizer) else list(optimizer)
-    )
+    found: list[Any] = [optimizer] * stages
+    # An optax transformation is a tuple, of two functions.
+    if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
+        found = list(optimizer)
+    else:
+        check_optimizer(call, optimizer)
     if len(found) != stages:
         rule = f"must be one optimizer, or one for each of the {stages} stages"
         raise ValueError(requirement(call, rule, f"{len(found)} of them"))
-    strangers = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
-    if strangers:
-        rule = "must be made by jdist.optim"
-        raise TypeError(requirement(call, rule, f"a {strangers[0]}"))
+    for one in found:
+        check_optimizer(call, one)
     return found

@@ -1,5 +1,6 @@
 """Two real processes: the same gradient, the same bits, and the loss of one."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from jdist.data_parallel.process_group import VARIABLES, process_group
 from jdist.rpc.errors import ProcessFailed
 from jdist.rpc.spawn import spawn
 from tests.data_parallel import group_runs as runs
+
+process_group_module = sys.modules["jdist.data_parallel.process_group"]
 
 
 def test_the_mesh_is_over_all_devices_of_both(pair):
@@ -187,7 +190,85 @@ def test_a_frozen_process_is_lost_after_its_heartbeat():
     assert "The following tasks are unhealthy (stopped sending heartbeats)" in said
 
 
+def test_who_comes_to_the_end_too_early_is_named_by_all():
+    """By JAX those would be that still work, and all processes would be aborted."""
+    _, said = failing("return", 1)
+    expected = "ProcessLost: Rank 1 of 2 came to the end of the run before"
+    for worker in range(2):
+        (line,) = [x for x in said.splitlines() if f"[worker{worker}] jdist" in x]
+        assert expected in line
+        assert ", and rank 0 did not: lost, or with more steps to take. All" in line
+    assert "SIGABRT" not in said
+
+
 # --- in this process ---
+
+
+class Coordinator:
+    """JAX's client in a process of four, two of which come to the end."""
+
+    def __init__(self, ended=(), left=None, gone=False):
+        self.values = {f"jdist/ended/{rank}": "" for rank in ended}
+        self.values |= {
+            f"jdist/left/{rank}": json.dumps({"moment": 5.0, "text": "", **note})
+            for rank, note in (left or {}).items()
+        }
+        self.gone = gone
+
+    def key_value_set(self, key, value):
+        if self.gone:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
+
+    def wait_at_barrier(self, name, milliseconds):
+        raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {name}")
+
+
+@pytest.fixture
+def rank_3_of_4(monkeypatch):
+    """Gives `found(client, error)`, of which None is the end of the block."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    monkeypatch.setattr(process_group_module, "_PATIENCE", 0.0)
+
+    def found(client, error=None):
+        monkeypatch.setattr(
+            process_group_module, "distributed_client", lambda: client
+        )  # fmt: skip
+        if error is None:
+            return process_group_module._early_end(1.0)
+        return process_group_module._verdict(error)
+
+    return found
+
+
+def test_the_names_of_who_is_lost(rank_3_of_4):
+    """Of those that end early, at the end and in the others' collectives; of others."""
+    broken = ValueError("UNKNOWN: Gloo all-reduce failed: closed by peer")
+    early = {"own": True, "ended": True}
+    at_the_end = rank_3_of_4(Coordinator(ended=(1,)))
+    assert rank_3_of_4(Coordinator(ended=(0, 1, 2))) is None, "the last came just then"
+    in_a_collective = rank_3_of_4(Coordinator(left={1: early, 2: early}), broken)
+    for lost, who, others in (
+        (at_the_end, (1, 3), "0, 2"),
+        (in_a_collective, (1, 2), "0, 3"),
+    ):
+        assert lost.ranks == who
+        said = str(lost)
+        assert said.startswith(f"Ranks {who[0]}, {who[1]} of 4 came to the end of the")
+        assert f", and ranks {others} did not: lost, or with" in said
+    silent = rank_3_of_4(Coordinator(left={0: {"own": False}}), broken)
+    assert silent.ranks == (1, 2)
+    assert str(silent).startswith("Ranks 1, 2 of 4 were lost: a collective failed at")
+    client = Coordinator(left={1: {"own": False}, 2: {"own": False}})
+    alone = rank_3_of_4(client, broken)
+    assert str(alone).startswith("Rank 0 of 4 was lost")
+    failed = Coordinator(left={2: {"own": True, "moment": 4.0}, 1: early})
+    assert rank_3_of_4(failed, broken).ranks == (2,), "an error before an early end"
+    assert rank_3_of_4(Coordinator(gone=True)).ranks == (0,)
 
 
 def test_a_process_of_its_own_is_a_group_of_one(monkeypatch):

@@ -1,11 +1,13 @@
 """Shuffled shards: every example once an epoch, the same order everywhere."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.data_parallel import Sampler
+from jdist import optim
+from jdist.data_parallel import Sampler, shard_batch, train_step
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
@@ -88,6 +90,52 @@ def test_batches_of_one_shape(mesh):
         np.add.at(total, np.asarray(batch["y"]), np.asarray(weights))
     assert total.tolist() == [1] * 7
     assert len(list(sampler.batches(data, 3, start=1))) == 1
+
+
+def test_rows_for_micro_batches(mesh):
+    """Each replica's part is padded to them; the step is that of all examples."""
+    rng = np.random.default_rng(2)
+    data = rng.standard_normal((7, 3)), rng.standard_normal(7)
+
+    def losses(w, batch):
+        return (batch[0] @ w - batch[1]) ** 2
+
+    step = train_step(losses, optim.sgd(lr=0.1), mesh(2), accumulate=3)
+    state = step.init(np.ones(3))
+    expected = np.ones(3)
+    sampler = Sampler(7, 5, shuffle=False)
+    for number, batch in enumerate(sampler.batches(data, mesh(2), rows=6)):
+        assert batch[1].shape == (12,)
+        state, _ = step(state, *batch)
+        x, y = (part[5 * number : 5 * number + 5] for part in data)
+        expected = expected - 0.1 * 2 * (x @ expected - y) @ x / len(y)
+    np.testing.assert_allclose(state.params, expected, rtol=1e-10)
+    assert len(list(sampler.batches(data, 2, rows=np.int64(3)))) == 2
+    for rows in (2, 0):
+        expected = rf"batches\(rows=...\)` must be at least 3, .* Got {rows}"
+        with pytest.raises(ValueError, match=expected):
+            next(sampler.batches(data, 2, rows=rows))
+    with pytest.raises(TypeError, match="float"):
+        next(sampler.batches(data, 2, rows=3.5))
+
+
+def test_a_process_without_a_replica_is_refused(monkeypatch, mesh):
+    """It has no rows to bring, and no device to compute on."""
+    with pytest.raises(ValueError, match=r"only=.*must be some of the 3 rep.*Got \[\]"):
+        next(Sampler(7, 6).shards(3, only=()))
+    with pytest.raises(ValueError, match=r"some of the 3 replicas. Got \[1, 3\]"):
+        next(Sampler(7, 6).shards(3, only=(1, 3)))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    expected = (
+        r"must have devices of every process.*Got none of process 1. Make it over"
+    )
+    with pytest.raises(ValueError, match=expected):
+        next(Sampler(4, 2).batches(np.arange(4), mesh(2)))
+
+
+def test_an_empty_batch_names_the_way_out():
+    with pytest.raises(ValueError, match=r"one example\. Got none.*with weight 0, as"):
+        shard_batch(np.zeros((0, 3)), 2)
 
 
 @pytest.mark.parametrize(

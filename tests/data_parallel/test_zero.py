@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdist import optim
+from jdist import data_parallel, optim
 from jdist.data_parallel import shard_batch, train_step, zero
 from jdist.optim import Optimizer
 from tests.data_parallel import zero_bits
@@ -195,3 +195,30 @@ def test_what_cannot_be_divided(mesh):
         ValueError, match=r"by the 4 replicas. Got \(16,\) for \(10,\) at odd"
     ):
         opt.init({"odd": jnp.ones((2, 5))})
+
+
+def test_updates_are_those_of_the_optimizer_itself(rng):
+    """Divided or averaged; a None gradient gives an update of 0."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    whole = optim.adam(lr=0.1, weight_decay=0.25)
+    params = {"w": rng.standard_normal((3, 5)), "b": rng.standard_normal(4), "n": 3}
+    grads = {"w": rng.standard_normal((3, 5)), "b": None, "n": None}
+    params, grads = jax.tree.map(jnp.asarray, (params, grads))
+    expected, _ = whole.updates(params, grads, whole.init(params))
+    assert not np.any(expected["b"])
+    assert np.all(np.asarray(expected["w"]) != 0)
+    opt = data_parallel.zero(whole, mesh)
+    found, state = opt.updates(params, grads, opt.init(params))
+    moved, same = opt.step(params, grads, opt.init(params))
+    for name, update in expected.items():
+        np.testing.assert_allclose(found[name], update, rtol=1e-12)
+        np.testing.assert_allclose(moved[name], params[name] + update, rtol=1e-12)
+    for a, b in zip(*map(jax.tree.leaves, (state, same)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    mean = data_parallel.averaged(optim.sgd(lr=0.5), "data")
+
+    def update(gradient):
+        return mean.updates(jnp.array(7.0), gradient, mean.init(jnp.array(7.0)))[0]
+
+    found = jax.vmap(update, axis_name="data")(jnp.array([1.0, 2.0, 6.0]))
+    np.testing.assert_allclose(found, [-1.5] * 3)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jdist import optim
 from jdist._errors import Unavailable
@@ -127,7 +128,7 @@ def test_what_optax_lacks():
 
 @EACH
 def test_as_optax_makes_the_same_steps(algorithm):
-    """p + (new - p) misses new by at most one rounding of each: two a step."""
+    """Bit for bit, but for decoupled decay, which is rounded by itself: one a step."""
     options = list(algorithm.golden.values())[-1]
     opt = algorithm(**options)
     data = problem(8, steps=3, with_none=False)
@@ -139,7 +140,12 @@ def test_as_optax_makes_the_same_steps(algorithm):
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         ours, our_state = opt.step(ours, grads, our_state)
+    decays = options.get("decoupled_weight_decay") or algorithm.name in (
+        "adamw", "asgd",
+    )  # fmt: skip
     for found, expected in zip(params, ours, strict=True):
+        if not decays:
+            np.testing.assert_array_equal(found, expected)
         size = largest([expected])
         # Moments that see the parameter through weight decay pass the rounding on.
         np.testing.assert_allclose(found, expected, rtol=0, atol=100 * size * 2.0**-53)
@@ -160,7 +166,8 @@ def test_as_optax_in_a_chain_with_none_integers_and_overrides():
     np.testing.assert_array_equal(updates["w"], [-0.5, -7.0])
     assert (updates["b"], updates["n"]) == (0.0, 0)
     assert updates["n"].dtype == params["n"].dtype
-    assert (state["w"].step, state["b"].step) == (1, 0)
+    counts = [int(x) for x in state]
+    assert counts == [0, 1], "one per floating leaf: b, w"
     assert optax.apply_updates(params, updates)["n"] == 4
 
 
@@ -180,6 +187,140 @@ def test_as_optax_under_jit_and_inject_hyperparams():
     twice, _ = step(once, state, jnp.array([3.0, -1.0], jnp.float32))
     # The mean gradient is (2, 1): the first step of Adam is lr times its sign.
     np.testing.assert_allclose(twice, params - 0.1, rtol=1e-6)
+
+
+@EACH
+def test_an_update_is_not_rounded_to_the_spacing_of_its_parameter(algorithm, rng):
+    """Small beside the parameter, and then multiplied: the difference was quantised."""
+    options = {
+        name: value
+        for name, value in list(algorithm.golden.values())[-1].items()
+        if name not in ("weight_decay", "decoupled_weight_decay")
+    } | {"lr": 1e-7}  # fmt: skip
+    if algorithm.name == "rprop":
+        options["step_sizes"] = (1e-9, 1e-6)
+    if algorithm.name == "asgd":
+        options["lambd"] = 0.0
+    if algorithm.name == "adamw":
+        options["weight_decay"] = 0.0
+    opt = algorithm(**options)
+    near = jnp.asarray(rng.standard_normal(7), jnp.float32)
+    far, grads = near + 1000, jnp.asarray(rng.standard_normal(7), jnp.float32)
+    tx = optax.chain(optim.as_optax(opt), optax.scale(1000.0))
+    found, _ = tx.update(grads, tx.init(far), far)
+    # Without decay an update does not depend on where the parameter is.
+    expected, _ = opt.updates(near, grads, opt.init(near))
+    assert float(jnp.max(jnp.abs(expected))) > 0
+    np.testing.assert_array_equal(found, expected * jnp.float32(1000))
+    moved, _ = opt.step(far, grads, opt.init(far))
+    assert not np.allclose((moved - far) * 1000, found, rtol=1e-3)
+
+
+def test_decoupled_decay_is_part_of_the_update(rng):
+    """-lr wd p beside the rest, to the rounding of the update and not of p."""
+    param, grad = (jnp.asarray(x) for x in rng.standard_normal((2, 5)))
+    for make in (optim.adamw, optim.nadam, optim.radam):
+        kind = {} if make is optim.adamw else {"decoupled_weight_decay": True}
+        with_decay, without = (
+            make(lr=1e-3, weight_decay=wd, **kind) for wd in (0.25, 0.0)
+        )
+        found, plain = (
+            opt.updates(param, grad, opt.init(param))[0]
+            for opt in (with_decay, without)
+        )
+        np.testing.assert_allclose(found - plain, -1e-3 * 0.25 * param, rtol=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optim.adam(lr=0.05),
+        lambda: optim.sgd(lr=0.05),
+        lambda: optim.by_label(
+            {"a": optim.adamw(lr=0.05), "b": optim.sgd(lr=0.05, momentum=0.5)},
+            lambda p: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", p),
+        ),
+        lambda: optim.from_optax(optax.adam(0.05)),
+    ],
+    ids=["adam", "sgd", "by_label", "from_optax"],
+)
+def test_as_optax_is_at_home_in_nnx(make, compiled):
+    """Three updates of a module; its parameters are those of the native steps."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((5, 3)))
+
+    def loss(model):
+        return jnp.sum(model(x) ** 2)
+
+    def move(model, optimizer):
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    opt = make()
+    graph, params = nnx.split(model)
+    params = nnx.to_pure_dict(params)
+    state = opt.init(params)
+    optimizer = nnx.Optimizer(model, optim.as_optax(opt), wrt=nnx.Param)
+    move = nnx.jit(move) if compiled else move
+    for _ in range(3):
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, _as_state(graph, p))))(params)
+        params, state = opt.step(params, grads, state)
+        move(model, optimizer)
+    found = nnx.to_pure_dict(nnx.state(model))
+    for a, b in zip(*map(jax.tree.leaves, (found, params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-13)
+
+
+def _as_state(graph, params):
+    state = nnx.state(nnx.merge(graph, nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(1)))))
+    nnx.replace_by_pure_dict(state, params)
+    return state
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_updates_of_sixteen_bits(masters):
+    """Added as optax adds them they give the step; with masters they lead to those."""
+    opt = optim.adam(lr=0.03)
+    opt = optim.with_master_weights(opt) if masters else opt
+    full = jnp.array([1.003, -2.0, 0.25], jnp.float32)
+    params = ours = full.astype(jnp.bfloat16)
+    state = opt.init(full if masters else params)
+    tx = optim.as_optax(opt)
+    tx_state = tx.init(full if masters else params)
+    for _ in range(4):
+        grads = jnp.array([0.5, 1.0, -3.0], jnp.bfloat16)
+        updates, tx_state = tx.update(grads, tx_state, params)
+        params = optax.apply_updates(params, updates)
+        ours, state = opt.step(ours, grads, state)
+        assert params.dtype == ours.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            params.astype(jnp.float32), ours.astype(jnp.float32), rtol=2.0**-8
+        )
+    if masters:
+        np.testing.assert_array_equal(params, ours)
+
+
+def test_counts_lie_where_the_parameters_do():
+    """optax's and the loss scale's: a restored one is tied to the devices it was on."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    values = {"w": jnp.ones(3), "b": jnp.ones(())}
+    params = jax.device_put(values, everywhere)
+    alone = jax.device_put(values, jax.devices()[1])
+    options = (
+        optim.from_optax(optax.adam(0.1)),
+        optim.with_master_weights(optim.adam(), loss_scale=optim.DynamicLossScale()),
+        optim.by_label({"x": optim.from_optax(optax.adam(0.1))}, {"w": "x", "b": "x"}),
+    )
+    for opt in options:
+        for given in (params, alone):
+            leaves = jax.tree.leaves(opt.init(given))
+            assert {frozenset(x.devices()) for x in leaves} == {
+                frozenset(given["w"].devices())
+            }
+            assert all(x.committed for x in leaves)
+        free = jax.tree.leaves(opt.init(values))
+        assert not any(x.committed for x in free)
 
 
 def test_as_optax_needs_params_and_optax(monkeypatch):
@@ -259,6 +400,10 @@ def test_from_optax_refuses_what_optax_cannot_do():
         opt.step(params, params | {"w": jnp.ones(5)}, state)
     with pytest.raises(TypeError, match=r"from_optax\(tx=...\)` must be an optax tran"):
         optim.from_optax(0.1)
+    with pytest.raises(
+        TypeError, match=r"as_optax\(opt=...\)` must be an optimizer of"
+    ):
+        optim.as_optax(optax.adam(0.1))
 
 
 SCHEDULES = {

@@ -1,6 +1,7 @@
 """Every refusal names the argument, the rule and the value that was given."""
 
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -236,3 +237,39 @@ def test_the_state_of_another_optimizer_is_refused():
     for other in (optim.adam(amsgrad=True), optim.sgd(momentum=0.9)):
         with pytest.raises(ValueError, match=r"step\(state=...\)` must hold what"):
             other.step(params, params, state)
+
+
+def test_a_rule_returns_an_update():
+    """The new parameter itself would be added to the old one."""
+
+    class Count(NamedTuple):
+        step: jax.Array
+
+    def made(step_leaf):
+        return optim.leafwise(
+            "mine",
+            [optim.Hyperparameter("lr", 0.25)],
+            lambda p: Count(jnp.zeros((), jnp.int32)),
+            step_leaf,
+        )
+
+    params = jnp.array([1.0, -2.0])
+    old = made(lambda p, g, s, h: (p - h.lr * g, Count(s.step + 1)))
+    expected = r"`mine: step_leaf` must return an `Update` of the parameter and its new"
+    with pytest.raises(TypeError, match=expected):
+        old.step(params, params, old.init(params))
+    new = made(lambda p, g, s, h: (optim.Update(-h.lr * g, 0.5), Count(s.step + 1)))
+    found, state = new.step(params, params, new.init(params))
+    updates, again = new.updates(params, params, new.init(params))
+    np.testing.assert_array_equal(found, params * 0.5 - 0.25 * params)
+    np.testing.assert_array_equal(updates, -0.25 * params - 0.5 * params)
+    assert state.step == again.step == 1
+
+
+def test_updates_refuse_what_a_step_refuses():
+    opt, params = optim.sgd(), {"w": jnp.ones(2)}
+    state = opt.init(params)
+    with pytest.raises(ValueError, match=r"sgd.step\(grads=...\)` must match its par"):
+        opt.updates(params, {"w": jnp.ones(3)}, state)
+    with pytest.raises(TypeError, match="has no hyperparameter 'eps' to override"):
+        opt.updates(params, params, state, eps=1.0)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -339,7 +340,10 @@ def test_training_is_that_of_one_device():
     [
         (None, ValueError, "must be given for training"),
         ([optim.sgd(lr=0.1)] * 2, ValueError, "one for each of the 3 stages. Got 2"),
-        ([0.1] * 3, TypeError, "must be made by jdist.optim. Got a float"),
+        ([0.1] * 3, TypeError, r"must be an optimizer of jdist.optim. Got 0.1. Make"),
+        (optax.adam(0.1), TypeError, r"Got an optax transformation .*`optim.from_o"),
+        ([optax.adam(0.1)] * 3, TypeError, r"Wrap it: `optim.from_optax\(...\)`"),
+        (optim.adam, TypeError, r"Got the function adam. Call it: `optim.adam\(...\)`"),
     ],
 )
 def test_optimizers_that_do_not_fit(optimizer, kind, message):

@@ -1,0 +1,181 @@
+"""A Flax NNX module taken apart into what a training step wants.
+
+    nnx.Param variables                      the parameters
+    batch statistics and other variables     the model state
+    random streams                           made anew from the step's key
+
+A module is an object that changes when it is called; a training step is a function. So
+the module is put together inside the step, called, and taken apart again.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+from jdist._tree import path_of
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+
+@dataclass(frozen=True, slots=True)
+class FromNNX:
+    """A loss function of arrays, and what it starts from; made by `from_nnx`.
+
+    Attributes:
+      loss_fn: For `train_step`.
+      in_evaluation: For `train_step`: with the module in evaluation mode, where batch
+        normalisation uses its averages and dropout lets everything pass.
+      params: For `TrainStep.init`: an `nnx.State` of its `nnx.Param`s.
+      model_state: For `TrainStep.init`: of its other variables, or None without any.
+      module: `module(params, model_state) -> nnx.Module` with these values, such as
+        those of a `TrainState`.
+    """
+
+    loss_fn: Callable[..., Any]
+    in_evaluation: Callable[..., Any]
+    params: Any
+    model_state: Any
+    module: Callable[..., Any]
+
+
+def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
+    """A Flax NNX module's loss as `train_step` takes it.
+
+    Args:
+      model: The module; it is read, not changed.
+      loss_fn: `loss_fn(model, batch)`, which returns one loss per example, or with
+        `has_aux=True` the pair `(losses, aux)`. It may call the model in any way.
+
+    Raises:
+      TypeError: `model` is no NNX module.
+      ValueError: In a step: the model draws random numbers, as dropout does, and the
+        state has no key for them. Give `init` one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jdist import data_parallel, optim
+      >>> class Net(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.norm = nnx.BatchNorm(3, rngs=rngs)
+      ...         self.dense = nnx.Linear(3, 1, rngs=rngs)
+      ...
+      ...     def __call__(self, x):
+      ...         return self.dense(self.norm(x))[:, 0]
+      >>> made = from_nnx(Net(nnx.Rngs(0)), lambda net, b: (net(b[0]) - b[1]) ** 2)
+      >>> step = data_parallel.train_step(made.loss_fn, optim.adam(), mesh=2)
+      >>> state = step.init(made.params, model_state=made.model_state)
+      >>> x = jax.random.normal(jax.random.key(1), (8, 3))
+      >>> state, _ = step(state, (x, x[:, 0]))
+      >>> trained = made.module(state.params, state.model_state)
+      >>> bool(jnp.all(trained.norm.mean[...] != 0))
+      True
+    """
+    from flax import nnx
+
+    if not isinstance(model, nnx.Module):
+        rule = "must be a Flax NNX module"
+        got = f"a {type(model).__name__}"
+        raise TypeError(requirement("from_nnx(model=...)", rule, got))
+    graph, params, streams, rest = _taken_apart(model)
+    stateful = bool(jax.tree.leaves(rest))
+
+    def made(params: Any, state: Any, key: Any) -> Any:
+        own = streams if key is None else _streams(streams, key)
+        kept = rest if state is None else state
+        return nnx.merge(graph, params, own, kept, copy=True)
+
+    def losses(
+        params: Any, batch: Any, key: Any = None, model_state: Any = None
+    ) -> Any:
+        model = made(params, model_state, key)
+        before = _counts(model)
+        found = loss_fn(model, batch)
+        if key is None:
+            _check_undrawn(before, _counts(model))
+        if not stateful:
+            return found
+        first, *aux = found if isinstance(found, tuple) else (found,)
+        return first, _taken_apart(model)[-1], *aux
+
+    def in_evaluation(params: Any, batch: Any, *, model_state: Any = None) -> Any:
+        model = made(params, model_state, None)
+        model.eval()
+        return loss_fn(model, batch)
+
+    def module(params: Any, model_state: Any = None) -> Any:
+        return made(params, model_state, None)
+
+    return FromNNX(losses, in_evaluation, params, rest if stateful else None, module)
+
+
+def check_stateless(argument: str, params: Any) -> None:
+    """Refuses a module as parameters whose state no step would move.
+
+    Args:
+      argument: Function and argument, such as `"init(params=...)"`.
+      params: Any pytree.
+
+    Raises:
+      ValueError: There is an NNX module, or a state of one, with variables that are no
+        parameters: batch statistics would be differentiated, and their update lost.
+    """
+    nnx = sys.modules.get("flax.nnx")  # Not imported, there are no modules.
+    if nnx is None:
+        return
+
+    def is_variable(x: Any) -> bool:
+        return isinstance(x, nnx.Variable)
+
+    for keys, leaf in jax.tree.leaves_with_path(params, is_leaf=is_variable):
+        if is_variable(leaf) and not isinstance(leaf, nnx.Param):
+            rule = "must hold parameters alone"
+            got = f"a {type(leaf).__name__} at {path_of(keys)}"
+            remedy = (
+                "Take the module apart by `data_parallel.from_nnx(model, loss_fn)`, or "
+                "by `nnx.split(model, nnx.Param, ...)` and give the rest as "
+                "`model_state`."
+            )
+            raise ValueError(requirement(argument, rule, got, remedy))
+
+
+def _taken_apart(module: Any) -> tuple[Any, Any, Any, Any]:
+    """Structure, parameters, random streams, and what else a module keeps."""
+    from flax import nnx
+
+    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    # Variables of its own: what becomes of the module later is not seen here.
+    params, streams, rest = (jax.tree.map(lambda x: x, state) for state in states)
+    return graph, params, streams, rest
+
+
+def _streams(like: Any, key: jax.Array) -> Any:
+    """Every stream from its beginning, with a key of its own."""
+    structure: Any
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten(
+        jax.random.fold_in(key, number)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else jnp.zeros_like(leaf)
+        for number, leaf in enumerate(leaves)
+    )
+
+
+def _counts(module: Any) -> list[Any]:
+    """How much has been drawn from each stream."""
+    from flax import nnx
+
+    return jax.tree.leaves(nnx.state(module, nnx.RngCount))
+
+
+def _check_undrawn(before: list[Any], after: list[Any]) -> None:
+    if any(one is not other for one, other in zip(before, after, strict=True)):
+        rule = "must be given where the model draws random numbers, as dropout does"
+        remedy = "Without it all replicas and steps would draw the same ones."
+        raise ValueError(requirement("init(key=...)", rule, None, remedy))

@@ -1,0 +1,202 @@
+"""Training and evaluation over many batches: steps, checkpoints, counts and a bar."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jdist import data_parallel, optim
+from jdist.data_parallel import Epoch, Sampler, evaluate, fit, over_epoch, train_step
+
+MESHES = pytest.mark.parametrize(
+    "mesh",
+    [Mesh(np.array(jax.devices()[:2]), ("data",)), 2],
+    ids=["mesh", "one device"],
+)
+START = np.array([0.5, -1.0, 2.0])
+
+
+def losses(w, batch):
+    x, y = batch
+    return (x @ w - y) ** 2
+
+
+@pytest.fixture
+def data(rng):
+    return rng.standard_normal((11, 3)), rng.standard_normal(11)
+
+
+def same(found, expected):
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@MESHES
+def test_fit_is_the_steps_one_by_one(mesh, data, tmp_path):
+    """Saved after every second step and at the end, and resumed in the middle."""
+    step = train_step(losses, optim.adam(lr=0.1), mesh, clip=1.0)
+    batches = list(Sampler(11, 4, seed=3).batches(data, mesh))
+    state, each = step.init(START), []
+    for batch, weights in batches:
+        state, metrics = step(state, batch, weights)
+        each.append(metrics)
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    with data_parallel.Checkpoints(tmp_path) as saved:
+        found, metrics = fit(
+            step,
+            step.init(START),
+            batches,
+            checkpoints=saved,
+            save_every=2,
+            console=console,
+        )
+        same(found, state)
+        assert saved.latest() == 3
+        middle = saved.restore(step.init(START), step=2)
+        rest, _ = fit(step, middle, iter(batches[2:]), total=1)
+        same(rest, state)
+    assert [float(m.loss) for m in metrics] == [float(m.loss) for m in each]
+    assert [float(m.grad_norm) for m in metrics] == [float(m.grad_norm) for m in each]
+    assert [int(m.examples) for m in metrics] == [4, 4, 3]
+    assert [float(m.weight) for m in metrics] == [4.0, 4.0, 3.0]
+    for text in ("step 3", "3/3", f"loss {float(each[1].loss):.4g}"):
+        assert text in shown.getvalue()
+
+
+def test_what_fit_counts(data):
+    """Of weights on the host and on devices, of lists, and of none."""
+    step = train_step(losses, optim.sgd(lr=0.1), 2)
+    batch = [part[:4] for part in data]
+    weights = [0.5, 0, 3, 0.25]
+    given = [(batch, None), batch, (batch, weights), (batch, np.array(weights))]
+    given += [
+        (batch, jnp.array(weights)),
+        (batch, jnp.array([True, False, True, True])),
+    ]
+    _, found = fit(step, step.init(START), given)
+    assert [int(m.examples) for m in found] == [4, 4, 3, 3, 3, 3]
+    assert [float(m.weight) for m in found] == [4, 4, 3.75, 3.75, 3.75, 3]
+    total = sum(float(m.weight) * float(m.loss) for m in found) / 22.25
+    epoch = over_epoch(found)
+    np.testing.assert_allclose(epoch.loss, total, rtol=1e-12)
+    assert epoch[1:] == (20, 22.25)
+
+
+@MESHES
+@pytest.mark.parametrize("reduction", ["mean", "sum", "max", "min"])
+def test_an_evaluation_is_that_of_one_large_batch(mesh, reduction, data, rng):
+    """Ragged batches with unequal weights; the state is as it was, and in use."""
+    step = train_step(
+        losses, optim.sgd(lr=0.1), mesh, reduction=reduction, accumulate=2
+    )
+    state = step.init(START)
+    before = jax.tree.map(np.asarray, state)
+    weights = rng.uniform(0.1, 3, 11)
+    cuts = (slice(0, 5), slice(5, 6), slice(6, 11))
+    batches = [
+        data_parallel.shard_batch(
+            jax.tree.map(lambda x, c=c: x[c], data), mesh, weights=weights[c]
+        )
+        for c in cuts
+    ]
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    found = evaluate(step, state, iter(batches), total=3, console=console)
+    each = (data[0] @ START - data[1]) ** 2
+    expected = {
+        "mean": np.average(each, weights=weights),
+        "sum": np.sum(weights * each),
+        "max": each.max(),
+        "min": each.min(),
+    }[reduction]
+    np.testing.assert_allclose(found.loss, expected, rtol=1e-10)
+    np.testing.assert_allclose(found.weight, weights.sum(), rtol=1e-6)
+    assert found.examples == 11
+    assert "3/3" in shown.getvalue()
+    same(state, before)
+    one = step.evaluate(state, *batches[0])
+    assert int(one.examples) == 5
+    np.testing.assert_allclose(one.weight, weights[:5].sum(), rtol=1e-6)
+
+
+def test_no_backward_pass_in_an_evaluation(data):
+    """The compiled program has one product, where a step has two."""
+    step = train_step(losses, optim.sgd(lr=0.1), 1)
+    state, batch = step.init(START), tuple(part[:4] for part in data)
+    needed = state._replace(opt_state=None)
+    programs = (
+        step.evaluated.lower(needed, batch, None).as_text(),
+        step.lower(state, batch).as_text(),
+    )
+    assert [text.count("dot_general") for text in programs] == [1, 2]
+
+
+def test_modules_are_evaluated_in_evaluation_mode(rng):
+    """By their averages and without dropout; the averages stay as they are."""
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(5)
+            self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.last = nnx.Linear(3, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.dropout(self.norm(x)))[:, 0]
+
+    def own_losses(net, batch):
+        outputs = net(batch[0])
+        return (outputs - batch[1]) ** 2, outputs
+
+    with jax.numpy_dtype_promotion("standard"):
+        x, y = (rng.standard_normal(s).astype("float32") for s in ((8, 3), (8,)))
+        made = data_parallel.from_nnx(Net(), own_losses)
+        step = train_step(
+            made.loss_fn,
+            optim.sgd(lr=0.1),
+            mesh,
+            has_aux=True,
+            in_evaluation=made.in_evaluation,
+        )
+        key = jax.random.key(2)
+        state = step.init(made.params, model_state=made.model_state, key=key)
+        state, _ = fit(step, state, [((x, y), None)] * 2)
+        found = step.evaluate(state, (x, y))
+        model = made.module(state.params, state.model_state)
+        model.eval()
+        outputs = model(x)
+        np.testing.assert_allclose(found.aux.reshape(8), outputs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found.loss, np.mean((outputs - y) ** 2), rtol=1e-5)
+        training = train_step(made.loss_fn, optim.sgd(), mesh, has_aux=True)
+        assert float(training.evaluate(state, (x, y)).loss) != float(found.loss)
+
+
+def test_what_is_refused(data):
+    step = train_step(losses, optim.sgd(lr=0.1), 2)
+    state = step.init(START)
+    with pytest.raises(ValueError, match=r"fit\(save_every=...\)` must be 1 at least"):
+        fit(step, state, [], save_every=0)
+    assert fit(step, state, []) == (state, [])
+    with pytest.raises(ValueError, match=r"must have one entry at least\. Got none"):
+        evaluate(step, state, [])
+    with pytest.raises(
+        ValueError, match=r"evaluate\(batch=...\)` must have a multiple"
+    ):
+        evaluate(step, state, [(data, None)])
+    _, metrics = step(state, tuple(part[:4] for part in data))
+    with pytest.raises(
+        ValueError, match=r"how many examples.*`fit` and `evaluate` coun"
+    ):
+        over_epoch([metrics])
+    with pytest.raises(ValueError, match=r"`evaluate\(state=...\)` must hold arrays"):
+        step.evaluate(state, tuple(part[:4] for part in data))
+    parts = [metrics._replace(loss=3.0, examples=1, weight=0.5)]
+    assert over_epoch(parts) == Epoch(3.0, 1, 0.5)
