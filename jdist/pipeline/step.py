@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none
+from jdist.pipeline.auxiliary import merged, stacked
 from jdist.pipeline.buckets import buckets_of, whole
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.micro_batch import MicroBatch
@@ -60,6 +62,7 @@ class Step:
     ) -> None:
         self.passages: list[Passage] = []
         self.losses: dict[int, Partial] = {}
+        self._aux: dict[int, Any] = {}
         self._wiring = wiring
         self._places = places
         self._runs = runs
@@ -88,13 +91,15 @@ class Step:
         """
         if stopwatch is not None:
             stopwatch.clear()
-        schedule = self._places.schedule
-        queues = {w: deque(schedule.actions(w)) for w in self._places.own}
-        while any(queues.values()):
-            moved_on = False
-            for worker, queue in queues.items():
-                while queue and not self._missing(worker, queue[0]):
-                    action = queue.popleft()
+        programs = {worker: self._program(worker) for worker in self._places.own}
+        while True:
+            moved_on, left = False, False
+            for worker, program in programs.items():
+                while (action := program.next()) is not None:
+                    if self._missing(worker, action):
+                        left = True
+                        break
+                    program.advance()
                     with _naming(worker, action):
                         if stopwatch is None:
                             self._do(worker, action)
@@ -102,20 +107,29 @@ class Step:
                             do = functools.partial(self._do, worker, action)
                             stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
+            if not left:
+                return
             if not moved_on:
-                self._wait(queues)
+                waiting = self._waiting(programs)
+                if waiting:  # Else it came since it was looked for.
+                    self._post.wait(waiting)
 
-    def _wait(self, queues: Mapping[int, deque[Action]]) -> None:
-        """Until something that an action waits for is there."""
+    def _program(self, worker: int) -> "Program":
+        """What a worker of this process does."""
+        return Program(self._places.schedule.actions(worker))
+
+    def _waiting(self, programs: Mapping[int, "Program"]) -> dict[Parcel, str]:
+        """What the next actions wait for; nothing if one of them need not."""
         waiting: dict[Parcel, str] = {}
-        for worker, queue in queues.items():
-            if not queue:
+        for worker, program in programs.items():
+            action = program.next()
+            if action is None:
                 continue
-            missing = self._missing(worker, queue[0])
+            missing = self._missing(worker, action)
             if not missing:
-                return  # It came since it was looked for.
-            waiting |= dict.fromkeys(missing, str(queue[0]))
-        self._post.wait(waiting)
+                return {}
+            waiting |= dict.fromkeys(missing, str(action))
+        return waiting
 
     def _missing(self, worker: int, action: Action) -> list[Parcel]:
         if action.kind == "W":
@@ -131,7 +145,7 @@ class Step:
         if action.kind == "F":
             outputs = self._forward(worker, run, action)
             return outputs, self.losses.get(worker)
-        split = bool(self._places.schedule.split[action.stage, action.micro_batch])
+        split = self._is_split(action)
         if action.kind == "B":
             self._backward(worker, run, action, split)
         else:
@@ -139,6 +153,10 @@ class Step:
         if action.kind == ("W" if split else "B"):
             self._passed_back(worker, action.stage)
         return None
+
+    def _is_split(self, action: Action) -> bool:
+        schedule = self._places.schedule
+        return bool(schedule.split[action.stage, action.micro_batch])
 
     def _passed_back(self, worker: int, stage: int) -> None:
         """The gradient of a stage has grown by another micro-batch's."""
@@ -170,7 +188,9 @@ class Step:
             sums.append(run.joined(found))
         return run.finished(whole(sums, own), unrounded)
 
-    def agree(self, news: Mapping[int, Any], computed: Any) -> tuple[Any, list[Any]]:
+    def agree(
+        self, news: Mapping[int, Any], computed: Any
+    ) -> tuple[Any, Any, list[Any]]:
         """Ends the step on all workers, or on none.
 
         Args:
@@ -178,20 +198,27 @@ class Step:
           computed: What the step leaves behind; see `Post.agree`.
 
         Returns:
-          The loss of the whole batch, over all workers that run the last stage; and the
-          news of every stage that has some, in order.
+          The loss of the whole batch, over all workers that run the last stage; the
+          auxiliary outputs of its micro-batches; and the news of every stage that has
+          some, in order.
 
         Raises: what `Post.agree` raises.
         """
-        told = self._post.agree((self.losses, news), (self.losses, news, computed))
+        mine = self.losses, news, stacked(self._aux, jnp.stack)
+        told = self._post.agree(mine, (mine, computed))
         losses: dict[int, Partial] = {}
         stages: dict[int, Any] = {}
-        for some, of_stages in moved(told, self._places.devices[self._places.own[0]]):
+        entries = []
+        for some, of_stages, aux in moved(
+            told, self._places.devices[self._places.own[0]]
+        ):
             losses |= some
             stages = of_stages | stages  # Of replicas, what the first one tells.
+            entries.append(aux)
         found = [losses[worker] for worker in sorted(losses)]
         joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
-        return _finished(joined, self._loss.kind), [stages[j] for j in sorted(stages)]
+        loss = _finished(joined, self._loss.kind)
+        return loss, merged(entries), [stages[j] for j in sorted(stages)]
 
     def _share_gradient(self, worker: int, stage: int) -> None:
         """Its last backward pass is done: the others that run the stage get its sum."""
@@ -209,7 +236,6 @@ class Step:
                 continue
             for other in self._replicas(worker, stage):
                 self._post.put(self._state_of(worker, stage), other, run.state)
-        owner = self._places.schedule.owner
         found: dict[int, Any] = {}
         for (worker, stage), run in sorted(self._runs.items(), key=_place):
             replicas = self._replicas(worker, stage)
@@ -220,13 +246,18 @@ class Step:
             for other in replicas:
                 own[other] = self._last(worker, self._state_of(other, stage))
             weights = dict.fromkeys(own, 0.0)
-            for part, who in zip(self._parts, owner[stage].tolist(), strict=True):
-                weights[who] += float(part.total)
+            for micro, total in enumerate(self._totals):
+                weights[self._places.worker(stage, micro)] += float(total)
             ranks = sorted(own)
             found[stage] = joined_state(
                 [own[w] for w in ranks], [weights[w] for w in ranks]
             )
         return found
+
+    @property
+    def _totals(self) -> list[float]:
+        """The weights of all micro-batches."""
+        return [part.total for part in self._parts]
 
     def _state_of(self, worker: int, stage: int) -> Parcel:
         return Parcel("G", -1, "state", stage, worker)
@@ -262,8 +293,8 @@ class Step:
         last, part = self._places.loss, self._parts[micro]
         values, entries = self._taken_by_loss(worker, micro)
         passes = self._loss.passes(part.batch, self._read)
-        found, d_values = passes.both(values, entries, part.weights)
-        self._add_loss(worker, micro, found)
+        found, d_values, aux = passes.both(values, entries, part.weights)
+        self._add_loss(worker, micro, found, aux)
         share = Share(np.float32(0), part.total)
         if self._loss.kind in ("max", "min"):
             share = Share(found.value, found.weight)
@@ -287,8 +318,10 @@ class Step:
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
         return values, entries
 
-    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
-        """The losses so far."""
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
+        """The losses so far, and what the loss function puts out beside them."""
+        if self._loss.has_aux:
+            self._aux[micro] = aux
         before = self.losses.get(worker)
         joined = found if before is None else join(before, found, self._loss.kind)
         self.losses[worker] = joined
@@ -386,6 +419,25 @@ class Step:
             for name, takers in self._wiring.consumers[stage].items()
             for taker in takers
         ]
+
+
+class Program:
+    """Actions of one worker, in order.
+
+    Args:
+      actions: All of them.
+    """
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._left = deque(actions)
+
+    def next(self) -> Action | None:
+        """The next action; None if all are done."""
+        return self._left[0] if self._left else None
+
+    def advance(self) -> None:
+        """It is done."""
+        self._left.popleft()
 
 
 @contextlib.contextmanager
