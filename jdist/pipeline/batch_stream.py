@@ -31,12 +31,18 @@ class Supply:
     Raises:
       TypeError: `batches` or `weights` cannot be iterated over.
       ValueError: Both say how many they are, and differ.
+
+    Attributes:
+      count: How many they say that they are; None for an iterator.
+      first: The first micro-batch that counts, without its batch; by its weights all
+        others are normalised.
     """
 
     def __init__(
         self, batches: Iterable[Any], weights: Iterable[Any] | None, call: str
     ) -> None:
         self.count = len(batches) if isinstance(batches, Sized) else None
+        self.first: MicroBatch | None = None
         self._call = call
         self._read = 0
         self._batches = _iterator(batches, f"{call}(batches)")
@@ -135,7 +141,6 @@ class BatchStream:
         self._compared = compared
         self._call = call
         self._parts: dict[int, MicroBatch] = {}
-        self._first: MicroBatch | None = None
 
     def reaches(self, micro: int) -> bool:
         """Whether there is a micro-batch of that number; reads what comes before it.
@@ -199,18 +204,20 @@ class BatchStream:
     def _normalized(self, part: MicroBatch) -> MicroBatch:
         """With weights that single precision can add up; see `normalized`.
 
-        By the power of two of the first that counts: the largest is not known yet.
+        By the power of two of the first that counts: the largest is not known yet. It
+        is one for all parts of an epoch, whose losses are joined.
         """
         if self._kind == "sum":
             check_sum([part.weights], self._call)
             return part
         if not part.weights.any():
             return part
-        self._first = self._first or part._replace(batch={})
-        exponent = exponent_of([self._first])
+        first = self._supply.first or part._replace(batch={})
+        self._supply.first = first
+        exponent = exponent_of([first])
         if abs(exponent_of([part]) - exponent) > 64:
             rule = "must have totals within a factor of 2^64 of the first one's"
-            got = f"totals of {self._first.given:.3g} in batch {self._first.number} and "
+            got = f"totals of {first.given:.3g} in batch {first.number} and "
             got += f"{part.given:.3g} in batch {part.number}"
             raise ValueError(requirement(f"{self._call}(weights=...)", rule, got))
         return scaled_down(part, exponent)

@@ -166,11 +166,12 @@ def serial(
     k=1,
     replicas=None,
     scale=None,
+    kind="mean",
 ):
     """w(t+1) = w(t) + change(grad f(w_1(v_1), .., w_n(v_n))): all versions by stage.
 
-    The gradient of an update is the mean over the examples of its micro-batches: k
-    from each worker of the stage, fewer in the last update. With a scale the gradient
+    The gradient of an update is the mean (or sum) over the examples of its
+    micro-batches: k from each worker of the stage, fewer in the last update. With a scale the gradient
     of each micro-batch's mean is that many times as large until it is weighted, and an
     update whose gradient is not finite is none: the next version is the one before,
     and the optimizer has not seen it.
@@ -191,7 +192,7 @@ def serial(
         return found
 
     def update(j):
-        total = sum(weight for _, weight in due[j])
+        total = sum(weight for _, weight in due[j]) if kind == "mean" else 1.0
         newest, after = history[j][-1], {}
         grads = {name: sum(g[name] for g, _ in due[j]) / total for name in newest}
         due[j].clear()
