@@ -1,4 +1,4 @@
-"""What the calls of a loss function found, one entry for each micro-batch, on all workers."""
+"""What the calls of a loss function found: an entry for each micro-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,7 +61,9 @@ def merged(parts: Sequence[Entries | None]) -> Any:
     if len(there) < 2:
         return there[0][1] if there else None
     order = np.argsort(np.concatenate([numbers for numbers, _ in there]))
-    return jax.tree.map(lambda *rows: _sorted(rows, order), *(tree for _, tree in there))
+    return jax.tree.map(
+        lambda *rows: _sorted(rows, order), *(tree for _, tree in there)
+    )
 
 
 def _shapes(tree: Any) -> Any:

@@ -1,7 +1,7 @@
 """The batches of an epoch, read one by one when a pass first needs them.
 
-Each batch is a micro-batch. It is kept from when it is read until its first backward pass in
-this process: by then all forward passes and the loss have had what they take of it.
+Each batch is a micro-batch. It is kept from when it is read until its first backward
+pass in this process: by then all forward passes and the loss have had what they take.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
@@ -157,7 +157,7 @@ class BatchStream:
         return micro < len(self.totals)
 
     def may_reach(self, micro: int) -> bool:
-        """Whether there may be such a micro-batch, as far as is known; reads nothing."""
+        """Whether there may be one of that number, as far as known; reads nothing."""
         return self.length is None or micro < self.length
 
     def __getitem__(self, micro: int) -> MicroBatch:
@@ -230,4 +230,3 @@ def _iterator(given: Any, argument: str) -> Iterator[Any]:
         rule = "must be an iterable with an entry for each micro-batch"
         got = f"a {type(given).__name__}"
         raise TypeError(requirement(argument, rule, got)) from error
-

@@ -5,9 +5,9 @@ each, in the order of their backward passes; the last update of an epoch takes w
 left. With several workers each sends its sum to the others, and goes on with the stage
 once it has all of them: so all have the same version at the same point of their lists.
 
-Batches are read when a pass needs them. Each process reads its own, and finds out by itself
-that there are no more; it then tells the others, so that none waits for a micro-batch that
-only some of them have.
+Batches are read when a pass needs them. Each process reads its own, and finds out by
+itself that there are no more; it then tells the others, so that none waits for a
+micro-batch that only some of them have.
 """
 
 from collections import Counter, deque
@@ -22,23 +22,21 @@ from jdist.pipeline.auxiliary import Entries, merged, stacked
 from jdist.pipeline.batch_stream import BatchStream
 from jdist.pipeline.joint_update import JointUpdate
 from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.open_schedule import OpenProgram, OpenSchedule
+from jdist.pipeline.open_schedule import OpenActions, OpenSchedule
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, receive
-from jdist.pipeline.schedule import Updates
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stashed_run import StashedRun
-from jdist.pipeline.step import Program, Step
+from jdist.pipeline.step import Actions, Step
 from jdist.pipeline.stopwatch import Stopwatch
 from jdist.pipeline.wiring import Wiring
 from jdist.reduction import Partial
 
-
 _CALL = "PipeDream.train_epoch"
 
 AHEAD = 32
-"""Micro-batches whose losses may still be computed while another one is read. JAX starts
-computations ahead of the devices, and would otherwise read what nothing can take yet."""
+"""Micro-batches whose losses may still be computed while another one is read. JAX
+starts computations before devices are free: it would read what none can take yet."""
 
 
 class Pass(NamedTuple):
@@ -71,8 +69,8 @@ class Told(NamedTuple):
     """What a process has found out in an epoch, for all others.
 
     Attributes:
-      found: Of its micro-batches the weighted sum of the losses, the sum of the weights,
-        and the auxiliary outputs; see `stacked`.
+      found: Of its micro-batches the weighted sum of the losses, the sum of the
+        weights, and the auxiliary outputs; see `stacked`.
       length: How many micro-batches there are on all workers.
       more: Whether there are others, for the next part of the epoch.
       checksums: Of the batches that it has read.
@@ -82,6 +80,22 @@ class Told(NamedTuple):
     length: int
     more: bool
     checksums: dict[str, int]
+
+
+class EpochPlan(NamedTuple):
+    """What is done in an epoch.
+
+    Attributes:
+      stream: The micro-batches.
+      schedule: Of all workers.
+      every: How many micro-batches of a worker make an update.
+      joint: Exchanges what stages need of each other for an update; None: nothing.
+    """
+
+    stream: BatchStream
+    schedule: OpenSchedule
+    every: int
+    joint: JointUpdate | None
 
 
 class EpochStep(Step):
@@ -94,10 +108,7 @@ class EpochStep(Step):
       post: Brings values to other stages.
       loss: The loss function.
       read: The entries of the batch that the loss reads.
-      stream: The micro-batches.
-      schedule: Of all workers.
-      updates: How many micro-batches make an update.
-      joint: Exchanges what stages need of each other for an update; None: nothing.
+      plan: The micro-batches, and what is done with them.
 
     Attributes:
       passes: What was done here, in order.
@@ -111,18 +122,12 @@ class EpochStep(Step):
         post: Post,
         loss: PipelineLoss,
         read: tuple[str, ...],
-        stream: BatchStream,
-        schedule: OpenSchedule,
-        updates: Updates,
-        joint: JointUpdate | None,
+        plan: EpochPlan,
     ) -> None:
-        super().__init__(wiring, places, runs, post, loss, read, stream)
+        super().__init__(wiring, places, runs, post, loss, read, plan.stream)
         self.passes: list[Pass] = []
         self._stashed = runs
-        self._stream = stream
-        self._schedule = schedule
-        self._every = updates.every
-        self._joint = joint
+        self._stream, self._schedule, self._every, self._joint = plan
         self._computing: deque[tuple[int, Any]] = deque()
         self._found: dict[int, Any] = {}
         self._shared: Counter[tuple[int, int]] = Counter()
@@ -145,20 +150,16 @@ class EpochStep(Step):
 
     # --- the batches ---
 
-    def _program(self, worker: int) -> OpenProgram:
-        return OpenProgram(self._schedule, self._stream, worker)
-
-    @property
-    def _totals(self) -> list[float]:
-        return self._stream.totals
+    def _actions(self, worker: int) -> OpenActions:
+        return OpenActions(self._schedule, self._stream, worker)
 
     def _is_split(self, action: Action) -> bool:
         return False
 
-    def _waiting(self, programs: Mapping[int, Program]) -> dict[Parcel, str]:
+    def _waiting(self, lists: Mapping[int, Actions]) -> dict[Parcel, str]:
         """See `Step`; and for the end of the batches on other workers."""
         self._tell_end()
-        waiting = super()._waiting(programs)
+        waiting = super()._waiting(lists)
         if not waiting:
             return waiting
         here = self._places.own[0]
@@ -199,8 +200,8 @@ class EpochStep(Step):
           computed: What the epoch leaves behind; see `Post.agree`.
 
         Returns:
-          Of all micro-batches, on every worker: the weighted sums of the losses, the sums
-          of the weights, and the auxiliary outputs.
+          Of all micro-batches, on every worker: the weighted sums of the losses, the
+          sums of the weights, and the auxiliary outputs.
 
         Raises:
           ValueError: Other workers have read other batches, or more.
@@ -348,7 +349,9 @@ def _check_alike(told: Sequence[Told]) -> None:
     first = told[0]
     for other in told[1:]:
         if (first.length, first.more) != (other.length, other.more):
-            shown = [f"{x.length}{' and more' if x.more else ''}" for x in (first, other)]
+            shown = [
+                f"{x.length}{' and more' if x.more else ''}" for x in (first, other)
+            ]
             _refuse_lengths(*shown)
         common = first.checksums.keys() & other.checksums.keys()
         for name in sorted(common):

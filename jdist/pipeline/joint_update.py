@@ -1,15 +1,14 @@
 """Updates of an asynchronous pipeline that stages can only make together.
 
-The norm of an update's gradient is that of all stages, and the gradient of a tied parameter
-is a sum over stages. A stage that has its own part tells it to the others, and goes on: the
-update is made when the first forward pass that uses its weights is due. Where all stages use
-the same version for a micro-batch ("flush", "2bw", "vertical_sync") every part is there
-by then; where a stage uses its newest weights it would have to wait for the first stage's
-backward pass at each update, which is a flush.
+The norm of an update's gradient is that of all stages, and the gradient of a tied
+parameter is a sum over stages. A stage that has its own part tells it to the others and
+goes on; the update is made when the first forward pass that uses its weights is due.
+Where all stages use one version for a micro-batch ("flush", "2bw", "vertical_sync")
+every part is under way by then. Where each uses its newest weights, it would wait for
+the first stage's backward pass at every update, which is a flush.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from jdist._errors import requirement
 from jdist.pipeline.places import Places
@@ -39,15 +38,17 @@ def check_together(
       ValueError: Something is refused; the message says why.
     """
     tied = [number for number, stage in enumerate(stages) if stage.tied]
-    asked = []
+    asked: list[tuple[str, str, object]] = []
     if max_norm is not None:
         asked.append(("PipeDream(max_norm=...)", "None", max_norm))
     if tied:
-        got = f"stage {tied[0]} with {dict(stages[tied[0]].tied)}"
-        asked.append(("PipeDream(stages)", "not tied", got))
+        first = f"stage {tied[0]} with {dict(stages[tied[0]].tied)}"
+        asked.append(("PipeDream(stages)", "not tied", first))
     for call, without, got in asked:
         if len(stages) > 1 and policy not in SAME_VERSION:
-            rule = f"must be {without} with the policy {policy!r}: an update would wait "
+            rule = (
+                f"must be {without} with the policy {policy!r}: an update would wait "
+            )
             rule += "for the gradients of all stages, while stages update at different "
             rule += "times"
             shown = ", ".join(map(repr, SAME_VERSION))

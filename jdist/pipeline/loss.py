@@ -57,7 +57,11 @@ class _Compiled:
         return made
 
     def passes(
-        self, names: tuple[str, ...], kind: str, has_aux: bool, unread: Mapping[str, Any]
+        self,
+        names: tuple[str, ...],
+        kind: str,
+        has_aux: bool,
+        unread: Mapping[str, Any],
     ) -> LossPasses:
         """See `PipelineLoss.passes`."""
         leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
@@ -253,7 +257,7 @@ def _with_aux(found: Any) -> tuple[Any, Any]:
     """What a loss function with auxiliary outputs returned.
 
     Raises:
-      ValueError: It is not a pair, or the auxiliary outputs are not arrays.
+      ValueError: It is not a pair.
     """
     call = "loss_fn(outputs, batch)"
     if not isinstance(found, tuple) or len(found) != 2:
@@ -262,11 +266,4 @@ def _with_aux(found: Any) -> tuple[Any, Any]:
         got = f"a {type(found).__name__}{size}"
         raise ValueError(requirement(call, rule, got))
     losses, aux = found
-    for leaf in jax.tree.leaves(aux):
-        try:
-            jnp.result_type(leaf)
-        except TypeError as error:
-            rule = "must return arrays or numbers as auxiliary outputs"
-            got = f"a {type(leaf).__name__}"
-            raise ValueError(requirement(call, rule, got)) from error
     return losses, aux

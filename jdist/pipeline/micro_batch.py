@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -28,6 +28,12 @@ class MicroBatch(NamedTuple):
     weights: np.ndarray
     total: float
     given: float
+
+
+class MicroBatches(Protocol):
+    """Micro-batches by their numbers: a list of them, or those of a `BatchStream`."""
+
+    def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
 def split_batch(batch: Any, weights: Any, count: int, kind: str) -> list[MicroBatch]:

@@ -1,9 +1,9 @@
 """The schedule of an epoch whose length shows only at its end.
 
-A worker does the same in all epochs until one of them has no micro-batch for its next forward
-pass: only the drain depends on the length. So its program is read from the schedule of some
-longer epoch, one action at a time, and from that of the true length once it is known. The
-same is true of the versions of the weights that micro-batches meet.
+A worker does the same in all epochs until one of them has no micro-batch for its next
+forward pass: only the drain depends on the length. So its actions are read from the
+schedule of some longer epoch, one at a time, and from that of the true length once it
+is known. The same is true of the versions of the weights that micro-batches meet.
 """
 
 from collections.abc import Callable
@@ -74,8 +74,8 @@ class OpenSchedule:
         ]
 
 
-class OpenProgram:
-    """What one worker does next; see `OpenSchedule`.
+class OpenActions:
+    """What one worker does as long as batches come; see `Actions`.
 
     Args:
       schedule: Of all workers.
@@ -92,7 +92,7 @@ class OpenProgram:
         self._done = 0
 
     def next(self) -> Action | None:
-        """The next action; None if all are done."""
+        """See `Actions`; reads the batch of a forward pass."""
         action = self._schedule.action(self._worker, self._done)
         if action is None or action.kind != "F":
             return action
@@ -101,7 +101,7 @@ class OpenProgram:
         return self._schedule.action(self._worker, self._done)
 
     def advance(self) -> None:
-        """It is done."""
+        """See `Actions`."""
         self._done += 1
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jdist._errors import requirement
 from jdist.optim import Optimizer
 from jdist.pipeline.batch_stream import BatchStream, Supply
 from jdist.pipeline.checkpoint import Checkpoints
-from jdist.pipeline.epoch import EpochStep, Pass
+from jdist.pipeline.epoch import EpochPlan, EpochStep, Pass
 from jdist.pipeline.joint_update import JointUpdate, check_together
 from jdist.pipeline.open_schedule import OpenSchedule
 from jdist.pipeline.pipeline import Pipeline
@@ -38,8 +38,8 @@ class EpochMetrics(NamedTuple):
       loss: Over all examples of the epoch.
       skipped: How many updates each stage has skipped, because they overflowed; None
         for stages of other processes, which know theirs. None without a loss scale.
-      aux: Auxiliary outputs of the loss function, arrays of NumPy, each with a new first
-        axis of micro-batches; None if it has none.
+      aux: Auxiliary outputs of the loss function, arrays of NumPy, each with a new
+        first axis of micro-batches; None if it has none.
     """
 
     losses: np.ndarray
@@ -79,8 +79,8 @@ class PipeDream(Pipeline):
       replicas: Workers of each stage, which take micro-batches in turn and update
         together; None: one each. With "stashing" and "none" only.
       update_every: Micro-batches of a worker per update (macro-batches): the gradient
-        is the mean (or sum) over all their examples. None: 1, or n for "2bw", which needs
-        n at least.
+        is the mean (or sum) over all their examples. None: 1, or n for "2bw", which
+        needs n at least.
       max_norm: The gradient of each update is scaled down to this norm, over all stages
         together. With "flush", "2bw" and "vertical_sync", whose updates can wait for
         that of all stages; with one stage under any policy. Not with tied parameters.
@@ -119,7 +119,7 @@ class PipeDream(Pipeline):
       [0, 0, 1, 2]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is given by its name
         self,
         stages: Sequence[Stage],
         loss_fn: Callable[..., Any],
@@ -130,7 +130,7 @@ class PipeDream(Pipeline):
         replicas: Sequence[int] | None = None,
         update_every: int | None = None,
         max_norm: float | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: str = "mean",
         loss_inputs: Sequence[str] | None = None,
         has_aux: bool = False,
     ) -> None:
@@ -174,22 +174,22 @@ class PipeDream(Pipeline):
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
 
-        A batch is read when a forward pass needs it: of a generator no more are held than
-        are under way in the pipeline, and its length need not be known. With workers in
-        several processes each of them calls it with the same batches, which may lack the
-        entries that its stages and losses do not take.
+        A batch is read when a forward pass needs it: of a generator no more are held
+        than are under way in the pipeline, and its length need not be known. With
+        workers in several processes each of them calls it with the same batches, which
+        may lack the entries that its stages and losses do not take.
 
         Args:
           state: From `init` or the epoch before. Nothing of it is donated.
-          batches: Named arrays, each `(examples, ...)`; or pairs of such a batch and its
-            weights. Numbers of examples may differ.
-          weights: Of the examples of each batch, as for `value_and_grad`; those of a whole
-            batch may be 0, but not those of all batches of an update.
+          batches: Named arrays, each `(examples, ...)`; or pairs of such a batch and
+            its weights. Numbers of examples may differ.
+          weights: Of the examples of each batch, as for `value_and_grad`; those of a
+            whole batch may be 0, but not those of all batches of an update.
           checkpoints: Where the state is saved: after each `save_every` batches, and at
             the end.
-          save_every: See there. The pipeline drains before it saves, so that an epoch is
-            trained as one call for each `save_every` batches would train it: a run that
-            goes on from a checkpoint repeats every bit.
+          save_every: See there. The pipeline drains before it saves, as if there was a
+            call for each `save_every` batches: a run that goes on from a checkpoint
+            repeats every bit.
 
         Returns:
           The next state, with the newest weights, one step later for each time that the
@@ -198,8 +198,8 @@ class PipeDream(Pipeline):
           `update_every` does not divide them.
 
         Raises:
-          ValueError: The workers have read other batches than each other, or more; there
-            are none; `save_every` is less than 1, or given without `checkpoints`.
+          ValueError: The workers have read other batches than each other, or more;
+            there are none; `save_every` is less than 1, or without `checkpoints`.
           Exception: What `value_and_grad` raises, and what the iterator raises, on all
             workers, with the name of the worker and the number of the batch in notes.
         """
@@ -241,10 +241,11 @@ class PipeDream(Pipeline):
         joint = None
         if self._max_norm is not None or self._tied:
             joint = JointUpdate(self._tied, self._max_norm, self._places, post)
-        given = self.wiring, self._places, runs, post, loss, read, stream
-        epoch = EpochStep(*given, schedule, self._updates, joint)
+        plan = EpochPlan(stream, schedule, self._updates.every, joint)
+        given = self.wiring, self._places, runs, post, loss, read
+        epoch = EpochStep(*given, plan)
         epoch.run(self.stopwatch)
-        after_epoch = epoch.states()
+        after_epoch = epoch.states(stream.totals)
         left = [run.arrays() for run in runs.values()]
         more = limit is not None and supply.more()
         found = epoch.agree_on_epoch(more, left)

@@ -93,7 +93,7 @@ class Pipeline:
       1.8425 [(1, 2), (2, 1)]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is given by its name
         self,
         stages: Sequence[Stage],
         loss_fn: Callable[..., Any],
@@ -198,8 +198,8 @@ class Pipeline:
           `(loss, grads)`; with `states`, `(loss, grads, states)` as the last
           micro-batch left them. `grads` is a list of trees like the parameters, on
           their devices, None at leaves that are not floating and in the place of
-          stages that run in other processes. With `has_aux` the pair `(loss, aux)` takes
-          the place of the loss, as in `jax.value_and_grad`.
+          stages that run in other processes. With `has_aux` the pair `(loss, aux)`
+          takes the place of the loss, as in `jax.value_and_grad`.
 
         Raises:
           ValueError, TypeError: The arguments do not fit the stages; the message names
@@ -401,7 +401,7 @@ class Pipeline:
             told = {j: update.news(j, grads[j], own) for j, own in counted.items()}
         if update is not None:
             self._rehearse(update, grads, told)
-        left = step.states()
+        left = step.states([part.total for part in parts])
         after = [left.get(j) for j in range(len(self.stages))]
         loss_of_all, aux, news = step.agree(told, (grads, after))
         self._shapes.agreed(read)

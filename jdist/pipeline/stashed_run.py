@@ -24,7 +24,8 @@ class Rule(NamedTuple):
     Attributes:
       stashing: The optimizer, and how many versions it keeps.
       version: The version that a micro-batch meets here, by its number.
-      exists: Whether there may be a micro-batch of a number: none was looked for in vain.
+      exists: Whether there may be a micro-batch of a number: it was
+        not looked for in vain.
       turn: Number of the first micro-batch of this worker.
       replicas: Workers of the stage, which take micro-batches in turn.
       consistent: Whether a backward pass uses what its forward pass used. Otherwise it
@@ -165,7 +166,7 @@ class StashedRun(StageRun):
         """Versions that are there, and that some micro-batch will still use."""
         if not self._rule.consistent:
             return set()
-        needed = set()
+        needed: set[int] = set()
         for micro in itertools.count(self._to_come, self._rule.replicas):
             # They do not decrease: what comes later needs versions that come later.
             if not self._rule.exists(micro) or self.version(micro) > self.stash.version:
@@ -217,7 +218,7 @@ def _clipped(
     max_norm: float | None,
 ) -> tuple[Any, Any]:
     """The step, of a gradient that is scaled down to a norm if there is one."""
-    if square is not None:
+    if square is not None and max_norm is not None:
         factor = shrinking(jnp.sqrt(square), max_norm)
         grads = jax.tree.map(lambda g: scaled(g, factor), grads)
     return optimizer.step(params, grads, opt_state)

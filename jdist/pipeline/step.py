@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jdist._tree import is_none
 from jdist.pipeline.auxiliary import merged, stacked
 from jdist.pipeline.buckets import buckets_of, whole
 from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.micro_batch import MicroBatch
+from jdist.pipeline.micro_batch import MicroBatches
 from jdist.pipeline.passage import Passage, size_of
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
@@ -58,7 +58,7 @@ class Step:
         post: Post,
         loss: PipelineLoss,
         read: tuple[str, ...],
-        parts: Sequence[MicroBatch],
+        parts: MicroBatches,
     ) -> None:
         self.passages: list[Passage] = []
         self.losses: dict[int, Partial] = {}
@@ -91,15 +91,15 @@ class Step:
         """
         if stopwatch is not None:
             stopwatch.clear()
-        programs = {worker: self._program(worker) for worker in self._places.own}
+        lists = {worker: self._actions(worker) for worker in self._places.own}
         while True:
             moved_on, left = False, False
-            for worker, program in programs.items():
-                while (action := program.next()) is not None:
+            for worker, actions in lists.items():
+                while (action := actions.next()) is not None:
                     if self._missing(worker, action):
                         left = True
                         break
-                    program.advance()
+                    actions.advance()
                     with _naming(worker, action):
                         if stopwatch is None:
                             self._do(worker, action)
@@ -110,19 +110,19 @@ class Step:
             if not left:
                 return
             if not moved_on:
-                waiting = self._waiting(programs)
+                waiting = self._waiting(lists)
                 if waiting:  # Else it came since it was looked for.
                     self._post.wait(waiting)
 
-    def _program(self, worker: int) -> "Program":
+    def _actions(self, worker: int) -> "Actions":
         """What a worker of this process does."""
-        return Program(self._places.schedule.actions(worker))
+        return ListedActions(self._places.schedule.actions(worker))
 
-    def _waiting(self, programs: Mapping[int, "Program"]) -> dict[Parcel, str]:
+    def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[Parcel, str]:
         """What the next actions wait for; nothing if one of them need not."""
         waiting: dict[Parcel, str] = {}
-        for worker, program in programs.items():
-            action = program.next()
+        for worker, actions in lists.items():
+            action = actions.next()
             if action is None:
                 continue
             missing = self._missing(worker, action)
@@ -204,14 +204,14 @@ class Step:
 
         Raises: what `Post.agree` raises.
         """
-        mine = self.losses, news, stacked(self._aux, jnp.stack)
+        here = self._places.devices[self._places.own[0]]
+        # Those of several workers of the last stage are on several devices.
+        mine = self.losses, news, stacked(moved(self._aux, here), jnp.stack)
         told = self._post.agree(mine, (mine, computed))
         losses: dict[int, Partial] = {}
         stages: dict[int, Any] = {}
         entries = []
-        for some, of_stages, aux in moved(
-            told, self._places.devices[self._places.own[0]]
-        ):
+        for some, of_stages, aux in moved(told, here):
             losses |= some
             stages = of_stages | stages  # Of replicas, what the first one tells.
             entries.append(aux)
@@ -229,8 +229,12 @@ class Step:
                 parcel = Parcel("G", number, "", stage, worker)
                 self._post.put(parcel, other, bucket)
 
-    def states(self) -> dict[int, Any]:
-        """What the stages of this process are left with, over all their workers."""
+    def states(self, totals: Sequence[float]) -> dict[int, Any]:
+        """What the stages of this process are left with, over all their workers.
+
+        Args:
+          totals: Of the weights of each micro-batch.
+        """
         for (worker, stage), run in self._runs.items():
             if run.state is None:
                 continue
@@ -246,18 +250,13 @@ class Step:
             for other in replicas:
                 own[other] = self._last(worker, self._state_of(other, stage))
             weights = dict.fromkeys(own, 0.0)
-            for micro, total in enumerate(self._totals):
+            for micro, total in enumerate(totals):
                 weights[self._places.worker(stage, micro)] += float(total)
             ranks = sorted(own)
             found[stage] = joined_state(
                 [own[w] for w in ranks], [weights[w] for w in ranks]
             )
         return found
-
-    @property
-    def _totals(self) -> list[float]:
-        """The weights of all micro-batches."""
-        return [part.total for part in self._parts]
 
     def _state_of(self, worker: int, stage: int) -> Parcel:
         return Parcel("G", -1, "state", stage, worker)
@@ -421,22 +420,32 @@ class Step:
         ]
 
 
-class Program:
-    """Actions of one worker, in order.
+class Actions(Protocol):
+    """What one worker has still to do, in order."""
+
+    def next(self) -> Action | None:
+        """The next action; None if all are done."""
+
+    def advance(self) -> None:
+        """The next action is done."""
+
+
+class ListedActions:
+    """The actions of a schedule; see `Actions`.
 
     Args:
-      actions: All of them.
+      actions: Of one worker.
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._left = deque(actions)
 
     def next(self) -> Action | None:
-        """The next action; None if all are done."""
+        """See `Actions`."""
         return self._left[0] if self._left else None
 
     def advance(self) -> None:
-        """It is done."""
+        """See `Actions`."""
         self._left.popleft()
 
 

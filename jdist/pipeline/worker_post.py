@@ -450,4 +450,9 @@ def _decision_of(leader: int) -> Parcel:
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "S": "the shapes"}
-_KINDS |= {"T": "a tied gradient", "N": "the norm", "V": "the vote", "D": "the decision"}
+_KINDS |= {
+    "T": "a tied gradient",
+    "N": "the norm",
+    "V": "the vote",
+    "D": "the decision",
+}

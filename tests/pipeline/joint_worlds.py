@@ -1,4 +1,4 @@
-"""Pipelines whose stages update together, as a worker of PipeDream's tests runs them."""
+"""Stages that update together, as a worker of PipeDream's tests runs them."""
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,18 @@ def problem(m, tied=False, dtype=np.float64):
     rng = np.random.default_rng(m)
     shapes = SIDES if tied else [*SIDES[:2], (4, 2)]
     params = [
-        {"w": jnp.asarray(rng.normal(size=s), dtype), "b": jnp.asarray(rng.normal(size=s[1]), dtype)}
+        {
+            "w": jnp.asarray(rng.normal(size=s), dtype),
+            "b": jnp.asarray(rng.normal(size=s[1]), dtype),
+        }
         for s in shapes
     ]
     if tied:
         params[2]["b"] = jnp.copy(params[0]["b"])
-        batches = [b | {"target": rng.normal(size=(len(b["x"]), 5)).astype(dtype)} for b in batches]
+        batches = [
+            b | {"target": rng.normal(size=(len(b["x"]), 5)).astype(dtype)}
+            for b in batches
+        ]
     return params, batches, weights
 
 

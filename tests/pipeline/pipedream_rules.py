@@ -171,10 +171,10 @@ def serial(
     """w(t+1) = w(t) + change(grad f(w_1(v_1), .., w_n(v_n))): all versions by stage.
 
     The gradient of an update is the mean (or sum) over the examples of its
-    micro-batches: k from each worker of the stage, fewer in the last update. With a scale the gradient
-    of each micro-batch's mean is that many times as large until it is weighted, and an
-    update whose gradient is not finite is none: the next version is the one before,
-    and the optimizer has not seen it.
+    micro-batches: k from each worker of the stage, fewer in the last update. With a
+    scale the gradient of each micro-batch's mean is that many times as large until it
+    is weighted, and an update whose gradient is not finite is none: the next version is
+    the one before, and the optimizer has not seen it.
     """
     n = len(params)
     workers = replicas or (1,) * n

@@ -117,7 +117,7 @@ def streamed(places=None, last=None, folder=None):
 
 
 def bad_streams(rank, fault):
-    """What a worker raises whose data, or another one's, is at fault; then it goes on."""
+    """What a worker raises if data of one of them are at fault; then all go on."""
     runtime = runtime_of(3, workers_or_devices=names(3))
     params, batches, weights = problem(3, 9, dtype=np.float32)
     state = runtime.init(params)

@@ -45,7 +45,7 @@ def test_it_reads_what_is_asked_for_and_forgets():
     assert not found.reaches(7)
     assert (found.length, found.may_reach(3), found.may_reach(4)) == (4, True, False)
     for gone in (1, 2):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match=str(gone)):
             found[gone]
     ratio = np.array(found.totals) / [2 * 0.5, 3 * 1.5, 4 * 2.5, 5 * 3.5]
     assert set(ratio.tolist()) == {1.0}  # The first total is a power of two.

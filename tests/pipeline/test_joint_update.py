@@ -1,7 +1,7 @@
 """Clipped updates and tied parameters in PipeDream, beside serial programs.
 
-Under these policies a micro-batch meets one version at all stages, so that the program is
-plain: the gradient of the whole model at an older version, and a step of the newest one.
+Under these policies a micro-batch meets one version at all stages, so that the program
+is plain: the gradient of the whole model at an older version, and a step of the newest.
 """
 
 import functools
@@ -101,7 +101,7 @@ def test_a_clipped_stage_with_replicas_alone():
     params, batches, weights = problem(7)
     own = [{"w": params[0]["w"][:, :2], "b": params[0]["b"][:2]}]
     stage = pipeline.Stage(layer, ("x",), ("y",))
-    options = dict(optimizer=ADAM, max_norm=0.3, replicas=(2,))
+    options = {"optimizer": ADAM, "max_norm": 0.3, "replicas": (2,)}
     runtime = pipeline.PipeDream([stage], losses, **options)
     state, _ = runtime.train_epoch(runtime.init(own), batches, weights)
     expected, norms = serial("flush", own, batches, weights, 2, 0.3)
@@ -123,9 +123,18 @@ def test_workers_have_the_bits_of_one_process(cluster):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "stashing", "max_norm": 1.0}, "None with the policy 'stashing': an"),
-        ({"policy": "none", "max_norm": 1.0}, "None with the policy 'none'.* Use one of"),
-        ({"policy": "stashing", "tied": True}, "not tied with the policy .*stage 0 with"),
+        (
+            {"policy": "stashing", "max_norm": 1.0},
+            "None with the policy 'stashing': an",
+        ),
+        (
+            {"policy": "none", "max_norm": 1.0},
+            "None with the policy 'none'.* Use one of",
+        ),
+        (
+            {"policy": "stashing", "tied": True},
+            "not tied with the policy .*stage 0 with",
+        ),
         ({"policy": "flush", "tied": True, "max_norm": 1.0}, "None with tied param"),
         ({"policy": "flush", "reduction": "max"}, "must be 'mean' or 'sum'. Got max"),
         (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdist.pipeline.open_schedule import OpenProgram, OpenSchedule, steady_length
+from jdist.pipeline.open_schedule import OpenActions, OpenSchedule, steady_length
 from jdist.pipeline.policy import schedule_of_epoch
 from jdist.pipeline.schedule_versions import live_versions, versions_used
 
@@ -48,15 +48,15 @@ def test_programs_and_versions_are_those_of_the_length(case, m):
         schedule = OpenSchedule(of(*case), stream)
         order = [ahead, *(w for w in range(wanted.workers) if w != ahead)]
         for worker in order:
-            program, found = OpenProgram(schedule, stream, worker), []
-            while (action := program.next()) is not None:
-                assert program.next() == action
+            actions, found = OpenActions(schedule, stream, worker), []
+            while (action := actions.next()) is not None:
+                assert actions.next() == action
                 if action.kind == "F":
                     stage, micro = action.stage, action.micro_batch
                     used = versions_used(wanted)[stage, micro]
                     assert schedule.version(stage, micro) == used
                 found.append(action)
-                program.advance()
+                actions.advance()
             assert found == wanted.actions(worker)
 
 

@@ -99,7 +99,9 @@ def test_a_batch_without_weight_in_an_update(policy, k):
     total = np.average(np.nan_to_num(metrics.losses), weights=totals)
     np.testing.assert_allclose(metrics.loss, total, rtol=1e-12)
     weights[1] = np.zeros_like(weights[1])
-    with pytest.raises(ValueError, match=r"weights=...\)` must not all be zero in the m"):
+    with pytest.raises(
+        ValueError, match=r"weights=...\)` must not all be zero in the m"
+    ):
         runtime.train_epoch(runtime.init(params), batches[:2], weights[:2])
 
 
@@ -357,7 +359,7 @@ def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
         plain, metrics = runtime.train_epoch(plain, batches[part], weights[part])
         losses += metrics.losses.tolist()
     with pipeline.Checkpoints(tmp_path / "whole", runtime, keep=None) as saved:
-        options = dict(checkpoints=saved, save_every=n)
+        options = {"checkpoints": saved, "save_every": n}
         given = zip(batches, weights, strict=True)
         state, metrics = runtime.train_epoch(runtime.init(params), given, **options)
         assert state.step == saved.latest() == parts
@@ -366,7 +368,7 @@ def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
         totals = np.array([own.sum() for own in weights])
         np.testing.assert_allclose(metrics.loss, np.average(losses, weights=totals))
     with pipeline.Checkpoints(tmp_path / "cut", runtime) as saved:
-        options = dict(checkpoints=saved, save_every=n)
+        options = {"checkpoints": saved, "save_every": n}
         state = runtime.init(params)
         if parts > 1:  # It ends in the second part, and goes on from the first.
             cut = n + 1
@@ -533,7 +535,7 @@ def test_arguments_that_are_refused():
         runtime.train_epoch(state, [batches[0], [1.0]])
     with pytest.raises(ValueError, match="must have one batch at least"):
         runtime.train_epoch(state, [])
-    with pytest.raises(ValueError, match="must have one batch at least. Got none"):
+    with pytest.raises(ValueError, match=r"must have one batch at least\. Got none"):
         runtime.train_epoch(state, iter(()))
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
