@@ -156,10 +156,6 @@ class BatchStream:
                 self._read()
         return micro < len(self.totals)
 
-    def may_reach(self, micro: int) -> bool:
-        """Whether there may be one of that number, as far as known; reads nothing."""
-        return self.length is None or micro < self.length
-
     def __getitem__(self, micro: int) -> MicroBatch:
         """A micro-batch that was read and is not forgotten."""
         return self._parts[micro]

@@ -24,7 +24,7 @@ from jdist.pipeline.joint_update import JointUpdate
 from jdist.pipeline.loss import PipelineLoss
 from jdist.pipeline.open_schedule import OpenActions, OpenSchedule
 from jdist.pipeline.places import Places
-from jdist.pipeline.post import Parcel, Post, receive
+from jdist.pipeline.post import Parcel, Post
 from jdist.pipeline.schedule_actions import Action
 from jdist.pipeline.stashed_run import StashedRun
 from jdist.pipeline.step import Actions, Step
@@ -151,7 +151,7 @@ class EpochStep(Step):
     # --- the batches ---
 
     def _actions(self, worker: int) -> OpenActions:
-        return OpenActions(self._schedule, self._stream, worker)
+        return OpenActions(self._schedule, worker)
 
     def _is_split(self, action: Action) -> bool:
         return False
@@ -160,22 +160,25 @@ class EpochStep(Step):
         """See `Step`; and for the end of the batches on other workers."""
         self._tell_end()
         waiting = super()._waiting(lists)
-        if not waiting:
-            return waiting
+        return waiting | self._unheard() if waiting else {}
+
+    def _unheard(self) -> dict[Parcel, str]:
+        """Workers whose end is not known; refuses ends that are not this one's."""
         here = self._places.own[0]
+        unheard = {}
         for other in self._elsewhere():
             end = Parcel("E", -1, "", -1, other)
             if self._post.has(end, here):
                 self._ends[other] = self._post.take(end, here)
             if other not in self._ends:
-                waiting[end] = "more batches"
+                unheard[end] = "more batches"
         for other, length in self._ends.items():
             read = len(self._stream.totals)
             if read > length or self._stream.length not in (None, length):
                 more = "" if self._stream.length == read else " or more"
                 who = f"worker {other} of the schedule"
                 _refuse_lengths(f"{length} on {who}", f"{read}{more} here")
-        return waiting
+        return unheard
 
     def _tell_end(self) -> None:
         if self._stream.length is None or self._end_told:
@@ -246,8 +249,8 @@ class EpochStep(Step):
             self._joint.make(worker, stage, run)
         newest = run.stash.version
         computed = super()._do(worker, action)
-        if kind == "B":  # All forward passes of the micro-batch are done.
-            self._stream.forget(micro)
+        if kind == "B":
+            self._stream.forget(micro)  # All its forward passes are done.
         used = run.used[micro] if kind == "F" else run.used.pop(micro)
         held = len(run.stash.kept)
         self.passes.append(Pass(kind, worker, stage, micro, used, newest, held))
@@ -275,7 +278,7 @@ class EpochStep(Step):
         run = self._stashed[worker, stage]
         if run.grown == self._every:
             return True
-        if not run.grown or self._stream.length is None:
+        if not run.grown or not self._schedule.has_ended(worker):
             return False
         return run.grown == self._contributions(stage, run.contributed)[worker]
 
@@ -298,10 +301,11 @@ class EpochStep(Step):
         return [parcel for parcels in awaited for parcel in parcels]
 
     def _update(self, worker: int, stage: int) -> None:
-        others = {
-            parcel.sender: receive(self._post, parcel, worker, "an update")
-            for parcel in self._due(worker, stage)
-        }
+        others = {}
+        for parcel in self._due(worker, stage):
+            while not self._post.has(parcel, worker):
+                self._post.wait({parcel: "an update"} | self._unheard())
+            others[parcel.sender] = self._post.take(parcel, worker)
         run = self._stashed[worker, stage]
         if self._joint is None:
             run.update(others, worker)

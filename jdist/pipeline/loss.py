@@ -239,7 +239,8 @@ def _compiled(
         if factor is not None:
             scale, total = factor[0], weight if factor[1] is None else factor[1]
             scale, total = (jnp.asarray(x, seeds.dtype) for x in (scale, total))
-            seeds = seeds * (scale / total)
+            # With a weight of 0 cotangents are 0, whatever they are divided by.
+            seeds = seeds * (scale / jnp.where(total == 0, 1, total))
         given, rounding = reduction.rounded(seeds, found.dtype)
         (d_values,) = pull_back(given)
         part = Partial(value, None, weight)

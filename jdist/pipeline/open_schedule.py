@@ -8,8 +8,6 @@ is known. The same is true of the versions of the weights that micro-batches mee
 
 from collections.abc import Callable
 
-import numpy as np
-
 from jdist.pipeline.batch_stream import BatchStream
 from jdist.pipeline.schedule import Schedule
 from jdist.pipeline.schedule_actions import Action
@@ -33,40 +31,50 @@ class OpenSchedule:
         self._stream = stream
         self._slack = steady_length(of(1))
         self._make(self._slack)
-        made = self._made
+        made = self._longer
         self.kept = live_versions(made.columns, made.updates)
+        self._drains: dict[int, list[Action]] = {}
 
     def version(self, stage: int, micro: int) -> int:
-        """The version that a micro-batch meets at a stage."""
-        self._close()
-        if self._stream.length is None:
-            while micro + self._slack > self._made.micro_batches:
-                self._make(2 * self._made.micro_batches)
+        """The version that a micro-batch meets at a stage, if it exists."""
+        while micro >= self._longer.micro_batches:
+            self._make(2 * self._longer.micro_batches)
         return int(self._versions[stage, micro])
 
-    def action(self, worker: int, number: int) -> Action | None:
-        """A worker's action by its number, if there is a micro-batch for it.
+    def has_ended(self, worker: int) -> bool:
+        """Whether a worker has looked in vain for another micro-batch.
+
+        What others know does not count: what it keeps and when it updates must not
+        depend on where they are.
+        """
+        return worker in self._drains
+
+    def may_have(self, worker: int, micro: int) -> bool:
+        """Whether a micro-batch may exist, as far as a worker has looked for its own."""
+        length = self._stream.length
+        return not self.has_ended(worker) or length is None or micro < length
+
+    def look(self, worker: int, number: int) -> Action | None:
+        """A worker's action by its number; reads the batch of a forward pass.
 
         None after the last one of an epoch that has ended.
         """
-        self._close()
-        if self._stream.length is None:
+        if not self.has_ended(worker):
             while number >= self._sure[worker]:
-                self._make(2 * self._made.micro_batches)
-        actions = self._actions[worker]
+                self._make(2 * self._longer.micro_batches)
+            action = self._actions[worker][number]
+            if action.kind != "F" or self._stream.reaches(action.micro_batch):
+                return action
+            assert self._stream.length is not None
+            self._drains[worker] = self._of(self._stream.length).actions(worker)
+        actions = self._drains[worker]
         return actions[number] if number < len(actions) else None
 
-    def _close(self) -> None:
-        """Once the stream has ended: the schedule is that of its length."""
-        length = self._stream.length
-        if length is not None and self._made.micro_batches != length:
-            self._make(length)
-
     def _make(self, length: int) -> None:
-        self._made = self._of(length)
-        self._versions: np.ndarray = versions_used(self._made)
-        workers = range(self._made.workers)
-        self._actions = [self._made.actions(worker) for worker in workers]
+        self._longer = self._of(length)
+        self._versions = versions_used(self._longer)
+        workers = range(self._longer.workers)
+        self._actions = [self._longer.actions(worker) for worker in workers]
         # Up to its last forward pass a worker does the same in a longer epoch.
         self._sure = [
             max((i + 1 for i, a in enumerate(actions) if a.kind == "F"), default=0)
@@ -79,26 +87,17 @@ class OpenActions:
 
     Args:
       schedule: Of all workers.
-      stream: The micro-batches, of which one is read when its forward pass is next.
       worker: Which.
     """
 
-    def __init__(
-        self, schedule: OpenSchedule, stream: BatchStream, worker: int
-    ) -> None:
+    def __init__(self, schedule: OpenSchedule, worker: int) -> None:
         self._schedule = schedule
-        self._stream = stream
         self._worker = worker
         self._done = 0
 
     def next(self) -> Action | None:
         """See `Actions`; reads the batch of a forward pass."""
-        action = self._schedule.action(self._worker, self._done)
-        if action is None or action.kind != "F":
-            return action
-        if self._stream.reaches(action.micro_batch):
-            return action
-        return self._schedule.action(self._worker, self._done)
+        return self._schedule.look(self._worker, self._done)
 
     def advance(self) -> None:
         """See `Actions`."""

@@ -231,13 +231,15 @@ class PipeDream(Pipeline):
         if key is not None:
             own = jax.random.fold_in(key, step)
         self._identify(post, step, supply, limit, stream, own)
-        runs = self._stashed_runs(schedule, stream, state, own)
+        runs = self._stashed_runs(schedule, state, own)
         loss, skipped = self._loss, None
         if self._scaled:
             loss = loss.scaled(scale_in(state.opt_states), None)
             skipped = skipped_in(state.opt_states)
         del state
         read = self._shapes.read(post, runs, stream[0].batch)
+        if not self._takes(0):
+            stream.forget(0)
         joint = None
         if self._max_norm is not None or self._tied:
             joint = JointUpdate(self._tied, self._max_norm, self._places, post)
@@ -263,22 +265,22 @@ class PipeDream(Pipeline):
         return after, _Part(*found, skipped)
 
     def _stream(self, supply: Supply, limit: int | None) -> BatchStream:
-        placement, here = self.schedule.placement, {*self._places.own}
-        every = self._updates.every
-
-        def is_taken(micro: int) -> bool:
-            takers = {workers[micro % len(workers)] for workers in placement}
-            return micro == 0 or not here.isdisjoint(takers)
-
+        placement, every = self.schedule.placement, self._updates.every
         return BatchStream(
             supply,
             limit,
             self._loss.kind,
             {every * len(workers) for workers in placement},
-            is_taken,
+            lambda micro: micro == 0 or self._takes(micro),
             not self.executor.sees_all,
             _CALL,
         )
+
+    def _takes(self, micro: int) -> bool:
+        """Whether a worker of this process has a pass for a micro-batch."""
+        placement = self.schedule.placement
+        takers = {workers[micro % len(workers)] for workers in placement}
+        return not takers.isdisjoint(self._places.own)
 
     def _identify(
         self,
@@ -321,7 +323,6 @@ class PipeDream(Pipeline):
     def _stashed_runs(
         self,
         schedule: OpenSchedule,
-        stream: BatchStream,
         state: PipelineState,
         key: Any,
     ) -> dict[tuple[int, int], StashedRun]:
@@ -335,7 +336,7 @@ class PipeDream(Pipeline):
             rule = Rule(
                 with_weight_stashing(optimizers[j], versions),
                 functools.partial(schedule.version, j),
-                stream.may_reach,
+                functools.partial(schedule.may_have, worker),
                 workers.index(worker),
                 len(workers),
                 consistent,

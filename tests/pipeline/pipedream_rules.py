@@ -208,7 +208,7 @@ def serial(
     for i, (batch, own) in enumerate(zip(batches, weights, strict=True)):
         old = met("stashing" if policy == "none" else policy, i)
         new = met("flush", i) if policy == "none" else old
-        factor = scale / own.sum() if scale else 1.0
+        factor = scale / own.sum() if scale and own.any() else 1.0
         for j, found in enumerate(backward(old, new, batch, own * factor)):
             due[j].append(({x: g / factor for x, g in found.items()}, own.sum()))
         for j in range(n):

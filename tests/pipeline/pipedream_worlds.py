@@ -146,6 +146,18 @@ def bad_streams(rank, fault):
     return text, jax.tree.map(np.asarray, after.params)
 
 
+def uneven_replicas(rank):
+    """One stage on two workers, of which the second has a batch less."""
+    runtime = runtime_of(1, workers_or_devices=names(2), replicas=(2,))
+    params, batches, weights = problem(1, 4, dtype=np.float32)
+    given = zip(batches[: 4 - rank], weights[: 4 - rank], strict=True)
+    try:
+        runtime.train_epoch(runtime.init(params), given)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def some_epochs(count, folder, places=None):
     """Goes on from the last checkpoint; losses by epoch, and the parameters."""
     runtime = runtime_of(3, change=adam, workers_or_devices=places)

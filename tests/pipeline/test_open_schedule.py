@@ -48,16 +48,19 @@ def test_programs_and_versions_are_those_of_the_length(case, m):
         schedule = OpenSchedule(of(*case), stream)
         order = [ahead, *(w for w in range(wanted.workers) if w != ahead)]
         for worker in order:
-            actions, found = OpenActions(schedule, stream, worker), []
+            actions, found = OpenActions(schedule, worker), []
             while (action := actions.next()) is not None:
                 assert actions.next() == action
                 if action.kind == "F":
                     stage, micro = action.stage, action.micro_batch
                     used = versions_used(wanted)[stage, micro]
                     assert schedule.version(stage, micro) == used
+                assert action.kind == "B" or schedule.may_have(worker, m + 1)
                 found.append(action)
                 actions.advance()
             assert found == wanted.actions(worker)
+            assert schedule.may_have(worker, m - 1)
+            assert not schedule.may_have(worker, m)
 
 
 @pytest.mark.parametrize("case", CASES)
