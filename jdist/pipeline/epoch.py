@@ -350,20 +350,20 @@ def contributions(
 
 def _check_alike(told: Sequence[Told]) -> None:
     """Refuses an epoch whose workers have not read the same batches."""
-    first = told[0]
-    for other in told[1:]:
-        if (first.length, first.more) != (other.length, other.more):
-            shown = [
-                f"{x.length}{' and more' if x.more else ''}" for x in (first, other)
-            ]
-            _refuse_lengths(*shown)
-        common = first.checksums.keys() & other.checksums.keys()
-        for name in sorted(common):
-            if first.checksums[name] != other.checksums[name]:
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(told):
+        if each[1:3] != told[0][1:3]:
+            one, other = (
+                f"{x.length}{' and more' if x.more else ''}" for x in (told[0], each)
+            )
+            _refuse_lengths(f"{one} on worker 0 of the schedule", f"{other} on {rank}")
+        for name, checksum in each.checksums.items():
+            first, expected = seen.setdefault(name, (rank, checksum))
+            if checksum != expected:
                 rule = "must be the same batches and weights on all workers"
+                got = f"another {name} on worker {rank} of the schedule than on {first}"
                 remedy = "Read the data in one order on all workers; leave out of a "
                 remedy += "worker's batch what its stages do not take."
-                got = f"another {name}"
                 raise ValueError(requirement(f"{_CALL}(batches)", rule, got, remedy))
 
 

@@ -29,11 +29,9 @@ class OpenSchedule:
     def __init__(self, of: Callable[[int], Schedule], stream: BatchStream) -> None:
         self._of = of
         self._stream = stream
-        self._slack = steady_length(of(1))
-        self._make(self._slack)
-        made = self._longer
-        self.kept = live_versions(made.columns, made.updates)
         self._drains: dict[int, list[Action]] = {}
+        self._make(steady_length(of(1)))
+        self.kept = live_versions(self._longer.columns, self._longer.updates)
 
     def version(self, stage: int, micro: int) -> int:
         """The version that a micro-batch meets at a stage, if it exists."""
@@ -50,7 +48,7 @@ class OpenSchedule:
         return worker in self._drains
 
     def may_have(self, worker: int, micro: int) -> bool:
-        """Whether a micro-batch may exist, as far as a worker has looked for its own."""
+        """Whether a micro-batch may exist, as far as a worker has looked."""
         length = self._stream.length
         return not self.has_ended(worker) or length is None or micro < length
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
+from jdist.pipeline.auxiliary import stacked
 from jdist.pipeline.batch_stream import BatchStream, Supply
 from jdist.pipeline.checkpoint import Checkpoints
 from jdist.pipeline.epoch import EpochPlan, EpochStep, Pass
@@ -306,6 +307,9 @@ class PipeDream(Pipeline):
         values, weights = (
             np.concatenate([part[field] for part in parts]) for field in (0, 1)
         )
+        starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
+        firsts = [jax.tree.map(lambda rows: rows[0], part.aux) for part in parts]
+        stacked(dict(zip(starts, firsts, strict=False)), np.stack)  # if they are alike
         aux = jax.tree.map(
             lambda *rows: np.concatenate(rows), *(part.aux for part in parts)
         )

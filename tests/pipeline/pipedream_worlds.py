@@ -126,14 +126,16 @@ def bad_streams(rank, fault):
         order = list(range(9))
         if fault == "order" and rank == 1:
             order[5:7] = [6, 5]
-        for i in order:
+        # Each has what its stages take; weights are compared apart from the entries.
+        mine = "x" if rank == 0 else "target"
+        for place, i in enumerate(order):
             if i == 6 and (fault, rank) in (("raises", 1), ("short", 2)):
                 if fault == "short":
                     return
                 raise OSError("the disk is gone")
-            yield batches[i], weights[i]
+            yield {mine: batches[i][mine]}, weights[place]
         if fault == "long" and rank == 0:
-            yield batches[0], weights[0]
+            yield {mine: batches[0][mine]}, weights[0]
 
     try:
         runtime.train_epoch(state, supply())

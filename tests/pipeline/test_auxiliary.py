@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jdist import pipeline
+from jdist import optim, pipeline
 from jdist.pipeline.auxiliary import merged, stacked
 from tests.pipeline import aux_worlds as worlds
 from tests.pipeline import models
@@ -114,6 +114,23 @@ def test_epochs_of_pipedream():
     replicated = worlds.asynchronous(replicas=(1, 1, 2))
     assert replicated["ids"].tolist() == ids
     np.testing.assert_array_equal(replicated["worst"][0][0], aux["worst"][0][0])
+
+
+def test_epochs_in_parts(tmp_path):
+    """One array for the whole epoch; parts of other shapes are refused by number."""
+    stage = pipeline.Stage(lambda w, x: x * w, ("x",), ("y",))
+    runtime = pipeline.PipeDream(
+        [stage], lambda y, b: (y, 2 * b["x"]), optimizer=optim.sgd(lr=0.1), has_aux=True
+    )
+    batches = [{"x": np.array([1.0, i])} for i in range(3)]
+    with pipeline.Checkpoints(tmp_path, runtime) as saved:
+        options = {"checkpoints": saved, "save_every": 2}
+        state = runtime.init([jnp.array(3.0)])
+        state, metrics = runtime.train_epoch(state, batches, **options)
+        assert metrics.aux.tolist() == [[2, 0], [2, 2], [2, 4]]
+        batches[2] = {"x": np.array([1.0])}
+        with pytest.raises(ValueError, match=r"Got float64\[1\] for micro-batch 2"):
+            runtime.train_epoch(state, batches, **options)
 
 
 # --- what is refused ---

@@ -81,7 +81,7 @@ FAULTS = {
     "raises": "OSError: the disk is gone .*raised when batch 6 was read",
     "short": "must be equally many on all workers.*6 on worker 2",
     "long": "must be equally many on all workers.*(9|10) on worker",
-    "order": "must be the same batches and weights on all workers.*another entry 't",
+    "order": "must be the same batches .*another entry 'target' on worker 2 .* on 1",
 }
 
 
