@@ -40,22 +40,19 @@ def check_together(
     tied = [number for number, stage in enumerate(stages) if stage.tied]
     asked: list[tuple[str, str, object]] = []
     if max_norm is not None:
-        asked.append(("PipeDream(max_norm=...)", "None", max_norm))
+        asked.append(("PipeDream(max_norm=...)", "be None", max_norm))
     if tied:
         first = f"stage {tied[0]} with {dict(stages[tied[0]].tied)}"
-        asked.append(("PipeDream(stages)", "not tied", first))
+        asked.append(("PipeDream(stages)", "not be tied", first))
     for call, without, got in asked:
         if len(stages) > 1 and policy not in SAME_VERSION:
-            rule = (
-                f"must be {without} with the policy {policy!r}: an update would wait "
-            )
-            rule += "for the gradients of all stages, while stages update at different "
-            rule += "times"
+            rule = f"must {without} with the policy {policy!r}: an update would wait "
+            rule += "for the gradients of all stages, which update at different times"
             shown = ", ".join(map(repr, SAME_VERSION))
             remedy = f"Use one of the policies {shown}, or Pipeline."
             raise ValueError(requirement(call, rule, got, remedy))
         if scaled:
-            rule = f"must be {without} with a loss scale: each stage skips its own "
+            rule = f"must {without} with a loss scale: each stage skips its own "
             rule += "updates, so that what they have in common would part"
             remedy = "Use bfloat16, which needs no scale, or Pipeline, whose stages "
             remedy += "skip together."

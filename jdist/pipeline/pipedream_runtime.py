@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
@@ -72,7 +73,8 @@ class PipeDream(Pipeline):
     Args:
       stages: The stages, as for `Pipeline`; see `stages_from_modules`.
       loss_fn: As for `Pipeline`.
-      workers_or_devices: As for `Pipeline`: one for each worker, stage by stage.
+      workers_or_devices: As for `Pipeline`, but no mesh: one for each worker, stage by
+        stage.
       optimizer: One of `jdist.optim` for all stages, or one each. A learning rate may
         be a schedule of the stage's own updates. With a loss scale, which has to be a
         constant, each stage skips those of its updates that overflow.
@@ -138,6 +140,11 @@ class PipeDream(Pipeline):
         def schedule(m: int) -> Schedule:
             return schedule_of_epoch(policy, len(stages), m, replicas, update_every)
 
+        if isinstance(workers_or_devices, Mesh):
+            rule = "must be devices or names of workers: a mesh is for one program, "
+            rule += "which updates all stages together"
+            call, got = "PipeDream(workers_or_devices=...)", "a Mesh"
+            raise TypeError(requirement(call, rule, got, "Give list(mesh.devices)."))
         if reduction not in ("mean", "sum"):
             rule = "must be 'mean' or 'sum'"
             raise ValueError(requirement("PipeDream(reduction=...)", rule, reduction))

@@ -62,7 +62,6 @@ def epochs(places=None):
     found = []
     for tied, options in [
         (False, {"policy": "vertical_sync", "max_norm": 0.3}),
-        (True, {"policy": "2bw", "k": 3}),
         (True, {"policy": "flush", "k": 2, "reduction": "sum"}),
     ]:
         runtime = made(tied=tied, places=places, **options)

@@ -133,7 +133,7 @@ def test_workers_have_the_bits_of_one_process(cluster):
         ),
         (
             {"policy": "stashing", "tied": True},
-            "not tied with the policy .*stage 0 with",
+            "must not be tied with the policy .*stage 0 with",
         ),
         ({"policy": "flush", "tied": True, "max_norm": 1.0}, "None with tied param"),
         ({"policy": "flush", "reduction": "max"}, "must be 'mean' or 'sum'. Got max"),
@@ -143,7 +143,7 @@ def test_workers_have_the_bits_of_one_process(cluster):
         ),
         (
             {"policy": "flush", "tied": True, "optimizer": worlds.SCALED},
-            r"\(stages\)` must be not tied with a loss scale",
+            r"\(stages\)` must not be tied with a loss scale",
         ),
     ],
 )

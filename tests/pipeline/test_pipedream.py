@@ -539,3 +539,6 @@ def test_arguments_that_are_refused():
         runtime.train_epoch(state, iter(()))
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("stage",))
+    with pytest.raises(TypeError, match=r"must be devices or names .* Got a Mesh\."):
+        made(3, workers_or_devices=mesh)
