@@ -140,7 +140,8 @@ class PipeDream(Pipeline):
         def schedule(m: int) -> Schedule:
             return schedule_of_epoch(policy, len(stages), m, replicas, update_every)
 
-        if isinstance(workers_or_devices, Mesh):
+        places: Any = workers_or_devices
+        if isinstance(places, Mesh):
             rule = "must be devices or names of workers: a mesh is for one program, "
             rule += "which updates all stages together"
             call, got = "PipeDream(workers_or_devices=...)", "a Mesh"
