@@ -202,9 +202,9 @@ def plot(runs: dict[str, list[dict[str, float]]]) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for number, (name, found) in enumerate(runs.items()):
         workers = [run["workers"] for run in found]
-        # Some curves are equal: the later ones are thinner, so that all are seen.
-        width = 1.5 + 0.7 * (len(runs) - number)
-        style = {"marker": "o", "lw": width, "ms": 2.5 * width, "label": name}
+        # Some curves are equal: later points are smaller, so that all are seen.
+        size = 1 + 3 * (len(runs) - number)
+        style = {"marker": "o", "markersize": size, "label": name}
         left.plot(workers, [run["bubble"] for run in found], **style)
         right.plot(workers, [run["alive"] for run in found], **style)
     for axes in (left, right):
