@@ -127,7 +127,12 @@ class Alone:
     def __call__(self, length: int) -> Any:
         """So many micro-batches."""
         rule = Rule(
-            pipeline.with_weight_stashing(SGD, 1), np.arange(length), consistent=True
+            pipeline.with_weight_stashing(SGD, 1),
+            version=lambda micro: micro,
+            exists=lambda micro: micro < length,
+            turn=0,
+            replicas=1,
+            consistent=True,
         )
         plain = StageRun(self._stage, self._compiled, self._params, None, None, "mean")
         run = StashedRun(plain, rule, SGD.init(self._params))
@@ -139,7 +144,7 @@ class Alone:
         ((name, output),) = run.forward(i, {self._stage.inputs[0]: self._input}).items()
         d_output = self._cotangent
         if self._loss is not None:
-            _, found = self._loss.both({name: output}, self._target, self._weights)
+            _, found, _ = self._loss.both({name: output}, self._target, self._weights)
             d_output = found[name]
         share = Share(np.float32(0), float(len(self._weights)))
         d_inputs = run.backward(i, {name: d_output}, share, False)

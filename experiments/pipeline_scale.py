@@ -199,19 +199,23 @@ def rows(runs: dict[str, list[dict[str, float]]]) -> list[list[str]]:
 
 def plot(runs: dict[str, list[dict[str, float]]]) -> Figure:
     """Idle share and activations over workers."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for name, found in runs.items():
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    for number, (name, found) in enumerate(runs.items()):
         workers = [run["workers"] for run in found]
-        left.plot(workers, [run["bubble"] for run in found], "o-", label=name)
-        right.plot(workers, [run["alive"] for run in found], "o-", label=name)
+        # Some curves are equal: later points are smaller, so that all are seen.
+        size = 1 + 3 * (len(runs) - number)
+        style = {"marker": "o", "markersize": size, "label": name}
+        left.plot(workers, [run["bubble"] for run in found], **style)
+        right.plot(workers, [run["alive"] for run in found], **style)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xlabel(f"workers; {PER_STAGE} micro-batches each")
     left.set_ylabel("bubble")
     right.set_yscale("log", base=2)
-    right.set_ylabel("activations alive on the fullest worker, in stages")
-    left.legend()
-    figure.tight_layout()
+    right.set_ylabel("activations on the fullest worker, in stages")
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=3
+    )
     return figure
 
 

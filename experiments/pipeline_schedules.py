@@ -309,6 +309,12 @@ def plot_gantt(runs: dict[str, Runs]) -> Figure:
                 f"{name}, {kind}: {timeline.makespan * 1e3:.1f} ms, "
                 f"bubble {timeline.bubble:.1%}"
             )
+    named = {
+        label: bar
+        for own in axes.flat
+        for bar, label in zip(*own.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named, loc="outside lower center", ncols=len(named))
     return figure
 
 

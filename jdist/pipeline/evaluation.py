@@ -40,6 +40,9 @@ class Evaluation(NamedTuple):
     or a dict by name. None where the loss did not run. Of a last stage with several
     workers in other processes: those of the micro-batches that this one had."""
 
+    aux: Any = None
+    """Auxiliary outputs of the loss function, as in `Metrics`."""
+
 
 class EvaluationRun(StageRun):
     """The forward passes of one stage, of which nothing is kept."""
@@ -71,7 +74,8 @@ class EvaluationStep(Step):
         values, entries = self._taken_by_loss(worker, micro)
         part = self._parts[micro]
         passes = self._loss.passes(part.batch, self._read)
-        self._add_loss(worker, micro, passes.losses(values, entries, part.weights))
+        found, aux = passes.losses(values, entries, part.weights)
+        self._add_loss(worker, micro, found, aux)
         if self.kept is not None:
             self.kept[micro] = values
 
@@ -125,8 +129,9 @@ class Evaluator:
         step.run()
         examples = sum(len(part.weights) for part in parts)
         weight = sum(part.given for part in parts)
-        loss, _ = step.agree({}, step.kept)
-        return step.passages, Evaluation(loss, examples, weight, step.outputs())
+        loss, aux, _ = step.agree({}, step.kept)
+        found = Evaluation(loss, examples, weight, step.outputs(), aux)
+        return step.passages, found
 
 
 def forward_places(places: Places, micro_batches: int) -> Places:

@@ -107,25 +107,42 @@ def sized(
       ('evaluate with 5 examples in 2 micro-batches', ["entry 'x'", 'weights'])
     """
     checksums: dict[str, int] = {}
-
-    def add(name: str, array: Any) -> None:
-        sample = _sample(array)
-        if sample is not None:
-            checksums[name] = zlib.crc32(sample.tobytes(), checksums.get(name, 0))
-
     for batch in batches:
-        for name, entry in batch.items():
-            for leaf in jax.tree.leaves(entry):
-                add(f"entry {name!r}", leaf)
+        _add_entries(checksums, batch)
     for part in parts:
-        add("weights", part.weights)
+        _add(checksums, "weights", part.weights)
     if key is not None:
-        add("key", key)
+        _add(checksums, "key", key)
     return identity._replace(
         examples=sum(len(part.weights) for part in parts),
         micro_batches=len(parts),
         checksums=checksums,
     )
+
+
+def chained(checksums: Mapping[str, int], part: MicroBatch) -> dict[str, int]:
+    """The checksums of micro-batches, and of another one.
+
+    Args:
+      checksums: Of those before it.
+      part: The micro-batch.
+    """
+    found = dict(checksums)
+    _add_entries(found, part.batch)
+    _add(found, "weights", part.weights)
+    return found
+
+
+def _add_entries(checksums: dict[str, int], batch: Mapping[str, Any]) -> None:
+    for name, entry in batch.items():
+        for leaf in jax.tree.leaves(entry):
+            _add(checksums, f"entry {name!r}", leaf)
+
+
+def _add(checksums: dict[str, int], name: str, array: Any) -> None:
+    sample = _sample(array)
+    if sample is not None:
+        checksums[name] = zlib.crc32(sample.tobytes(), checksums.get(name, 0))
 
 
 def _sample(array: Any) -> np.ndarray | None:

@@ -24,13 +24,14 @@ class LossPasses(NamedTuple):
     """What is compiled of a loss function.
 
     Attributes:
-      both: `(values, entries, weights)` to the losses' partial without a gradient, and
-        the cotangents of the values; a fourth argument, `(scale, total)`, scales them.
-      losses: `(values, entries, weights)` to the partial alone.
+      both: `(values, entries, weights)` to the losses' partial without a gradient, the
+        cotangents of the values, and the auxiliary outputs, None if there are none; a
+        fourth argument, `(scale, total)`, scales the cotangents.
+      losses: `(values, entries, weights)` to the partial and the auxiliary outputs.
     """
 
-    both: Callable[..., tuple[Partial, dict[str, Any]]]
-    losses: Callable[..., Partial]
+    both: Callable[..., tuple[Partial, dict[str, Any], Any]]
+    losses: Callable[..., tuple[Partial, Any]]
 
 
 class _Compiled:
@@ -56,15 +57,19 @@ class _Compiled:
         return made
 
     def passes(
-        self, names: tuple[str, ...], kind: str, unread: Mapping[str, Any]
+        self,
+        names: tuple[str, ...],
+        kind: str,
+        has_aux: bool,
+        unread: Mapping[str, Any],
     ) -> LossPasses:
         """See `PipelineLoss.passes`."""
         leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
-        options = (names, kind, tuple(leaves), structure)
+        options = (names, kind, has_aux, tuple(leaves), structure)
         made = self._passes.get(options)
         if made is None:
             VERSIONS.note(_CACHE.user, self._contents, options, PATIENCE_WITH_MODELS)
-            made = _compiled(self.fn, names, kind, leaves, structure)
+            made = _compiled(self.fn, names, kind, has_aux, leaves, structure)
             self._passes[options] = made
         return made
 
@@ -81,16 +86,23 @@ class PipelineLoss:
       fn: The loss function: one loss per example.
       names: Names of the values it is given.
       kind: The reduction.
+      has_aux: Whether it returns auxiliary outputs beside them.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], names: tuple[str, ...], kind: str
+        self,
+        fn: Callable[..., Any],
+        names: tuple[str, ...],
+        kind: str,
+        *,
+        has_aux: bool = False,
     ) -> None:
         self._names = names
         self._factor: Any = None
         self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
+        self.has_aux = has_aux
 
     @property
     def gradient_kind(self) -> str:
@@ -147,19 +159,15 @@ class PipelineLoss:
             name: kinds_of(entry) for name, entry in batch.items() if name not in read
         }
 
+        def passes() -> LossPasses:
+            made_of = self._names, self.kind, self.has_aux, unread
+            return self._compiled.passes(*made_of)
+
         def both(*given: Any) -> Any:
-            return self._unchanged(
-                lambda: self._compiled.passes(self._names, self.kind, unread).both(
-                    *given
-                )
-            )
+            return self._unchanged(lambda: passes().both(*given))
 
         def losses(*given: Any) -> Any:
-            return self._unchanged(
-                lambda: self._compiled.passes(self._names, self.kind, unread).losses(
-                    *given
-                )
-            )
+            return self._unchanged(lambda: passes().losses(*given))
 
         made = LossPasses(both, losses)
         return made if self._factor is None else self._with_factor(made)
@@ -205,36 +213,58 @@ def _compiled(
     fn: Callable[..., Any],
     names: tuple[str, ...],
     kind: str,
+    has_aux: bool,
     unread: list[Kind],
     structure: Any,
 ) -> LossPasses:
-    def losses_of(values: Any, entries: Any, weights: Any) -> jax.Array:
+    def losses_of(values: Any, entries: Any, weights: Any) -> tuple[jax.Array, Any]:
         # What it does not read is not sent to it; here it only has its shape.
         blanks = [kind.blank() for kind in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
         found = _called(fn, names, values, batch)
+        found, aux = _with_aux(found) if has_aux else (found, None)
         reduction.check_losses(found, weights.shape)
-        return found
+        return found, aux
 
     def both(
         values: Any, entries: Any, weights: Any, factor: Any = None
-    ) -> tuple[Partial, dict[str, Any]]:
+    ) -> tuple[Partial, dict[str, Any], Any]:
         floating, fixed = split_inexact(values)
-        found, pull_back = jax.vjp(
-            lambda v: losses_of(merge(v, fixed), entries, weights), floating
+        found, pull_back, aux = jax.vjp(
+            lambda v: losses_of(merge(v, fixed), entries, weights),
+            floating,
+            has_aux=True,
         )
         value, seeds, weight = reduction.seeds(found, weights, kind)
         if factor is not None:
             scale, total = factor[0], weight if factor[1] is None else factor[1]
             scale, total = (jnp.asarray(x, seeds.dtype) for x in (scale, total))
-            seeds = seeds * (scale / total)
+            # With a weight of 0 cotangents are 0, whatever they are divided by.
+            seeds = seeds * (scale / jnp.where(total == 0, 1, total))
         given, rounding = reduction.rounded(seeds, found.dtype)
         (d_values,) = pull_back(given)
-        return Partial(value, None, weight), reduction.scaled(d_values, rounding)
+        part = Partial(value, None, weight)
+        return part, reduction.scaled(d_values, rounding), aux
 
-    def losses(values: Any, entries: Any, weights: Any) -> Partial:
-        found = losses_of(values, entries, weights)
+    def losses(values: Any, entries: Any, weights: Any) -> tuple[Partial, Any]:
+        found, aux = losses_of(values, entries, weights)
         value, _, weight = reduction.seeds(found, weights, kind)
-        return Partial(value, None, weight)
+        return Partial(value, None, weight), aux
 
     return LossPasses(jax.jit(both), jax.jit(losses))
+
+
+def _with_aux(found: Any) -> tuple[Any, Any]:
+    """What a loss function with auxiliary outputs returned.
+
+    Raises:
+      ValueError: It is not a pair.
+    """
+    call = "loss_fn(outputs, batch)"
+    if not isinstance(found, tuple) or len(found) != 2:
+        rule = "must return the tuple (losses, aux)"
+        size = f" of {len(found)}" if isinstance(found, tuple) else ""
+        got = f"a {type(found).__name__}{size}"
+        raise ValueError(requirement(call, rule, got))
+    losses, aux = found
+    return losses, aux

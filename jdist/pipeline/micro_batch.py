@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -28,6 +28,12 @@ class MicroBatch(NamedTuple):
     weights: np.ndarray
     total: float
     given: float
+
+
+class MicroBatches(Protocol):
+    """Micro-batches by their numbers: a list of them, or those of a `BatchStream`."""
+
+    def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
 def split_batch(batch: Any, weights: Any, count: int, kind: str) -> list[MicroBatch]:
@@ -94,26 +100,41 @@ def normalized(parts: Sequence[MicroBatch], kind: str, call: str) -> list[MicroB
       (array([0.147, 0.441, 0.294]), 0.882)
     """
     if kind == "sum":
-        _check_sum([part.weights for part in parts], call)
+        check_sum([part.weights for part in parts], call)
         return list(parts)
-    if kind != "mean":
-        shown = [part.weights for part in parts]
-        chosen = [(w > 0).astype(w.dtype) for w in shown]
-    else:
-        # First by the largest weight: the sum of such numbers cannot overflow.
-        _, top = np.frexp(max(part.weights.max() for part in parts))
-        scaled = [np.ldexp(part.weights.astype(np.float64), -top) for part in parts]
-        largest = max(own.sum() for own in scaled)
-        fraction, exponent = np.frexp(largest)
-        exponent = exponent - 1 if fraction == 0.5 else exponent
-        chosen = [
-            _at_least_tiny(np.ldexp(own, -exponent)).astype(part.weights.dtype)
-            for own, part in zip(scaled, parts, strict=True)
-        ]
+    if kind == "mean":
+        exponent = exponent_of(parts)
+        return [scaled_down(part, exponent) for part in parts]
+    chosen = [(part.weights > 0).astype(part.weights.dtype) for part in parts]
     return [
         part._replace(weights=own, total=_total(own))
         for part, own in zip(parts, chosen, strict=True)
     ]
+
+
+def exponent_of(parts: Sequence[MicroBatch]) -> int:
+    """That of the smallest power of two not below any total of weights.
+
+    Args:
+      parts: One of them has a weight above 0.
+    """
+    # First by the largest weight: the sum of such numbers cannot overflow.
+    _, top = np.frexp(max(part.weights.max() for part in parts))
+    scaled = [np.ldexp(part.weights.astype(np.float64), -top) for part in parts]
+    fraction, exponent = np.frexp(max(own.sum() for own in scaled))
+    return int(top + (exponent - 1 if fraction == 0.5 else exponent))
+
+
+def scaled_down(part: MicroBatch, exponent: int) -> MicroBatch:
+    """The micro-batch with its weights divided by a power of two.
+
+    Args:
+      part: The micro-batch.
+      exponent: Of the power; see `exponent_of`.
+    """
+    wide = np.ldexp(part.weights.astype(np.float64), -exponent)
+    own = _at_least_tiny(wide).astype(part.weights.dtype)
+    return part._replace(weights=own, total=_total(own))
 
 
 def _at_least_tiny(weights: np.ndarray) -> np.ndarray:
@@ -122,7 +143,12 @@ def _at_least_tiny(weights: np.ndarray) -> np.ndarray:
     return np.where(weights > 0, np.maximum(weights, tiny), 0.0)
 
 
-def _check_sum(weights: Sequence[np.ndarray], call: str) -> None:
+def check_sum(weights: Sequence[np.ndarray], call: str) -> None:
+    """Refuses weights of a sum, which is not normalised, beyond float32.
+
+    Raises:
+      ValueError: One is.
+    """
     largest = max(own.max() for own in weights)
     if largest > np.finfo(np.float32).max:
         rule = "must be within float32 where losses are added up"
@@ -157,7 +183,7 @@ def _cut_compiled(array: jax.Array, bounds: Bounds) -> list[jax.Array]:
 
 
 def micro_batch_of(number: int, batch: Any, weights: Any, call: str) -> MicroBatch:
-    """A batch that is one micro-batch as it is.
+    """A batch that is one micro-batch as it is; its weights may all be 0.
 
     Args:
       number: Of the micro-batch.
@@ -167,7 +193,7 @@ def micro_batch_of(number: int, batch: Any, weights: Any, call: str) -> MicroBat
 
     Raises: what `split_batch` raises.
     """
-    checked = check_weights(weights, _examples(batch, call), call)
+    checked = check_weights(weights, _examples(batch, call), call, some=False)
     return _weighted(number, batch, checked)
 
 
@@ -187,8 +213,16 @@ def size_of_batch(batch: Any, weights: Any) -> tuple[int, float]:
     return examples, _total(np.asarray(weights))
 
 
-def check_weights(weights: Any, examples: int, call: str) -> np.ndarray:
+def check_weights(
+    weights: Any, examples: int, call: str, *, some: bool = True
+) -> np.ndarray:
     """The weights of a batch, as an array on the host.
+
+    Args:
+      weights: As for `split_batch`.
+      examples: Of the batch.
+      call: The public function that asks, for the error's text.
+      some: Whether one of them has to be above 0.
 
     Raises:
       ValueError: See `split_batch`.
@@ -205,7 +239,7 @@ def check_weights(weights: Any, examples: int, call: str) -> np.ndarray:
     if not (np.isfinite(found).all() and (found >= 0).all()):
         rule = "must be finite and not negative"
         raise ValueError(requirement(call, rule, f"{found.min()} to {found.max()}"))
-    if not found.any():
+    if some and not found.any():
         rule = "must not all be zero"
         raise ValueError(requirement(call, rule, f"{examples} zeros"))
     return found

@@ -1,42 +1,53 @@
 """`PipeDream`: a pipeline that never drains within an epoch, and updates as it goes."""
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.pipeline.epoch import EpochStep, Pass
-from jdist.pipeline.micro_batch import MicroBatch, micro_batch_of, normalized
+from jdist.pipeline.auxiliary import stacked
+from jdist.pipeline.batch_stream import BatchStream, Supply
+from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.epoch import EpochPlan, EpochStep, Pass
+from jdist.pipeline.joint_update import JointUpdate, check_together
+from jdist.pipeline.open_schedule import OpenSchedule
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.policy import Policy, schedule_of_epoch
-from jdist.pipeline.post import moved
+from jdist.pipeline.post import Post, moved
 from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_versions import live_versions, versions_used
 from jdist.pipeline.stage import Stage
 from jdist.pipeline.stashed_run import Rule, StashedRun
 from jdist.pipeline.training import PipelineState, optimizers_for
 from jdist.pipeline.update import scale_in, skipped_in, static_loss_scale_of
 from jdist.pipeline.weight_stashing import with_weight_stashing
 
+_CALL = "PipeDream.train_epoch"
+
 
 class EpochMetrics(NamedTuple):
     """What an epoch found out; the losses are the same on every worker.
 
     Attributes:
-      losses: Of each micro-batch, with the weights that it met; `(micro_batches,)`.
+      losses: Of each micro-batch, with the weights that it met; `(micro_batches,)`. NaN
+        for the mean of one whose weights are all 0.
       loss: Over all examples of the epoch.
       skipped: How many updates each stage has skipped, because they overflowed; None
         for stages of other processes, which know theirs. None without a loss scale.
+      aux: Auxiliary outputs of the loss function, arrays of NumPy, each with a new
+        first axis of micro-batches; None if it has none.
     """
 
     losses: np.ndarray
     loss: float
     skipped: list[int | None] | None = None
+    aux: Any = None
 
 
 class PipeDream(Pipeline):
@@ -62,7 +73,8 @@ class PipeDream(Pipeline):
     Args:
       stages: The stages, as for `Pipeline`; see `stages_from_modules`.
       loss_fn: As for `Pipeline`.
-      workers_or_devices: As for `Pipeline`: one for each worker, stage by stage.
+      workers_or_devices: As for `Pipeline`, but no mesh: one for each worker, stage by
+        stage.
       optimizer: One of `jdist.optim` for all stages, or one each. A learning rate may
         be a schedule of the stage's own updates. With a loss scale, which has to be a
         constant, each stage skips those of its updates that overflow.
@@ -70,16 +82,22 @@ class PipeDream(Pipeline):
       replicas: Workers of each stage, which take micro-batches in turn and update
         together; None: one each. With "stashing" and "none" only.
       update_every: Micro-batches of a worker per update (macro-batches): the gradient
-        is the mean over all their examples. None: 1, or n for "2bw", which needs n at
-        least.
+        is the mean (or sum) over all their examples. None: 1, or n for "2bw", which
+        needs n at least.
+      max_norm: The gradient of each update is scaled down to this norm, over all stages
+        together. With "flush", "2bw" and "vertical_sync", whose updates can wait for
+        that of all stages; with one stage under any policy. Not with tied parameters.
+      reduction: "mean" or "sum" over the examples of an update.
       loss_inputs: As for `Pipeline`.
+      has_aux: As for `Pipeline`.
 
     Attributes:
       passes: What the workers of this process did in the last epoch, with versions.
 
     Raises:
       ValueError, TypeError: What `Pipeline` raises; the policy is none of these, or
-        cannot have replicas; the loss scale follows overflows.
+        cannot have replicas, clipping or tied parameters; the loss scale follows
+        overflows.
 
     Source:
       Narayanan et al., PipeDream, SOSP 2019; Memory-Efficient Pipeline-Parallel DNN
@@ -104,7 +122,7 @@ class PipeDream(Pipeline):
       [0, 0, 1, 2]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is given by its name
         self,
         stages: Sequence[Stage],
         loss_fn: Callable[..., Any],
@@ -114,12 +132,28 @@ class PipeDream(Pipeline):
         policy: Policy = "stashing",
         replicas: Sequence[int] | None = None,
         update_every: int | None = None,
+        max_norm: float | None = None,
+        reduction: str = "mean",
         loss_inputs: Sequence[str] | None = None,
+        has_aux: bool = False,
     ) -> None:
         def schedule(m: int) -> Schedule:
             return schedule_of_epoch(policy, len(stages), m, replicas, update_every)
 
-        self._scaled = _check_apart(stages, optimizer)
+        places: Any = workers_or_devices
+        if isinstance(places, Mesh):
+            rule = "must be devices or names of workers: a mesh is for one program, "
+            rule += "which updates all stages together"
+            call, got = "PipeDream(workers_or_devices=...)", "a Mesh"
+            raise TypeError(requirement(call, rule, got, "Give list(mesh.devices)."))
+        if reduction not in ("mean", "sum"):
+            rule = "must be 'mean' or 'sum'"
+            raise ValueError(requirement("PipeDream(reduction=...)", rule, reduction))
+        self._scaled = _is_scaled(stages, optimizer, reduction)
+        updates = schedule(1).updates
+        assert updates is not None
+        self._updates = updates
+        check_together(stages, policy, max_norm, self._scaled)
         self.epoch_schedule = schedule
         self.passes: list[Pass] = []
         self._policy = policy
@@ -132,83 +166,191 @@ class PipeDream(Pipeline):
             replace(synchronous, updates=None),
             workers_or_devices,
             optimizer=optimizer,
+            max_norm=max_norm,
+            reduction=reduction,
             loss_inputs=loss_inputs,
+            has_aux=has_aux,
         )
 
     def train_epoch(
         self,
         state: PipelineState,
-        batches: Sequence[Mapping[str, Any]],
-        weights: Sequence[Any] | None = None,
+        batches: Iterable[Any],
+        weights: Iterable[Any] | None = None,
+        *,
+        checkpoints: Checkpoints | None = None,
+        save_every: int | None = None,
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
 
-        With workers in several processes each of them calls it with the same batches,
-        which may lack the entries that its stages and losses do not take.
+        A batch is read when a forward pass needs it: of a generator no more are held
+        than are under way in the pipeline, and its length need not be known. With
+        workers in several processes each of them calls it with the same batches, which
+        may lack the entries that its stages and losses do not take.
 
         Args:
           state: From `init` or the epoch before. Nothing of it is donated.
-          batches: Named arrays, each `(examples, ...)`.
-          weights: Of the examples of each batch, as for `value_and_grad`.
+          batches: Named arrays, each `(examples, ...)`; or pairs of such a batch and
+            its weights. Numbers of examples may differ.
+          weights: Of the examples of each batch, as for `value_and_grad`; those of a
+            whole batch may be 0, but not those of all batches of an update.
+          checkpoints: Where the state is saved: after each `save_every` batches, and at
+            the end.
+          save_every: See there. The pipeline drains before it saves, as if there was a
+            call for each `save_every` batches: a run that goes on from a checkpoint
+            repeats every bit.
 
         Returns:
-          The next state, one step later, with the newest weights; and the losses. At
-          the end of an epoch every stage has made an update of every micro-batch: the
-          last one has fewer micro-batches, if `update_every` does not divide them.
+          The next state, with the newest weights, one step later for each time that the
+          pipeline has drained; and what the epoch found out. When it drains every stage
+          makes an update of every micro-batch: the last one has fewer micro-batches, if
+          `update_every` does not divide them.
 
-        Raises: what `value_and_grad` raises.
+        Raises:
+          ValueError: The workers have read other batches than each other, or more;
+            there are none; `save_every` is less than 1, or without `checkpoints`.
+          Exception: What `value_and_grad` raises, and what the iterator raises, on all
+            workers, with the name of the worker and the number of the batch in notes.
         """
-        with self.executor.opened("train_epoch") as post:
-            parts = _parts(batches, weights, "PipeDream.train_epoch")
-            schedule = self.epoch_schedule(len(parts))
-            step, key = state.step, state.key
-            own = None if key is None else jax.random.fold_in(key, step)
-            settings = {"schedule": f"{schedule!r} with {schedule.updates}"}
-            post.identify(step, settings, [part.batch for part in parts], parts, own)
-            runs = self._stashed_runs(schedule, state, own)
-            loss, skipped = self._loss, None
-            if self._scaled:
-                loss = loss.scaled(scale_in(state.opt_states), None)
-                skipped = skipped_in(state.opt_states)
-            del (
-                state
-            )  # Unless the caller keeps it, versions go when no batch needs them.
-            places = replace(self._places, schedule=schedule)
-            read = self._shapes.read(post, runs, parts[0].batch)
-            epoch = EpochStep(self.wiring, places, runs, post, loss, read, parts)
-            epoch.run(self.stopwatch)
-            after_epoch = epoch.states()
-            left = [run.arrays() for run in runs.values()]
-            values, totals = epoch.agree_on_losses(left)
-            self._shapes.agreed(read)
+        held, found = [state], []
+        del state  # Unless the caller keeps it, versions go when no batch needs them.
+        supply: Supply | None = None
+        while supply is None or supply.more():
+            with self.executor.opened("train_epoch") as post:
+                if supply is None:
+                    _check_saving(checkpoints, save_every)
+                    supply = Supply(batches, weights, _CALL)
+                after, metrics = self._part(post, held.pop(), supply, save_every)
+            held.append(after)
+            found.append(metrics)
+            del after
+            if checkpoints is not None:
+                checkpoints.save(held[0])
+        return held.pop(), self._joined(found)
+
+    def _part(
+        self, post: Post, state: PipelineState, supply: Supply, limit: int | None
+    ) -> tuple[PipelineState, "_Part"]:
+        """Trains on the next batches, `limit` at most, and drains."""
+        stream = self._stream(supply, limit)
+        stream.reaches(0)
+        schedule = OpenSchedule(self.epoch_schedule, stream)
+        key = state.key
+        step, own = state.step, None
+        if key is not None:
+            own = jax.random.fold_in(key, step)
+        self._identify(post, step, supply, limit, stream, own)
+        runs = self._stashed_runs(schedule, state, own)
+        loss, skipped = self._loss, None
+        if self._scaled:
+            loss = loss.scaled(scale_in(state.opt_states), None)
+            skipped = skipped_in(state.opt_states)
+        del state
+        read = self._shapes.read(post, runs, stream[0].batch)
+        if not self._takes(0):
+            stream.forget(0)
+        joint = None
+        if self._max_norm is not None or self._tied:
+            joint = JointUpdate(self._tied, self._max_norm, self._places, post)
+        plan = EpochPlan(stream, schedule, self._updates.every, joint)
+        given = self.wiring, self._places, runs, post, loss, read
+        epoch = EpochStep(*given, plan)
+        epoch.run(self.stopwatch)
+        after_epoch = epoch.states(stream.totals)
+        left = [run.arrays() for run in runs.values()]
+        more = limit is not None and supply.more()
+        found = epoch.agree_on_epoch(more, left)
+        self._shapes.agreed(read)
         self.record, self.passes = epoch.passages, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
             params[j], opt_states[j] = run.params, run.stash.opt_state
             states[j] = after_epoch[j]
-        after = PipelineState(step + 1, params, opt_states, states, key)
         if skipped is not None:
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
-        mean = float(values.sum() / totals.sum())
-        return after, EpochMetrics(values / totals, mean, skipped)
+        after = PipelineState(step + 1, params, opt_states, states, key)
+        return after, _Part(*found, skipped)
+
+    def _stream(self, supply: Supply, limit: int | None) -> BatchStream:
+        placement, every = self.schedule.placement, self._updates.every
+        return BatchStream(
+            supply,
+            limit,
+            self._loss.kind,
+            {every * len(workers) for workers in placement},
+            lambda micro: micro == 0 or self._takes(micro),
+            not self.executor.sees_all,
+            _CALL,
+        )
+
+    def _takes(self, micro: int) -> bool:
+        """Whether a worker of this process has a pass for a micro-batch."""
+        placement = self.schedule.placement
+        takers = {workers[micro % len(workers)] for workers in placement}
+        return not takers.isdisjoint(self._places.own)
+
+    def _identify(
+        self,
+        post: Post,
+        step: int,
+        supply: Supply,
+        limit: int | None,
+        stream: BatchStream,
+        key: Any,
+    ) -> None:
+        """Compares the first batch; the rest is compared when the epoch ends."""
+        first = stream[0]
+        settings = {
+            "first of": "a stream" if supply.count is None else supply.count,
+            "schedule": f"{self.epoch_schedule(1).name} with {self._updates}",
+        }
+        if limit is not None:
+            settings["save_every"] = limit
+        post.identify(step, settings, [first.batch], [first], key)
+
+    def _joined(self, parts: Sequence["_Part"]) -> EpochMetrics:
+        """What the parts of an epoch have found."""
+        values, weights = (
+            np.concatenate([part[field] for part in parts]) for field in (0, 1)
+        )
+        starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
+        firsts = [jax.tree.map(lambda rows: rows[0], part.aux) for part in parts]
+        stacked(dict(zip(starts, firsts, strict=False)), np.stack)  # if they are alike
+        aux = jax.tree.map(
+            lambda *rows: np.concatenate(rows), *(part.aux for part in parts)
+        )
+        skipped = None
+        if self._scaled:
+            columns = zip(*(part.skipped or [] for part in parts), strict=True)
+            skipped = [None if c[0] is None else sum(c) for c in columns]
+        if self._loss.kind == "sum":
+            return EpochMetrics(values, float(values.sum()), skipped, aux)
+        means = np.divide(
+            values, weights, out=np.full_like(values, np.nan), where=weights > 0
+        )
+        return EpochMetrics(means, float(values.sum() / weights.sum()), skipped, aux)
 
     def _stashed_runs(
-        self, schedule: Schedule, state: PipelineState, key: Any
+        self,
+        schedule: OpenSchedule,
+        state: PipelineState,
+        key: Any,
     ) -> dict[tuple[int, int], StashedRun]:
         optimizers = optimizers_for(self._optimizer, len(self.stages))
-        used = versions_used(schedule)
-        kept = live_versions(schedule.columns, schedule.updates)
         runs = {}
         plain_runs = self._runs(state.params, state.states, key, self._loss.kind)
         for (worker, j), plain in plain_runs.items():
-            own = schedule.owner[j] == worker
+            workers = self.schedule.placement[j]
             consistent = self._policy != "none"
-            versions = int(kept[j, worker]) if consistent and own.any() else 1
+            versions = int(schedule.kept[j, worker]) if consistent else 1
             rule = Rule(
                 with_weight_stashing(optimizers[j], versions),
-                np.where(own, used[j], -1),
+                functools.partial(schedule.version, j),
+                functools.partial(schedule.may_have, worker),
+                workers.index(worker),
+                len(workers),
                 consistent,
                 self._scaled,
             )
@@ -219,51 +361,46 @@ class PipeDream(Pipeline):
         return runs
 
 
-def _check_apart(
-    stages: Sequence[Stage], optimizer: Optimizer | Sequence[Optimizer] | None
+class _Part(NamedTuple):
+    """What a part of an epoch found out; by micro-batch, and by stage.
+
+    Attributes:
+      values: The weighted sums of the losses.
+      weights: The sums of the weights.
+      aux: See `EpochMetrics`.
+      skipped: Likewise.
+    """
+
+    values: np.ndarray
+    weights: np.ndarray
+    aux: Any
+    skipped: list[int | None] | None
+
+
+def _check_saving(checkpoints: Checkpoints | None, save_every: int | None) -> None:
+    call = f"{_CALL}(save_every=...)"
+    if save_every is None:
+        return
+    if checkpoints is None:
+        rule = "must come with the checkpoints where the state is saved"
+        raise ValueError(requirement(call, rule, "checkpoints=None"))
+    if save_every < 1:
+        raise ValueError(requirement(call, "must be 1 at least", save_every))
+
+
+def _is_scaled(
+    stages: Sequence[Stage],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    kind: str,
 ) -> bool:
-    """Refuses what stages would have to do together; whether the loss is scaled."""
-    for number, stage in enumerate(stages):
-        if stage.tied:
-            rule = "must not be tied: stages update at different times"
-            got = f"stage {number} with {dict(stage.tied)}"
-            raise ValueError(requirement("PipeDream(stages)", rule, got))
+    """Whether the loss is scaled; refuses what stages cannot do by themselves then."""
     if optimizer is None:
         return False
     if static_loss_scale_of(optimizers_for(optimizer, len(stages))) is None:
         return False
     for number, stage in enumerate(stages):
-        if stage.join_weight_gradients:
+        if stage.join_weight_gradients and kind == "mean":
             rule = "must not join weight gradients with a loss scale: those of each "
             rule += "micro-batch are weighted before they are added"
             raise ValueError(requirement("PipeDream(stages)", rule, f"stage {number}"))
     return True
-
-
-def _parts(
-    batches: Sequence[Mapping[str, Any]], weights: Sequence[Any] | None, call: str
-) -> list[MicroBatch]:
-    if not hasattr(batches, "__len__"):
-        rule = "must be a sequence: the schedule depends on how many there are"
-        got = f"a {type(batches).__name__}"
-        remedy = "Give list(batches)."
-        raise TypeError(requirement(f"{call}(batches)", rule, got, remedy))
-    if not len(batches):
-        rule = "must have one batch at least"
-        raise ValueError(requirement(f"{call}(batches)", rule, "none"))
-    given = [None] * len(batches) if weights is None else list(weights)
-    if len(given) != len(batches):
-        rule = f"must be one array for each of the {len(batches)} batches"
-        raise ValueError(requirement(f"{call}(weights=...)", rule, f"{len(given)}"))
-    parts = [
-        micro_batch_of(number, batch, own, call)
-        for number, (batch, own) in enumerate(zip(batches, given, strict=True))
-    ]
-    parts = normalized(parts, "mean", call)
-    least = min(parts, key=lambda part: part.total)
-    most = max(parts, key=lambda part: part.total)
-    if least.total < 2.0**-64 * most.total:
-        rule = "must have totals within a factor of 2^64 of each other"
-        got = f"totals from {least.given:.3g} to {most.given:.3g}"
-        raise ValueError(requirement(f"{call}(weights=...)", rule, got))
-    return parts

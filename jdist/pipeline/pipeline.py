@@ -66,6 +66,11 @@ class Pipeline:
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
       loss_inputs: Names of the values that the loss is given, if these are not the last
         stage's outputs.
+      has_aux: Whether the loss function returns `(losses, aux)`: any tree of arrays, of
+        the same shapes for each micro-batch, that `Metrics`, `Evaluation` and
+        `value_and_grad` hand out with a new first axis of micro-batches, on every
+        worker. No gradient flows into it. What a stage has to say, it puts out as a
+        value that is one of `loss_inputs`.
 
     Raises:
       ValueError: Stages and schedule do not fit, names do not match up, `reduction` is
@@ -88,7 +93,7 @@ class Pipeline:
       1.8425 [(1, 2), (2, 1)]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is given by its name
         self,
         stages: Sequence[Stage],
         loss_fn: Callable[..., Any],
@@ -99,6 +104,7 @@ class Pipeline:
         max_norm: float | None = None,
         reduction: str = "mean",
         loss_inputs: Sequence[str] | None = None,
+        has_aux: bool = False,
     ) -> None:
         check_reduction("Pipeline", reduction)
         self.wiring = wire(stages, loss_inputs)
@@ -107,9 +113,12 @@ class Pipeline:
         self.stopwatch: Stopwatch | None = None
         check_arguments(schedule, self.wiring.stages, reduction)
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
+        about += ", has_aux" if has_aux else ""
         self.executor = executor_for(schedule, workers_or_devices, about)
         self._places = self.executor.places
-        self._loss = PipelineLoss(loss_fn, self.wiring.loss_inputs, reduction)
+        self._loss = PipelineLoss(
+            loss_fn, self.wiring.loss_inputs, reduction, has_aux=has_aux
+        )
         self.one_program = one_program_on(
             workers_or_devices, self.wiring, self._places, self._loss, max_norm
         )
@@ -189,7 +198,8 @@ class Pipeline:
           `(loss, grads)`; with `states`, `(loss, grads, states)` as the last
           micro-batch left them. `grads` is a list of trees like the parameters, on
           their devices, None at leaves that are not floating and in the place of
-          stages that run in other processes.
+          stages that run in other processes. With `has_aux` the pair `(loss, aux)`
+          takes the place of the loss, as in `jax.value_and_grad`.
 
         Raises:
           ValueError, TypeError: The arguments do not fit the stages; the message names
@@ -203,9 +213,10 @@ class Pipeline:
         """
         with self.executor.opened("value_and_grad") as post:
             found = self._run(post, params, batch, weights, states, key)
+        loss = (found.loss, found.aux) if self._loss.has_aux else found.loss
         if states is None:
-            return found.loss, found.grads
-        return found.loss, found.grads, found.states
+            return loss, found.grads
+        return loss, found.grads, found.states
 
     def init(
         self,
@@ -285,7 +296,8 @@ class Pipeline:
             for j in self.own:
                 news = moved(found.news, self._places.devices[self._first(j)])
                 params[j], kept[j], norm = update.apply(j, found.grads[j], news)
-        metrics = Metrics(found.loss, norm, *size_of_batch(batch, weights))
+        size = size_of_batch(batch, weights)
+        metrics = Metrics(found.loss, norm, *size, found.aux)
         return PipelineState(step + 1, params, kept, found.states, key), metrics
 
     def evaluate(
@@ -390,13 +402,13 @@ class Pipeline:
             told = {j: update.news(j, grads[j], own) for j, own in counted.items()}
         if update is not None:
             self._rehearse(update, grads, told)
-        left = step.states()
+        left = step.states([part.total for part in parts])
         after = [left.get(j) for j in range(len(self.stages))]
-        found, news = step.agree(told, (grads, after))
+        loss_of_all, aux, news = step.agree(told, (grads, after))
         self._shapes.agreed(read)
         self.record = step.passages
         together = joined(news) if news else NO_NEWS
-        return Found(found, grads, together, after)
+        return Found(loss_of_all, grads, together, after, aux)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""

@@ -20,10 +20,12 @@ class Parcel(NamedTuple):
 
     Attributes:
       kind: "F" for a value, "B" for a cotangent, "G" for a replica's gradient, "S" for
-        shapes, "T" for a gradient of what stages share; "V" for the vote of a worker
-        that has done its part, "D" for the decision that all have.
+        shapes, "T" for a gradient of what stages share, "N" for the norm of a stage's
+        gradient, "E" for the number of micro-batches at which a worker's batches ended;
+        "V" for the vote of a worker that has done its part, "D" for the decision that
+        all have.
       micro_batch: Number of the micro-batch; -1 for what belongs to none.
-        For "G" of the bucket.
+        For "G" of the bucket; in an epoch, for "G", "T" and "N", of the update.
       name: Of the value, or of what is shared; for "G" "state" or nothing.
       stage: For which stage; the number of stages for the loss.
       sender: Rank of the worker that sent it.

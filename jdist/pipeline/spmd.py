@@ -233,10 +233,14 @@ def one_program_on(
 ) -> OneProgram | None:
     """The program, if the pipeline is given a mesh; else None.
 
-    Raises: what `OneProgram` raises.
+    Raises: what `OneProgram` raises; ValueError if the loss has auxiliary outputs.
     """
     if not isinstance(where, Mesh):
         return None
+    if loss.has_aux:
+        rule = "must be False where one program runs all stages"
+        remedy = "Give a list of devices, or names of workers, in place of the mesh."
+        raise ValueError(requirement("Pipeline(has_aux=...)", rule, True, remedy))
     return OneProgram(wiring, places, where, loss, max_norm is not None)
 
 

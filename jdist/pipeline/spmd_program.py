@@ -167,7 +167,7 @@ class _Device:
         value = first.values
         residuals, rest, d_params = jax.eval_shape(self._passes, value)
         called = model.loss.both
-        found, _ = jax.eval_shape(
+        found, *_ = jax.eval_shape(
             called, {model.name: value}, first.entries, first.weights
         )
         share = Share(found.value, found.weight) if self._shares_travel else None
@@ -240,7 +240,7 @@ class _Device:
         """The losses of a micro-batch; their cotangent takes the output's place."""
         feed, name = self._feed, self._model.name
         entries, weights = take((feed.entries, feed.weights), at.micro_batch)
-        found, d_values = self._model.loss.both(
+        found, d_values, _ = self._model.loss.both(
             {name: take(state.mail.value, at.result)}, entries, weights
         )
         share = Share(found.value, found.weight) if self._shares_travel else None

@@ -9,16 +9,18 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none
+from jdist.pipeline.auxiliary import merged, stacked
 from jdist.pipeline.buckets import buckets_of, whole
 from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.micro_batch import MicroBatch
+from jdist.pipeline.micro_batch import MicroBatches
 from jdist.pipeline.passage import Passage, size_of
 from jdist.pipeline.places import Places
 from jdist.pipeline.post import Parcel, Post, moved, receive
@@ -56,10 +58,11 @@ class Step:
         post: Post,
         loss: PipelineLoss,
         read: tuple[str, ...],
-        parts: Sequence[MicroBatch],
+        parts: MicroBatches,
     ) -> None:
         self.passages: list[Passage] = []
         self.losses: dict[int, Partial] = {}
+        self._aux: dict[int, Any] = {}
         self._wiring = wiring
         self._places = places
         self._runs = runs
@@ -88,13 +91,15 @@ class Step:
         """
         if stopwatch is not None:
             stopwatch.clear()
-        schedule = self._places.schedule
-        queues = {w: deque(schedule.actions(w)) for w in self._places.own}
-        while any(queues.values()):
-            moved_on = False
-            for worker, queue in queues.items():
-                while queue and not self._missing(worker, queue[0]):
-                    action = queue.popleft()
+        lists = {worker: self._actions(worker) for worker in self._places.own}
+        while True:
+            moved_on, left = False, False
+            for worker, actions in lists.items():
+                while (action := actions.next()) is not None:
+                    if self._missing(worker, action):
+                        left = True
+                        break
+                    actions.advance()
                     with _naming(worker, action):
                         if stopwatch is None:
                             self._do(worker, action)
@@ -102,20 +107,29 @@ class Step:
                             do = functools.partial(self._do, worker, action)
                             stopwatch.time(worker, action, do, self._runs)
                     moved_on = True
+            if not left:
+                return
             if not moved_on:
-                self._wait(queues)
+                waiting = self._waiting(lists)
+                if waiting:  # Else it came since it was looked for.
+                    self._post.wait(waiting)
 
-    def _wait(self, queues: Mapping[int, deque[Action]]) -> None:
-        """Until something that an action waits for is there."""
+    def _actions(self, worker: int) -> "Actions":
+        """What a worker of this process does."""
+        return ListedActions(self._places.schedule.actions(worker))
+
+    def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[Parcel, str]:
+        """What the next actions wait for; nothing if one of them need not."""
         waiting: dict[Parcel, str] = {}
-        for worker, queue in queues.items():
-            if not queue:
+        for worker, actions in lists.items():
+            action = actions.next()
+            if action is None:
                 continue
-            missing = self._missing(worker, queue[0])
+            missing = self._missing(worker, action)
             if not missing:
-                return  # It came since it was looked for.
-            waiting |= dict.fromkeys(missing, str(queue[0]))
-        self._post.wait(waiting)
+                return {}
+            waiting |= dict.fromkeys(missing, str(action))
+        return waiting
 
     def _missing(self, worker: int, action: Action) -> list[Parcel]:
         if action.kind == "W":
@@ -131,7 +145,7 @@ class Step:
         if action.kind == "F":
             outputs = self._forward(worker, run, action)
             return outputs, self.losses.get(worker)
-        split = bool(self._places.schedule.split[action.stage, action.micro_batch])
+        split = self._is_split(action)
         if action.kind == "B":
             self._backward(worker, run, action, split)
         else:
@@ -139,6 +153,10 @@ class Step:
         if action.kind == ("W" if split else "B"):
             self._passed_back(worker, action.stage)
         return None
+
+    def _is_split(self, action: Action) -> bool:
+        schedule = self._places.schedule
+        return bool(schedule.split[action.stage, action.micro_batch])
 
     def _passed_back(self, worker: int, stage: int) -> None:
         """The gradient of a stage has grown by another micro-batch's."""
@@ -170,7 +188,9 @@ class Step:
             sums.append(run.joined(found))
         return run.finished(whole(sums, own), unrounded)
 
-    def agree(self, news: Mapping[int, Any], computed: Any) -> tuple[Any, list[Any]]:
+    def agree(
+        self, news: Mapping[int, Any], computed: Any
+    ) -> tuple[Any, Any, list[Any]]:
         """Ends the step on all workers, or on none.
 
         Args:
@@ -178,20 +198,27 @@ class Step:
           computed: What the step leaves behind; see `Post.agree`.
 
         Returns:
-          The loss of the whole batch, over all workers that run the last stage; and the
-          news of every stage that has some, in order.
+          The loss of the whole batch, over all workers that run the last stage; the
+          auxiliary outputs of its micro-batches; and the news of every stage that has
+          some, in order.
 
         Raises: what `Post.agree` raises.
         """
-        told = self._post.agree((self.losses, news), (self.losses, news, computed))
+        here = self._places.devices[self._places.own[0]]
+        # Those of several workers of the last stage are on several devices.
+        mine = self.losses, news, stacked(moved(self._aux, here), jnp.stack)
+        told = self._post.agree(mine, (mine, computed))
         losses: dict[int, Partial] = {}
         stages: dict[int, Any] = {}
-        for some, of_stages in moved(told, self._places.devices[self._places.own[0]]):
+        entries = []
+        for some, of_stages, aux in moved(told, here):
             losses |= some
             stages = of_stages | stages  # Of replicas, what the first one tells.
+            entries.append(aux)
         found = [losses[worker] for worker in sorted(losses)]
         joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
-        return _finished(joined, self._loss.kind), [stages[j] for j in sorted(stages)]
+        loss = _finished(joined, self._loss.kind)
+        return loss, merged(entries), [stages[j] for j in sorted(stages)]
 
     def _share_gradient(self, worker: int, stage: int) -> None:
         """Its last backward pass is done: the others that run the stage get its sum."""
@@ -202,14 +229,17 @@ class Step:
                 parcel = Parcel("G", number, "", stage, worker)
                 self._post.put(parcel, other, bucket)
 
-    def states(self) -> dict[int, Any]:
-        """What the stages of this process are left with, over all their workers."""
+    def states(self, totals: Sequence[float]) -> dict[int, Any]:
+        """What the stages of this process are left with, over all their workers.
+
+        Args:
+          totals: Of the weights of each micro-batch.
+        """
         for (worker, stage), run in self._runs.items():
             if run.state is None:
                 continue
             for other in self._replicas(worker, stage):
                 self._post.put(self._state_of(worker, stage), other, run.state)
-        owner = self._places.schedule.owner
         found: dict[int, Any] = {}
         for (worker, stage), run in sorted(self._runs.items(), key=_place):
             replicas = self._replicas(worker, stage)
@@ -220,8 +250,8 @@ class Step:
             for other in replicas:
                 own[other] = self._last(worker, self._state_of(other, stage))
             weights = dict.fromkeys(own, 0.0)
-            for part, who in zip(self._parts, owner[stage].tolist(), strict=True):
-                weights[who] += float(part.total)
+            for micro, total in enumerate(totals):
+                weights[self._places.worker(stage, micro)] += float(total)
             ranks = sorted(own)
             found[stage] = joined_state(
                 [own[w] for w in ranks], [weights[w] for w in ranks]
@@ -262,8 +292,8 @@ class Step:
         last, part = self._places.loss, self._parts[micro]
         values, entries = self._taken_by_loss(worker, micro)
         passes = self._loss.passes(part.batch, self._read)
-        found, d_values = passes.both(values, entries, part.weights)
-        self._add_loss(worker, micro, found)
+        found, d_values, aux = passes.both(values, entries, part.weights)
+        self._add_loss(worker, micro, found, aux)
         share = Share(np.float32(0), part.total)
         if self._loss.kind in ("max", "min"):
             share = Share(found.value, found.weight)
@@ -287,8 +317,10 @@ class Step:
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
         return values, entries
 
-    def _add_loss(self, worker: int, micro: int, found: Partial) -> None:
-        """The losses so far."""
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
+        """The losses so far, and what the loss function puts out beside them."""
+        if self._loss.has_aux:
+            self._aux[micro] = aux
         before = self.losses.get(worker)
         joined = found if before is None else join(before, found, self._loss.kind)
         self.losses[worker] = joined
@@ -386,6 +418,35 @@ class Step:
             for name, takers in self._wiring.consumers[stage].items()
             for taker in takers
         ]
+
+
+class Actions(Protocol):
+    """What one worker has still to do, in order."""
+
+    def next(self) -> Action | None:
+        """The next action; None if all are done."""
+
+    def advance(self) -> None:
+        """The next action is done."""
+
+
+class ListedActions:
+    """The actions of a schedule; see `Actions`.
+
+    Args:
+      actions: Of one worker.
+    """
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._left = deque(actions)
+
+    def next(self) -> Action | None:
+        """See `Actions`."""
+        return self._left[0] if self._left else None
+
+    def advance(self) -> None:
+        """See `Actions`."""
+        self._left.popleft()
 
 
 @contextlib.contextmanager

@@ -66,8 +66,8 @@ def strategies() -> Mapping[str, Build]:
 
 def _pipedream(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..., Any]:
     """One update of all micro-batches; its gradient is what the optimizer is given."""
-    if reduction != "mean":
-        raise Unavailable(f"PipeDream updates by means, not by {reduction}")
+    if reduction not in ("mean", "sum"):
+        raise Unavailable(f"PipeDream updates by means or sums, not by {reduction}")
 
     def candidate(params: Any, batch: Any, weights: Any) -> Any:
         cut = _Cut(loss_fn, params, 3, {})
@@ -77,8 +77,9 @@ def _pipedream(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..
             optimizer=_GRADIENT,
             policy="flush",
             update_every=MICRO_BATCHES,
+            reduction=reduction,
         )
-        parts = split_batch({"batch": batch}, weights, MICRO_BATCHES, "mean")
+        parts = split_batch({"batch": batch}, weights, MICRO_BATCHES, reduction)
         state, metrics = runtime.train_epoch(
             runtime.init(cut.params),
             [part.batch for part in parts],

@@ -105,30 +105,68 @@ class Tied:
         """
         if not self._groups:
             return grads
-        leaves = {
-            j: _structure(tree).flatten_up_to(grads[j]) for j, tree in params.items()
-        }
+        found = list(grads)
+        parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
+        sums: dict[int, dict[str, list[Any]]] = {j: {} for j in params}
         for name, group in self._groups.items():
-            indices = {
-                j: _indices(_structure(params[j]), j, path)
-                for j, path in group.items()
-                if j in params
-            }
-            own = {
-                j: {below: leaves[j][i] for below, i in found.items()}
-                for j, found in indices.items()
-            }
-            parts = self._exchanged(name, own, places, post) if own else {}
-            for j, found in indices.items():
-                first = jax.tree.leaves(params[j])[0]
-                device = first.device if isinstance(first, jax.Array) else None
-                total = _sum([moved(parts[s], device) for s in group])
-                for below, i in found.items():
-                    leaves[j][i] = total[below]
-        return [
-            _structure(params[j]).unflatten(leaves[j]) if j in params else g
-            for j, g in enumerate(grads)
-        ]
+            own = {j: parts[j][name] for j in group if j in params}
+            told = self._exchanged(name, own, places, post) if own else {}
+            for j in own:
+                sums[j][name] = [told[s] for s in group]
+        for j, tree in params.items():
+            found[j] = self.with_sums(j, tree, grads[j], sums[j])
+        return found
+
+    def names(self, stage: int) -> list[str]:
+        """Names of what a stage shares with others."""
+        return [name for name, group in self._groups.items() if stage in group]
+
+    def stages(self, name: str) -> list[int]:
+        """The stages that share what has this name, in order."""
+        return list(self._groups[name])
+
+    def parts(self, stage: int, params: Any, gradient: Any) -> dict[str, Any]:
+        """A stage's gradients of its copies, by name.
+
+        Args:
+          stage: Its number.
+          params: Its parameters.
+          gradient: Its gradient.
+
+        Raises:
+          ValueError: A path is unknown.
+        """
+        structure = _structure(params)
+        leaves = structure.flatten_up_to(gradient)
+        found = {}
+        for name in self.names(stage):
+            indices = _indices(structure, stage, self._groups[name][stage])
+            found[name] = {below: leaves[i] for below, i in indices.items()}
+        return found
+
+    def with_sums(
+        self, stage: int, params: Any, gradient: Any, parts: Mapping[str, Sequence[Any]]
+    ) -> Any:
+        """A stage's gradient, with the sum over all copies in the place of its own.
+
+        Args:
+          stage: Its number.
+          params: Its parameters.
+          gradient: Its gradient.
+          parts: By name, those of all stages that share it, in order.
+        """
+        if not parts:
+            return gradient
+        structure = _structure(params)
+        leaves = structure.flatten_up_to(gradient)
+        first = jax.tree.leaves(params)[0]
+        device = first.device if isinstance(first, jax.Array) else None
+        for name, copies in parts.items():
+            total = _sum([moved(copy, device) for copy in copies])
+            indices = _indices(structure, stage, self._groups[name][stage])
+            for below, i in indices.items():
+                leaves[i] = total[below]
+        return structure.unflatten(leaves)
 
     def counted(self, stage: int, params: Any, gradient: Any) -> Any:
         """What of a stage's gradient the norm counts: a shared one at its first stage.

@@ -41,7 +41,7 @@ def draw(timeline: "Timeline", path: Path) -> Path:
 
 
 def draw_on(timeline: "Timeline", axes: Any) -> None:
-    """Draws the chart without a legend."""
+    """Draws the chart without a legend; one bar of each kind has its label."""
     from matplotlib.ticker import MaxNLocator
 
     (_bars if len(timeline.columns) <= BARS else _image)(timeline, axes)
@@ -64,6 +64,7 @@ def _legend(timeline: "Timeline", figure: Any) -> None:
 
 def _bars(timeline: "Timeline", axes: Any) -> None:
     columns = timeline.columns
+    unnamed = dict(enumerate(NAMES))
     stages_of = [np.unique(p) for p in np.split(columns.stage, columns.first[1:-1])]
     for worker, stages in enumerate(stages_of):
         span = slice(*columns.first[worker : worker + 2])
@@ -72,6 +73,8 @@ def _bars(timeline: "Timeline", axes: Any) -> None:
         for kind, color in enumerate(COLORS):
             for turn, own in enumerate(stages):
                 mask = (kinds == kind) & (stage == own)
+                if not mask.any():
+                    continue
                 axes.broken_barh(
                     list(zip(start[mask], (end - start)[mask], strict=True)),
                     (worker - 0.45, 0.9),
@@ -79,6 +82,7 @@ def _bars(timeline: "Timeline", axes: Any) -> None:
                     edgecolor="white",
                     linewidth=0.5,
                     alpha=1 - 0.5 * turn / len(stages),
+                    label=unnamed.pop(kind, None),
                 )
     if len(columns) <= LABELS:
         for record in timeline.records():

@@ -62,6 +62,10 @@ class Metrics(NamedTuple):
     weight: float = 0.0
     """The sum of their weights."""
 
+    aux: Any = None
+    """Auxiliary outputs of the loss function, the same on every worker: each with a new
+    first axis, an entry for each micro-batch in the order of the batch's rows."""
+
 
 def optimizers_for(
     optimizer: Optimizer | Sequence[Optimizer] | None,

@@ -49,12 +49,14 @@ class Found(NamedTuple):
       grads: Of each stage of this process; None for the others.
       news: Of all stages' gradients together, as far as it is asked for.
       states: What stateful stages of this process were left with.
+      aux: Auxiliary outputs of the loss function; see `Metrics`.
     """
 
     loss: jax.Array
     grads: list[Any]
     news: News
     states: list[Any]
+    aux: Any = None
 
 
 class Update:
@@ -130,7 +132,7 @@ class Update:
           counted: What of it counts for the norm.
         """
         return News(
-            None if self._max_norm is None else _square_of(counted),
+            None if self._max_norm is None else square_of(counted),
             None
             if self.loss_scale is None
             else _all_finite(self._params[stage], grads, self._opt_states[stage]),
@@ -252,10 +254,14 @@ def joined(news: Sequence[News]) -> News:
 
 
 @jax.jit
-def _square_of(grads: Any) -> jax.Array:
+def square_of(grads: Any) -> jax.Array:
     """The sum of |g|^2 over one stage's gradient; 0 for a stage without one."""
     squares = [square(leaf) for leaf in jax.tree.leaves(grads)]
     return sum_of([jnp.zeros((), jnp.float32), *squares])
+
+
+sum_of_squares = jax.jit(sum_of)
+"""Of all stages, in order."""
 
 
 _all_finite = jax.jit(all_finite)

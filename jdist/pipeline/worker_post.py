@@ -352,6 +352,7 @@ class WorkerPost:
         missing = [
             f"{action} for {_KINDS[parcel.kind]} of {self._names[parcel.sender]!r}"
             for parcel, action in waiting.items()
+            if parcel.kind != "E"  # It is waited for along with everything else.
         ]
         shown = "; ".join(dict.fromkeys(missing))
         return (
@@ -449,4 +450,9 @@ def _decision_of(leader: int) -> Parcel:
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "S": "the shapes"}
-_KINDS |= {"T": "a tied gradient", "V": "the vote", "D": "the decision"}
+_KINDS |= {
+    "T": "a tied gradient",
+    "N": "the norm",
+    "V": "the vote",
+    "D": "the decision",
+}

@@ -166,14 +166,15 @@ def serial(
     k=1,
     replicas=None,
     scale=None,
+    kind="mean",
 ):
     """w(t+1) = w(t) + change(grad f(w_1(v_1), .., w_n(v_n))): all versions by stage.
 
-    The gradient of an update is the mean over the examples of its micro-batches: k
-    from each worker of the stage, fewer in the last update. With a scale the gradient
-    of each micro-batch's mean is that many times as large until it is weighted, and an
-    update whose gradient is not finite is none: the next version is the one before,
-    and the optimizer has not seen it.
+    The gradient of an update is the mean (or sum) over the examples of its
+    micro-batches: k from each worker of the stage, fewer in the last update. With a
+    scale the gradient of each micro-batch's mean is that many times as large until it
+    is weighted, and an update whose gradient is not finite is none: the next version is
+    the one before, and the optimizer has not seen it.
     """
     n = len(params)
     workers = replicas or (1,) * n
@@ -191,7 +192,7 @@ def serial(
         return found
 
     def update(j):
-        total = sum(weight for _, weight in due[j])
+        total = sum(weight for _, weight in due[j]) if kind == "mean" else 1.0
         newest, after = history[j][-1], {}
         grads = {name: sum(g[name] for g, _ in due[j]) / total for name in newest}
         due[j].clear()
@@ -207,7 +208,7 @@ def serial(
     for i, (batch, own) in enumerate(zip(batches, weights, strict=True)):
         old = met("stashing" if policy == "none" else policy, i)
         new = met("flush", i) if policy == "none" else old
-        factor = scale / own.sum() if scale else 1.0
+        factor = scale / own.sum() if scale and own.any() else 1.0
         for j, found in enumerate(backward(old, new, batch, own * factor)):
             due[j].append(({x: g / factor for x, g in found.items()}, own.sum()))
         for j in range(n):

@@ -94,6 +94,72 @@ def other_epochs(rank):
     return "no error"
 
 
+def streamed(places=None, last=None, folder=None):
+    """An epoch from a generator, saved after every fourth of eleven batches.
+
+    Args:
+      places: Of the stages.
+      last: How many batches there are; None: all.
+      folder: Of the checkpoints.
+    """
+    runtime = runtime_of(3, change=adam, workers_or_devices=places)
+    params, batches, weights = problem(3, 11, dtype=np.float32)
+    state = runtime.init(params)
+    with pipeline.Checkpoints(folder, runtime) as saved:
+        if saved.latest() is not None:
+            state = saved.restore(state)
+
+        rest = slice(4 * state.step, last)
+        pairs = (pair for pair in zip(batches[rest], weights[rest], strict=True))
+        options = {"checkpoints": saved, "save_every": 4}
+        state, metrics = runtime.train_epoch(state, pairs, **options)
+    return jax.tree.map(np.asarray, state.params), metrics.losses
+
+
+def bad_streams(rank, fault):
+    """What a worker raises if data of one of them are at fault; then all go on."""
+    runtime = runtime_of(3, workers_or_devices=names(3))
+    params, batches, weights = problem(3, 9, dtype=np.float32)
+    state = runtime.init(params)
+
+    def supply():
+        order = list(range(9))
+        if fault == "order" and rank == 1:
+            order[5:7] = [6, 5]
+        # Each has what its stages take; weights are compared apart from the entries.
+        mine = "x" if rank == 0 else "target"
+        for place, i in enumerate(order):
+            if i == 6 and (fault, rank) in (("raises", 1), ("short", 2)):
+                if fault == "short":
+                    return
+                raise OSError("the disk is gone")
+            yield {mine: batches[i][mine]}, weights[place]
+        if fault == "long" and rank == 0:
+            yield {mine: batches[0][mine]}, weights[0]
+
+    try:
+        runtime.train_epoch(state, supply())
+    except (ValueError, OSError) as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        text = f"{type(error).__name__}: {error} {notes}"
+    else:
+        text = "no error"
+    after, _ = runtime.train_epoch(state, zip(batches, weights, strict=True))
+    return text, jax.tree.map(np.asarray, after.params)
+
+
+def uneven_replicas(rank):
+    """One stage on two workers, of which the second has a batch less."""
+    runtime = runtime_of(1, workers_or_devices=names(2), replicas=(2,))
+    params, batches, weights = problem(1, 4, dtype=np.float32)
+    given = zip(batches[: 4 - rank], weights[: 4 - rank], strict=True)
+    try:
+        runtime.train_epoch(runtime.init(params), given)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def some_epochs(count, folder, places=None):
     """Goes on from the last checkpoint; losses by epoch, and the parameters."""
     runtime = runtime_of(3, change=adam, workers_or_devices=places)

@@ -122,7 +122,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         third = runs[2].forward(part.number, given)
         passes = pipe._loss.passes(part.batch, ("target",))
         read = {"target": rows["target"]}
-        _, d_y = passes.both(third, read, part.weights, factor)
+        _, d_y, _ = passes.both(third, read, part.weights, factor)
         share = Share(np.float32(0), part.total)
         d_third = runs[2].backward(part.number, d_y, share, False)
         d_second = runs[1].backward(part.number, {"m": d_third["m"]}, share, False)

@@ -60,15 +60,49 @@ def made(n, policy="stashing", k=1, optimizer=OPTIMIZERS[momentum], **options):
     m=st.integers(1, 9),
     k=st.integers(1, 4),
     change=st.sampled_from(list(OPTIMIZERS)),
+    kind=st.sampled_from(["mean", "sum"]),
     seed=st.integers(0, 1000),
 )
-def test_rules_in_float64(policy, n, m, k, change, seed):
+def test_rules_in_float64(policy, n, m, k, change, kind, seed):
     k = max(k, n) if policy == "2bw" else k
     params, batches, weights = problem(n, m, seed)
-    runtime = made(n, policy, k, OPTIMIZERS[change])
-    state, _ = runtime.train_epoch(runtime.init(params), batches, weights)
-    expected = serial(policy, params, batches, weights, change, k)
+    runtime = made(n, policy, k, OPTIMIZERS[change], reduction=kind)
+    given = zip(batches, weights, strict=True)  # whose length is not known
+    state, _ = runtime.train_epoch(runtime.init(params), given)
+    expected = serial(policy, params, batches, weights, change, k, kind=kind)
     close(state.params, newest(expected), 1e-11)
+
+
+def test_losses_of_a_sum():
+    params, batches, weights = problem(3, 6)
+    mean, whole = made(3), made(3, reduction="sum")
+    _, means = mean.train_epoch(mean.init(params), batches, weights)
+    _, sums = whole.train_epoch(whole.init(params), batches, weights)
+    first = weights[0].sum()  # Before the first update.
+    np.testing.assert_allclose(sums.losses[0], means.losses[0] * first, rtol=1e-12)
+    np.testing.assert_allclose(sums.loss, sums.losses.sum(), rtol=1e-12)
+    assert sums.losses.shape == (6,)
+
+
+@pytest.mark.parametrize(("policy", "k"), [("stashing", 2), ("flush", 3), ("2bw", 3)])
+def test_a_batch_without_weight_in_an_update(policy, k):
+    """It adds nothing, and is met by the versions that it would meet anyway."""
+    params, batches, weights = problem(3, 8)
+    for empty in (0, 4):
+        weights[empty] = np.zeros_like(weights[empty])
+    runtime = made(3, policy, k)
+    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    expected = serial(policy, params, batches, weights, k=k)
+    close(state.params, newest(expected), 1e-11)
+    assert np.flatnonzero(np.isnan(metrics.losses)).tolist() == [0, 4]
+    totals = [own.sum() for own in weights]
+    total = np.average(np.nan_to_num(metrics.losses), weights=totals)
+    np.testing.assert_allclose(metrics.loss, total, rtol=1e-12)
+    weights[1] = np.zeros_like(weights[1])
+    with pytest.raises(
+        ValueError, match=r"weights=...\)` must not all be zero in the m"
+    ):
+        runtime.train_epoch(runtime.init(params), batches[:2], weights[:2])
 
 
 def gradients_kept():
@@ -249,6 +283,123 @@ def test_replicas_are_bit_identical(monkeypatch):
         assert len(set(map(tuple, found.values()))) == 1
 
 
+# --- batches that are read one by one ---
+
+
+def test_batches_are_read_when_they_are_needed(monkeypatch):
+    """No more than are under way: those of the first stage, and one more."""
+    n, m = 3, 9
+    params, batches, weights = problem(n, m)
+    do, read, done = EpochStep._do, [], []
+
+    def supply():
+        for pair in zip(batches, weights, strict=True):
+            read.append(len(read))
+            yield pair
+
+    def watched(epoch, worker, action):
+        if action == ("F", 0, len(done)):
+            assert len(read) == action.micro_batch + 1
+            done.append(action)
+        do(epoch, worker, action)
+        assert len(epoch._stream._parts) <= n + 1
+
+    monkeypatch.setattr(EpochStep, "_do", watched)
+    runtime = made(n)
+    found = runtime.train_epoch(runtime.init(params), supply())
+    assert (len(read), len(done)) == (m, m)
+    monkeypatch.undo()
+    same(found, runtime.train_epoch(runtime.init(params), batches, weights))
+
+
+def test_an_iterator_that_fails_ends_the_epoch():
+    params, batches, weights = problem(3, 6)
+    runtime = made(3)
+    state = runtime.init(params)
+
+    def supply():
+        yield from zip(batches[:4], weights[:4], strict=True)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        runtime.train_epoch(state, supply())
+    assert caught.value.__notes__ == ["It was raised when batch 4 was read."]
+    after, _ = runtime.train_epoch(state, batches, weights)
+    close(after.params, newest(serial("stashing", params, batches, weights)), 1e-11)
+
+
+def test_losses_are_not_fetched_all_at_the_end(monkeypatch):
+    """JAX does not run ahead of the devices by more than so many micro-batches."""
+    monkeypatch.setattr("jdist.pipeline.epoch.AHEAD", 2)
+    params, batches, weights = problem(3, 6)
+    do, waiting = EpochStep._do, []
+
+    def watched(epoch, worker, action):
+        do(epoch, worker, action)
+        waiting.append(len(epoch._computing))
+
+    monkeypatch.setattr(EpochStep, "_do", watched)
+    runtime = made(3)
+    _, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    assert max(waiting) == 2
+    assert metrics.losses.shape == (6,)
+
+
+# --- checkpoints within an epoch ---
+
+
+@pytest.mark.parametrize(("m", "parts"), [(8, 3), (9, 3), (2, 1)])
+def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
+    params, batches, weights = problem(3, m)
+    runtime, n = made(3, k=2, optimizer=OPTIMIZERS[adam]), 3
+    plain = runtime.init(params)
+    losses = []
+    for first in range(0, m, n):
+        part = slice(first, first + n)
+        plain, metrics = runtime.train_epoch(plain, batches[part], weights[part])
+        losses += metrics.losses.tolist()
+    with pipeline.Checkpoints(tmp_path / "whole", runtime, keep=None) as saved:
+        options = {"checkpoints": saved, "save_every": n}
+        given = zip(batches, weights, strict=True)
+        state, metrics = runtime.train_epoch(runtime.init(params), given, **options)
+        assert state.step == saved.latest() == parts
+        same(state, plain)
+        assert metrics.losses.tolist() == losses
+        totals = np.array([own.sum() for own in weights])
+        np.testing.assert_allclose(metrics.loss, np.average(losses, weights=totals))
+    with pipeline.Checkpoints(tmp_path / "cut", runtime) as saved:
+        options = {"checkpoints": saved, "save_every": n}
+        state = runtime.init(params)
+        if parts > 1:  # It ends in the second part, and goes on from the first.
+            cut = n + 1
+            short = failing(zip(batches[:cut], weights[:cut], strict=True))
+            with pytest.raises(OSError, match="cut"):
+                runtime.train_epoch(state, short, **options)
+            state = saved.restore(runtime.init(params))
+        done = state.step * n
+        rest = zip(batches[done:], weights[done:], strict=True)
+        state, _ = runtime.train_epoch(state, rest, **options)
+        same(state, plain)
+
+
+def failing(pairs):
+    yield from pairs
+    raise OSError("cut")
+
+
+def test_saving_that_is_refused(tmp_path):
+    params, batches, _ = problem(3, 2)
+    runtime = made(3)
+    state = runtime.init(params)
+    with pytest.raises(ValueError, match=r"save_every=...\)` must come with the check"):
+        runtime.train_epoch(state, batches, save_every=2)
+    with pipeline.Checkpoints(tmp_path, runtime) as saved:
+        with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
+            runtime.train_epoch(state, batches, checkpoints=saved, save_every=0)
+        state, _ = runtime.train_epoch(state, batches, checkpoints=saved)
+        assert saved.latest() == state.step == 1
+
+
 # --- versions: how many, how stale, and what they weigh ---
 
 
@@ -384,12 +535,10 @@ def test_arguments_that_are_refused():
         runtime.train_epoch(state, [batches[0], [1.0]])
     with pytest.raises(ValueError, match="must have one batch at least"):
         runtime.train_epoch(state, [])
-    with pytest.raises(
-        TypeError, match=r"must be a sequence: .* Got a generator\. Give"
-    ):
-        runtime.train_epoch(state, (batch for batch in batches))
-    tied = [pipeline.Stage(layer, ("x",), ("h",), tied={"w": "shared"}), stages(1)[0]]
-    with pytest.raises(ValueError, match="must not be tied"):
-        pipeline.PipeDream(tied, losses)
+    with pytest.raises(ValueError, match=r"must have one batch at least\. Got none"):
+        runtime.train_epoch(state, iter(()))
     with pytest.raises(ValueError, match="must be given for training"):
         made(3, optimizer=None).init(params)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("stage",))
+    with pytest.raises(TypeError, match=r"must be devices or names .* Got a Mesh\."):
+        made(3, workers_or_devices=mesh)

@@ -81,6 +81,24 @@ def test_each_stage_skips_its_own_updates(policy, k, change, replicas):
     assert metrics.skipped == [0, 0, 0]
 
 
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_a_batch_without_weight_is_no_overflow(kind):
+    """Its own mean does not exist, and is not needed."""
+    params, batches, weights = problem(3, 8)
+    batches = planted(batches, 0.0)
+    weights[3] = np.zeros_like(weights[3])
+    runtime = made(IN_FLOAT64[momentum], k=2, reduction=kind)
+    state, metrics = runtime.train_epoch(runtime.init(params), batches, weights)
+    history = serial("stashing", params, batches, weights, k=2, scale=SCALE, kind=kind)
+    assert metrics.skipped == [0, 0, 0]
+    expected = [versions[-1] for versions in history]
+    pairs = zip(
+        jax.tree.leaves(masters_of(state)), jax.tree.leaves(expected), strict=True
+    )
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
 def test_updates_in_16_bits(monkeypatch):
     """Each follows a gradient at the very versions that the judge accepts, but those
     that are skipped; and a skipped one leaves all bits as they are."""

@@ -1,5 +1,6 @@
 """PipeDream's runtime over workers: threads of a local cluster, and processes."""
 
+import re
 import signal
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.pipeline import pipedream_worlds as worlds
+from tests.pipeline.pipedream_rules import problem
 from tests.rpc import hosts as processes_of
 from tests.rpc.hosts import names
 
@@ -71,8 +73,53 @@ def test_epochs_that_are_not_the_same(cluster):
     for task in tasks:
         text = task.result()
         assert "`train_epoch` must be called by all workers alike" in text
-        for micro_batches in (3, 2):
-            assert f"in {micro_batches} micro-batches (schedule=<" in text
+        for batches in (3, 2):
+            assert f"(first of={batches}, schedule=PipeDream with Updates(" in text
+
+
+FAULTS = {
+    "raises": "OSError: the disk is gone .*raised when batch 6 was read",
+    "short": "must be equally many on all workers.*6 on worker 2",
+    "long": "must be equally many on all workers.*(9|10) on worker",
+    "order": "must be the same batches .*another entry 'target' on worker 2 .* on 1",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_batches_that_fail_or_differ_end_the_epoch_on_all_workers(cluster, fault):
+    """One worker's data raise, end early, go on longer, or come in another order."""
+    tasks = [cluster.start(rank, worlds.bad_streams, rank, fault) for rank in range(3)]
+    found = [task.result() for task in tasks]
+    for text, _ in found:
+        assert re.search(FAULTS[fault], text), text
+    if fault == "raises":
+        assert ["'worker1'" in text for text, _ in found] == [True, False, True]
+    runtime = worlds.runtime_of(3)
+    params, batches, weights = problem(3, 9, dtype=np.float32)
+    after, _ = runtime.train_epoch(runtime.init(params), batches, weights)
+    for rank, (_, own) in enumerate(found):
+        same_bits(own[rank], after.params[rank])
+
+
+def test_replicas_whose_batches_differ_in_number(cluster):
+    """One waits for the other's share of an update that the other does not have."""
+    tasks = [cluster.start(rank, worlds.uneven_replicas, rank) for rank in range(2)]
+    for task in tasks:
+        assert "must be equally many on all workers. Got 3 on worker 1" in task.result()
+
+
+def test_a_resumed_epoch_repeats_every_bit(cluster, tmp_path):
+    """Drained and saved after every fourth batch, over workers and in one process."""
+    whole, losses = worlds.streamed(None, folder=tmp_path / "whole")
+    folder = tmp_path / "cut"
+    for last, expected in ((8, losses[:8]), (None, losses[8:])):
+        args = (names(3), last, folder)
+        tasks = [cluster.start(rank, worlds.streamed, *args) for rank in range(3)]
+        found = [task.result() for task in tasks]
+        for _, own_losses in found:
+            same_bits(own_losses, expected)
+    for rank, (own, _) in enumerate(found):
+        same_bits(own[rank], whole[rank])
 
 
 def test_a_killed_stage_is_named_and_its_checkpoints_go_on(
