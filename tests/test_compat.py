@@ -55,7 +55,10 @@ def test_placing_is_device_put(dtype, shape):
 def test_a_cotangent_goes_where_its_value_is():
     """Committed if that is; and not moved for a value that may be anywhere."""
     first, third = jax.devices("cpu")[0], jax.devices("cpu")[2]
-    arrays = [jnp.float32([3, 7]), *(jax.device_put([3, 7.0], d) for d in (first, third))]
+    arrays = [
+        jnp.float32([3, 7]),
+        *(jax.device_put([3, 7.0], d) for d in (first, third)),
+    ]
     found = {
         (i, k): (got.committed, *got.devices())
         for i, array in enumerate(arrays)

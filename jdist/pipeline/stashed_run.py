@@ -28,12 +28,14 @@ class Rule(NamedTuple):
         takes the newest weights with the other's activations, which is no gradient.
       scaled: Whether what comes back is of a micro-batch's mean, times a loss scale,
         which the optimizer takes off.
+      single: Whether each update is made of a single micro-batch of this worker.
     """
 
     stashing: WeightStashing
     versions: np.ndarray
     consistent: bool
     scaled: bool = False
+    single: bool = False
 
 
 class StashedRun(StageRun):
@@ -52,7 +54,7 @@ class StashedRun(StageRun):
 
     def __init__(self, plain: StageRun, rule: Rule, opt_state: Any) -> None:
         made_of = plain._stage, plain._compiled, plain.params, plain.state
-        super().__init__(*made_of, plain._key, plain._kind)
+        super().__init__(*made_of, plain._key, plain._kind, rule.single)
         self.stash = StashState(0, {0: plain.params}, opt_state)
         self.grown = 0
         self.used: dict[int, int] = {}

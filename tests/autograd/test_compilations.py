@@ -60,7 +60,9 @@ def at_home(variable, x):
 
 
 def away(variable, x):
-    return rpc.rpc_sync("worker1", world.total, args=(autograd.apply(layer, variable, x),))
+    return rpc.rpc_sync(
+        "worker1", world.total, args=(autograd.apply(layer, variable, x),)
+    )
 
 
 def all_away(variable, x):
