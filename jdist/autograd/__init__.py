@@ -36,5 +36,7 @@ from jdist.autograd.picture.graph import Graph as Graph
 from jdist.autograd.picture.graph import graph as graph
 from jdist.autograd.recorded import Recorded as Recorded
 from jdist.autograd.remote_call import remote_call as remote_call
+from jdist.autograd.replicated import replicated as replicated
+from jdist.autograd.replicated import unreplicate as unreplicate
 from jdist.autograd.variable import Variable as Variable
 from jdist.autograd.variable import variable as variable

@@ -1,5 +1,6 @@
 """A worker's membership in its group: joining, meeting the others, losses, leaving."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -154,6 +155,22 @@ class Group:
             kind = CollectiveMismatch if frame.meta["mismatch"] else RpcError
             raise kind(frame.meta["failed"])
         raise RpcTimeout(frame.meta["timeout"])
+
+    def refuse(
+        self, names: Iterable[str], error: BaseException, operation: str, tag: str
+    ) -> None:
+        """Comes to the next collective of these workers to make it fail on all.
+
+        Does not wait for them; one that comes late is told too.
+        """
+        meta = {
+            "names": self._check_names(operation, names),
+            "operation": operation,
+            "tag": tag,
+        }
+        refused = RpcError(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RpcError):
+            self._come(meta, (None, []), NEVER, refused)
 
     def _come(
         self,
