@@ -15,7 +15,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
     "data_parallel": GROUND | {"_checkpoint", "reduction", "optim", "segment"},
-    "autograd": GROUND | {"_checkpoint", "rpc", "segment", "optim"},
+    "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "launch": GROUND | {"rpc"},
     "__init__": GROUND,

@@ -32,6 +32,7 @@ from jdist.autograd.events import Event as Event
 from jdist.autograd.events import record_events as record_events
 from jdist.autograd.gradients import get_gradients as get_gradients
 from jdist.autograd.optimizer import DistributedOptimizer as DistributedOptimizer
+from jdist.autograd.padding import pad_to as pad_to
 from jdist.autograd.picture.graph import Graph as Graph
 from jdist.autograd.picture.graph import graph as graph
 from jdist.autograd.recorded import Recorded as Recorded

@@ -105,7 +105,8 @@ def replicated(
       >>> from jdist import autograd, rpc
       >>> def train(name, examples):
       ...     with rpc.use_worker(name):
-      ...         w = autograd.replicated(2.0, ["a", "b"], weight=len(examples))
+      ...         w0 = jnp.float32(2)
+      ...         w = autograd.replicated(w0, ["a", "b"], weight=len(examples))
       ...         with autograd.context() as context_id:
       ...             loss = autograd.apply(lambda w, x: (w * x).mean(), w, examples)
       ...             autograd.backward(context_id, [loss])
@@ -468,7 +469,7 @@ def _like(array: Any, own: jax.Array) -> jax.Array:
     """A received array, which may be another trainer's own, placed as this one's."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.device_put(array, own.sharding)
-    return beside(jnp.asarray(np.asarray(array)), own)
+    return beside(jax.device_put(np.array(array)), own)
 
 
 def _check_alike(

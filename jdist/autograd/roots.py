@@ -66,7 +66,10 @@ def _ones(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
 
 def _given(position: int, root: Recorded, cotangent: Any) -> Root:
     value = _checked(position, root)
-    if not isinstance(cotangent, jax.Array):
+    if isinstance(cotangent, np.ndarray):
+        # A copy, which the caller cannot change; `jnp.array` compiles for each shape.
+        cotangent = jax.device_put(np.array(cotangent))
+    elif not isinstance(cotangent, jax.Array):
         cotangent = jnp.asarray(cotangent)
     shape, dtype = cotangent.shape, cotangent.dtype
     if (shape, dtype) != (value.shape, value.dtype):

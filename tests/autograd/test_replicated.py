@@ -116,6 +116,31 @@ def two(*weights):
     return [autograd.replicated(v, TRAINERS, weight) for v in values]
 
 
+def clipped():
+    a, b = two(1.0, 2.0, 3.0)
+    c = autograd.variable(np.float32([3, 2, 5]))
+    refs = [rpc.RRef(v) for v in (a, b, c)]
+    shared, mixed = (
+        autograd.DistributedOptimizer(optim.sgd, some, lr=1.0)
+        for some in (refs[:2], refs)
+    )
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [(a * b * c).sum() * (rank() + 1.0)])
+        with pytest.raises(ValueError, match="must be of replicated variables alone"):
+            mixed.step(context_id, max_norm=0.5)
+        shared.step(context_id, max_norm=0.5)
+    moved = [np.asarray(v.value) - x for v, x in ((a, [1, 2, 5]), (b, [10, 2, 5]))]
+    assert np.isclose(np.linalg.norm(moved), 0.5)
+    return bits([a.value, b.value])
+
+
+def test_a_norm_is_the_same_on_all_trainers(cluster):
+    """Where it would not be, replicas would part without a word."""
+    found = trainers(cluster, clipped)
+    assert found == found[:1] * 3
+    assert isinstance(found[0], list)
+
+
 def swapped():
     """Each trainer uses the variables in another order, and one uses one of them."""
     a, b = two(1.0, 4.0, 3.0)
