@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
+from jdist.segment import RecompilationWarning
 from tests.autograd import engine_world as world
 
 SIZES = (3, 8, 5, 1, 7)
@@ -195,3 +196,19 @@ def test_arguments_of_pad_to():
             autograd.pad_to(sizes)
     with pytest.raises(ValueError, match="must be positions of arguments, from 0"):
         autograd.pad_to(8, args=[-1])
+
+
+def total_of(w, x):
+    return (jnp.sinh(x) * w[None]).sum()
+
+
+def test_ragged_batches_are_warned_of(alone):
+    """With the name of the function, the shapes and what to do; not where padded."""
+    w = autograd.variable(whole(6))
+    for rows in range(1, 8):
+        autograd.apply(total_of, w, whole(rows, 6))
+    expected = r"apply compiles total_of .* float32\[7,6\] then float32\[8,6\]"
+    with pytest.warns(RecompilationWarning, match=expected):
+        autograd.apply(total_of, w, whole(8, 6))
+    for rows in range(1, 30):
+        autograd.apply(shifted, w, whole(rows, 6), pad=autograd.pad_to(8))
