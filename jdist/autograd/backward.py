@@ -59,7 +59,8 @@ def backward(
       UnusedSend: In FAST mode, a result is not used by the roots.
       WorkerLost: A worker that takes part is gone.
       RpcTimeout: It took longer.
-      TypeError, ValueError, AutogradError: The roots are no such values.
+      TypeError, ValueError, AutogradError: The roots are no such values; or what
+        `replicated` says, where this worker has replicated variables.
 
     Whatever is raised, the pass has ended on all workers, or is about to, and later
     passes work. A pass that fails may have added gradients on workers whose part was

@@ -84,6 +84,7 @@ def replicated(
         parameters differ between trainers, which is raised on all; the weight is no
         such number.
       TypeError: As `variable`.
+      AutogradError: The arguments were refused on another trainer, with its name.
       CollectiveMismatch, RpcTimeout, RpcError, WorkerLost: As `rpc.all_gather`.
 
     `backward` then also raises, on all trainers: `WorkerLost` where one is gone;
@@ -117,8 +118,6 @@ def replicated(
       [5.0, 5.0]
     """
     agent = current.agent()
-    if not callable(weight):
-        _check_weight(weight)
     return _groups_of(agent).group(_names(agent, group)).add(params, weight, timeout)
 
 
@@ -194,19 +193,25 @@ class Group:
 
     def add(self, params: Any, weight: Weight, timeout: float) -> Variable:
         """A new variable with the first trainer's values, on all of them."""
-        made = Variable(params)
-        leaves, structure = jax.tree.flatten(made.value)
+        number, self._made = self._made, self._made + 1
+        tag = f"replicated variable {number}"
+        try:
+            made = Variable(params)
+            if not callable(weight):
+                _check_weight(weight)
+        except Exception as error:
+            self._refuse(error, tag)
+            raise
+        leaves = jax.tree.leaves(made.value)
         kinds = {path: described(x) for path, x in named_leaves(made.value).items()}
         first = self._agent.info.name == self.names[0]
         process = [jax.process_index(), jax.process_count()]
-        number, self._made = self._made, self._made + 1
         brought = [kinds, leaves if first else None, process]
-        tag = f"replicated variable {number}"
         found = self._gather(brought, timeout, tag)
         for name, (others, _, _) in found.items():
             _check_alike(found[self.names[0]][0], others, self.names[0], name)
         pairs = zip(found[self.names[0]][1], leaves, strict=True)
-        made.value = structure.unflatten([_like(*pair) for pair in pairs])
+        made.value = made.structure.unflatten([_like(*pair) for pair in pairs])
         self._rows = _rows([found[name][2] for name in self.names])
         self._members[number] = _Member(made, weight)
         return made
@@ -234,7 +239,7 @@ class Group:
 
     def refuse(self, error: BaseException) -> None:
         """The pass has failed here: its meeting fails on all trainers."""
-        self._agent.group.refuse(self.names, error, "all_gather", self._tag)
+        self._refuse(error, self._tag)
 
     def part(self, found: Mapping[Variable, Any]) -> _Part:
         """What this trainer brings, of the gradients that its pass has found.
@@ -292,6 +297,9 @@ class Group:
     @property
     def _tag(self) -> str:
         return f"replicated pass {self._passes}"
+
+    def _refuse(self, error: BaseException, tag: str) -> None:
+        self._agent.group.refuse(self.names, error, "all_gather", tag)
 
     def _gather(self, brought: Any, seconds: float, tag: str) -> dict[str, Any]:
         try:

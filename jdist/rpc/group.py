@@ -1,6 +1,5 @@
 """A worker's membership in its group: joining, meeting the others, losses, leaving."""
 
-import contextlib
 import functools
 import threading
 import time
@@ -168,16 +167,18 @@ class Group:
             "operation": operation,
             "tag": tag,
         }
-        refused = RpcError(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(RpcError):
-            self._come(meta, (None, []), NEVER, refused)
+        try:
+            self._come(meta, (None, []), NEVER, error)
+        except BaseException as raised:
+            if raised is not error:
+                raise
 
     def _come(
         self,
         meta: dict[str, Any],
         body: tuple[Any, list[Any]],
         limit: Deadline,
-        refused: Exception | None,
+        refused: BaseException | None,
     ) -> Future[Frame]:
         """Goes to the next collective of these workers, if only to refuse it.
 

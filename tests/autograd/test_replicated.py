@@ -257,6 +257,21 @@ def test_parameters_are_alike(cluster):
             raise error
 
 
+def refused_by_one():
+    autograd.replicated(np.float32(1), TRAINERS, weight=-1 if rank() == 1 else 1)
+
+
+def test_arguments_that_one_trainer_refuses(cluster):
+    """The others do not wait for it."""
+    first, own, last = trainers(cluster, refused_by_one)
+    assert type(own) is ValueError
+    for error in (first, last):
+        with pytest.raises(
+            autograd.AutogradError, match=r"'worker1' had no value .*-1"
+        ):
+            raise error
+
+
 def arguments():
     with pytest.raises(ValueError, match="must be workers of the group, worker3 among"):
         autograd.replicated(np.float32(1), TRAINERS)

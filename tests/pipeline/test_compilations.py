@@ -13,10 +13,10 @@ from jdist.pipeline.stage_run import Share, StageRun
 from tests.pipeline import models, trained
 
 DEVICES = {
-    "anywhere": None,
-    "the first": (0, 0),
-    "two": (0, 1),
-    "others": (5, 3),
+    "anywhere": (None, jnp.asarray),
+    "the first": ((0, 0), jnp.asarray),
+    "two": ((0, 1), np.asarray),
+    "others": ((5, 3), jnp.asarray),
 }
 SCHEDULES = {
     "1F1B": pipeline.one_f_one_b(3, 3),
@@ -49,8 +49,7 @@ def placed(places):
     return places and [jax.devices()[number] for number in places]
 
 
-@pytest.mark.parametrize("put", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-@pytest.mark.parametrize("places", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize(("places", "put"), DEVICES.values(), ids=DEVICES)
 def test_nothing_compiles_after_the_first_step(programs, places, put):
     """A stage with keys, one with a state; micro-batches of two sizes, clipping."""
     pipe = trained.made(placed(places))
