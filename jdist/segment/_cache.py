@@ -242,9 +242,7 @@ class Versions:
                 return
         differ = [i for i, shape in enumerate(shapes) if shape != others[-1][i]]
         told = " then ".join(
-            ", ".join(
-                f"{arrays[i].dtype}[{','.join(map(str, each[i]))}]" for i in differ
-            )
+            ", ".join(_described(arrays[i].dtype, each[i]) for i in differ)
             for each in (*others[-2:], shapes)
         )
         warning = (

@@ -242,9 +242,7 @@ class DistributedOptimizer:
         shared = [is_replicated(agent, rref.local_value()) for rref in self._own]
         if any(shared) and not (all(shared) and len(self._parts) == 1):
             argument = f"{_CALL}.step(max_norm=...)"
-            rule = (
-                "must be of replicated variables alone, or of none: the gradients of "
-            )
+            rule = "must be of replicated variables alone, or of none: gradients of "
             rule += "others differ between trainers, and so would the replicas"
             remedy = "Make an optimizer for the replicated ones and one for the others."
             raise ValueError(requirement(argument, rule, "both kinds", remedy))
