@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reduction
+from jdist._compat import is_traced
 from jdist._tree import is_none, split_inexact, wide_dtype
 from jdist.pipeline.stage import Stage
 from jdist.reduction import Partial
@@ -147,7 +148,7 @@ class StageRun:
             return None
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         others = jax.tree.leaves((leaves, share, d_outputs))
-        bound = next((x for x in others if getattr(x, "committed", False)), None)
+        bound = next(filter(_is_committed, others), None)
         kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
         places = tuple([_place(x, bound) for x in (*leaves, *share)])
         return _nothing(kinds, structure, places, self._kind)()
@@ -264,9 +265,13 @@ def _zero(kind: Any) -> jax.Array:
     return jnp.asarray(-0.0) if kind.weak_type else -jnp.zeros((), kind.dtype)
 
 
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
+
+
 def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
     """Where the gradient of a leaf will be, among computations with a bound array."""
-    if getattr(leaf, "committed", False):
+    if _is_committed(leaf):
         return leaf.sharding
     place = getattr(bound, "sharding", None)
     if isinstance(place, jax.sharding.NamedSharding):
