@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "_checkpoint": GROUND,
     "_fit": GROUND | {"reduction"},
     "data_parallel": GROUND | {"_checkpoint", "_fit", "reduction", "optim", "segment"},
-    "autograd": GROUND | {"_checkpoint", "rpc", "segment", "optim"},
+    "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND
     | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim"},
     "launch": GROUND | {"rpc"},

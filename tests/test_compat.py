@@ -81,6 +81,28 @@ def test_placing_is_device_put(dtype, shape):
         np.testing.assert_array_equal(np.asarray(same(got)), array[..., None])
 
 
+def test_a_cotangent_goes_where_its_value_is():
+    """Committed if that is; and not moved for a value that may be anywhere."""
+    first, third = jax.devices("cpu")[0], jax.devices("cpu")[2]
+    arrays = [
+        jnp.float32([3, 7]),
+        *(jax.device_put([3, 7.0], d) for d in (first, third)),
+    ]
+    found = {
+        (i, k): (got.committed, *got.devices())
+        for i, array in enumerate(arrays)
+        for k, value in enumerate(arrays)
+        for got in [_compat.beside(array, value)]
+        if np.asarray(got).tolist() == [3, 7]
+    }
+    anywhere, here, there = (False, first), (True, first), (True, third)
+    assert found == {
+        (0, 0): anywhere, (0, 1): here, (0, 2): there,
+        (1, 0): anywhere, (1, 1): here, (1, 2): there,
+        (2, 0): there, (2, 1): here, (2, 2): there,
+    }  # fmt: skip
+
+
 def test_memory_that_was_placed_is_let_go():
     """Once its array is gone, and not only when the next one is placed."""
     memory = Memory(4096 + 64)

@@ -28,6 +28,7 @@ from jdist._compat.programs import trace_context as trace_context
 from jdist._compat.programs import trace_whole as trace_whole
 from jdist._compat.programs import without_unread as without_unread
 from jdist._compat.runtime import abandon_distributed as abandon_distributed
+from jdist._compat.runtime import beside as beside
 from jdist._compat.runtime import distributed_client as distributed_client
 from jdist._compat.runtime import double_precision as double_precision
 from jdist._compat.runtime import is_traced as is_traced

@@ -102,6 +102,25 @@ def placed(
     )
 
 
+def beside(array: jax.Array, value: jax.Array) -> jax.Array:
+    """The cotangent of a value where the value is, committed if that is.
+
+    A value that is not committed may be anywhere, and so its cotangent is left where it
+    is; but on the same device it is not committed either. (What follows from it would
+    be committed else, and every program that takes it would be compiled again.)
+    """
+    same = array.sharding == value.sharding
+    if value.committed:
+        done = same and array.committed
+        return array if done else jax.device_put(array, value.sharding)
+    devices = list(array.devices())
+    if not (same and array.committed) or len(devices) > 1:
+        return array
+    return xla_client.batched_device_put(
+        array.aval, value.sharding, [array], devices, False, enable_x64=True
+    )
+
+
 def let_go() -> None:
     """Gives back the NumPy memory of arrays that are gone.
 

@@ -34,10 +34,13 @@ from jdist.autograd.gradients import get_gradients as get_gradients
 from jdist.autograd.nnx_module import Module as Module
 from jdist.autograd.nnx_module import module as module
 from jdist.autograd.optimizer import DistributedOptimizer as DistributedOptimizer
+from jdist.autograd.padding import pad_to as pad_to
 from jdist.autograd.picture.graph import Graph as Graph
 from jdist.autograd.picture.graph import graph as graph
 from jdist.autograd.recorded import Recorded as Recorded
 from jdist.autograd.recorded import detach as detach
 from jdist.autograd.remote_call import remote_call as remote_call
+from jdist.autograd.replicated import replicated as replicated
+from jdist.autograd.replicated import unreplicate as unreplicate
 from jdist.autograd.variable import Variable as Variable
 from jdist.autograd.variable import variable as variable

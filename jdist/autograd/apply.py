@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist._errors import requirement
+from jdist.autograd.padding import PadTo, padded
 from jdist.autograd.recorded import record
 
 
@@ -20,7 +21,8 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
       *args: Pytrees of recorded values, variables, arrays, and Python values. Arrays
         and floating numbers are inputs; integers, booleans, strings and functions are
         part of the compiled function, so that shapes and axes can be given.
-      **kwargs: Likewise.
+      **kwargs: Likewise. One of them, `pad=autograd.pad_to(...)`, is not given to the
+        function: it compiles for few batch sizes only, see there.
 
     Returns:
       What the function returns, with recorded values in place of floating arrays that
@@ -42,4 +44,6 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """
     if not callable(fn):
         raise TypeError(requirement("apply(fn)", "must be callable", fn))
+    if isinstance(kwargs.get("pad"), PadTo):
+        return padded(fn, args, kwargs)
     return record(fn, args, kwargs)

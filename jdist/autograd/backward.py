@@ -12,7 +12,9 @@ from jdist.autograd.engine.failure import Failure
 from jdist.autograd.engine.marking import mark
 from jdist.autograd.engine.part import Part, Root
 from jdist.autograd.errors import AutogradError
+from jdist.autograd.gradients import accumulate
 from jdist.autograd.recorded import Recorded
+from jdist.autograd.replicated import Reduction
 from jdist.autograd.roots import roots_of
 from jdist.rpc import current
 from jdist.rpc.deadline import DEFAULT, Deadline, exceeded, resolve
@@ -57,7 +59,8 @@ def backward(
       UnusedSend: In FAST mode, a result is not used by the roots.
       WorkerLost: A worker that takes part is gone.
       RpcTimeout: It took longer.
-      TypeError, ValueError, AutogradError: The roots are no such values.
+      TypeError, ValueError, AutogradError: The roots are no such values; or what
+        `replicated` says, where this worker has replicated variables.
 
     Whatever is raised, the pass has ended on all workers, or is about to, and later
     passes work. A pass that fails may have added gradients on workers whose part was
@@ -78,21 +81,31 @@ def backward(
       ...         autograd.get_gradients(context_id)[w]
       Array([6., 8.], dtype=float32)
     """
-    context = containers.here().retrieve(context_id)
-    if mode not in MODES:
-        rule = "must be 'smart' or 'fast'"
-        raise ValueError(requirement("backward(mode=...)", rule, mode))
     agent = current.agent()
-    limit = resolve(timeout, agent.default_timeout, current.deadline())
-    seeds = roots_of(roots, cotangents)
-    part = _begin(context, seeds, mode, retain_graph, limit)
+    with Reduction(agent) as reduction:
+        context = containers.here().retrieve(context_id)
+        if mode not in MODES:
+            rule = "must be 'smart' or 'fast'"
+            raise ValueError(requirement("backward(mode=...)", rule, mode))
+        limit = resolve(timeout, agent.default_timeout, current.deadline())
+        seeds = roots_of(roots, cotangents)
+        part = _begin(context, seeds, mode, retain_graph, limit)
+        part.withheld = reduction.found
+        _run(part, context, agent.info.name)
+        gradients = reduction.reduced(limit)
+    if gradients:
+        accumulate(context, gradients)
+
+
+def _run(part: Part, context: Context, worker: str) -> None:
+    """The pass, to its end on all workers."""
     try:
         part.drive()
-        _wait(part, context, agent.info.name)
+        _wait(part, context, worker)
     except BaseException as interrupt:
         # Such as Ctrl-C: nobody waits for the pass any more.
         told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
-        part.fail(Failure(agent.info.name, told))
+        part.fail(Failure(worker, told))
         raise
     part.done.value()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jdist._compat import beside
 from jdist._errors import requirement
 from jdist._tree import is_none
 from jdist.autograd import container as containers
@@ -40,6 +41,9 @@ def get_gradients(context_id: int) -> Mapping[Variable, Any]:
 def gradient_of(variable: Variable, cotangents: Sequence[Any]) -> Any:
     """The gradient of one pass: the tree of these leaves, as the hooks make it.
 
+    Each is placed as the leaf of the variable is. What an optimizer makes of both is
+    then placed so too, and the next step finds all programs compiled.
+
     Raises:
       ValueError: A hook returned something of another structure, shape or dtype.
       Exception: Whatever a hook raised.
@@ -50,7 +54,13 @@ def gradient_of(variable: Variable, cotangents: Sequence[Any]) -> Any:
         if changed is not None:
             _check(gradient, changed)
             gradient = changed
-    return gradient
+    found = variable.structure.flatten_up_to(gradient)
+    leaves = variable.flat()[1]
+    return variable.structure.unflatten(map(_beside, found, leaves))
+
+
+def _beside(gradient: Any, leaf: jax.Array) -> Any:
+    return beside(gradient, leaf) if isinstance(gradient, jax.Array) else gradient
 
 
 def _check(gradient: Any, changed: Any) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jdist._compat import beside
 from jdist._errors import requirement
 from jdist.autograd.engine.part import Root
 from jdist.autograd.errors import AutogradError
@@ -52,18 +54,22 @@ def _one(position: int, root: Recorded) -> Root:
         raise AutogradError(
             requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
         )
-    return Root(root.edge, _ones(value.shape, value.dtype, value.sharding))
+    ones = _ones(value.shape, value.dtype, value.sharding)
+    return Root(root.edge, beside(ones, value))
 
 
 @functools.lru_cache(maxsize=64)
 def _ones(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
     # Kept, because to make one takes longer than a small backward pass.
-    return jnp.ones(shape, dtype, device=sharding)
+    return jax.device_put(np.ones(shape, dtype), sharding)
 
 
 def _given(position: int, root: Recorded, cotangent: Any) -> Root:
     value = _checked(position, root)
-    if not isinstance(cotangent, jax.Array):
+    if isinstance(cotangent, np.ndarray):
+        # A copy, which the caller cannot change; `jnp.array` compiles for each shape.
+        cotangent = jax.device_put(np.array(cotangent))
+    elif not isinstance(cotangent, jax.Array):
         cotangent = jnp.asarray(cotangent)
     shape, dtype = cotangent.shape, cotangent.dtype
     if (shape, dtype) != (value.shape, value.dtype):
@@ -72,7 +78,7 @@ def _given(position: int, root: Recorded, cotangent: Any) -> Root:
         raise ValueError(requirement(call, rule, f"{shape} and {dtype}"))
     if cotangent.sharding != value.sharding:
         cotangent = jax.device_put(cotangent, value.sharding)
-    return Root(root.edge, cotangent)
+    return Root(root.edge, beside(cotangent, value))
 
 
 def _checked(position: int, root: Any) -> Any:

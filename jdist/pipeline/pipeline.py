@@ -441,5 +441,6 @@ class Pipeline:
                     moved(states[number], device),
                     moved(own, device),
                     kind,
+                    self.schedule.micro_batches == 1,
                 )
         return runs

@@ -214,5 +214,6 @@ def moved(value: Any, device: jax.Device | None) -> Any:
 
 def _is_elsewhere(leaf: Any, device: jax.Device | None) -> bool:
     if isinstance(leaf, jax.Array):
-        return device is not None and leaf.device != device
+        # Not committed, it would become so in the first step, and compile the second.
+        return device is not None and not (leaf.committed and leaf.device == device)
     return isinstance(leaf, np.ndarray)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reduction
+from jdist._compat import is_traced
 from jdist._tree import is_none, split_inexact, wide_dtype
 from jdist.pipeline.stage import Stage
 from jdist.reduction import Partial
@@ -40,6 +41,7 @@ class StageRun:
       state: What it starts from, if it has a state.
       key: A PRNG key of this step and stage, if it takes keys.
       kind: The reduction.
+      single: Whether its gradient is that of a single micro-batch.
 
     Attributes:
       params: As above.
@@ -55,6 +57,7 @@ class StageRun:
         state: Any,
         key: Any,
         kind: str,
+        single: bool = False,
     ) -> None:
         self.params = params
         self.state = state
@@ -62,6 +65,7 @@ class StageRun:
         self._compiled = compiled
         self._key = key
         self._kind = kind
+        self._single = single
         self._add: Callable[..., Partial] = _ADD[kind]
         self._residuals: dict[int, Any] = {}
         self._returns: Callable[..., Any] = tuple
@@ -123,6 +127,8 @@ class StageRun:
         residuals = self._residuals.pop(micro)
         d_outputs = self._cotangent(cotangents)
         passes, given = self._compiled, (self.params, residuals, d_outputs)
+        if self._partial is None:
+            self._partial = self._begun(share, d_outputs)
         add = self._add, self._partial, share
         if self._stage.join_weight_gradients:
             found = passes.backward_deferring_then(*add, *given)
@@ -135,6 +141,17 @@ class StageRun:
         if d_inputs is None:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
+
+    def _begun(self, share: Share, d_outputs: Any) -> Partial | None:
+        """What the gradient grows from; None if there is nothing to add it to."""
+        if self._single:
+            return None
+        leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
+        others = jax.tree.leaves((leaves, share, d_outputs))
+        bound = next(filter(_is_committed, others), None)
+        kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
+        places = tuple([_place(x, bound) for x in (*leaves, *share)])
+        return _nothing(kinds, structure, places, self._kind)()
 
     def backward_params(self, micro: int) -> None:
         """The other half of a split backward pass, if it is not for `finish`."""
@@ -200,12 +217,66 @@ def fold(key: Any, number: Any) -> Any:
 def added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Partial:
     """The gradient with another micro-batch's; earlier ones come first in the sum."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
+    if so_far is not None:
+        wide = jax.tree.map(_or_nothing, wide, so_far.gradient, is_leaf=is_none)
     own = Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
     if so_far is None:
         # Without the barrier a gradient that is an array of the caller, a cotangent
         # say, would be passed through as it is; the next addition donates it.
         return jax.lax.optimization_barrier(own)
     return reduction.combine(so_far, own, kind)
+
+
+def _or_nothing(own: Any, so_far: Any) -> Any:
+    """A gradient that was put off adds nothing yet."""
+    return -jnp.zeros_like(so_far) if own is None and so_far is not None else own
+
+
+@functools.lru_cache(maxsize=256)
+def _nothing(
+    kinds: tuple[Any, ...], structure: Any, places: tuple[Any, ...], kind: str
+) -> Callable[[], Partial]:
+    """Makes the partial of no micro-batch: added to any other, it changes no bit.
+
+    With it the first micro-batch is no special case, and a stage's backward pass is
+    compiled once. Zeros are negative, because 0 + -0 is 0.
+    """
+
+    def nothing_yet() -> list[jax.Array]:
+        *leaves, value, weight = kinds
+        leaves = [-jnp.zeros(x.shape, wide_dtype(x.dtype)) for x in leaves]
+        value, weight = _zero(value), _zero(weight)
+        extreme = {"max": -jnp.inf, "min": jnp.inf}.get(kind)
+        if extreme is not None:
+            value = jnp.full_like(value, extreme)
+        return [*leaves, value, weight]
+
+    compiled = jax.jit(nothing_yet, out_shardings=list(places))
+
+    def nothing() -> Partial:
+        *leaves, value, weight = compiled()
+        return Partial(value, structure.unflatten(leaves), weight)
+
+    return nothing
+
+
+def _zero(kind: Any) -> jax.Array:
+    # A Python number's type yields to others, and its sum's too.
+    return jnp.asarray(-0.0) if kind.weak_type else -jnp.zeros((), kind.dtype)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
+
+
+def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
+    """Where the gradient of a leaf will be, among computations with a bound array."""
+    if _is_committed(leaf):
+        return leaf.sharding
+    place = getattr(bound, "sharding", None)
+    if isinstance(place, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+    return place
 
 
 def _completed(so_far: Partial, joined: Any, given: None) -> Partial:

@@ -32,6 +32,7 @@ class Rule(NamedTuple):
         takes the newest weights with the other's activations, which is no gradient.
       scaled: Whether what comes back is of a micro-batch's mean, times a loss scale,
         which the optimizer takes off.
+      single: Whether each update is made of a single micro-batch of this worker.
     """
 
     stashing: WeightStashing
@@ -41,6 +42,7 @@ class Rule(NamedTuple):
     replicas: int
     consistent: bool
     scaled: bool = False
+    single: bool = False
 
 
 class StashedRun(StageRun):
@@ -60,7 +62,7 @@ class StashedRun(StageRun):
 
     def __init__(self, plain: StageRun, rule: Rule, opt_state: Any) -> None:
         made_of = plain._stage, plain._compiled, plain.params, plain.state
-        super().__init__(*made_of, plain._key, plain._kind)
+        super().__init__(*made_of, plain._key, plain._kind, rule.single)
         self.stash = StashState(0, {0: plain.params}, opt_state)
         self.grown = 0
         self.held: deque[Any] = deque()

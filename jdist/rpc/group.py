@@ -162,12 +162,30 @@ class Group:
             raise kind(frame.meta["failed"])
         raise RpcTimeout(frame.meta["timeout"])
 
+    def refuse(
+        self, names: Iterable[str], error: BaseException, operation: str, tag: str
+    ) -> None:
+        """Comes to the next collective of these workers to make it fail on all.
+
+        Does not wait for them; one that comes late is told too.
+        """
+        meta = {
+            "names": self._check_names(operation, names),
+            "operation": operation,
+            "tag": tag,
+        }
+        try:
+            self._come(meta, (None, []), NEVER, error)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+
     def _come(
         self,
         meta: dict[str, Any],
         body: tuple[Any, list[Any]],
         limit: Deadline,
-        refused: Exception | None,
+        refused: BaseException | None,
     ) -> Future[Frame]:
         """Goes to the next collective of these workers, if only to refuse it.
 

@@ -13,26 +13,35 @@ object. Here what is compiled is found in two ways:
 Where the program changes in each turn every turn compiles, which costs a thousand times
 the call. The third version of one code object therefore warns, once, and names what
 changed; of a stage's or a pipeline's loss the sixteenth, because programs make several
-models on purpose. Both hold a bounded number of entries and drop the one that was not
-used for longest; what was handed out stays valid.
+models on purpose. So does the eighth size of one dimension, of whatever is compiled:
+ragged data compile in every turn as well. Both hold a bounded number of entries and
+drop the one that was not used for longest; what was handed out stays valid.
 """
 
 import sys
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from jdist.segment._contents import FIXED_PACKAGES, Contents, contents_of
 
 Entry = TypeVar("Entry")
+Shapes = tuple[tuple[int, ...], ...]
 PATIENCE = 3
 """Versions of one code object after which a warning says that they cost something."""
 
 PATIENCE_WITH_MODELS = 16
 """The same for parts of models, of which a program may make several on purpose."""
+
+
+PATIENCE_WITH_SIZES = 8
+"""Sizes of one dimension after which a warning says that they cost something."""
+
+_MOST_SHAPES = 63
+"""So many are compared with the next ones."""
 
 
 class RecompilationWarning(UserWarning):
@@ -111,6 +120,34 @@ class Cache(Generic[Entry]):
             self._entries.clear()
 
 
+class _Sizes:
+    """The shapes for which one function was compiled.
+
+    Attributes:
+      seen: Those of all arguments, in order.
+      warned: Whether that was said to be too many.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[Shapes] = []
+        self.warned = False
+
+    def along_one_axis(self, shapes: Shapes) -> list[Shapes]:
+        """The most of them that differ from these in one dimension only."""
+        by_axis: dict[int, list[Shapes]] = {}
+        for other in self.seen:
+            pairs = zip(shapes, other, strict=True)
+            axes = {
+                axis
+                for one, two in pairs
+                for axis in range(len(one))
+                if one[axis] != two[axis]
+            }
+            if len(axes) == 1:
+                by_axis.setdefault(axes.pop(), []).append(other)
+        return max(by_axis.values(), key=len, default=[])
+
+
 class Versions:
     """A bounded map from programs to what was compiled for them; safe in threads.
 
@@ -122,6 +159,7 @@ class Versions:
         self._size = size
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
         self._histories: OrderedDict[Hashable, _History] = OrderedDict()
+        self._sizes: OrderedDict[Hashable, _Sizes] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(
@@ -176,6 +214,45 @@ class Versions:
         )
         warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
 
+    def note_sizes(
+        self, user: str, contents: Contents, label: Hashable, arrays: Sequence[Any]
+    ) -> None:
+        """Counts the sizes of a dimension for which a function is compiled; may warn.
+
+        Args:
+          user: Name of the public function that compiles.
+          contents: Of the function.
+          label: What else tells it from others.
+          arrays: Shapes and dtypes of its arguments.
+        """
+        kinds = tuple((str(x.dtype), len(x.shape)) for x in arrays)
+        shapes = tuple(tuple(x.shape) for x in arrays)
+        key = (user, contents.code, label, kinds)
+        with self._lock:
+            sizes = self._sizes.setdefault(key, _Sizes())
+            self._sizes.move_to_end(key)
+            if len(self._sizes) > self._size:
+                self._sizes.popitem(last=False)
+            if sizes.warned or shapes in sizes.seen:
+                return
+            others = sizes.along_one_axis(shapes)
+            sizes.seen = [*sizes.seen[-_MOST_SHAPES:], shapes]
+            sizes.warned = len(others) + 1 >= PATIENCE_WITH_SIZES
+            if not sizes.warned:
+                return
+        differ = [i for i, shape in enumerate(shapes) if shape != others[-1][i]]
+        told = " then ".join(
+            ", ".join(_described(arrays[i].dtype, each[i]) for i in differ)
+            for each in (*others[-2:], shapes)
+        )
+        warning = (
+            f"{user} compiles {contents.name} for the {_ordinal(PATIENCE_WITH_SIZES)} "
+            f"size of one dimension: {told}. Each size costs a compilation. Pad it to "
+            "a few sizes; `autograd.pad_to` does so for the batches of "
+            "`autograd.apply`."
+        )
+        warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -184,10 +261,15 @@ class Versions:
         with self._lock:
             self._entries.clear()
             self._histories.clear()
+            self._sizes.clear()
 
 
 VERSIONS = Versions(size=256)
 """Of all functions that this package compiles."""
+
+
+def _described(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _ordinal(number: int) -> str:

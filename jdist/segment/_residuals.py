@@ -12,7 +12,12 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 from weakref import ref
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import (
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
@@ -134,8 +139,24 @@ def layout_of(leaves: Sequence[Any]) -> Layout:
             break
     else:
         return None
-    layout = [getattr(leaf, "sharding", None) for leaf in leaves]
-    return tuple(None if type(s) in _ONE_DEVICE else s for s in layout)
+    return tuple([_place_of(leaf) for leaf in leaves])
+
+
+def _place_of(leaf: Any) -> Sharding | None:
+    """Its sharding on several devices, in the one form of those that mean the same.
+
+    JAX writes P() into P(None, None) where it computes with explicit axes, and a layout
+    is part of a compiled function.
+    """
+    place = getattr(leaf, "sharding", None)
+    if type(place) in _ONE_DEVICE:
+        return None
+    if isinstance(place, NamedSharding) and len(place.spec) < leaf.ndim:
+        spec, more = place.spec, [None] * (leaf.ndim - len(place.spec))
+        kinds = {"unreduced": spec.unreduced, "reduced": spec.reduced}
+        whole = PartitionSpec(*spec, *more, **kinds)
+        return NamedSharding(place.mesh, whole, memory_kind=place.memory_kind)
+    return place
 
 
 _ONE_DEVICE = (SingleDeviceSharding, NoneType)

@@ -361,3 +361,34 @@ def test_static_arguments_count_by_their_contents(arrays):
     message = r"must be readable where an argument is static.* closure variable `lock`"
     with pytest.raises(TypeError, match=message):
         segment(fn, static_argnums=2).forward(p, x, lambda y: (lock, y)[1])
+
+
+def scaled_rows(p, x, y):
+    return (x * p) + y[None]
+
+
+def test_ragged_data_are_warned_of(rng, compilations):
+    """At the eighth size of one dimension, once, with the last shapes."""
+    p, y, seg = jnp.float32(2), jnp.ones(3, jnp.float32), segment(scaled_rows)
+    expected = (
+        r"segment compiles scaled_rows \(.*\) for the 8th size of one dimension: "
+        r"float32\[9,3\] then float32\[2,3\] then float32\[13,3\]\. Each size costs"
+    )
+    for rows in (4, 17, 5, 1, 8, 9, 2, 2, 4):
+        seg.forward(p, jnp.ones((rows, 3), jnp.float32), y)
+    with pytest.warns(RecompilationWarning, match=expected):
+        seg.forward(p, jnp.ones((13, 3), jnp.float32), y)
+    for rows in range(20, 23):
+        seg.forward(p, jnp.ones((rows, 3), jnp.float32), y)
+
+
+def test_layers_of_many_shapes_are_no_ragged_data(rng):
+    """Where they differ in several dimensions, or in rank or dtype."""
+    seg = segment(lambda p, x: jnp.sum(x) * p)
+    for size in range(2, 20):
+        seg.forward(jnp.float32(1), jnp.ones((size, 2 * size), jnp.float32))
+    for rank in range(9):
+        seg.forward(jnp.float32(1), jnp.ones((2,) * rank, jnp.float32))
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.float64):
+        for size in (1, 2, 3, 4, 5):
+            seg.forward(jnp.float32(1).astype(dtype), jnp.ones(size, dtype))

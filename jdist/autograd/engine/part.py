@@ -41,6 +41,7 @@ from jdist.autograd.events import (
 from jdist.autograd.gradients import accumulate, gradient_of
 from jdist.autograd.ids import maker
 from jdist.autograd.node import Edge, LeafNode, Node, RecvNode, SendNode
+from jdist.autograd.replicated import is_replicated
 from jdist.rpc.current import Scope
 from jdist.rpc.deadline import NEVER, Deadline
 from jdist.rpc.errors import WorkerLost
@@ -80,6 +81,8 @@ class Part:
       terms: As given.
       deadline: As given.
       done: On the worker where the pass began: completed at its end.
+      withheld: Gradients of replicated variables, which do not count before they are
+        reduced; None where nothing will do that.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Part:
         self.terms = terms
         self.deadline = deadline
         self.done: Future[None] = Future()
+        self.withheld: dict[Variable, Any] | None = None
         self._engine = engine
         self._context = context
         self._marks = marks
@@ -287,9 +291,23 @@ class Part:
 
     def _stage(self, node: LeafNode, cotangents: list[Cotangent]) -> None:
         if not all(map(is_none, cotangents)):
-            self._staged[node.variable] = gradient_of(node.variable, cotangents)
+            gradient = gradient_of(node.variable, cotangents)
+            if is_replicated(self._engine.agent, node.variable):
+                self._withhold(node.variable, gradient)
+            else:
+                self._staged[node.variable] = gradient
             if recording():
                 note(Event(self._me, ACCUMULATED, node.name))
+
+    def _withhold(self, variable: "Variable", gradient: Any) -> None:
+        if self.withheld is None:
+            raise AutogradError(
+                "A replicated variable was reached by a backward pass that does not "
+                f"begin by `autograd.backward` on {self._me!r}: its trainers would not "
+                "know which of their passes it belongs to. Call `backward` on each "
+                "trainer, in a context of its own."
+            )
+        self.withheld[variable] = gradient
 
     # --- when none is ready ---
 

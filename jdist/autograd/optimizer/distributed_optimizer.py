@@ -14,6 +14,7 @@ from jdist.autograd.optimizer import checkpoint, serving
 from jdist.autograd.optimizer.checkpoint import State
 from jdist.autograd.optimizer.owned import check_same, described
 from jdist.autograd.optimizer.owners import ask_all
+from jdist.autograd.replicated import is_replicated
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of
 from jdist.rpc import RemoteModule, RRef, WorkerInfo, current
@@ -95,6 +96,7 @@ class DistributedOptimizer:
         if not owners:
             rule = "must not be empty: optimizer got an empty parameter list"
             raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
+        self._own = list(owners.get(current.agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
         self._parts: dict[WorkerInfo, RRef[Any]] = ask_all(
             serving.CREATE, bodies, DEFAULT, "Error creating optimizer."
@@ -129,7 +131,8 @@ class DistributedOptimizer:
           ContextNotFound: There is no such context here, or it ended meanwhile: "Could
             not find autograd context with id".
           TypeError: An override is no number.
-          ValueError: `max_norm` is negative.
+          ValueError: `max_norm` is negative, or would be of replicated variables and
+            of others.
           ExceptionGroup: "Error running optimizer.", with the errors of all owners that
             failed. Their parameters are as before; those of the others have been
             stepped, unless it was the norm that failed.
@@ -225,6 +228,7 @@ class DistributedOptimizer:
         if not (isinstance(max_norm, int | float) and max_norm >= 0):
             argument = f"{_CALL}.step(max_norm=...)"
             raise ValueError(requirement(argument, "must be at least 0", max_norm))
+        self._refuse_unequal_norms()
         complaint = "Error running optimizer, in the norm of the gradients."
         answers = self._ask(serving.SQUARES, complaint, timeout, (context_id,))
         found: dict[int, Any] = {}
@@ -234,6 +238,17 @@ class DistributedOptimizer:
             jnp.asarray(s) for position in sorted(found) for s in found[position]
         ]
         return jnp.sqrt(sum_of(ordered)) if ordered else jnp.zeros(())
+
+    def _refuse_unequal_norms(self) -> None:
+        """Of replicated variables: each trainer would shrink them by another factor."""
+        agent = current.agent()
+        shared = [is_replicated(agent, rref.local_value()) for rref in self._own]
+        if any(shared) and not (all(shared) and len(self._parts) == 1):
+            argument = f"{_CALL}.step(max_norm=...)"
+            rule = "must be of replicated variables alone, or of none: gradients of "
+            rule += "others differ between trainers, and so would the replicas"
+            remedy = "Make an optimizer for the replicated ones and one for the others."
+            raise ValueError(requirement(argument, rule, "both kinds", remedy))
 
     def _ask(
         self, kind: str, complaint: str, timeout: float, arguments: tuple[Any, ...] = ()
