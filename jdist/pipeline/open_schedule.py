@@ -24,6 +24,7 @@ class OpenSchedule:
     Attributes:
       kept: How many versions of a stage's weights its worker keeps at most, however
         long the epoch is; `(stages, workers)`.
+      updates: When weights are updated, however long the epoch is.
     """
 
     def __init__(self, of: Callable[[int], Schedule], stream: BatchStream) -> None:
@@ -31,7 +32,9 @@ class OpenSchedule:
         self._stream = stream
         self._drains: dict[int, list[Action]] = {}
         self._make(steady_length(of(1)))
-        self.kept = live_versions(self._longer.columns, self._longer.updates)
+        assert self._longer.updates is not None
+        self.updates = self._longer.updates
+        self.kept = live_versions(self._longer.columns, self.updates)
 
     def version(self, stage: int, micro: int) -> int:
         """The version that a micro-batch meets at a stage, if it exists."""

@@ -353,7 +353,7 @@ class PipeDream(Pipeline):
                 len(workers),
                 consistent,
                 self._scaled,
-                schedule.updates is not None and schedule.updates.every == 1,
+                schedule.updates.every == 1,
             )
             device = self._places.devices[worker]
             # A copy for each worker, because an update donates it.
