@@ -32,20 +32,23 @@ class Alarm:
         """Has the alarm ring at this moment, if it does not ring earlier."""
         if at is None or at >= self._next:
             return
+        # In this order, because an interrupt may come in between: a moment that was
+        # noted, and of which the thread was not told, would keep later ones from it.
         with self._changed:
-            self._next = min(self._next, at)
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
                 )
-                self._thread.start()
-            self._changed.notify()
+                thread.start()
+                self._thread = thread
+            self._changed.notify_all()
+            self._next = min(self._next, at)
 
     def close(self) -> None:
         """Ends the thread."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -68,15 +68,17 @@ class Callee:
         """Whether requests of this kind run functions of the user's."""
         return kind in self._limited
 
-    def begin(self, caller: WorkerInfo, frame: Frame) -> Execution:
-        """Enters an incoming request on the ledger."""
-        ticket = frame.meta.get("ticket")
+    def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
+        """An incoming request, which is about to `begin`."""
         until = deadline.from_meta(frame.meta)
-        execution = Execution(caller, frame.kind, until, ticket)
+        return Execution(caller, frame.kind, until, frame.meta.get("ticket"))
+
+    def begin(self, execution: Execution) -> None:
+        """Enters an incoming request on the ledger."""
+        caller, ticket = execution.caller, execution.ticket
         self._agent.ledger.serve(execution)
         if ticket is not None and (caller.number, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
-        return execution
 
     def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
         if type(ticket) is not int:

@@ -158,8 +158,9 @@ class Crew:
             if post in self._idle:
                 self._idle.remove(post)
                 return None
-        # A task was handed over in the last moment.
-        post.ready.acquire()
+        # A task was handed over in the last moment; or the thread that was about to do
+        # so was interrupted, and there is none.
+        post.ready.acquire(blocking=False)
         return post.task
 
 

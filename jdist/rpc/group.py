@@ -9,11 +9,11 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.rpc import current
 from jdist.rpc.agent import Agent
-from jdist.rpc.channel import Channel
+from jdist.rpc.channel import Channel, NotSent
 from jdist.rpc.deadline import NEVER, Deadline, resolve
 from jdist.rpc.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.frame import REPLY, Frame
-from jdist.rpc.future import Future, call_when_done, complete, error_of
+from jdist.rpc.future import Future, call_when_done, complete, error_of, run_all
 from jdist.rpc.gathering import SHUTDOWN
 from jdist.rpc.line import Callbacks, Line
 from jdist.rpc.listing import Listing
@@ -272,7 +272,10 @@ class Group:
     ) -> Future[Frame]:
         late = limit if limit.at is None else limit._replace(at=limit.at + _GRACE)
         asked = _Asked(self, purpose, late)
-        self._line.submit(asked, kind, meta, *body)
+        try:
+            self._line.submit(asked, kind, meta, *body)
+        except NotSent as error:
+            run_all(asked.disconnected(str(error)))
         self._agent.alarm.set(late.at)
         return asked.future
 

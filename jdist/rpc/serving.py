@@ -69,7 +69,8 @@ class Serving:
         if frame.kind == CANCEL:
             self._cancel(frame.id)
             return True
-        execution = self._agent.callee.begin(self._caller, frame)
+        execution = self._agent.callee.execution_of(self._caller, frame)
+        self._agent.callee.begin(execution)
         self._running[frame.id] = execution
         if not frame.shared:
             self._serve(execution, frame)
