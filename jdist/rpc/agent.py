@@ -221,7 +221,7 @@ class Agent:
     ) -> Outgoing:
         """A request, with its destination looked up and its deadline computed."""
         if self.closed:
-            raise RpcError(current.NOT_INITIALIZED)
+            raise RpcError(current.why_none())
         peer = self.directory.find(to)
         limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
         operation = operation or Operation(kind)

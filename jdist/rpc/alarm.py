@@ -24,7 +24,8 @@ class Alarm:
         self._name = name
         self._ring = ring
         self._next = math.inf
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -34,7 +35,7 @@ class Alarm:
             return
         # In this order, because an interrupt may come in between: a moment that was
         # noted, and of which the thread was not told, would keep later ones from it.
-        with self._changed:
+        with self._lock:
             if self._thread is None and not self._closed:
                 thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
@@ -46,7 +47,7 @@ class Alarm:
 
     def close(self) -> None:
         """Ends the thread."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -54,7 +55,7 @@ class Alarm:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._closed and self._next > time.monotonic():
                     until = self._next
                     seconds = None if until == math.inf else until - time.monotonic()
@@ -70,5 +71,5 @@ class Alarm:
                 _log.exception("Deadlines could not be looked at; trying again.")
                 upcoming = time.monotonic() + 1.0
             if upcoming is not None:
-                with self._changed:
+                with self._lock:
                     self._next = min(self._next, upcoming)

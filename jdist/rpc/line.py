@@ -103,13 +103,13 @@ class Line:
             self.closed = self.closed or str(error)
             if self._pending.pop(number, None) is not None:
                 raise
-        except ValueError:
-            self._pending.pop(number, None)
-            raise
         except TimeoutError:
             self._expire(number)
         except ChannelClosed as error:
             self._disconnect(number, str(error))
+        except BaseException:  # it is beyond the limits, or Ctrl-C came
+            self._pending.pop(number, None)
+            raise
         finally:
             self._leaving.discard(number)
         if self.closed is not None:  # it may have closed before this request was noted

@@ -294,7 +294,7 @@ class SocketTransport:
         A thread that is still busy with somebody's function after a second is left
         to end by itself.
         """
-        with self._room:
+        with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
@@ -383,7 +383,7 @@ class SocketTransport:
             self._refuse(sock)
             return
         stream = Stream(sock)
-        with self._room:
+        with self._lock:
             while len(self._strangers) >= self.most_strangers:
                 since = next(iter(self._strangers.values()))
                 left = since + self.crowded_seconds - time.monotonic()
@@ -411,7 +411,7 @@ class SocketTransport:
             return
 
     def _dismiss(self, stream: Stream) -> None:
-        with self._room:
+        with self._lock:
             self._strangers.pop(stream, None)
             self.refused += 1
             stream.close()
@@ -430,7 +430,7 @@ class SocketTransport:
         except BaseException:
             self._dismiss(stream)
             raise
-        with self._room:
+        with self._lock:
             self._strangers.pop(stream, None)
             self._room.notify()
         threading.current_thread().name = f"{self._me.name}<-{connection.peer}"

@@ -5,6 +5,11 @@ lock was acquired and before the `try` whose `finally` would release it, or at t
 step of that `finally`. `with lock:` has no such gap, but no deadline either. So here
 the lock notes its owner as it is acquired, giving it back may be repeated, and `hold`
 does so when an interrupt kept the first time from happening.
+
+`with` a `threading.Condition` has the gap too, and so have `threading.Event` and
+`threading.Semaphore`: they are written in Python, and an interrupt leaves the lock
+inside them taken. So what the main thread shares with others is guarded by `with lock:`
+of a plain lock, with conditions made of that lock, and awaited by locks and queues.
 """
 
 import threading
