@@ -20,7 +20,7 @@ from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.frame import REPLY, Frame
 from jdist.rpc.gathering import SHUTDOWN, Gathering, Key, part_of, patience
-from jdist.rpc.liveness import Pace, held_up_for, silent_for
+from jdist.rpc.liveness import MEMORY, Pace, held_up_for, silent_for
 from jdist.rpc.member import Member
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.roster import Answers, Roster
@@ -68,7 +68,7 @@ class Coordinator:
                 "rpc coordinator heartbeat",
                 options.heartbeat_interval,
                 self._listen,
-                options.heartbeat_timeout,
+                MEMORY * options.heartbeat_timeout,
             )
 
     @property
@@ -152,6 +152,8 @@ class Coordinator:
         return member
 
     def _answer(self, member: Member, frame: Frame) -> None:
+        if member.gone is not None:  # it thaws before its channel is closed
+            raise ChannelClosed(member.gone)
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))
         elif frame.kind == "group.alive":

@@ -17,7 +17,7 @@ from jdist.rpc.future import Future, await_done, complete, error_of, run_all
 from jdist.rpc.gathering import SHUTDOWN
 from jdist.rpc.line import Callbacks, Line
 from jdist.rpc.listing import Listing
-from jdist.rpc.liveness import Pace, held_up_for, silent_for
+from jdist.rpc.liveness import MEMORY, Pace, held_up_for, silent_for
 from jdist.rpc.peer import Peer
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -99,9 +99,8 @@ class Group:
             self._heard = time.monotonic()
             options = self._agent.options
             name = f"{self._agent.info.name} heartbeat"
-            self._pace = Pace(
-                name, options.heartbeat_interval, self._beat, options.heartbeat_timeout
-            )
+            memory = MEMORY * options.heartbeat_timeout
+            self._pace = Pace(name, options.heartbeat_interval, self._beat, memory)
 
     def leave(self, seconds: float) -> None:
         """Tells the coordinator that this worker goes, and closes the channel."""

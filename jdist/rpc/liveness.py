@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 from jdist.rpc.options import RpcOptions
 
+MEMORY = 10
+"""A stop of this process explains losses for so many times the others' patience."""
+
 
 class Pace:
     """A thread that does something at a steady pace.
@@ -21,7 +24,7 @@ class Pace:
       step: Called as `step(held_up)`. When this process was itself held up (stopped,
         swapped out), silence of others proves nothing: they may have spoken meanwhile.
       memory: Seconds for which it is remembered that this process was held up: as long
-        as losses may be its consequence.
+        as a loss may be noticed that is its consequence.
     """
 
     def __init__(
