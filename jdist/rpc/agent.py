@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jdist.rpc import current, deadline
 from jdist.rpc.alarm import Alarm
-from jdist.rpc.callee import Callee, Handler
+from jdist.rpc.callee import NESTED, Callee, Handler
 from jdist.rpc.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.codec import Codec
 from jdist.rpc.crew import Crew
@@ -118,9 +118,9 @@ class Agent:
         Args:
           kind: Of the requests.
           handler: What answers them.
-          limited: Whether it runs functions of the user's: no more of them run at a
-            time than `RpcOptions.threads` says. What the library sends itself must not
-            wait behind these.
+          limited: Whether it runs functions of the user's: no more of them run for
+            programs at a time than `RpcOptions.threads` says. What the library sends
+            itself must not wait behind these.
 
         Raises:
           ValueError: The kind has a handler.
@@ -275,6 +275,8 @@ class Agent:
         execution = None if scope is None else scope.execution
         request = Request(self, outgoing, parcel, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
+        if execution is not None:
+            meta[NESTED] = True
         frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
         peer = outgoing.peer
         try:

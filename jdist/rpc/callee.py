@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 TAKE_BACK = "take back"
 """Kind of the request that cancels another one, of the ticket in its body."""
 
+NESTED = "nested"
+"""In the metadata of a request that a called function makes."""
+
 _MOST_EARLY = 1024
 
 Handler = Callable[[WorkerInfo, Any, dict[str, Any]], Any]
@@ -64,9 +67,14 @@ class Callee:
         if limited:
             self._limited.add(kind)
 
-    def is_limited(self, kind: str) -> bool:
-        """Whether requests of this kind run functions of the user's."""
-        return kind in self._limited
+    def needs_place(self, frame: Frame) -> bool:
+        """Whether a request runs a function of the user's for a program.
+
+        A call that a called function makes needs no place: that function may have one
+        itself, and give it back only when this call is over. So who has a place never
+        waits for another one, whatever the workers call on each other.
+        """
+        return frame.kind in self._limited and frame.meta.get(NESTED) is not True
 
     def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
         """An incoming request, which is about to `begin`."""

@@ -4,8 +4,9 @@ A task goes to the thread that became idle last (its stack is warm); without an 
 thread a new one starts. A thread idle for long ends.
 
 Functions of the user's have as many places as the ceiling says; beyond it they wait in
-order. What the library itself has to do needs no place: it must go on when every place
-is taken by a function that waits for it.
+order. What the library itself has to do needs no place, nor do calls that a called
+function makes: they must go on when every place is taken by functions that wait for
+them.
 """
 
 import functools

@@ -25,6 +25,7 @@ Lost = Callable[[str, str], None]
 """Told the name of a lost worker, and how its loss was noticed."""
 
 _ANSWER_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
 _INSTANT = 1e-9
 """Seconds to wait where the deadline has passed; 0 would be no limit."""
 
@@ -148,6 +149,9 @@ class Group:
         if frame.kind == REPLY:
             return self._parts(frame)
         if "lost" in frame.meta:
+            known = self._lost.get(self._agent.info.name)
+            if known is not None:
+                raise WorkerLost(self._agent.info.name, operation, known)
             raise WorkerLost(frame.meta["lost"], operation, frame.meta["reason"])
         if "failed" in frame.meta:
             kind = CollectiveMismatch if frame.meta["mismatch"] else RpcError
@@ -296,9 +300,16 @@ class Group:
         held_up = self._held_up()
         if held_up is not None and self._line.closed is None and self._is_heard():
             # All were held up together, as by a suspended machine; or this is the
-            # coordinator's worker, which hears itself, and others may have gone.
-            return self._lost.get(self._agent.info.name)
+            # coordinator's worker, which hears itself and may be told in a moment.
+            return self._told_to_be_lost()
         return held_up
+
+    def _told_to_be_lost(self) -> str | None:
+        name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
+        if self._agent.coordinator is not None:
+            while name not in self._lost and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+        return self._lost.get(name)
 
     def _held_up(self) -> str | None:
         if self._pace is None or self._ended is not None:

@@ -75,7 +75,7 @@ class Serving:
         if not frame.shared:
             self._serve(execution, frame)
             return True
-        if not self._agent.callee.is_limited(frame.kind):
+        if not self._agent.callee.needs_place(frame):
             return self._serve_aside(execution, frame)
         crew = self._agent.crew
         # Without a place the call waits for one, and this thread reads on: the next

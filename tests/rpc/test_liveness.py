@@ -151,6 +151,22 @@ def test_a_worker_that_thaws_learns_that_it_was_taken_for_lost(group):
     group.check_nothing_left()
 
 
+def test_a_coordinators_worker_that_thaws_does_not_blame_the_others(group):
+    """It hears itself, but the others have closed their connections to it."""
+    group = group(FROST, victim=0)
+    group.hit()
+    for seen in results(group.start(casualties.miss)).values():
+        assert (seen.kind, seen.worker) == ("WorkerLost", "worker0")
+    group.hosts.signal(0, signal.SIGCONT)
+    for name, seen in group.hosts.run(0, casualties.after_thawing, "worker1").items():
+        shown = (name, seen.kind, seen.worker, seen.operation)
+        assert shown == (name, "WorkerLost", "worker0", name)
+        assert "this worker itself gave no sign of life for" in seen.text
+    group.left.append(0)
+    group.hosts.everywhere(hosts.be_no_worker)
+    group.check_nothing_left()
+
+
 @BLOWS
 @pytest.mark.parametrize("victim", [2, 0], ids=["a worker", "the coordinator"])
 def test_everybody_who_needed_a_worker_is_told(group, blow, victim):
