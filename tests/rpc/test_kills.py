@@ -16,7 +16,7 @@ import pytest
 from tests.rpc import casualties, kills
 from tests.rpc.test_liveness import DEATH, FROST, Group, results
 
-DRAWS = int(os.environ.get("JDIST_KILLS", "4"))
+DRAWS = int(os.environ.get("JDIST_KILLS", "3"))
 SEED = int(os.environ.get("JDIST_KILLS_SEED", "0"))
 
 _took = defaultdict(list)
@@ -39,7 +39,9 @@ def test_a_worker_is_lost_at_a_random_moment(fresh_hosts, number):
     blow = draw.choice([DEATH, FROST])
     victim = draw.choice([2, 2, 0])
     group = Group(fresh_hosts(3), blow, victim)
-    ready = [group.hosts.run(rank, kills.prepare, name, group.lost) for rank in (0, 1, 2)]
+    ready = [
+        group.hosts.run(rank, kills.prepare, name, group.lost) for rank in (0, 1, 2)
+    ]
     assert ready == [None] * 3
     if name == "shutdown":
         ending = group.start(casualties.shut_down)
