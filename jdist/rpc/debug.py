@@ -60,8 +60,8 @@ def _hint(agent: Agent, peer: Peer) -> str:
             return None
         # Not under the deadline that has just passed.
         context = contextvars.Context()
-        asked = (agent.call, peer.info, _KIND, None)
-        return str(context.run(*asked, timeout=_PATIENCE))
+        asked = context.run(agent.call, peer.info, _KIND, None, timeout=_PATIENCE)
+        return str(asked)
 
     try:
         told = peer.asking.hold(ask)

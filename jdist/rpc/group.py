@@ -306,9 +306,10 @@ class Group:
 
     def _told_to_be_lost(self) -> str | None:
         name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
+        pause = threading.Event()
         if self._agent.coordinator is not None:
             while name not in self._lost and time.monotonic() < until:
-                time.sleep(_LOOK_SECONDS)
+                pause.wait(_LOOK_SECONDS)
         return self._lost.get(name)
 
     def _held_up(self) -> str | None:

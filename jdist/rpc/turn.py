@@ -32,7 +32,7 @@ class Turn:
     @property
     def mine(self) -> bool:
         """Whether this thread has it."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return self._lock._is_owned()  # type: ignore[attr-defined]
 
     def try_take(self) -> bool:
         """Takes it if no thread has it, this one included; whether it did."""

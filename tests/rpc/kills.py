@@ -57,7 +57,11 @@ def step(victim):
         x = autograd.variable(jnp.array([3.0, 5.0, 7.0]))
         y = rpc.rpc_sync(victim, use, args=(_kept["parameter"], x))
         autograd.backward(context, [autograd.apply(jnp.sum, y)])
-        _kept["optimizer"].step(context)
+        try:
+            _kept["optimizer"].step(context)
+        except ExceptionGroup as several:  # one for each worker where it failed
+            (alone,) = several.exceptions
+            raise alone from several
 
 
 def barrier(victim):
