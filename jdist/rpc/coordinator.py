@@ -20,7 +20,7 @@ from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.frame import REPLY, Frame
 from jdist.rpc.gathering import SHUTDOWN, Gathering, Key, part_of, patience
-from jdist.rpc.liveness import MEMORY, Pace, held_up_for, silent_for
+from jdist.rpc.liveness import Pace, held_up_for, silent_for
 from jdist.rpc.member import Member
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.roster import Answers, Roster
@@ -68,7 +68,7 @@ class Coordinator:
                 "rpc coordinator heartbeat",
                 options.heartbeat_interval,
                 self._listen,
-                MEMORY * options.heartbeat_timeout,
+                options.heartbeat_timeout,  # what follows shows when it goes on
             )
 
     @property

@@ -142,6 +142,7 @@ def _leave_to_parent() -> None:
     _lock = threading.Lock()
     _becoming = False
     _workers.clear()
+    scope.set(None)
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -125,8 +125,8 @@ class Ledger:
                     if patience is not None and patience <= 0:
                         raise RpcTimeout(
                             f"Calls were still under way {_OVERDUE:g} seconds after "
-                            "their own deadlines: their callers have given them up, "
-                            f"and nothing will end them. {self._describe()}."
+                            "their own deadlines, when nothing waits for them any "
+                            f"more: {self._describe()}."
                         )
                     left = (deadline.remaining(), patience)
                     self._empty.wait(
