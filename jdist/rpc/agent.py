@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from jdist.rpc import current, deadline
 from jdist.rpc.alarm import Alarm
-from jdist.rpc.callee import Callee, Handler
-from jdist.rpc.channel import Channel, ChannelClosed, Transport
+from jdist.rpc.callee import NESTED, Callee, Handler
+from jdist.rpc.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.codec import Codec
 from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import DEFAULT, Deadline, moment
@@ -118,9 +118,9 @@ class Agent:
         Args:
           kind: Of the requests.
           handler: What answers them.
-          limited: Whether it runs functions of the user's: no more of them run at a
-            time than `RpcOptions.threads` says. What the library sends itself must not
-            wait behind these.
+          limited: Whether it runs functions of the user's: no more of them run for
+            programs at a time than `RpcOptions.threads` says. What the library sends
+            itself must not wait behind these.
 
         Raises:
           ValueError: The kind has a handler.
@@ -221,7 +221,7 @@ class Agent:
     ) -> Outgoing:
         """A request, with its destination looked up and its deadline computed."""
         if self.closed:
-            raise RpcError(current.NOT_INITIALIZED)
+            raise RpcError(current.why_none())
         peer = self.directory.find(to)
         limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
         operation = operation or Operation(kind)
@@ -232,29 +232,39 @@ class Agent:
         peer, kind, body, meta, limit, operation, receive, _ = outgoing
         parcel = Parcel(peer.info, meta, operation)
         tree, leaves = self.encode(body, parcel)
-        waiting = Exchange(peer.info.name, operation)
-        answer: Frame | None = None
+        waiting = Exchange(peer, limit, operation)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
-        self.ledger.send(waiting)
-        try:
-            if execution is not None:
-                meta = meta | self._tickets.give(waiting, peer)
-                execution.begin(waiting)
-            lane = peer.take(limit)
-            answer = waiting.run(peer, lane, limit, (kind, meta, tree, leaves))
-        except ChannelClosed as error:
-            if waiting.given_up is not None:
-                raise RpcTimeout(waiting.given_up) from error
-            raise self.lost(peer, operation, str(error)) from error
-        except TimeoutError as error:
-            raise self.timed_out(peer, operation, limit) from error
-        finally:
+
+        def end() -> None:
+            waiting.release("the call was interrupted")
             if execution is not None:
                 execution.end(waiting)
-            if answer is None or answer.kind != REPLY:
-                self.undelivered(parcel)
             self.ledger.end(waiting)
+
+        try:
+            try:
+                self.ledger.send(waiting)
+                if execution is not None:
+                    meta = meta | self._tickets.give(waiting, peer)
+                    execution.begin(waiting)
+                self.alarm.set(waiting.run((kind, meta, tree, leaves)))
+            finally:
+                end()
+        except BaseException as error:
+            end()  # again: an interrupt may have kept the first one from its end
+            self.undelivered(parcel)
+            if isinstance(error, ChannelClosed):
+                if waiting.given_up is not None:
+                    raise RpcTimeout(waiting.given_up) from error
+                raise self.lost(peer, operation, str(error)) from error
+            if isinstance(error, TimeoutError):
+                raise self.timed_out(peer, operation, limit) from error
+            raise
+        answer = waiting.answer
+        assert answer is not None
+        if answer.kind != REPLY:
+            self.undelivered(parcel)
         return self.value_of(answer, receive, peer.info)
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
@@ -265,31 +275,41 @@ class Agent:
         execution = None if scope is None else scope.execution
         request = Request(self, outgoing, parcel, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
+        if execution is not None:
+            meta[NESTED] = True
         frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
         peer = outgoing.peer
-        self.ledger.send(request)
-        if peer.line is not None and peer.line.closed is None:
-            self._submit(request, peer, frame)
-        else:  # connecting may take long, and this call must not
-            self.crew.run(lambda: self._connect_and_submit(request, peer, frame))
+        try:
+            self.ledger.send(request)
+            if not self._submit(request, peer.line, frame):
+                # Connecting may take long, and this call must not.
+                self.crew.run(lambda: self._connect_and_submit(request, peer, frame))
+        except BaseException:
+            self.ledger.end(request)
+            self.undelivered(request.parcel)
+            raise
         return request.future
 
-    def _submit(self, request: Request, peer: Peer, frame: Frame) -> None:
-        assert peer.line is not None
+    def _submit(self, request: Request, line: Line | None, frame: Frame) -> bool:
+        """Sends a request on the shared channel; False if that is not open."""
+        if line is None or line.closed is not None:
+            return False
         try:
-            request.submit(peer.line, frame)
-        except BaseException:
-            self.undelivered(request.parcel)
-            self.ledger.end(request)
-            raise
+            request.submit(line, frame)
+        except NotSent:
+            return False
         self.alarm.set(request.deadline.at)
+        return True
 
     def _connect_and_submit(self, request: Request, peer: Peer, frame: Frame) -> None:
         error: BaseException
         try:
-            peer.open_line(request.deadline)
-            self._submit(request, peer, frame)
-            return
+            # The first one may have closed without having been noticed.
+            for _ in range(2):
+                line = peer.open_line(request.deadline)
+                if self._submit(request, line, frame):
+                    return
+            raise ChannelClosed(line.closed or "its connection closed")
         except ChannelClosed as closed:
             error = self.lost(peer, request.operation, str(closed))
         except TimeoutError:
@@ -372,23 +392,25 @@ class Agent:
         info = self.directory.caller(caller, moment(self.options.join_timeout))
         if info is None or self.closed:
             raise ChannelClosed(f"{self.info.name!r} does not know {caller!r}")
-        execution = self.callee.begin(info, frame)
+        execution = self.callee.execution_of(info, frame)
         try:
+            self.callee.begin(execution)
             answer = self.callee.execute(execution, frame, depth)
+            if answer is execution:
+                call_when_done(execution.answer, lambda: self.ledger.end(execution))
+            else:
+                self.ledger.end(execution)
+            return answer
         except BaseException:
             self.ledger.end(execution)
             raise
-        if answer is execution:
-            call_when_done(execution.answer, lambda: self.ledger.end(execution))
-        else:
-            self.ledger.end(execution)
-        return answer
 
     # --- time and end ---
 
     def _expire(self, now: float) -> float | None:
         lines = [*self._watched, *(peer.line for peer in self.directory.peers())]
         moments = [line.expire(now) for line in lines if line is not None]
+        moments += [peer.expire(now) for peer in self.directory.peers()]
         return min((at for at in moments if at is not None), default=None)
 
     def close(self) -> None:

@@ -24,7 +24,8 @@ class Alarm:
         self._name = name
         self._ring = ring
         self._next = math.inf
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -32,26 +33,29 @@ class Alarm:
         """Has the alarm ring at this moment, if it does not ring earlier."""
         if at is None or at >= self._next:
             return
-        with self._changed:
-            self._next = min(self._next, at)
+        # In this order, because an interrupt may come in between: a moment that was
+        # noted, and of which the thread was not told, would keep later ones from it.
+        with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
                 )
-                self._thread.start()
-            self._changed.notify()
+                thread.start()
+                self._thread = thread
+            self._changed.notify_all()
+            self._next = min(self._next, at)
 
     def close(self) -> None:
         """Ends the thread."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._closed and self._next > time.monotonic():
                     until = self._next
                     seconds = None if until == math.inf else until - time.monotonic()
@@ -67,5 +71,5 @@ class Alarm:
                 _log.exception("Deadlines could not be looked at; trying again.")
                 upcoming = time.monotonic() + 1.0
             if upcoming is not None:
-                with self._changed:
+                with self._lock:
                     self._next = min(self._next, upcoming)

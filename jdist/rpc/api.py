@@ -154,7 +154,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         too that others have begotten. Otherwise go at once: calls of others to this
         worker end with WorkerLost.
       timeout: Seconds for a graceful end. By default there is no limit but that the
-        others live: who dies or freezes ends the wait.
+        others live, because a worker that only serves waits here for as long as they
+        work: who dies or freezes ends the wait, and so do calls that are still under
+        way a minute after their own deadlines.
 
     Raises:
       RpcError: RPC has not been initialized.

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 TAKE_BACK = "take back"
 """Kind of the request that cancels another one, of the ticket in its body."""
 
+NESTED = "nested"
+"""In the metadata of a request that a called function makes."""
+
 _MOST_EARLY = 1024
 
 Handler = Callable[[WorkerInfo, Any, dict[str, Any]], Any]
@@ -64,19 +67,26 @@ class Callee:
         if limited:
             self._limited.add(kind)
 
-    def is_limited(self, kind: str) -> bool:
-        """Whether requests of this kind run functions of the user's."""
-        return kind in self._limited
+    def needs_place(self, frame: Frame) -> bool:
+        """Whether a request runs a function of the user's for a program.
 
-    def begin(self, caller: WorkerInfo, frame: Frame) -> Execution:
-        """Enters an incoming request on the ledger."""
-        ticket = frame.meta.get("ticket")
+        A call that a called function makes needs no place: that function may have one
+        itself, and give it back only when this call is over. So who has a place never
+        waits for another one, whatever the workers call on each other.
+        """
+        return frame.kind in self._limited and frame.meta.get(NESTED) is not True
+
+    def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
+        """An incoming request, which is about to `begin`."""
         until = deadline.from_meta(frame.meta)
-        execution = Execution(caller, frame.kind, until, ticket)
+        return Execution(caller, frame.kind, until, frame.meta.get("ticket"))
+
+    def begin(self, execution: Execution) -> None:
+        """Enters an incoming request on the ledger."""
+        caller, ticket = execution.caller, execution.ticket
         self._agent.ledger.serve(execution)
         if ticket is not None and (caller.number, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
-        return execution
 
     def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
         if type(ticket) is not int:

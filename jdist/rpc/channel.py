@@ -18,6 +18,13 @@ class ChannelClosed(ConnectionError):
     """
 
 
+class NotSent(ChannelClosed):
+    """The channel was closed before any byte of this frame was sent.
+
+    The frame may be sent on another channel: the other side has not seen it.
+    """
+
+
 class Channel(Protocol):
     """Two-way, ordered, reliable until it closes.
 
@@ -29,7 +36,11 @@ class Channel(Protocol):
     """Name of the worker on the other side, proved by the handshake."""
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
-        """Sends one frame. Raises ChannelClosed, TimeoutError, ValueError (limits)."""
+        """Sends one frame.
+
+        Raises ChannelClosed (NotSent if nothing of it was sent), TimeoutError,
+        ValueError (limits).
+        """
 
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame. Raises ChannelClosed, TimeoutError, ProtocolError.
@@ -50,6 +61,9 @@ class Channel(Protocol):
         Same errors as `send` and `receive`. Answers to earlier requests (given up
         before) are dropped.
         """
+
+    def usable(self) -> bool:
+        """Whether it is open; asked while it is idle, when nothing may come."""
 
     def close(self, reason: str = "closed on this side") -> None:
         """Closes both directions; any thread, any number of times.
@@ -74,8 +88,12 @@ class Transport(Protocol):
         """A new channel to the worker `peer` listening at `address`.
 
         Raises ChannelClosed (nobody listens), TimeoutError, AuthenticationError (also
-        when the listener proves to be another worker than `peer`), ProtocolError.
+        when the listener proves to be another worker than `peer`), ProtocolError, and
+        RpcError where one of the two may open no more files.
         """
+
+    def abandon(self, peer: str, reason: str) -> None:
+        """Ends with `reason` every attempt to connect to `peer`, now and later."""
 
     def serve(self, on_channel: Callable[[Channel], None]) -> None:
         """Begins to accept: `on_channel(channel)` runs on a thread of its own each."""

@@ -9,20 +9,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 
 from jdist._compat import let_go
 from jdist._errors import requirement
 from jdist.rpc import memory
-from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.channel import ChannelClosed, NotSent
 from jdist.rpc.device_maps import DeviceMaps, Table
 from jdist.rpc.duplicates import Duplicates
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.frame import ANSWERS, UNNUMBERED, Frame
 from jdist.rpc.memory import MemoryPool
 from jdist.rpc.stream import MOST_DESCRIPTORS, ByteStream, CutOff
+from jdist.rpc.turn import Turn
 from jdist.rpc.wire import (
     PREFIX_BYTES,
     Header,
@@ -38,6 +39,7 @@ from jdist.rpc.wire import (
 _BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
 _BRIEF = _BUFFER // 2  # Larger frames are no matter of a moment.
 _ANY_SIZE = sys.maxsize
+T = TypeVar("T")
 
 
 class Terms(NamedTuple):
@@ -83,8 +85,8 @@ class Connection:
         self._on_close = on_close
         self._reason: str | None = None
         self._released = False
-        self._sending = threading.Lock()
-        self._receiving = threading.Lock()
+        self._sending = Turn()
+        self._receiving = Turn()
         self._ending = threading.Lock()
         self._requests = Duplicates()
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -100,11 +102,12 @@ class Connection:
         """Sends one frame; see `Channel.send`."""
         let_go()  # The answer may then come in the memory of an earlier one.
         packed, descriptors = self._pack(frame)
-        try:
-            if not self._sending.acquire(blocking=False):
-                self._queue(self._sending, deadline, "another thread was still sending")
+
+        def put() -> None:
+            self._sending.take(deadline, "another thread was still sending")
             try:
-                self._check_open()
+                if self._reason is not None:
+                    raise NotSent(self._reason)
                 pieces: list[bytes | memoryview] = [packed.head, *packed.body]
                 self._stream.send(pieces, deadline, descriptors)
             except TimeoutError as error:
@@ -117,8 +120,9 @@ class Connection:
             except BaseException:
                 self._cut("sending was interrupted")
                 raise
-            finally:
-                self._give(self._sending)
+
+        try:
+            self._in_turn(self._sending, put)
         finally:
             if descriptors:
                 memory.close_all(descriptors)
@@ -196,28 +200,33 @@ class Connection:
     def _receive(self, deadline: float | None, most: int) -> Frame | None:
         """The next frame; None, and nothing is consumed, if it is larger than that."""
         let_go()  # Nothing is kept from the other side while this one waits.
-        if not self._receiving.acquire(blocking=False):
-            self._queue(self._receiving, deadline, "another thread was still receiving")
-        try:
-            while True:
-                if most < _ANY_SIZE and self._await_whole(deadline) > most:
-                    return None
-                frame = self._next(deadline)
-                if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
-                    return frame
-        except ChannelClosed as error:
-            raise self._ended(error) from error
-        except ProtocolError as error:
-            self._cut(f"it sent what is no frame: {error}")
-            raise
-        except TimeoutError:
-            raise
-        except BaseException:
-            # Bytes may have been received and not counted: a frame would have no begin.
-            self._cut("receiving was interrupted")
-            raise
-        finally:
-            self._give(self._receiving)
+
+        def get() -> Frame | None:
+            self._receiving.take(deadline, "another thread was still receiving")
+            try:
+                return self._new(deadline, most)
+            except ChannelClosed as error:
+                raise self._ended(error) from error
+            except ProtocolError as error:
+                self._cut(f"it sent what is no frame: {error}")
+                raise
+            except TimeoutError:
+                raise
+            except BaseException:
+                # Bytes may have come and not been counted: a frame would have no begin.
+                self._cut("receiving was interrupted")
+                raise
+
+        return self._in_turn(self._receiving, get)
+
+    def _new(self, deadline: float | None, most: int) -> Frame | None:
+        """The next frame that is not a request received before."""
+        while True:
+            if most < _ANY_SIZE and self._await_whole(deadline) > most:
+                return None
+            frame = self._next(deadline)
+            if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
+                return frame
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
         """Sends a request and returns its answer; see `Channel.exchange`."""
@@ -330,6 +339,10 @@ class Connection:
 
     # --- ending ---
 
+    def usable(self) -> bool:
+        """Whether it is open; see `Channel.usable`."""
+        return self._reason is None and self._stream.silent()
+
     def close(self, reason: str = "closed on this side") -> None:
         """Closes both directions; see `Channel.close`."""
         self._cut(reason)
@@ -344,23 +357,19 @@ class Connection:
 
     def _ended(self, error: ChannelClosed) -> ChannelClosed:
         self._cut(str(error))
-        return ChannelClosed(self._reason)
+        return type(error)(self._reason)
 
     def _check_open(self) -> None:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
 
-    @staticmethod
-    def _queue(lock: threading.Lock, deadline: float | None, busy: str) -> None:
-        if deadline is None:
-            lock.acquire()
-        elif not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(busy)
-
-    def _give(self, lock: threading.Lock) -> None:
-        lock.release()
-        if self._reason is not None:
-            self._release()
+    def _in_turn(self, turn: Turn, action: Callable[[], T]) -> T:
+        """Calls `action`, which takes the turn; what remains is done in any case."""
+        try:
+            return turn.hold(action)
+        finally:
+            if self._reason is not None:
+                self._release()
 
     def _release(self) -> None:
         """Gives the socket back, unless a thread is still inside the stream.
@@ -370,17 +379,19 @@ class Connection:
         comes here when it leaves, after it has released its lock.
         """
         with self._ending:
-            if self._released or not self._sending.acquire(blocking=False):
+            if self._sending.mine or self._receiving.mine:
+                return  # this very thread is inside, and was interrupted there
+            if self._released or not self._sending.hold(self._close_stream):
                 return
-            try:
-                if not self._receiving.acquire(blocking=False):
-                    return
-                try:
-                    self._stream.close()
-                    self._released = True
-                finally:
-                    self._receiving.release()
-            finally:
-                self._sending.release()
         if self._on_close is not None:
             self._on_close(self)
+
+    def _close_stream(self) -> bool:
+        def close() -> bool:
+            if not self._receiving.try_take():
+                return False
+            self._stream.close()
+            self._released = True
+            return True
+
+        return self._sending.try_take() and self._receiving.hold(close)

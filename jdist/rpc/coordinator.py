@@ -20,7 +20,7 @@ from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import ProtocolError, RpcTimeout
 from jdist.rpc.frame import REPLY, Frame
 from jdist.rpc.gathering import SHUTDOWN, Gathering, Key, part_of, patience
-from jdist.rpc.liveness import Pace, silent_for
+from jdist.rpc.liveness import Pace, held_up_for, silent_for
 from jdist.rpc.member import Member
 from jdist.rpc.options import RpcOptions
 from jdist.rpc.roster import Answers, Roster
@@ -66,7 +66,10 @@ class Coordinator:
         transport.serve(self._serve)
         if beats:
             self._pace = Pace(
-                "rpc coordinator heartbeat", options.heartbeat_interval, self._listen
+                "rpc coordinator heartbeat",
+                options.heartbeat_interval,
+                self._listen,
+                options.heartbeat_timeout,  # what follows shows when it goes on
             )
 
     @property
@@ -76,7 +79,7 @@ class Coordinator:
 
     def wait_until_alone(self, seconds: float) -> None:
         """Waits until all others have gone, at most so long."""
-        with self._fewer:
+        with self._lock:
             self._fewer.wait_for(lambda: not self._roster.present(), seconds)
 
     def wait_for_leavers(self, deadline: Deadline) -> None:
@@ -87,7 +90,7 @@ class Coordinator:
         Raises:
           RpcTimeout: Some have not left; the message says who.
         """
-        with self._fewer:
+        with self._lock:
             for member in self._roster.close():
                 member.channel.close(_ENDING)
             self._leaving = self._roster.present()[0].info.name
@@ -102,7 +105,7 @@ class Coordinator:
 
     def wait_until_told(self, seconds: float) -> None:
         """After a failure: waits until everybody came and was told, at most so long."""
-        with self._fewer:
+        with self._lock:
             self._fewer.wait_for(self._roster.all_told, seconds)
 
     def close(self, reason: str) -> None:
@@ -143,7 +146,7 @@ class Coordinator:
                 raise ChannelClosed(_ENDING)
         member.number = frame.id
         member.until = patience(frame.meta["timeout"])
-        with self._fewer:
+        with self._lock:
             self._post(self._roster.add(member, frame.meta["world_size"]))
             self._fewer.notify_all()
         self._alarm.set(member.until)
@@ -155,6 +158,8 @@ class Coordinator:
             self._post(self._roster.refused(text))
 
     def _answer(self, member: Member, frame: Frame) -> None:
+        if member.gone is not None:  # it thaws before its channel is closed
+            raise ChannelClosed(member.gone)
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))
         elif frame.kind == "group.alive":
@@ -283,11 +288,13 @@ class Coordinator:
     # --- losses ---
 
     def _gone(self, member: Member, reason: str) -> None:
-        with self._fewer:
+        with self._lock:
             if member.gone is not None:
                 return
             member.gone = reason
             belonged = self._roster.has(member)
+            if not member.left:
+                self._blame_itself()
             if self._roster.remove(member):
                 kind = "group.left" if member.left else "group.lost"
                 meta = {"number": member.info.number, "reason": reason}
@@ -298,6 +305,17 @@ class Coordinator:
             self._post(self._roster.advance())
             self._suspect()
             self._fewer.notify_all()
+
+    def _blame_itself(self) -> None:
+        """Tells rank 0's worker, if this process was stopped, why it is left alone.
+
+        The others have closed their connections because they took it for lost.
+        """
+        held_up = None if self._pace is None else held_up_for(self._pace, self._options)
+        if held_up is None:
+            return
+        told = Frame("group.expelled", 0, {"reason": held_up}, None, [])
+        self._post([(one, told) for one in self._roster.present() if not one.info.id])
 
     def _miss(self, member: Member, reason: str) -> None:
         """Those who meet will do so without it, or not at all."""

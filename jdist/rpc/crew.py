@@ -4,8 +4,9 @@ A task goes to the thread that became idle last (its stack is warm); without an 
 thread a new one starts. A thread idle for long ends.
 
 Functions of the user's have as many places as the ceiling says; beyond it they wait in
-order. What the library itself has to do needs no place: it must go on when every place
-is taken by a function that waits for it.
+order. What the library itself has to do needs no place, nor do calls that a called
+function makes: they must go on when every place is taken by functions that wait for
+them.
 """
 
 import functools
@@ -158,8 +159,9 @@ class Crew:
             if post in self._idle:
                 self._idle.remove(post)
                 return None
-        # A task was handed over in the last moment.
-        post.ready.acquire()
+        # A task was handed over in the last moment; or the thread that was about to do
+        # so was interrupted, and there is none.
+        post.ready.acquire(blocking=False)
         return post.task
 
 

@@ -7,6 +7,7 @@ the caller leaks into it even when both share a thread.
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,6 +43,8 @@ scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
 _workers: dict[str, "Agent"] = {}
 _lock = threading.Lock()
 _becoming = False
+_inherited: tuple[str, ...] = ()
+"""The workers of the process from which this one was forked."""
 
 NOT_INITIALIZED = (
     "RPC has not been initialized. Call rpc.init_rpc first, or work within "
@@ -95,18 +98,54 @@ def agent() -> "Agent":
     current = scope.get()
     if current is not None:
         if current.agent.closed:
-            raise RpcError(NOT_INITIALIZED)
+            raise RpcError(why_none())
         return current.agent
     only = tuple(_workers.values())
     if len(only) == 1:
         return only[0]
     if not only:
-        raise RpcError(NOT_INITIALIZED)
+        raise RpcError(why_none())
     names = ", ".join(sorted(_workers))
     raise RpcError(
         f"This process has several workers ({names}), and this thread has not said "
         "which one it is. Say `with rpc.use_worker(name):` around what it does."
     )
+
+
+def why_none() -> str:
+    """Why this process has no worker."""
+    if not _inherited:
+        return NOT_INITIALIZED
+    names = ", ".join(_inherited)
+    return (
+        f"This process was forked from that of {names}, whose connections and threads "
+        "stay there: it cannot call as that worker. Call in the parent, or have the "
+        "child become a worker of its own by rpc.init_rpc. (rpc.spawn starts processes "
+        "that are workers.)"
+    )
+
+
+def _leave_to_parent() -> None:
+    """In a child that was just forked: the workers are its parent's.
+
+    They count as closed: what the child inherited of them, such as references and
+    futures, does nothing.
+    """
+    global _lock, _becoming, _inherited
+    inherited = scope.get()
+    agents = list(_workers.values())
+    if inherited is not None and inherited.agent not in agents:
+        agents.append(inherited.agent)
+    for agent in agents:
+        agent.closed = True
+    _inherited = tuple(sorted(agent.info.name for agent in agents)) or _inherited
+    _lock = threading.Lock()
+    _becoming = False
+    _workers.clear()
+    scope.set(None)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def deadline() -> Deadline:

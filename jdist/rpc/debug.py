@@ -52,14 +52,21 @@ def information(agent: Agent) -> dict[str, Any]:
 
 def _hint(agent: Agent, peer: Peer) -> str:
     """What `peer` is doing, if it can say so quickly; for the message of a timeout."""
-    if agent.closed or peer.departed or not peer.asking.acquire(blocking=False):
+    if agent.closed or peer.departed:
         return ""
-    try:
+
+    def ask() -> str | None:
+        if not peer.asking.try_take():
+            return None
         # Not under the deadline that has just passed.
         context = contextvars.Context()
-        told = context.run(agent.call, peer.info, _KIND, None, timeout=_PATIENCE)
+        asked = context.run(agent.call, peer.info, _KIND, None, timeout=_PATIENCE)
+        return str(asked)
+
+    try:
+        told = peer.asking.hold(ask)
     except (RpcError, ValueError):
         return f" Asked what it is doing, {peer.info.name!r} did not answer."
-    finally:
-        peer.asking.release()
+    if told is None:
+        return ""
     return f" It {told}." if told else f" By then {peer.info.name!r} was idle."

@@ -139,7 +139,7 @@ class Directory:
         def came() -> bool:
             return not any(name in (one.info.name, one.info.id) for one in self._coming)
 
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(came, _COMING_SECONDS)
 
     def _come(self, peer: Peer) -> None:

@@ -6,6 +6,7 @@ so no file is left whatever happens; elsewhere it is a file in a folder that onl
 user may enter.
 """
 
+import contextlib
 import errno
 import functools
 import ipaddress
@@ -17,6 +18,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -118,32 +120,71 @@ class Listener:
         self.address = self.address._replace(machine=machine(), unix=name)
 
 
-def dial(address: Address, deadline: float | None) -> socket.socket:
+class Attempt:
+    """A connection that is being made, which another thread may give up.
+
+    Attributes:
+      given_up: Why it was, or None.
+    """
+
+    def __init__(self) -> None:
+        self.given_up: str | None = None
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def uses(self, sock: socket.socket) -> None:
+        """The socket that is about to be connected.
+
+        Raises:
+          ChannelClosed: The attempt was given up.
+        """
+        with self._lock:
+            self._socket = sock
+            if self.given_up is not None:
+                raise ChannelClosed(self.given_up)
+
+    def give_up(self, reason: str) -> None:
+        """Wakes the thread that connects; any thread, any number of times."""
+        with self._lock:
+            self.given_up = self.given_up or reason
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # it is not connected, or closed
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.socket:
     """A socket connected to the worker: by Unix where it is here, else by TCP.
 
     Raises:
-      ChannelClosed: Nobody listens there.
+      ChannelClosed: Nobody listens there, or the attempt was given up.
       TimeoutError: The machine did not answer in time.
+      OSError: This process may open no more files.
     """
     if address.unix and address.machine == machine():
-        found = _dial_unix(address.unix, deadline)
+        found = _dial_unix(address.unix, attempt)
         if found is not None:
             return found
     where = f"{address.host}:{address.port}"
-    remaining = None if deadline is None else deadline - time.monotonic()
-    if remaining is not None and remaining <= 0:
+    if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError(f"no time was left to connect to {where}")
     try:
-        connected = socket.create_connection((address.host, address.port), remaining)
+        connected = _dial_tcp(address, deadline, attempt)
     except TimeoutError as error:
         raise TimeoutError(f"{where} did not answer in time") from error
     except OSError as error:
+        if isinstance(error, ChannelClosed) or out_of_files(error):
+            raise
         raise ChannelClosed(f"nobody listens at {where} ({error})") from error
     if connected.getsockname() == connected.getpeername():
         # TCP lets a socket connect to itself when it was given the very port it seeks.
         connected.close()
         raise ChannelClosed(f"nobody listens at {where} (it reached itself)")
     return connected
+
+
+def out_of_files(error: BaseException) -> bool:
+    """Whether a socket could not be made because too many files are open."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def is_unix(sock: socket.socket) -> bool:
@@ -186,23 +227,55 @@ def machine() -> str:
         return f"{platform.node()}/{uuid.getnode():x}"
 
 
-def _dial_unix(name: str, deadline: float | None) -> socket.socket | None:
+def _dial_unix(name: str, attempt: Attempt) -> socket.socket | None:
     """A connected socket, or None where TCP should be tried."""
     unix = socket.socket(socket.AF_UNIX)
     try:
-        if deadline is not None:
-            unix.settimeout(max(1e-3, deadline - time.monotonic()))
+        attempt.uses(unix)
+        # It never waits: where the listener's queue is full, that of TCP may not be.
+        unix.setblocking(False)
         unix.connect(_unix_name(name))
         if same_user(unix):
             return unix
-    except TimeoutError:
+    except ChannelClosed:
         unix.close()
         raise
-    except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise
+    except OSError:
+        unix.close()
+        return None
+    except BaseException:
+        unix.close()
+        raise
     unix.close()
     return None
+
+
+def _dial_tcp(
+    address: Address, deadline: float | None, attempt: Attempt
+) -> socket.socket:
+    """A connected socket; the error of the last address of the host where none is."""
+    failed: OSError | None = None
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, there in found:
+        # The least, because 0 would be no time for any address.
+        left = None if deadline is None else max(1e-3, deadline - time.monotonic())
+        tcp = socket.socket(family, kind, protocol)
+        try:
+            attempt.uses(tcp)
+            tcp.settimeout(left)
+            tcp.connect(there)
+            return tcp
+        except (ChannelClosed, TimeoutError):
+            tcp.close()
+            raise
+        except OSError as error:
+            tcp.close()
+            failed = error
+        except BaseException:
+            tcp.close()
+            raise
+    assert failed is not None  # getaddrinfo returns at least one address, or raises
+    raise failed
 
 
 def _unix_name(name: str) -> str:

@@ -291,6 +291,11 @@ def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
             future._waiters.remove(wake)
 
 
+def await_done(future: Future[Any], until: float | None) -> bool:
+    """Blocks until completed; False when the moment came first."""
+    return future._sleep(until)
+
+
 def attend(future: Future[Any], until: float | None) -> bool:
     """Fetches the value on this thread, for a moment; whether it is there."""
     source = future._source

@@ -10,15 +10,15 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.rpc import current
 from jdist.rpc.agent import Agent
-from jdist.rpc.channel import Channel
+from jdist.rpc.channel import Channel, NotSent
 from jdist.rpc.deadline import NEVER, Deadline, resolve
 from jdist.rpc.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.frame import REPLY, Frame
-from jdist.rpc.future import Future, call_when_done, complete, error_of
+from jdist.rpc.future import Future, await_done, complete, error_of, run_all
 from jdist.rpc.gathering import SHUTDOWN
 from jdist.rpc.line import Callbacks, Line
 from jdist.rpc.listing import Listing
-from jdist.rpc.liveness import Pace, silent_for
+from jdist.rpc.liveness import MEMORY, Pace, held_up_for, silent_for
 from jdist.rpc.peer import Peer
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -26,6 +26,7 @@ Lost = Callable[[str, str], None]
 """Told the name of a lost worker, and how its loss was noticed."""
 
 _ANSWER_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
 _INSTANT = 1e-9
 """Seconds to wait where the deadline has passed; 0 would be no limit."""
 
@@ -106,7 +107,8 @@ class Group:
             self._heard = time.monotonic()
             options = self._agent.options
             name = f"{self._agent.info.name} heartbeat"
-            self._pace = Pace(name, options.heartbeat_interval, self._beat)
+            memory = MEMORY * options.heartbeat_timeout
+            self._pace = Pace(name, options.heartbeat_interval, self._beat, memory)
 
     def leave(self, seconds: float) -> None:
         """Tells the coordinator that this worker goes, and closes the channel."""
@@ -115,9 +117,7 @@ class Group:
             self._pace.close()
         if self._line.closed is None:
             asked = self._ask("group.leave", {}, seconds, "shutdown")
-            done = threading.Event()
-            call_when_done(asked, done.set)
-            done.wait(seconds)
+            await_done(asked, time.monotonic() + seconds)
         self._line.close("this worker was shut down")
 
     # --- meeting ---
@@ -156,6 +156,9 @@ class Group:
         if frame.kind == REPLY:
             return self._parts(frame)
         if "lost" in frame.meta:
+            known = self._lost.get(self._agent.info.name)
+            if known is not None:
+                raise WorkerLost(self._agent.info.name, operation, known)
             raise WorkerLost(frame.meta["lost"], operation, frame.meta["reason"])
         if "failed" in frame.meta:
             kind = CollectiveMismatch if frame.meta["mismatch"] else RpcError
@@ -297,7 +300,10 @@ class Group:
     ) -> Future[Frame]:
         late = limit if limit.at is None else limit._replace(at=limit.at + _GRACE)
         asked = _Asked(self, purpose, late)
-        self._line.submit(asked, kind, meta, *body)
+        try:
+            self._line.submit(asked, kind, meta, *body)
+        except NotSent as error:
+            run_all(asked.disconnected(str(error)))
         self._agent.alarm.set(late.at)
         return asked.future
 
@@ -313,28 +319,33 @@ class Group:
         Nobody tells a worker that was frozen and goes on: it finds its connections
         closed. May wait a second for the coordinator's answer.
         """
+        known = self._lost.get(self._agent.info.name)
+        if known is not None:
+            return known
         held_up = self._held_up()
         if held_up is not None and self._line.closed is None and self._is_heard():
-            return None  # All were held up together, as by a suspended machine.
+            # All were held up together, as by a suspended machine; or this is the
+            # coordinator's worker, which hears itself and may be told in a moment.
+            return self._told_to_be_lost()
         return held_up
+
+    def _told_to_be_lost(self) -> str | None:
+        name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
+        pause = threading.Event()
+        if self._agent.coordinator is not None:
+            while name not in self._lost and time.monotonic() < until:
+                pause.wait(_LOOK_SECONDS)
+        return self._lost.get(name)
 
     def _held_up(self) -> str | None:
         if self._pace is None or self._ended is not None:
             return None
-        options, seconds = self._agent.options, self._pace.held_up()
-        if seconds + options.heartbeat_interval <= options.heartbeat_timeout:
-            return None
-        return (
-            f"this worker itself gave no sign of life for {seconds:.1f} s (frozen, or "
-            "stopped), and the others have taken it for lost"
-        )
+        return held_up_for(self._pace, self._agent.options)
 
     def _is_heard(self) -> bool:
         asked = self._ask("group.beat", {}, _ANSWER_SECONDS, "heartbeat")
-        answered = threading.Event()
-        call_when_done(asked, answered.set)
-        answered.wait(_ANSWER_SECONDS)
-        return asked.done() and error_of(asked) is None
+        answered = await_done(asked, time.monotonic() + _ANSWER_SECONDS)
+        return answered and error_of(asked) is None
 
     def _without_coordinator(self, purpose: str, reason: str) -> WorkerLost:
         held_up = self._held_up()
@@ -360,6 +371,9 @@ class Group:
             self._reply("group.known", {"number": peer.info.number})
         elif frame.kind == "group.came":
             self._admit(directory.numbered(meta["number"]))
+        elif frame.kind == "group.expelled":
+            with self._lock:
+                self._lost.setdefault(self._agent.info.name, str(meta["reason"]))
         elif frame.kind in ("group.lost", "group.left"):
             peer_gone = directory.numbered(meta["number"])
             self._part(frame.kind, peer_gone, str(meta["reason"]))

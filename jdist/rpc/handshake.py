@@ -22,12 +22,13 @@ import contextlib
 import hashlib
 import hmac
 import secrets
+import socket
 import struct
 from enum import IntFlag
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.errors import AuthenticationError, ProtocolError
+from jdist.rpc.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.stream import ByteStream, receive_exactly
 from jdist.rpc.worker_info import WorkerInfo
 
@@ -39,6 +40,7 @@ SHORTEST_KEY = 16
 SAME_KEY = "JDIST_CLUSTER_KEY, or RpcOptions(key=...), must be the same on all workers."
 
 _MAGIC = b"jdist\x00"
+_REFUSAL = b"jdist\x01"
 _NAME = 128
 _NONCE = 32
 _HELLO = struct.Struct(f">6sHI{_NAME}s{_NAME}s{_NONCE}s")
@@ -48,6 +50,13 @@ _WRONG_KEY = bytes(_PROOF)
 
 _LISTENER = b"jdist listener\x00\x00"
 _CONNECTOR = b"jdist connector\x00"
+
+
+REMEDY = (
+    "Every synchronous call that is under way has a connection: make fewer at a time, "
+    "use rpc_async, whose calls share one, or raise the limit with `ulimit -n`."
+)
+"""For a process that may open no more files."""
 
 
 class Ability(IntFlag):
@@ -130,6 +139,7 @@ def connect(
     Raises:
       AuthenticationError: The listener does not know the key, or is another worker.
       ProtocolError: It speaks another version, or is no worker at all.
+      RpcError: Its process has no descriptor or thread for this connection.
       ChannelClosed, TimeoutError: As `Stream.receive_into`.
     """
     mine = _pack_hello(me, peer)
@@ -152,6 +162,16 @@ def connect(
         )
     stream.send([_prove(_CONNECTOR, me, mine, theirs)], deadline)
     return Proved(hello.name, me.abilities & Ability(hello.abilities & _KNOWN))
+
+
+def refuse(sock: socket.socket) -> None:
+    """Answers a connector that this process has neither descriptor nor thread for it.
+
+    The answer has a hello's size and proves nothing: to believe it costs the connector
+    no more than a closed connection would. Where TLS is expected it is none.
+    """
+    sock.setblocking(False)
+    sock.send(_REFUSAL.ljust(_HELLO.size, b"\x00"))
 
 
 def accept(stream: ByteStream, me: Identity, deadline: float | None) -> Proved:
@@ -204,6 +224,11 @@ def _pack_name(name: str) -> bytes:
 
 def _read_hello(data: bytes) -> _Hello:
     magic, version, abilities, name, _, _ = _HELLO.unpack(data)
+    if magic == _REFUSAL:
+        raise RpcError(
+            "The worker there takes no more connections: its process may open no more "
+            f"files, or start no more threads. {REMEDY}"
+        )
     if magic != _MAGIC:
         raise ProtocolError("The other side does not speak jdist's protocol.")
     return _Hello(version, abilities, _read_name(name))

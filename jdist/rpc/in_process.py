@@ -16,7 +16,7 @@ from typing import Any
 
 from jdist.rpc import current
 from jdist.rpc.arrays import adopt
-from jdist.rpc.channel import Channel, ChannelClosed
+from jdist.rpc.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.duplicates import Duplicates
 from jdist.rpc.execution import Execution
@@ -75,6 +75,9 @@ class InProcessTransport:
         self._adopt(here)
         there._accept(across)
         return here
+
+    def abandon(self, peer: str, reason: str) -> None:
+        """See `Transport.abandon`; connecting never waits."""
 
     def connect_from(self, name: str) -> Channel:
         """A channel from `name`, which has no transport in this hub, to this one."""
@@ -163,7 +166,7 @@ class _End:
     def send(self, frame: Frame, deadline: float | None = None) -> None:
         """See `Channel.send`."""
         if self._closed is not None:
-            raise ChannelClosed(self._closed)
+            raise NotSent(self._closed)
         self.other._put(_moved(frame, self._here, self._there))
 
     def receive(self, deadline: float | None = None) -> Frame:
@@ -199,12 +202,16 @@ class _End:
             self.send(frame, deadline)
             return self._answer_to(frame.id, deadline)
         if self._closed is not None:
-            raise ChannelClosed(self._closed)
+            raise NotSent(self._closed)
         moved = _moved(frame, self._here, self._there)
         answer = answerer(self._here.name, moved, depth)
         if isinstance(answer, Execution):
             return self._deferred(answer, frame.id, deadline)
         return _moved(answer, self._there, self._here)
+
+    def usable(self) -> bool:
+        """See `Channel.usable`."""
+        return self._closed is None
 
     def close(self, reason: str = "closed on this side") -> None:
         """See `Channel.close`."""

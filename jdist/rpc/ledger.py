@@ -13,6 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import RpcTimeout
 
+_OVERDUE = 60.0
+"""Seconds after its deadline for which a graceful end waits for a call: its function
+may be about to return."""
+
 
 class Operation(NamedTuple):
     """What is done, worded only when somebody asks."""
@@ -45,6 +49,10 @@ class Entry(Protocol):
     @property
     def since(self) -> float:
         """When it began, in `time.monotonic()` seconds."""
+
+    @property
+    def deadline(self) -> Deadline:
+        """When it must be over."""
 
 
 class Ledger:
@@ -97,9 +105,11 @@ class Ledger:
             an exception.
 
         Raises:
-          RpcTimeout: Some still are at the deadline; the message names them.
+          RpcTimeout: Some still are at the deadline, or long after their own deadlines;
+            the message names them.
         """
-        with self._empty:
+        begun = time.monotonic()
+        with self._lock:
             self._watched += 1
             try:
                 while True:
@@ -111,9 +121,27 @@ class Ledger:
                             f"Calls were still under way after {deadline.timeout:.2f} "
                             f"seconds: {self._describe()}."
                         )
-                    self._empty.wait(deadline.remaining())
+                    patience = self._patience(begun)
+                    if patience is not None and patience <= 0:
+                        raise RpcTimeout(
+                            f"Calls were still under way {_OVERDUE:g} seconds after "
+                            "their own deadlines, when nothing waits for them any "
+                            f"more: {self._describe()}."
+                        )
+                    left = (deadline.remaining(), patience)
+                    self._empty.wait(
+                        min((s for s in left if s is not None), default=None)
+                    )
             finally:
                 self._watched -= 1
+
+    def _patience(self, begun: float) -> float | None:
+        """Seconds until every call is long overdue; None if one may take for ever."""
+        ends = [entry.deadline.at for entry in (*self._sent, *self._served)]
+        if None in ends:
+            return None
+        last = max((at for at in ends if at is not None), default=begun)
+        return max(last, begun) + _OVERDUE - time.monotonic()
 
     def at_rest(self) -> int | None:
         """How many calls have ever begun; None while one is under way."""
@@ -122,7 +150,7 @@ class Ledger:
 
     def wake(self) -> None:
         """Has those who wait in `when_empty` check again."""
-        with self._empty:
+        with self._lock:
             self._empty.notify_all()
 
     def _describe(self) -> str:

@@ -2,8 +2,8 @@
 
 Who reads completes what the answers belong to. A thread that waits for an answer reads
 itself for as long as a short call takes, so that no thread hands over to another. When
-its answer takes longer, and for everybody who does not wait by himself, a thread of the
-crew reads, and leaves the reading to the next one who waits.
+its answer takes longer, for the main thread, and for everybody who does not wait by
+himself, a thread of the crew reads, and leaves the reading to the next one who waits.
 """
 
 import functools
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any, Protocol
 
-from jdist.rpc.channel import Channel, ChannelClosed
+from jdist.rpc.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.crew import Crew
 from jdist.rpc.deadline import Deadline
 from jdist.rpc.errors import ProtocolError
@@ -73,6 +73,7 @@ class Line:
         self._on_closed = on_closed
         self._numbers = itertools.count(1)
         self._pending: dict[int, Pending] = {}
+        self._leaving: set[int] = set()  # being sent: `submit` sees that it closes
         # Threads that wait, and would read, and how to wake them.
         self._ready: dict[Future[Any], threading.Semaphore] = {}
         self._counted_on: dict[Future[Any], None] = {}
@@ -89,19 +90,28 @@ class Line:
 
         Raises:
           ValueError: The frame is beyond the limits.
+          NotSent: The channel is closed, and the request may go on another one.
         """
         number = next(self._numbers)
+        self._leaving.add(number)
         self._pending[number] = pending
         try:
             frame = Frame(kind, number, meta, tree, leaves, shared=True)
             self._channel.send(frame, pending.deadline.at)
-        except ValueError:
-            self._pending.pop(number, None)
-            raise
+        except NotSent as error:
+            # The thread that reads may not have noticed yet.
+            self.closed = self.closed or str(error)
+            if self._pending.pop(number, None) is not None:
+                raise
         except TimeoutError:
             self._expire(number)
         except ChannelClosed as error:
             self._disconnect(number, str(error))
+        except BaseException:  # it is beyond the limits, or Ctrl-C came
+            self._pending.pop(number, None)
+            raise
+        finally:
+            self._leaving.discard(number)
         if self.closed is not None:  # it may have closed before this request was noted
             self._disconnect(number, self.closed)
         return number
@@ -157,7 +167,13 @@ class Line:
     # --- who reads ---
 
     def attend(self, future: Future[Any], until: float | None) -> bool:
-        """See `Source.attend`: reads until the future is completed, or not for long."""
+        """See `Source.attend`: reads until the future is completed, or not for long.
+
+        Not on the main thread: Ctrl-C may come there between any two steps, and an
+        answer that was received and not passed on would be lost to another thread.
+        """
+        if _may_be_interrupted():
+            return future.done()
         limit = time.monotonic() + _BRISK
         if until is not None and until < limit:
             limit = until
@@ -173,8 +189,10 @@ class Line:
         self._counted_on[future] = None
         if future.done():
             self.settled(future)
-        else:
+        elif not _may_be_interrupted():
             self._reading.relieve()
+        elif self._reading.free:
+            self._crew.run(self._read_if_free)
 
     def settled(self, future: Future[Any]) -> None:
         """See `Source.settled`."""
@@ -241,6 +259,10 @@ class Line:
     def _start(self, first: Callable[[], Frame] | None = None) -> None:
         self._crew.run(functools.partial(self._read, first or self._channel.receive))
 
+    def _read_if_free(self) -> None:
+        if self._reading.take():
+            self._read(self._channel.receive)
+
     def _read(self, first: Callable[[], Frame]) -> None:
         if self._read_one(first):
             while self._read_one(self._channel.receive):
@@ -276,6 +298,12 @@ class Line:
         self.closed = reason
         self._channel.close(reason)
         for number in list(self._pending):
-            self._disconnect(number, reason)
+            if number not in self._leaving:
+                self._disconnect(number, reason)
         if self._on_closed is not None:
             self._on_closed(reason)
+
+
+def _may_be_interrupted() -> bool:
+    """Whether Python runs signal handlers on this thread."""
+    return threading.current_thread() is threading.main_thread()

@@ -9,6 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from jdist.rpc.options import RpcOptions
+
+MEMORY = 10
+"""A stop of this process explains losses for so many times the others' patience."""
+
 
 class Pace:
     """A thread that does something at a steady pace.
@@ -18,15 +23,22 @@ class Pace:
       interval: Seconds.
       step: Called as `step(held_up)`. When this process was itself held up (stopped,
         swapped out), silence of others proves nothing: they may have spoken meanwhile.
+      memory: Seconds for which it is remembered that this process was held up: as long
+        as a loss may be noticed that is its consequence.
     """
 
     def __init__(
-        self, name: str, interval: float, step: Callable[[bool], None]
+        self,
+        name: str,
+        interval: float,
+        step: Callable[[bool], None],
+        memory: float,
     ) -> None:
         self._interval = interval
+        self._memory = memory
         self._step = step
         self._due = time.monotonic() + interval
-        self._longest = 0.0
+        self._held_up = (0.0, 0.0)  # How long, and when that ended.
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -38,13 +50,19 @@ class Pace:
             self._thread.join()
 
     def held_up(self) -> float:
-        """The longest time that this process was held up so far, in seconds."""
-        return max(self._longest, time.monotonic() - self._due)
+        """The longest time that this process was held up of late, in seconds."""
+        now = time.monotonic()
+        return max(self._remembered(now), now - self._due)
+
+    def _remembered(self, now: float) -> float:
+        seconds, ended = self._held_up
+        return seconds if now - ended < self._memory else 0.0
 
     def _run(self) -> None:
         while not self._ended.wait(max(0.0, self._due - time.monotonic())):
             now = time.monotonic()
-            self._longest = max(self._longest, now - self._due)
+            if now - self._due > self._remembered(now):
+                self._held_up = (now - self._due, now)
             self._step(now - self._due > self._interval)
             self._due = now + self._interval
 
@@ -52,3 +70,17 @@ class Pace:
 def silent_for(seconds: float) -> str:
     """Why somebody counts as lost."""
     return f"no sign of life for {seconds:.1f} s (frozen, or cut off)"
+
+
+def held_up_for(pace: Pace, options: RpcOptions) -> str | None:
+    """Why the others have taken this process's worker for lost; None if they have not.
+
+    They have once it was silent for as long as they wait.
+    """
+    seconds = pace.held_up()
+    if seconds + options.heartbeat_interval <= options.heartbeat_timeout:
+        return None
+    return (
+        f"this worker itself gave no sign of life for {seconds:.1f} s (frozen, or "
+        "stopped), and the others have taken it for lost"
+    )

@@ -109,7 +109,7 @@ class MemoryPool:
     def lend(self, data: memoryview) -> int | None:
         """Copies `data` into free memory; a descriptor to pass on and then to close.
 
-        None when there is no free memory within the budget.
+        None when there is no free memory within the budget, or no descriptor.
         """
         block = self._take(data.nbytes)
         if block is None:
@@ -119,6 +119,8 @@ class MemoryPool:
             source = np.frombuffer(data, np.uint8)
             np.copyto(block.bytes[: source.size], source)
             return block.share()
+        except OSError:
+            return None  # no descriptors: the socket still works
         finally:
             self._give_back(block)
 

@@ -22,10 +22,15 @@ class RpcOptions:
       timeout: Seconds that a call may take when it does not say; 0 for no limit.
       join_timeout: Seconds to wait for the other workers in `init_rpc`.
       heartbeat_interval: Seconds between two signs of life to the coordinator.
-      heartbeat_timeout: Seconds of silence after which a worker counts as frozen.
-      threads: Most asynchronous calls that run at once; others wait in order. Their
-        threads start on demand. Not limited are synchronous calls, which have a thread
-        per connection, and what the library itself sends, such as backward passes.
+      heartbeat_timeout: Seconds of silence after which a worker counts as frozen. Signs
+        of life need the interpreter: it must be longer than the longest C function
+        that keeps its lock (such as sorting a large list; XLA and NumPy release it).
+      threads: Most asynchronous calls that run at once. Others wait in order in the
+        callee's memory, of which their arguments take what they took on the wire: a
+        caller that sends faster than they run limits itself, by waiting for futures.
+        Their threads start on demand. Not limited are synchronous calls, which have a
+        thread per connection, what the library itself sends, such as backward passes,
+        and the calls that a called function makes: it may have a place and wait.
       key: The cluster's secret; by default that in `JDIST_CLUSTER_KEY`.
       host: Where this worker listens; by default the address of this machine on the
         way to the coordinator.

@@ -15,9 +15,10 @@ for a fraction of a millisecond. That must cost next to nothing where it does no
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable
+
+from jdist.rpc.turn import Turn
 
 _PROMPT = 2
 """A message for which a thread slept counts as prompt up to this multiple of the limit:
@@ -25,7 +26,7 @@ it and its peer would have been faster without sleeping."""
 
 _MOST_DOUBT = 12
 
-_turn = threading.Lock()
+_turn = Turn()
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # Windows has none.
 
@@ -61,19 +62,19 @@ class Polling:
 
         None also while another thread of this process is polling.
         """
-        if not _turn.acquire(blocking=False):
+        return _turn.hold(lambda: self._poll(look))
+
+    def _poll(self, look: Callable[[], int | None]) -> int | None:
+        if not _turn.try_take():
             return None
-        try:
+        now = time.monotonic()
+        until = now + self._seconds
+        found = None
+        while found is None and now < until:
+            found = look()
+            if found is None:
+                _give_way()
             now = time.monotonic()
-            until = now + self._seconds
-            found = None
-            while found is None and now < until:
-                found = look()
-                if found is None:
-                    _give_way()
-                now = time.monotonic()
-        finally:
-            _turn.release()
         if now < until:
             self._doubt = max(0, self._doubt - 1)
         else:

@@ -31,15 +31,12 @@ class Relief:
 
     def __init__(self, name: str) -> None:
         self._left: dict[Reading, int] = {}
-        self._looking = False
         self._alarm = Alarm(name, self._look)
 
     def expect(self, reading: "Reading", looks: int) -> None:
         """Has the reading relieved at so many looks from now, unless left anew."""
         self._left[reading] = looks
-        if not self._looking:
-            self._looking = True
-            self._alarm.set(time.monotonic() + PERIOD)
+        self._alarm.set(time.monotonic() + PERIOD)
 
     def close(self) -> None:
         """Ends the thread; to be called when the channels are closed, which is read."""
@@ -54,10 +51,6 @@ class Relief:
                 continue
             self._left.pop(reading, None)
             reading.relieve()
-        if self._left:
-            return now + PERIOD
-        self._looking = False
-        # One may have been left between the two lines.
         return now + PERIOD if self._left else None
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdist.rpc.channel import Channel, ChannelClosed
+from jdist.rpc.channel import ChannelClosed, NotSent
 from jdist.rpc.deadline import Deadline, to_meta
 from jdist.rpc.errors import RpcTimeout
 from jdist.rpc.frame import Frame
@@ -42,55 +42,79 @@ class Outgoing(NamedTuple):
 class Exchange:
     """A synchronous call: a thread waits on a channel of its own."""
 
-    __slots__ = ("channel", "given_up", "operation", "peer", "since", "take_back")
+    __slots__ = (
+        "_peer", "answer", "deadline", "given_up", "lane", "operation", "since",
+        "take_back",
+    )  # fmt: skip
 
-    def __init__(self, peer: str, operation: Operation) -> None:
-        self.peer = peer
+    def __init__(self, peer: Peer, deadline: Deadline, operation: Operation) -> None:
+        self._peer = peer
+        self.deadline = deadline
         self.operation = operation
         self.since = time.monotonic()
-        self.channel: Channel | None = None
+        self.lane: Lane | None = None
+        self.answer: Frame | None = None
         self.given_up: str | None = None
         self.take_back: Callable[[], None] | None = None
+
+    @property
+    def peer(self) -> str:
+        """Name of the callee."""
+        return self._peer.info.name
 
     def give_up(self, reason: str) -> None:
         """The call within which this one is made was cancelled."""
         self.given_up = reason
-        if self.channel is not None:
-            self.channel.close(reason)
+        lane = self.lane
+        if lane is not None:
+            lane.channel.close(reason)
         if self.take_back is not None:
             self.take_back()
 
-    def run(
-        self,
-        peer: Peer,
-        lane: Lane,
-        limit: Deadline,
-        request: tuple[str, dict[str, Any], Any, list[Any]],
-    ) -> Frame:
-        """Sends a request of this kind, metadata, tree and leaves; the answer.
+    def run(self, request: tuple[str, dict[str, Any], Any, list[Any]]) -> float | None:
+        """Sends a request of this kind, metadata, tree and leaves, and has its answer.
 
-        Raises: what `Channel.exchange` raises.
+        Returns:
+          What `Peer.give` returns.
+
+        Raises: what `Peer.take` and `Channel.exchange` raise.
         """
-        channel, numbers = lane
+        while True:
+            lane = self._peer.take(self, self.deadline)
+            if self.given_up is not None:
+                raise ChannelClosed(self.given_up)
+            try:
+                return self._exchange(lane, request)
+            except NotSent as error:
+                if lane.unused or self.given_up is not None:
+                    raise
+                # It had closed while no call used it, so this one may use another.
+                self.release(f"it was closed: {error}")
+
+    def _exchange(
+        self, lane: Lane, request: tuple[str, dict[str, Any], Any, list[Any]]
+    ) -> float | None:
         kind, meta, tree, leaves = request
-        self.channel = channel
-        if self.given_up is not None:
-            peer.drop(lane, self.given_up)
-            raise ChannelClosed(self.given_up)
-        sent = Frame(kind, next(numbers), meta | to_meta(limit), tree, leaves)
+        meta = meta | to_meta(self.deadline)
+        frame = Frame(kind, next(lane.numbers), meta, tree, leaves)
         try:
-            answer = channel.exchange(sent, limit.at)
+            self.answer = lane.channel.exchange(frame, self.deadline.at)
         except TimeoutError:
-            peer.drop(lane, "the call was given up at its deadline")
+            self.release("the call was given up at its deadline")
             raise
         except ValueError:
-            peer.give(lane)  # refused before a byte was sent
+            self._peer.give(lane)  # refused before a byte was sent
+            self.lane = None
             raise
-        except BaseException as error:
-            peer.drop(lane, f"the call was interrupted: {error!r}")
-            raise
-        peer.give(lane)
-        return answer
+        until = self._peer.give(lane)
+        self.lane = None
+        return until
+
+    def release(self, reason: str) -> None:
+        """Closes the channel if the call still has one; any number of times."""
+        if self.lane is not None:
+            self._peer.drop(self.lane, reason)
+            self.lane = None
 
 
 class Request:

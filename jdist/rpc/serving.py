@@ -69,12 +69,13 @@ class Serving:
         if frame.kind == CANCEL:
             self._cancel(frame.id)
             return True
-        execution = self._agent.callee.begin(self._caller, frame)
+        execution = self._agent.callee.execution_of(self._caller, frame)
+        self._agent.callee.begin(execution)
         self._running[frame.id] = execution
         if not frame.shared:
             self._serve(execution, frame)
             return True
-        if not self._agent.callee.is_limited(frame.kind):
+        if not self._agent.callee.needs_place(frame):
             return self._serve_aside(execution, frame)
         crew = self._agent.crew
         # Without a place the call waits for one, and this thread reads on: the next

@@ -6,6 +6,7 @@ there is a limit to their number.
 """
 
 import contextlib
+import os
 import selectors
 import socket
 import ssl
@@ -23,15 +24,18 @@ from jdist.rpc.connection import Connection, Terms
 from jdist.rpc.device_maps import DeviceMaps
 from jdist.rpc.endpoint import (
     LOOPBACK,
+    Address,
+    Attempt,
     Listener,
     dial,
     is_loopback,
     is_unix,
+    out_of_files,
     parse_address,
     same_user,
 )
 from jdist.rpc.errors import AuthenticationError, RpcError
-from jdist.rpc.handshake import NO_BINDING, Ability, Identity
+from jdist.rpc.handshake import NO_BINDING, REMEDY, Ability, Identity
 from jdist.rpc.polling import Polling
 from jdist.rpc.stream import ByteStream, Stream
 from jdist.rpc.tls import (
@@ -45,6 +49,27 @@ from jdist.rpc.transfer import Transfer
 from jdist.rpc.transfer_connection import TransferConnection
 from jdist.rpc.transfer_port import Port
 from jdist.rpc.wire import Limits
+
+_ENDED = "this worker has ended"
+
+
+def _spare_descriptor() -> int:
+    """Given up for a moment to tell a connection that there is none left for it."""
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _no_more_files(peer: str) -> str:
+    try:
+        import resource  # not on every platform
+    except ImportError:
+        limit = ""
+    else:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = f" (their number is limited to {most})"
+    return (
+        f"This process may open no more files{limit}, and a connection to {peer!r} is "
+        f"one. {REMEDY}"
+    )
 
 
 class SocketTransport:
@@ -122,11 +147,15 @@ class SocketTransport:
         self._lock = threading.Lock()
         self._strangers: dict[Stream, float] = {}  # And since when, oldest first.
         self._room = threading.Condition(self._lock)
+        self._attempts: dict[Attempt, str] = {}  # And to which worker.
+        self._abandoned: dict[str, str] = {}
         self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._accepting: threading.Thread | None = None
         self._closed = threading.Event()
         self._wake, self._woken = socket.socketpair()
+        self._full = False
+        self._spare = _spare_descriptor()
 
     def __enter__(self) -> "SocketTransport":
         return self
@@ -161,9 +190,39 @@ class SocketTransport:
           address: What the peer's `address` is, or `(host, port)`.
           deadline: For all of it.
         """
-        if self._closed.is_set():
-            raise ChannelClosed("this worker has ended")
-        sock = dial(parse_address(address), deadline)
+        found, attempt = parse_address(address), Attempt()
+        with self._lock:
+            if self._closed.is_set():
+                raise ChannelClosed(_ENDED)
+            if peer in self._abandoned:
+                raise ChannelClosed(self._abandoned[peer])
+            self._attempts[attempt] = peer
+        try:
+            return self._connect(found, peer, deadline, attempt)
+        except (ChannelClosed, TimeoutError) as error:
+            if attempt.given_up is not None:
+                raise ChannelClosed(attempt.given_up) from error
+            raise
+        except OSError as error:
+            if out_of_files(error):
+                raise RpcError(_no_more_files(peer)) from error
+            raise
+        finally:
+            with self._lock:
+                self._attempts.pop(attempt, None)
+
+    def abandon(self, peer: str, reason: str) -> None:
+        """Ends every attempt to connect to `peer`; see `Transport.abandon`."""
+        with self._lock:
+            self._abandoned.setdefault(peer, reason)
+            under_way = [one for one, to in self._attempts.items() if to == peer]
+        for attempt in under_way:
+            attempt.give_up(reason)
+
+    def _connect(
+        self, address: Address, peer: str, deadline: float | None, attempt: Attempt
+    ) -> Connection:
+        sock = dial(address, deadline, attempt)
         try:
             stream = Stream(sock)
         except BaseException:
@@ -217,7 +276,7 @@ class SocketTransport:
         with self._lock:
             self._connections.add(connection)
         if self._closed.is_set():
-            connection.close("this worker has ended")
+            connection.close(_ENDED)
         return connection
 
     def _forget(self, connection: Connection) -> None:
@@ -237,7 +296,7 @@ class SocketTransport:
         A thread that is still busy with somebody's function after a second is left
         to end by itself.
         """
-        with self._room:
+        with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
@@ -251,13 +310,17 @@ class SocketTransport:
             for stream in self._strangers:
                 stream.shut()
             connections, threads = list(self._connections), list(self._threads)
+            attempts = list(self._attempts)
+        for attempt in attempts:
+            attempt.give_up(_ENDED)
         for connection in connections:
-            connection.close("this worker has ended")
+            connection.close(_ENDED)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         self._listener.close()
         self._woken.close()
+        os.close(self._spare)
         if self._pool is not None:
             self._pool.close()
         if self.port is not None:
@@ -281,16 +344,39 @@ class SocketTransport:
         except (BlockingIOError, ConnectionAbortedError):
             return  # Whoever knocked is gone.
         except OSError:
-            # Out of descriptors. Those who have not proved themselves hold some; the
-            # wait keeps the loop from spinning until one is free.
-            with self._lock:
-                self._dismiss_oldest()
-            self._closed.wait(0.05)
+            self._make_room(listening)
             return
+        self._full = False
         try:
             self._welcome(sock, on_channel)
         except OSError:
             self._refuse(sock)  # It was gone before it could be asked anything.
+
+    def _make_room(self, listening: socket.socket) -> None:
+        """This process may open no more files, and a connection waits for one.
+
+        First those that are proving themselves have a moment to do so, then they hold
+        descriptors for too long, and then there are none to be had: the connection is
+        told so, rather than left to wait for its deadline.
+        """
+        with self._lock:
+            crowded = bool(self._strangers)
+            if crowded and self._full:
+                self._dismiss_oldest()
+        if crowded or not self._full:
+            self._full = True
+            self._closed.wait(0.05)  # keeps the loop from spinning
+            return
+        os.close(self._spare)
+        try:
+            sock, _ = listening.accept()
+            with contextlib.suppress(OSError):  # it is gone
+                handshake.refuse(sock)
+            self._refuse(sock)
+        except OSError:
+            self._closed.wait(0.05)  # another thread took the descriptor, or it left
+        finally:
+            self._spare = _spare_descriptor()
 
     def _welcome(
         self, sock: socket.socket, on_channel: Callable[[Channel], None]
@@ -299,7 +385,7 @@ class SocketTransport:
             self._refuse(sock)
             return
         stream = Stream(sock)
-        with self._room:
+        with self._lock:
             while len(self._strangers) >= self.most_strangers:
                 since = next(iter(self._strangers.values()))
                 left = since + self.crowded_seconds - time.monotonic()
@@ -311,6 +397,8 @@ class SocketTransport:
         try:
             self._start(self._serve, stream, is_unix(sock), on_channel)
         except RuntimeError:  # No more threads.
+            with contextlib.suppress(OSError):  # it is gone
+                handshake.refuse(sock)
             self._dismiss(stream)
 
     def _refuse(self, sock: socket.socket) -> None:
@@ -325,7 +413,7 @@ class SocketTransport:
             return
 
     def _dismiss(self, stream: Stream) -> None:
-        with self._room:
+        with self._lock:
             self._strangers.pop(stream, None)
             self.refused += 1
             stream.close()
@@ -347,7 +435,7 @@ class SocketTransport:
         except BaseException:
             self._dismiss(stream)
             raise
-        with self._room:
+        with self._lock:
             self._strangers.pop(stream, None)
             self._room.notify()
         threading.current_thread().name = f"{self._me.name}<-{connection.peer}"

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.channel import ChannelClosed, NotSent
 from jdist.rpc.errors import ProtocolError
 from jdist.rpc.polling import Polling
 
@@ -32,6 +32,12 @@ Measured between two processes, larger ones gain nothing and the usual default o
 MOST_DESCRIPTORS = 64
 """Memory descriptors that may be under way to one receiver and not claimed yet."""
 
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 15),  # seconds without a byte; macOS calls it TCP_KEEPALIVE
+    ("TCP_KEEPALIVE", 15),
+    ("TCP_KEEPINTVL", 5),  # seconds between two questions
+    ("TCP_KEEPCNT", 3),  # of them without an answer, and the connection is closed
+)
 _JOINED = 4096  # Up to here copying the pieces together is cheaper than a list of them.
 _MOST_PIECES = 1024  # IOV_MAX of Linux and macOS.
 _SPACE = socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
@@ -39,6 +45,7 @@ _SPACE = socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
 # As plain numbers: the enumeration's members cost more than the rest of a call.
 _NOW = int(socket.MSG_DONTWAIT)
 _WHOLE = int(socket.MSG_WAITALL)
+_LOOK = int(socket.MSG_PEEK) | _NOW
 _ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
@@ -63,6 +70,9 @@ class ByteStream(Protocol):
         descriptors: Sequence[int] = (),
     ) -> None:
         """Sends all pieces in order."""
+
+    def silent(self) -> bool:
+        """Whether it is open and nothing has come that was not received."""
 
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""
@@ -92,6 +102,7 @@ class Stream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(sock)
         self._socket = sock
         self._patience: float | None = None
         self.descriptors: deque[int] = deque()
@@ -191,6 +202,7 @@ class Stream:
           TimeoutError: The deadline passed; nothing was sent.
           CutOff: The deadline passed in the middle.
           ChannelClosed: The peer closed, or `shut` was called.
+          NotSent: Likewise, and nothing was sent.
         """
         if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
             pieces = (b"".join(pieces),)
@@ -202,11 +214,22 @@ class Stream:
                 self._wait_for_room(deadline, begun)
                 continue
             except OSError as error:
-                raise ChannelClosed(f"its connection broke ({error})") from error
+                kind = ChannelClosed if begun else NotSent
+                raise kind(f"its connection broke ({error})") from error
             if len(pieces) == 1 and sent == len(pieces[0]):
                 return
             begun, descriptors = True, ()
             pieces = _rest(pieces, sent)
+
+    def silent(self) -> bool:
+        """Whether it is open and nothing has come that was not received."""
+        try:
+            self._socket.recv(1, _LOOK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""
@@ -258,6 +281,11 @@ class Stream:
                 found = array.array("i")
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 self.descriptors.extend(found)
+        if flags & socket.MSG_CTRUNC and len(self.descriptors) < MOST_DESCRIPTORS:
+            raise ProtocolError(
+                "memory descriptors were lost: this process may open no more files, "
+                "raise the limit with `ulimit -n`"
+            )
         if flags & socket.MSG_CTRUNC or len(self.descriptors) > MOST_DESCRIPTORS:
             raise ProtocolError(f"more than {MOST_DESCRIPTORS} memory descriptors came")
         return got
@@ -282,6 +310,19 @@ class Stream:
         remaining = deadline - time.monotonic()
         if remaining <= 0 or not poll.poll(math.ceil(remaining * 1e3)):
             raise (CutOff if begun else TimeoutError)("the peer did not read in time")
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Has the kernel ask an idle peer for a sign of life.
+
+    What lies between drops connections that are idle for minutes, and a machine that
+    is gone closes none. The names differ by platform, and some have none of them.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> bytes:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jdist._errors import Unavailable, extra
-from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.channel import ChannelClosed, NotSent
 from jdist.rpc.errors import AuthenticationError
 from jdist.rpc.stream import CutOff, Stream
 
@@ -166,6 +166,7 @@ class TlsStream:
         descriptors: Sequence[int] = (),
     ) -> None:
         """Encrypts and sends all pieces in order; see `Stream.send`."""
+        begun = False
         for piece in pieces:
             rest = memoryview(piece)
             while rest:
@@ -178,6 +179,13 @@ class TlsStream:
                 except TimeoutError as error:
                     # What was encrypted must be sent, or the peer cannot go on.
                     raise CutOff(str(error)) from error
+                except NotSent as error:
+                    raise (ChannelClosed if begun else NotSent)(str(error)) from error
+                begun = True
+
+    def silent(self) -> bool:
+        """Whether it is open and nothing has come that was not received."""
+        return self._stream.silent()
 
     def shut(self) -> None:
         """Ends both directions; threads blocked in this stream wake up."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import contextvars
+import functools
+import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,15 +48,19 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     waited = _futures("wait_all(futures)", futures)
     limit = resolve(timeout, 0, current.deadline())
     _attend(waited, limit)
-    progress = threading.Semaphore(0)
+    # Not a semaphore: an interrupt of this wait would leave its inner lock taken, and
+    # block the thread that completes a future (see `turn`).
+    progress: queue.SimpleQueue[None] = queue.SimpleQueue()
     for future in waited:
-        if watch(future, progress.release):
-            progress.release()
+        if watch(future, ring := functools.partial(progress.put, None)):
+            ring()
     left = set(range(len(waited)))
     while left:
-        if not progress.acquire(timeout=limit.remaining()):
+        try:
+            progress.get(timeout=limit.remaining())
+        except queue.Empty:
             remaining = f"{len(left)} of {len(waited)} futures are not complete"
-            raise RpcTimeout(f"{exceeded(limit)} in wait_all: {remaining}.")
+            raise RpcTimeout(f"{exceeded(limit)} in wait_all: {remaining}.") from None
         for index in [i for i in left if waited[i].done()]:
             waited[index].value()
             left.remove(index)

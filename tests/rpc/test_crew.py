@@ -6,7 +6,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.crew import Crew
-from tests.rpc.hosts import names
+from tests.rpc.hosts import in_threads, names, results
 from tests.rpc.sockets import nothing_left
 
 PATIENCE = 60
@@ -199,3 +199,61 @@ def test_calls_that_call_back_end_although_every_place_is_taken():
 
 def wait_for(caller, count):
     return rpc.wait_all([rpc.rpc_async(caller, max, args=(1, 2)) for _ in range(count)])
+
+
+def call_back(caller, count):
+    """Both kinds of call to who called, which do what they ask for themselves."""
+    nested = [rpc.rpc_async(caller, max, args=(1, i)) for i in range(count)]
+    return sum(rpc.wait_all(nested)) + rpc.rpc_sync(caller, ask, args=(2,))
+
+
+def ask(depth):
+    """Calls back and forth, each asynchronous and within the other."""
+    here = rpc.get_worker_info().id
+    if depth == 0:
+        return here
+    return here + rpc.rpc_async(1 - here, ask, args=(depth - 1,)).wait()
+
+
+def call_at_once(count):
+    here = rpc.get_worker_info().id
+    asked = [
+        rpc.rpc_async(1 - here, call_back, args=(f"worker{here}", i % 3))
+        for i in range(count)
+    ]
+    return rpc.wait_all(asked)
+
+
+def test_both_ways_calls_that_call_back_end():
+    """Many more each way than there are places, all of them waiting for the others."""
+    options = rpc.RpcOptions(threads=3)
+    with rpc.local_cluster(names(2), options=options, allow=["tests"]):
+        start = in_threads(names(2))
+        found = results([start(rank, call_at_once, 50) for rank in (0, 1)])
+    # The one called back is the caller, then the other one, then the caller again.
+    nested = [0, 1, 2]
+    for rank, told in enumerate(found):
+        ends = 2 * rank + (1 - rank)
+        assert told == [nested[i % 3] + ends for i in range(50)]
+
+
+def test_the_librarys_own_messages_need_no_place():
+    """References and synchronous calls, while functions that wait have every place."""
+    _gate.clear()
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(3), options=options, allow=["tests"]):
+        made = rpc.remote("worker1", max, args=(3, 4))
+        assert made.to_here() == 4
+        slow = [rpc.rpc_async("worker1", wait_at_gate) for _ in range(10)]
+        with rpc.use_worker("worker2"):
+            slow += [rpc.rpc_async("worker1", wait_at_gate) for _ in range(10)]
+        assert made.to_here() == 4
+        assert rpc.rpc_sync("worker2", fetch, args=(made,)) == 4
+        assert rpc.rpc_sync("worker1", max, args=(1, 2), timeout=PATIENCE) == 2
+        assert not any(future.done() for future in slow)
+        _gate.set()
+        assert rpc.wait_all(slow) == [True] * 20
+
+
+def fetch(reference):
+    return reference.to_here()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -87,6 +88,54 @@ def test_a_frozen_worker_costs_only_the_deadline():
             here.connect("victim", address, time.monotonic() + 0.05)
         process.send_signal(signal.SIGCONT)
         assert channel.exchange(call(2), soon()).id == 2
+
+
+@pytest.mark.parametrize("route", ["unix", "tcp"])
+def test_connecting_to_a_frozen_worker_is_given_up(route):
+    """The handshake has no deadline; the worker is taken for lost meanwhile."""
+    with _worker() as process, SocketTransport("here", KEY) as here:
+        address = _address(process.stdout.readline())
+        address = address if route == "unix" else address[:2]
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        connecting = Outcome(here.connect, "victim", address)
+        blocked(connecting.thread)
+        here.abandon("another", "it left")
+        assert connecting.thread.is_alive()
+        here.abandon("victim", "no sign of life")
+        with pytest.raises(ChannelClosed, match=r"^no sign of life$"):
+            connecting.get()
+        with pytest.raises(ChannelClosed, match=r"^no sign of life$"):
+            here.connect("victim", address)
+
+
+def test_who_ends_gives_up_connecting():
+    with _worker() as process, SocketTransport("here", KEY) as here:
+        address = _address(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        connecting = Outcome(here.connect, "victim", address)
+        blocked(connecting.thread)
+        here.close()
+        with pytest.raises(ChannelClosed, match=r"^this worker has ended$"):
+            connecting.get()
+
+
+def test_a_listener_with_a_full_queue_is_given_up():
+    """Not even the connection is made: its first packet gets no answer."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening:
+        address = ["127.0.0.1", listening.getsockname()[1]]
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                filler = stack.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(tuple(address))
+            here = stack.enter_context(SocketTransport("here", KEY))
+            connecting = Outcome(here.connect, "victim", address)
+            blocked(connecting.thread)
+            here.abandon("victim", "no sign of life")
+            with pytest.raises(ChannelClosed, match=r"^no sign of life$"):
+                connecting.get()
 
 
 @pytest.mark.parametrize("route", ["unix", "tcp"])

@@ -4,8 +4,16 @@ import socket
 
 import pytest
 
+from jdist.rpc import endpoint
 from jdist.rpc.channel import ChannelClosed
-from jdist.rpc.endpoint import Address, Listener, dial, is_loopback, parse_address
+from jdist.rpc.endpoint import (
+    Address,
+    Attempt,
+    Listener,
+    dial,
+    is_loopback,
+    parse_address,
+)
 from tests.rpc.sockets import nothing_left, soon
 
 
@@ -31,11 +39,11 @@ def test_a_socket_that_reaches_itself(monkeypatch):
     itself = socket.socket()
     itself.bind(("127.0.0.1", 0))
     itself.connect(itself.getsockname())
-    monkeypatch.setattr(socket, "create_connection", lambda *_: itself)
+    monkeypatch.setattr(endpoint, "_dial_tcp", lambda *_: itself)
     with pytest.raises(
         ChannelClosed, match=r"nobody listens at h:1 \(it reached itself"
     ):
-        dial(Address("h", 1), soon())
+        dial(Address("h", 1), soon(), Attempt())
     assert itself.fileno() == -1
 
 
@@ -64,6 +72,6 @@ def test_all_interfaces_are_advertised_as_one():
     """Nobody can connect to 0.0.0.0; on another platform there is a file to remove."""
     listener = Listener("0.0.0.0", 0)
     assert listener.address.host not in ("", "0.0.0.0")
-    dial(listener.address._replace(machine=""), soon()).close()
+    dial(listener.address._replace(machine=""), soon(), Attempt()).close()
     listener.close()
     listener.close()

@@ -1,6 +1,9 @@
 """Who reads a connection that many calls share, and that everybody gets his answer."""
 
+import os
+import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc import current
 from jdist.rpc.future import watch
+from tests.rpc.sockets import wait_until
 
 PATIENCE = 60
 LARGE = 30_000  # float64: more than is read on a thread that waits.
@@ -210,31 +214,66 @@ def test_a_value_is_fetched_behind_its_creation(cluster):
 
 
 def interrupted(to):
-    """Ctrl-C in a thread that reads costs this connection, and not the next one."""
+    """An interrupt of a thread that reads costs this connection, and not the next one.
+
+    Python's own come on the main thread alone, which does not read.
+    """
     stuck = rpc.rpc_async(to, pass_gate, args=("interrupted", 1))
     assert rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE) == -1
     stream = current.agent().directory.find(to).line._channel._stream
-    receive, me = stream.receive_into, threading.get_ident()
+    receive, raised = stream.receive_into, []
+    reader = threading.Thread(target=read_in_vain, args=(to, current.agent(), raised))
 
     def interrupt(*args):
-        if threading.get_ident() == me:
+        if threading.current_thread() is reader:
             raise KeyboardInterrupt("Ctrl-C")
         return receive(*args)
 
     stream.receive_into = interrupt
-    with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
-        wait_often(to)
+    reader.start()
+    reader.join(PATIENCE)
+    assert raised == ["Ctrl-C"]
     with pytest.raises(rpc.WorkerLost, match="receiving was interrupted"):
         stuck.wait(PATIENCE)
     rpc.rpc_sync(to, open_gate, args=("interrupted",))
     assert rpc.rpc_async(to, negative, args=(2,)).wait(PATIENCE) == -2
 
 
-def wait_often(to):
+def read_in_vain(to, acting, raised):
     """Another thread may be reading when the first ones wait."""
-    for _ in range(1000):
-        rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE)
+    with current.acting_as(acting):
+        try:
+            for _ in range(1000):
+                rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE)
+        except KeyboardInterrupt as error:
+            raised.append(str(error))
 
 
 def test_an_interrupted_reader(processes):
     processes.run(0, interrupted, "worker2")
+
+
+def interrupted_wait(to):
+    """Ctrl-C ends the wait of the main thread, and nothing else."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stuck = rpc.rpc_async(to, pass_gate, args=("awaited", 1))
+    line = current.agent().directory.find(to).line
+    interrupter = threading.Thread(target=interrupt_blocked)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        stuck.wait(PATIENCE)
+    interrupter.join()
+    rpc.rpc_sync(to, open_gate, args=("awaited",))
+    assert stuck.wait(PATIENCE) == 1
+    assert current.agent().directory.find(to).line is line
+
+
+def interrupt_blocked():
+    """Ctrl-C once the main thread, whose id is the process's, sleeps in the kernel."""
+    state = Path(f"/proc/self/task/{os.getpid()}/stat")
+    wait_until(lambda: state.read_text().rpartition(") ")[2][0] == "S")
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_wait_costs_no_connection(processes):
+    processes.run(0, interrupted_wait, "worker2")

@@ -2,10 +2,15 @@
 
 import signal
 import threading
+import time
+from typing import NamedTuple
 
 import pytest
 
 from jdist import rpc
+from jdist.rpc import current, ledger
+from jdist.rpc.deadline import NEVER, Deadline
+from jdist.rpc.ledger import Operation
 from tests.rpc import collectives
 from tests.rpc.collectives import SAME, each
 from tests.rpc.hosts import become_worker, names, results
@@ -120,6 +125,47 @@ def test_calls_that_do_not_end(hosts):
 
 def open_gate(name):
     gate(name).set()
+
+
+class Leaked(NamedTuple):
+    """A call whose end was lost by a mistake of ours."""
+
+    deadline: Deadline
+    peer: str = "worker1"
+    operation: Operation = Operation("rpc_sync", max)
+    since: float = 0.0
+
+
+def leak_and_end(seconds):
+    """A graceful end without a limit of its own."""
+    ledger._OVERDUE = 0.05
+    leaked = Leaked(Deadline(time.monotonic() + seconds, seconds))
+    current.agent().ledger.send(leaked)
+    try:
+        return end_with_error(rpc.RpcTimeout, 0)
+    finally:
+        ledger._OVERDUE = 60.0
+
+
+@pytest.mark.parametrize("seconds", [-1000.0, 0.1])
+def test_a_call_whose_end_was_lost_holds_nobody_for_ever(hosts, seconds):
+    """Not the worker that has it, and not the others, which end in order."""
+    hosts.everywhere(become_worker)
+    others = [hosts.start(rank, rpc.shutdown) for rank in (0, 1, 2)]
+    text = hosts.run(3, leak_and_end, seconds)
+    assert "still under way 0.05 seconds after their own deadlines" in text
+    assert "waiting for rpc_sync(max) of 'worker1' since" in text
+    assert results(others) == [None] * 3
+
+
+def test_a_call_without_a_deadline_is_waited_for():
+    """As it asked for; with a limit of its own the end names it."""
+    entered = ledger.Ledger()
+    entered.serve(Leaked(NEVER))
+    entered.send(Leaked(Deadline(0.0, 1.0)))
+    limit = Deadline(time.monotonic() + 0.1, 0.1)
+    with pytest.raises(rpc.RpcTimeout, match=r"after 0.10 seconds: .*serving rpc_sync"):
+        entered.when_empty(limit, lambda: None)
 
 
 def test_others_that_do_not_come(hosts):

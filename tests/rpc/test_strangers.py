@@ -1,13 +1,14 @@
 """Who has not proved himself gets little, and nobody else suffers for it."""
 
 import contextlib
+import errno
 import selectors
 import socket
 import threading
 
 import pytest
 
-from jdist.rpc.channel import ChannelClosed
+from jdist.rpc.errors import RpcError
 from tests.rpc.sockets import (
     PATIENCE,
     ROUTES,
@@ -112,20 +113,64 @@ def test_descriptors_of_a_stranger_are_dropped():
 def test_out_of_descriptors(monkeypatch):
     """The listener lets a stranger go, and serves when there are some again."""
     with Peers() as peers:
-        failures = iter(range(3))
-        real = socket.socket.accept
-
-        def accept(listening):
-            if next(failures, None) is not None:
-                raise OSError(24, "Too many open files")
-            return real(listening)
-
+        failures = _fail_to_accept(monkeypatch, 2)
         with _stranger(peers) as stranger:
             assert peers.connect().exchange(call(1), soon()).id == 1
-            monkeypatch.setattr(socket.socket, "accept", accept)
+            next(failures)
             assert peers.connect().exchange(call(1), soon()).id == 1
-            assert next(failures, None) is None
+            assert list(failures) == []
             assert closed_by_peer(stranger) == b""
+
+
+@pytest.mark.parametrize("route", ["unix", "tcp"])
+def test_out_of_descriptors_without_strangers(monkeypatch, route):
+    """Who connects is told so, and what to do; then the listener serves again."""
+    with Peers(route) as peers:
+        failures = _fail_to_accept(monkeypatch, 2)
+        next(failures)
+        told = r"takes no more connections: its process may open no more.*`ulimit -n`"
+        with pytest.raises(RpcError, match=told):
+            peers.connect()
+        assert list(failures) == []
+        assert peers.connect().exchange(call(1), soon()).id == 1
+
+
+def _fail_to_accept(monkeypatch, times):
+    """Has accepting fail so often, once the first one of these was taken."""
+    failures, real = iter(range(times + 1)), socket.socket.accept
+    begun = []
+
+    def accept(listening):
+        if begun and next(failures, None) is not None:
+            raise OSError(24, "Too many open files")
+        return real(listening)
+
+    class Failures:
+        def __iter__(self):
+            return failures
+
+        def __next__(self):
+            begun.append(next(failures))
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    return Failures()
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE])
+def test_the_connecting_side_is_out_of_descriptors(monkeypatch, error):
+    """Both ways fail; the next connection succeeds."""
+    with Peers() as peers:
+        real = socket.socket.__init__
+
+        def fail(*args, **settings):
+            raise OSError(error, "Too many open files")
+
+        monkeypatch.setattr(socket.socket, "__init__", fail)
+        told = r"may open no more files \(.* limited to \d+\).*to 'there'.*`ulimit -n`"
+        with pytest.raises(RpcError, match=told):
+            peers.connect()
+        monkeypatch.setattr(socket.socket, "__init__", real)
+        assert peers.connect().exchange(call(1), soon()).id == 1
 
 
 def test_out_of_threads(monkeypatch):
@@ -140,6 +185,6 @@ def test_out_of_threads(monkeypatch):
             real(thread)
 
         monkeypatch.setattr(threading.Thread, "start", start)
-        with pytest.raises(ChannelClosed, match="its connection"):
+        with pytest.raises(RpcError, match="takes no more connections: its process"):
             peers.connect()
         assert peers.connect().exchange(call(1), soon()).id == 1

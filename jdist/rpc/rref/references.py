@@ -50,7 +50,9 @@ class References:
         self.backward: Backward | None = None
         self.released = False
         self.begin(agent.info.id)
-        self._changed = threading.Condition(threading.Lock())
+        # Taken as it is, not by its condition: see `turn`.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
         self._answers: dict[GloballyUniqueId, Execution] = {}
         self._leaks: list[str] = []
@@ -65,7 +67,7 @@ class References:
 
     def name(self) -> GloballyUniqueId:
         """The id for a value of this worker's own."""
-        with self._changed:
+        with self._lock:
             return self._protocol.name()
 
     def find(self, rref: GloballyUniqueId) -> Cell:
@@ -74,7 +76,7 @@ class References:
         Raises:
           RpcError: It was freed.
         """
-        with self._changed:
+        with self._lock:
             entry = self._protocol.owned.find(rref)
         if entry is None:
             raise RpcError(_freed(rref))
@@ -82,7 +84,7 @@ class References:
 
     def create_here(self, rref: GloballyUniqueId, cell: Cell) -> None:
         """A request to itself will fill the cell: it counts as a holder till then."""
-        with self._changed:
+        with self._lock:
             entry = self._protocol.owned.share(rref, cell)
             entry.holders[rref] = self._protocol.me
 
@@ -102,7 +104,7 @@ class References:
         Raises:
           RpcError: The request was given up by the creator, which is known already.
         """
-        with self._changed:
+        with self._lock:
             entry = self._protocol.on_create(number_of(creator), rref, fork, floor)
         if entry is None:
             raise RpcError("RRef creation was given up before the request arrived.")
@@ -113,7 +115,7 @@ class References:
     def create(self, owner: int) -> Created:
         """Another worker will be asked to create a value."""
         self._keeper.start()
-        with self._changed:
+        with self._lock:
             return self._protocol.create(owner)
 
     def created(self, held: Held) -> None:
@@ -126,7 +128,7 @@ class References:
 
     def not_asked(self, held: Held) -> None:
         """The request was not even sent."""
-        with self._changed:
+        with self._lock:
             self._protocol.not_asked(held)
 
     @property
@@ -138,7 +140,7 @@ class References:
 
     def give(self, held: Held, parcel: Parcel) -> Ref:
         """Puts a reference of another worker's value into a message."""
-        with self._changed:
+        with self._lock:
             return self._put(
                 self._protocol.give(held, number_of(parcel.worker)), parcel
             )
@@ -146,7 +148,7 @@ class References:
     def give_owned(self, rref: GloballyUniqueId, cell: Cell, parcel: Parcel) -> Ref:
         """Puts a reference of this worker's value into a message."""
         to = number_of(parcel.worker)
-        with self._changed:
+        with self._lock:
             return self._put(self._protocol.give_owned(rref, cell, to), parcel)
 
     def take(self, ref: Ref, parcel: Parcel) -> "RRef[Any]":
@@ -158,7 +160,7 @@ class References:
         """
         self._keeper.start()
         self._miss(ref.owner)
-        with self._changed:
+        with self._lock:
             taken, effects = self._protocol.take(number_of(parcel.worker), ref)
             if isinstance(taken, Held) and taken.pending:
                 wait = self._waits[taken.fork] = Future()
@@ -182,7 +184,7 @@ class References:
 
         The call is remembered until they have all arrived.
         """
-        with self._changed:
+        with self._lock:
             self._answers.update(dict.fromkeys(parcel.forks, execution))
         execution.bring(lambda: self.undelivered(parcel))
 
@@ -202,7 +204,7 @@ class References:
 
     def gone(self, worker: WorkerInfo, reason: str) -> None:
         """A worker is lost or has left."""
-        with self._changed:
+        with self._lock:
             if self.released:
                 self._leaks += self._held_by(worker.number)
             effects = self._protocol.gone(number_of(worker), reason)
@@ -219,24 +221,24 @@ class References:
           deadline: When to go on without.
           seconds: How long to wait at most.
         """
-        with self._changed:
+        with self._lock:
             self.released = True
             held = list(self._protocol.holdings)
         self._drop(held)
         left = deadline.remaining()
         until = time.monotonic() + (seconds if left is None else min(left, seconds))
-        with self._changed:
+        with self._lock:
             while not self._at_rest() and time.monotonic() < until:
                 self._changed.wait(until - time.monotonic())
 
     def leaks(self) -> list[str]:
         """Values of this worker that others still hold although all were released."""
-        with self._changed:
+        with self._lock:
             return [*self._leaks, *self._held_by(None)]
 
     def counts(self) -> dict[str, int]:
         """For `rpc.debug_info`."""
-        with self._changed:
+        with self._lock:
             protocol = self._protocol
             return {
                 "num_owner_rrefs": len(protocol.owned),
@@ -259,12 +261,12 @@ class References:
         return ref
 
     def _do(self, event: Callable[[Protocol], Effects]) -> None:
-        with self._changed:
+        with self._lock:
             effects = event(self._protocol)
         self._perform(effects)
 
     def _drop(self, forks: Sequence[Held]) -> None:
-        with self._changed:
+        with self._lock:
             effects = [e for held in forks for e in self._protocol.drop(held)]
         self._perform(effects)
 
@@ -278,11 +280,11 @@ class References:
             elif not isinstance(effect, Freed):  # that one dies with the list
                 self.post.send(effect.to, effect.message)
         if self.released:
-            with self._changed:
+            with self._lock:
                 self._changed.notify_all()
 
     def _settle(self, held: Held) -> None:
-        with self._changed:
+        with self._lock:
             wait = self._waits.pop(held.fork, None)
         if wait is None:
             return
@@ -317,7 +319,7 @@ class References:
     ) -> tuple[list[Any], Callable[[], None]]:
         answers: list[Any] = []
         effects: Effects = []
-        with self._changed:
+        with self._lock:
             for message in messages:
                 answer, more = self._react(sender, message)
                 answers.append(answer)
@@ -373,7 +375,7 @@ class References:
     def _miss(self, owner: int) -> None:
         """Notes it when an owner was gone before this worker joined."""
         if self.agent.directory.numbered(owner) is None:
-            with self._changed:
+            with self._lock:
                 self._protocol.gone(owner, "Its owner left before this worker joined.")
 
 

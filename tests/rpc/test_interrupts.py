@@ -1,0 +1,160 @@
+"""Ctrl-C at every place where Python may raise it: the next call works as ever.
+
+The interpreter looks for signals when it enters a function and when one that is written
+in C returns. A profile function is called at the same places and may raise as well, so
+each of them is tried in turn, with one interrupt each.
+"""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from jdist import rpc
+from jdist.rpc import current
+from jdist.rpc.turn import Turn
+from tests.rpc.sockets import Outcome, blocked, wait_until
+
+PATIENCE = 60
+
+
+def negative(x):
+    return -x
+
+
+def one_more(done):
+    return done.value() + 1
+
+
+def sync(to):
+    rpc.rpc_sync(to, negative, args=(1,))
+
+
+def with_a_deadline(to):
+    rpc.rpc_sync(to, negative, args=(1,), timeout=PATIENCE)
+
+
+def asynchronous(to):
+    rpc.rpc_async(to, negative, args=(1,)).wait()
+
+
+def with_a_callback(to):
+    rpc.rpc_async(to, negative, args=(1,)).then(one_more).wait()
+
+
+def several(to):
+    rpc.wait_all([rpc.rpc_async(to, negative, args=(i,)) for i in range(3)])
+
+
+def large(to):
+    rpc.rpc_sync(to, negative, args=(np.ones(100_000),))
+
+
+OPERATIONS = [sync, with_a_deadline, asynchronous, with_a_callback, several, large]
+
+
+def interrupt(number, operation, *args):
+    """Calls it with an interrupt at this place; whether it has as many places."""
+    left = number
+
+    def look(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        operation(*args)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left < 0
+
+
+def interrupt_everywhere(to, operation):
+    """After each interrupt both kinds of call work, and nothing is left of it."""
+    agent, number = current.agent(), 0
+    operation(to)
+    while interrupt(number, operation, to):
+        assert rpc.rpc_async(to, negative, args=(5,)).wait(PATIENCE) == -5
+        assert rpc.rpc_sync(to, negative, args=(7,), timeout=PATIENCE) == -7
+        wait_until(lambda: agent.ledger.at_rest() is not None)
+        number += 1
+    assert number > 20
+    wait_until(lambda: not agent.directory.find(to).line._pending)
+    return number
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.__name__)
+def test_the_next_call_works(processes, operation):
+    processes.run(0, interrupt_everywhere, "worker1", operation)
+
+
+@pytest.mark.parametrize("operation", [sync, asynchronous])
+def test_the_next_call_works_in_process(operation):
+    with rpc.local_cluster(["here", "there"], allow=["tests"]):
+        interrupt_everywhere("there", operation)
+
+
+# --- a turn ---
+
+
+def use(turn, used):
+    def action():
+        turn.take(None, "busy")
+        used.append(turn.mine)
+
+    turn.hold(action)
+
+
+def test_a_turn_is_never_left_taken():
+    turn, number = Turn(), 0
+    while interrupt(number, use, turn, []):
+        assert Outcome(turn.try_take).get()  # its thread ends with it, as below
+        turn, number = Turn(), number + 1
+    assert number > 5
+
+
+def test_a_turn_is_taken_by_one_at_a_time():
+    turn, ready, done = Turn(), threading.Event(), threading.Event()
+
+    def hold():
+        turn.take(None, "busy")
+        ready.set()
+        assert done.wait(PATIENCE)
+        turn.give()
+
+    holder = Outcome(hold)
+    assert ready.wait(PATIENCE)
+    assert not turn.try_take()
+    assert not turn.mine
+    turn.give()  # of what another thread has, nothing
+    with pytest.raises(TimeoutError, match="another one has it"):
+        turn.take(0.0, "another one has it")
+    waiting = Outcome(use, turn, used := [])
+    blocked(waiting.thread)
+    assert used == []
+    done.set()
+    holder.get()
+    waiting.get()
+    assert used == [True]
+
+
+def test_a_turn_is_refused_to_who_has_it():
+    """As a signal handler that calls what it interrupted; the one below keeps it."""
+    turn = Turn()
+
+    def action():
+        turn.take(None, "busy")
+        assert not turn.try_take()
+        with pytest.raises(RuntimeError, match="busy: this one, which was interrupted"):
+            turn.hold(lambda: turn.take(None, "busy"))
+        return turn.mine
+
+    assert turn.hold(action)
+    assert not turn.mine
