@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jdist import autograd, optim, rpc
 
@@ -25,21 +26,17 @@ WORDS, DIM, CLASSES, LONGEST = 20, 6, 3, 5
 STEPS, LR = 100, 0.2
 
 
-class EmbeddingTable:
-    """As `torch.nn.EmbeddingBag` with mode="sum", on the server."""
+class EmbeddingBag(nnx.Module):
+    """As `torch.nn.EmbeddingBag` with mode="sum"."""
 
     def __init__(self) -> None:
         """Random rows."""
         rows = np.random.default_rng(0).normal(size=(WORDS, DIM))
-        self.table = autograd.variable(jnp.asarray(rows))
+        self.table = nnx.Param(jnp.asarray(rows))
 
-    def forward(self, words: np.ndarray, lengths: np.ndarray) -> Any:
+    def __call__(self, words: Any, lengths: Any) -> jax.Array:
         """The sum of each bag's rows."""
-        return autograd.apply(bag_sums, self.table, words, lengths)
-
-    def parameter_rrefs(self) -> list[rpc.RRef[Any]]:
-        """Its one variable."""
-        return [rpc.RRef(self.table)]
+        return bag_sums(self.table[...], words, lengths)
 
 
 def bag_sums(table: Any, words: Any, lengths: Any) -> jax.Array:
@@ -70,7 +67,7 @@ def batches(trainer: int, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
         yield words, lengths, np.asarray(bag_sums(teacher, words, lengths)).argmax(1)
 
 
-def train(embedding: rpc.RRef[EmbeddingTable], trainer: int, steps: int) -> list[float]:
+def train(embedding: rpc.RemoteModule, trainer: int, steps: int) -> list[float]:
     """What a trainer does; returns its losses."""
     size = SIZES[trainer]
     # DDP: `backward` leaves the mean over all trainers, each by its examples.
@@ -78,12 +75,12 @@ def train(embedding: rpc.RRef[EmbeddingTable], trainer: int, steps: int) -> list
     dense_opt = autograd.DistributedOptimizer(optim.sgd, [rpc.RRef(dense)], lr=LR)
     # The table is not replicated: every trainer steps it with its own gradient, so that
     # the steps add up. Hence its share of the rate, where torch has the whole one.
-    rows, rate = embedding.rpc_sync().parameter_rrefs(), LR * size / sum(SIZES)
+    rows, rate = embedding.parameters().values(), LR * size / sum(SIZES)
     table_opt = autograd.DistributedOptimizer(optim.sgd, rows, lr=rate)
     losses = []
     for words, lengths, labels in batches(trainer, steps):
         with autograd.context() as context_id:
-            bags = embedding.rpc_sync().forward(words, lengths)
+            bags = embedding(words, lengths)
             loss = autograd.apply(cross_entropy, dense, bags, labels)
             autograd.backward(context_id, [loss])
             dense_opt.step(context_id)
@@ -97,7 +94,7 @@ def train(embedding: rpc.RRef[EmbeddingTable], trainer: int, steps: int) -> list
 
 def run(steps: int) -> list[list[float]]:
     """What the server does; returns each trainer's losses."""
-    embedding = rpc.RRef(EmbeddingTable())
+    embedding = rpc.remote_module(WORKERS[0], EmbeddingBag, trainable=True)
     training = [
         rpc.rpc_async(name, train, args=(embedding, number, steps))
         for number, name in enumerate(TRAINERS)

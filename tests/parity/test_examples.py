@@ -123,7 +123,7 @@ def given_over_rpc():
                 "splits": SPLITS,
             },
             "replicas_and_server": {
-                "table": replicas_and_server.EmbeddingTable().table.value,
+                "table": replicas_and_server.EmbeddingBag().table[...],
                 "dense": replicas_and_server.initial_dense(),
                 "batches": [
                     list(replicas_and_server.batches(i, STEPS)) for i in range(2)
