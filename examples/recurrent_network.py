@@ -137,8 +137,7 @@ def train(server: str = "server", epochs: int = EPOCHS) -> list[float]:
                 loss = autograd.apply(cross_entropy, scores, targets)
                 autograd.backward(context_id, [loss])
                 opt.step(context_id)
-            # torch's detach: values go on to the next batch, their history does not.
-            hidden = jax.tree.map(lambda h: h.value, hidden)
+            hidden = autograd.detach(hidden)  # values go on, their history does not
             losses.append(float(loss.value))
     return losses
 

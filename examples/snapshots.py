@@ -7,6 +7,7 @@ trained twice; here a snapshot is the whole training state, and a run that was e
 any moment repeats every bit of one that was not. As there, the launcher starts it:
 
     python -m jdist.launch --nproc 2 examples/snapshots.py 4     # and once more, with 8
+    python -m jdist.launch --nproc 2 --max-restarts 3 examples/snapshots.py 40
 """
 
 import argparse

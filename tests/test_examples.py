@@ -24,6 +24,7 @@ from examples import (
     recurrent_network,
     reinforcement,
     replicas,
+    replicas_and_server,
     rpc_pipeline,
     snapshots,
     transformer_pipeline,
@@ -48,6 +49,7 @@ TORCHS_LINES = {
     "reinforcement": (147, "distributed/rpc/rl"),
     "batch_reinforcement": (168, "distributed/rpc/batch/reinforce.py"),
     "rpc_pipeline": (190, "distributed/rpc/pipeline"),
+    "replicas_and_server": (119, "distributed/rpc/ddp_rpc"),
     "snapshots": (102, "ddp-tutorial-series: multigpu_torchrun.py, datautils.py"),
     "replicas": (69, "ddp_tutorial (DDP with model parallelism)"),
     "uneven_inputs": (30, "generic_join, with DDP and ZeRO (the counter)"),
@@ -211,6 +213,25 @@ def test_rpc_pipeline(workers):
     opt = optim.sgd(lr=example.LR)
     expected, _ = descended(loss_of, halves, example.batches(3), opt)
     np.testing.assert_allclose(found, [expected] * 2, **TIGHT)
+
+
+def test_replicas_and_server(workers):
+    """Table and dense layer in one function of all 11 examples."""
+    example = replicas_and_server
+    with workers(example.WORKERS):
+        losses = example.run(4)
+        table = example.EmbeddingBag().table[...]
+
+    def loss_of(params, batch):
+        words, lengths, labels = batch
+        bags = example.bag_sums(params["table"], words, lengths)
+        return example.cross_entropy(params["dense"], bags, labels)
+
+    params = {"table": table, "dense": example.initial_dense()}
+    data = together([example.batches(i, 4) for i in range(2)])
+    expected, _ = descended(loss_of, params, data, optim.sgd(lr=example.LR))
+    mean = np.average(losses, axis=0, weights=example.SIZES)
+    np.testing.assert_allclose(mean, expected, **TIGHT)
 
 
 class Near:

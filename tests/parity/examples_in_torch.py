@@ -5,6 +5,7 @@ Those over RPC run on three workers, of which worker0 drives; the others on a gr
 two.
 """
 
+import tempfile
 import threading
 import warnings
 
@@ -77,6 +78,7 @@ def block(kernels, x):
 FUNCTIONS = {
     "net": dense,
     "embedding": lambda table, tokens: functional.embedding(tokens, table),
+    "bags": lambda table, x: bag_sums(table, x),
     "decoder": lambda p, h: h @ p["w"] + p["b"],
     "first": lambda p, x: block(p["block"], functional.relu(convolution(x, p["stem"]))),
     "second": lambda p, x: block(p["block"], x).mean(dim=(2, 3)) @ p["fc"],
@@ -211,6 +213,57 @@ def rpc_pipeline(halves, batches, lr, splits):
 
     parameters = [p for s in (first, second) for p in s.rpc_sync().parameter_rrefs()]
     return stepped(parameters, lr, loss_of, batches)
+
+
+def bag_sums(table, x):
+    """By torch's embedding bags, of words and lengths."""
+    words, lengths = x
+    counting = torch.arange(words.shape[1]) < lengths[:, None]
+    offsets = torch.cumsum(lengths, 0) - lengths
+    return functional.embedding_bag(words[counting], table, offsets, mode="sum")
+
+
+def train_with_replica(embedding, number, store, dense, batches, lr):
+    """A trainer; DDP's mean of the losses given is the mean over all examples."""
+    group = f"file://{store}-group"
+    dist.init_process_group("gloo", init_method=group, rank=number, world_size=2)
+    model = DistributedDataParallel(
+        Net(lambda p, x: x @ p[0] + p[1], [dense["w"], dense["b"]])
+    )
+    rows = embedding.rpc_sync().parameter_rrefs()
+    here = [rpc.RRef(p) for p in model.parameters()]
+    opts = [
+        DistributedOptimizer(torch.optim.SGD, rows, lr=lr / 2),  # each trainer's add up
+        DistributedOptimizer(torch.optim.SGD, here, lr=lr),
+    ]
+    losses = []
+    for words, lengths, labels in tensors(batches[number]):
+        share = len(labels) / sum(len(own[0][0]) for own in batches)
+        with autograd.context() as context_id:
+            bags = embedding.rpc_sync().forward((words, lengths))
+            loss = functional.cross_entropy(model(bags), labels)
+            autograd.backward(context_id, [2 * share * loss])
+            for opt in opts:
+                opt.step(context_id)
+        dist.barrier()
+        losses.append(loss.item())
+    dist.destroy_process_group()
+    return losses
+
+
+def replicas_and_server(table, dense, batches, lr):
+    """The table here, a trainer on each of the others."""
+    embedding = rpc.RRef(Served("bags", table))
+    store = f"{tempfile.mkdtemp()}/store"
+    futures = [
+        rpc.rpc_async(
+            f"worker{i + 1}",
+            train_with_replica,
+            args=(embedding, i, store, dense, batches, lr),
+        )
+        for i in range(2)
+    ]
+    return torch.futures.wait_all(futures)
 
 
 class Policy:
@@ -375,6 +428,7 @@ OVER_RPC = {
     "batch_parameter_server": batch_parameter_server,
     "recurrent_network": recurrent_network,
     "rpc_pipeline": rpc_pipeline,
+    "replicas_and_server": replicas_and_server,
     "reinforcement": reinforcement_learning,
     "batch_reinforcement": batch_reinforcement_learning,
 }

@@ -23,6 +23,7 @@ from examples import (
     recurrent_network,
     reinforcement,
     replicas,
+    replicas_and_server,
     rpc_pipeline,
     snapshots,
     transformer_pipeline,
@@ -60,6 +61,7 @@ RUNS = {
     ),
     "recurrent_network": lambda: recurrent_network.train(epochs=EPOCHS),
     "rpc_pipeline": lambda: rpc_pipeline.train(SPLITS, rpc_pipeline.WORKERS[1:]),
+    "replicas_and_server": lambda: replicas_and_server.run(STEPS),
     "reinforcement": lambda: reinforcement.train(reinforcement.WORKERS[1:], EPISODES),
     "batch_reinforcement": lambda: batch_reinforcement.train(
         batch_reinforcement.WORKERS[1:], EPISODES
@@ -119,6 +121,14 @@ def given_over_rpc():
                 "batches": rpc_pipeline.batches(3),
                 "lr": rpc_pipeline.LR,
                 "splits": SPLITS,
+            },
+            "replicas_and_server": {
+                "table": replicas_and_server.EmbeddingBag().table[...],
+                "dense": replicas_and_server.initial_dense(),
+                "batches": [
+                    list(replicas_and_server.batches(i, STEPS)) for i in range(2)
+                ],
+                "lr": replicas_and_server.LR,
             },
             "reinforcement": {
                 "policy": reinforcement.initial_policy(),
