@@ -14,7 +14,14 @@ from jdist.rpc.channel import Channel, NotSent
 from jdist.rpc.deadline import NEVER, Deadline, resolve
 from jdist.rpc.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.frame import REPLY, Frame
-from jdist.rpc.future import Future, await_done, complete, error_of, run_all
+from jdist.rpc.future import (
+    Future,
+    await_done,
+    call_when_done,
+    complete,
+    error_of,
+    run_all,
+)
 from jdist.rpc.gathering import SHUTDOWN
 from jdist.rpc.line import Callbacks, Line
 from jdist.rpc.listing import Listing
