@@ -124,7 +124,7 @@ def replicated(
 def unreplicate(variable: Variable) -> None:
     """Makes a replicated variable one of this trainer alone, as all trainers must do.
 
-    Without any left, passes are the trainer's own again, and meet nobody. To let a
+    Without any left, passes are the trainer's own again, and meet no others. To let a
     variable go does not suffice: when that is noticed differs between trainers.
 
     Raises:

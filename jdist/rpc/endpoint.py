@@ -156,7 +156,7 @@ def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.s
     """A socket connected to the worker: by Unix where it is here, else by TCP.
 
     Raises:
-      ChannelClosed: Nobody listens there, or the attempt was given up.
+      ChannelClosed: No process listens there, or the attempt was given up.
       TimeoutError: The machine did not answer in time.
       OSError: This process may open no more files.
     """

@@ -153,8 +153,8 @@ def connect(
             stream.send([_WRONG_KEY], deadline)
         raise AuthenticationError(
             f"What listens {f'in place of worker {peer!r}' if peer else 'there'} could "
-            f"not prove that it knows the cluster's key: the keys differ, or somebody "
-            f"is in between. {SAME_KEY}"
+            f"not prove that it knows the cluster's key: the keys differ, or another "
+            f"process is in between. {SAME_KEY}"
         )
     if peer and hello.name != peer:
         raise AuthenticationError(
