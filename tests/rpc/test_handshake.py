@@ -110,7 +110,7 @@ def test_another_certificate():
     """Each side sees another certificate: neither accepts."""
     seen = HERE._replace(binding=b"1" * 32)
     connecting, accepting = _meet(seen, THERE._replace(binding=b"2" * 32))
-    with pytest.raises(AuthenticationError, match="somebody is in between"):
+    with pytest.raises(AuthenticationError, match="another process is in between"):
         connecting.get()
     with pytest.raises(AuthenticationError, match="'here' could not prove"):
         accepting.get()

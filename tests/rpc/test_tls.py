@@ -210,7 +210,7 @@ def test_a_man_in_the_middle_is_noticed():
         )
         with (
             wire,
-            pytest.raises(AuthenticationError, match="somebody is in between"),
+            pytest.raises(AuthenticationError, match="another process is in between"),
         ):
             peers.here.connect("there", wire.address, soon())
         assert wire.seen["near"].startswith(b"jdist\0")  # He could read that much.
