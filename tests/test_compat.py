@@ -86,7 +86,7 @@ def test_a_cotangent_goes_where_its_value_is():
     first, third = jax.devices("cpu")[0], jax.devices("cpu")[2]
     arrays = [
         jnp.float32([3, 7]),
-        *(jax.device_put([3, 7.0], d) for d in (first, third)),
+        *(jax.device_put(jnp.float32([3, 7]), d) for d in (first, third)),
     ]
     found = {
         (i, k): (got.committed, *got.devices())
@@ -227,9 +227,9 @@ def test_after_changes_no_bit(dtype):
 
 
 def test_after_keeps_collectives_apart(mesh):
-    """Three sums compile to one; a barrier does not help, `after` does.
+    """Three sums compile to one; `after` keeps them apart.
 
-    If the first two counts change, so has XLA, and `after` may no longer be needed.
+    A barrier does so from XLA's version in JAX 0.12 on: `after` is for earlier ones.
     """
     barrier = jax.lax.optimization_barrier
 
@@ -250,7 +250,8 @@ def test_after_keeps_collectives_apart(mesh):
         return text.count(" all-reduce(") + text.count(" all-reduce-start(")
 
     assert counted(lambda array, earlier: array) == 1
-    assert counted(lambda array, earlier: barrier((array, earlier))[0]) == 1
+    by_barrier = 1 if jax.__version_info__ < (0, 12) else 3
+    assert counted(lambda array, earlier: barrier((array, earlier))[0]) == by_barrier
     assert counted(_compat.after) == 3
 
 

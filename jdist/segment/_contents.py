@@ -37,7 +37,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 import jax
 import numpy as np
@@ -80,7 +80,7 @@ _METHOD_OF_C = (
 )
 _TRANSPARENT = (
     object, dict, list, tuple, set, frozenset, int, float, str,
-    collections.OrderedDict, types.SimpleNamespace,
+    collections.OrderedDict, types.SimpleNamespace, Generic,
 )  # fmt: skip
 _JITTED: Any = type(jax.jit(abs))
 # They see or do what is not in the code.
