@@ -26,6 +26,7 @@ from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of, weights_given
+from jdist.data_parallel.train_state import check_hook_rows
 
 
 def value_and_grad(
@@ -125,6 +126,8 @@ def value_and_grad(
             hook_state = ()
         elif hook_state is None:
             (hook_state,) = run.start(params, batch, weights)
+        else:
+            check_hook_rows("fn(hook_state=...)", hook_state, replicas)
         *found, sums = run.step(params, batch, weights, hook_state)
         if debug:
             check_agreement(call, sums, mesh, axis)
