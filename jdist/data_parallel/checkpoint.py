@@ -30,7 +30,6 @@ from jdist._tree import path_of
 from jdist.data_parallel.train_state import TrainState, check_state
 from jdist.data_parallel.zero import Sharded
 
-
 _HOOK_STATE = "hook_state"
 """The state's field, and the item on disk, of what a communication hook keeps."""
 

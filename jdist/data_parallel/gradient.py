@@ -115,7 +115,7 @@ def value_and_grad(
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
         check_rows(count, replicas)
-        weights = weights_given("fn", weights, count)
+        weights = weights_given("fn", weights, count, reduction)
         check_params("fn(params=...)", params, mesh, axis)
         check_alive("fn(params, batch)", (params, batch, weights))
         params, (batch, weights) = brought(

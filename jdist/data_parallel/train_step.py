@@ -37,7 +37,7 @@ from jdist.data_parallel.loss import Loss
 from jdist.data_parallel.model_state import check_rule
 from jdist.data_parallel.nnx_loss import check_stateless
 from jdist.data_parallel.replicas import EACH, over_replicas
-from jdist.data_parallel.shards import replicas_of, weights_given
+from jdist.data_parallel.shards import replicas_of, unbound, weights_given
 from jdist.data_parallel.train_state import (
     Metrics,
     TrainState,
@@ -208,7 +208,7 @@ class TrainStep:
             remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
             got = f"{count} rows"
             raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
-        weights = weights_given(call, weights, count)
+        weights = weights_given(call, weights, count, self.reduction)
         check_alive(f"{call}(state=...)", state)
         check_alive(f"{call}(batch=...)", (batch, weights))
         check_place(f"{call}(state=...)", state, self.mesh)
@@ -238,6 +238,7 @@ class TrainStep:
         self, state: TrainState, batch: Any, weights: Any = None
     ) -> jax.stages.Lowered:
         """The step's program, for a look at what is compiled and what it needs."""
+        weights = unbound(weights)
         moving = self._with_hook_state(state, batch, weights)._replace(key=None)
         return self.compiled.lower(moving, state.key, batch, weights, {})
 

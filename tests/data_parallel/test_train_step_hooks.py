@@ -182,12 +182,17 @@ def test_keys_that_a_hook_keeps_need_its_structure(problem, tmp_path):
         return jax.random.split(key)[0], bucket.replaced(total)
 
     hook = hooks.Hook("noisy", reduce, lambda bucket: jax.random.key(3))
-    step, shards = train_step(losses_of, optim.sgd(), 2, hook=hook), shard_batch(batch, 2)
+    step, shards = (
+        train_step(losses_of, optim.sgd(), 2, hook=hook),
+        shard_batch(batch, 2),
+    )
     state, _ = step(step.init(params), *shards)
     with Checkpoints(tmp_path) as saved:
         saved.save(state)
         like = step.init(params)
-        with pytest.raises(ValueError, match=r"keeps PRNG keys\. Got none, .*step\.star"):
+        with pytest.raises(
+            ValueError, match=r"keeps PRNG keys\. Got none, .*step\.star"
+        ):
             saved.restore(like)
         like = like._replace(hook_state=step.start(like, *shards))
         again = saved.restore(like)
