@@ -82,7 +82,8 @@ def structured(argument: str, kept: dict[str, Any], like: Any) -> Any:
         if want != got:
             rule = f"must have what this step's hook keeps, {want} at hook_state/{path}"
             raise ValueError(requirement(argument, rule, got, _ANEW))
-    return jax.tree.structure(like).unflatten(kept[path] for path in wanted)
+    structure: Any = jax.tree.structure(like)
+    return structure.unflatten(kept[path] for path in wanted)
 
 
 _ANEW = (
