@@ -87,8 +87,8 @@ def structured(argument: str, kept: dict[str, Any], like: Any) -> Any:
 
 
 _ANEW = (
-    "It belongs to the hook, its buckets and its replicas. Without it the hook begins "
-    "anew: `state._replace(hook_state=None)`."
+    "It belongs to the hook, its buckets and its replicas. With None in its place the "
+    "hook begins anew, as in `state._replace(hook_state=None)`."
 )
 
 

@@ -221,7 +221,7 @@ class TrainStep:
         """The state with what its hook kept, if anything, in the hook's structure."""
         argument, kept = "step(state=...)", state.hook_state
         if not jax.tree.leaves(kept):
-            return state._replace(hook_state=None)
+            return state
         if self.start is None:
             rule = "must have no hook_state, as this step has no hook that keeps one"
             remedy = "To go on without it: `state._replace(hook_state=None)`."

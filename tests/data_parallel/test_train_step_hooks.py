@@ -146,7 +146,7 @@ def test_a_hooks_state_of_others_is_refused(problem, mesh, tmp_path):
     feedback = hooks.error_feedback(hooks.bf16())
     step, shards = made(4, feedback), shard_batch(batch, 4)
     state, _ = step(step.init(params), *shards)
-    fresh = r"the hook begins anew: `state\._replace\(hook_state=None\)`"
+    fresh = r"the hook begins anew, as in `state\._replace\(hook_state=None\)`"
     with Checkpoints(tmp_path) as saved:
         saved.save(state)
         like = made(mesh(2), feedback).init(params)
