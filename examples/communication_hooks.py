@@ -46,27 +46,17 @@ def examples(rank: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(ROWS, 24)), rng.normal(size=(ROWS, 12))
 
 
-def started(step: data_parallel.TrainStep, batch: Any, weights: Any) -> Any:
-    """The state of a run that begins, with what its hook keeps."""
-    state = step.init(initial_weights())
-    if step.start is None:  # a hook that keeps nothing, or none
-        return state
-    # `restore` reads a hook's state only into a state that has one, because it belongs
-    # to this number of replicas. Without this line PowerSGD would begin anew.
-    return state._replace(hook_state=step.start(state, batch, weights))
-
-
 def train(mesh: Mesh, own: Any, hook: hooks.Hook | None, folder: str) -> list[float]:
     """Returns the losses; after half of the steps it goes on from a checkpoint."""
     opt = optim.sgd(lr=LR)
     step = data_parallel.train_step(squared_errors, opt, mesh, hook=hook)
     batch, weights = data_parallel.shard_batch(own, mesh, rows=ROWS)
-    state, losses = started(step, batch, weights), []
+    state, losses = step.init(initial_weights()), []
     with data_parallel.Checkpoints(folder) as checkpoints:
         for number in range(STEPS):
             if number == STEPS // 2:
                 checkpoints.save(state)
-                state = checkpoints.restore(started(step, batch, weights))
+                state = checkpoints.restore(step.init(initial_weights()))
             state, metrics = step(state, batch, weights)
             losses.append(float(metrics.loss))
     return losses

@@ -4,6 +4,7 @@ orbax writes into a folder of another name and renames it when all is there: a p
 that is killed while it writes leaves what was complete before.
 """
 
+import ast
 import importlib
 import threading
 from abc import ABC, abstractmethod
@@ -180,6 +181,17 @@ def described(leaves: Mapping[str, Any]) -> dict[str, str]:
         path: f"{jnp.result_type(leaf)} of shape {tuple(jnp.shape(leaf))}"
         for path, leaf in leaves.items()
     }
+
+
+def struct_of(description: str) -> jax.ShapeDtypeStruct:
+    """A leaf's dtype and shape, from what `described` said of it.
+
+    Example:
+      >>> struct_of("bfloat16 of shape (3, 5)")
+      ShapeDtypeStruct(shape=(3, 5), dtype=bfloat16)
+    """
+    dtype, _, shape = description.partition(" of shape ")
+    return jax.ShapeDtypeStruct(ast.literal_eval(shape), jnp.dtype(dtype))
 
 
 def check_same(

@@ -14,18 +14,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._checkpoint import (
     Closing,
     StepFolder,
     check_same,
     described,
+    struct_of,
     unworded,
     words,
 )
+from jdist._errors import requirement
 from jdist._tree import path_of
 from jdist.data_parallel.train_state import TrainState, check_state
 from jdist.data_parallel.zero import Sharded
+
+_HOOK_STATE = "hook_state"
+"""The state's field, and the item on disk, of what a communication hook keeps."""
 
 
 class Checkpoints(Closing):
@@ -83,28 +89,36 @@ class Checkpoints(Closing):
         """The last step that was saved completely, or None."""
         return max(self._folder.steps(), default=None)
 
-    def restore(self, like: TrainState, step: int | None = None) -> TrainState:
+    def restore(
+        self, like: TrainState, step: int | None = None, *, hook_state: bool = True
+    ) -> TrainState:
         """Reads a state.
 
         Args:
           like: A state of the same parameters and optimizer for the devices at hand,
-            from `TrainStep.init`; its values do not matter. What a communication hook
-            keeps belongs to its number of replicas: it is restored only if `like` has
-            one, which `TrainStep.start` makes.
+            from `TrainStep.init`; its values do not matter.
           step: Which; None for the latest.
+          hook_state: Whether to restore what a communication hook kept. It belongs to
+            its number of replicas: on another one it has to be left out, and the hook
+            begins anew.
 
         Returns:
           The state, bit for bit, laid out as `like` is.
 
         Raises:
           ValueError: There is none; or it was saved from a state with other paths,
-            shapes or dtypes, and the message names the first.
+            shapes or dtypes, and the message names the first; or a hook's state was
+            saved of another number of replicas.
         """
         check_state("restore(like=...)", like)
         step = self._folder.chosen("restore", step)
         description = self._folder.description(step)
-        if like.hook_state is None:
+        if not hook_state:
             description = _by_item(description)["arrays"]
+            like = like._replace(hook_state=None)
+        elif like.hook_state is None:
+            kept = _by_item(description).get(_HOOK_STATE)
+            like = like._replace(hook_state=kept and _kept(kept, like))
         leaves = _leaves(like)
         check_same("restore", description, _description(like))
         wanted = {path: _placed(_array(leaf)) for path, leaf in leaves.items()}
@@ -135,16 +149,45 @@ def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What a hook keeps is an item of its own, which can be left unread."""
     items: dict[str, dict[str, Any]] = {"arrays": {}}
     for path, leaf in leaves.items():
-        name = "hook_state" if path.startswith("hook_state/") else "arrays"
+        name = _HOOK_STATE if path.startswith(f"{_HOOK_STATE}/") else "arrays"
         items.setdefault(name, {})[path] = leaf
     return items
 
 
-def _array(leaf: Any) -> jax.Array:
+def _kept(description: dict[str, str], like: TrainState) -> dict[str, Any]:
+    """Shapes and places of what a hook kept, by path within its state."""
+    place, found = like.step.sharding, {}
+    if isinstance(place, NamedSharding):
+        # A mesh for hooks has the axis of replicas alone.
+        place = NamedSharding(place.mesh, PartitionSpec(*place.mesh.axis_names))
+    for path, text in description.items():
+        if text.startswith("key<"):
+            rule = "must have a hook_state where a hook keeps PRNG keys"
+            remedy = "Make it: `like._replace(hook_state=step.start(like, *shards))`."
+            got = f"none, for {text} at {path}"
+            raise ValueError(requirement("restore(like=...)", rule, got, remedy))
+        leaf = struct_of(text)
+        rows = leaf.shape[0]
+        if isinstance(place, NamedSharding) and rows != place.mesh.size:
+            rule = f"must be for {rows} replicas, as what a hook kept is of so many"
+            remedy = (
+                "To leave that out, so that the hook begins anew: "
+                "`restore(..., hook_state=False)`."
+            )
+            got = f"one for {place.mesh.size}"
+            raise ValueError(requirement("restore(like=...)", rule, got, remedy))
+        name = path.removeprefix(f"{_HOOK_STATE}/")
+        found[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    return found
+
+
+def _array(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
     return leaf.array if _is_sharded(leaf) else jnp.asarray(leaf)
 
 
-def _placed(array: jax.Array) -> jax.ShapeDtypeStruct:
+def _placed(array: Any) -> jax.ShapeDtypeStruct:
     saved = words(array)
     return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=saved.sharding)
 

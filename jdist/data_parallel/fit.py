@@ -11,6 +11,7 @@ from rich.console import Console
 from jdist._fit import Epoch, check_save_every, fitted, over_epoch, pair, progress
 from jdist._tree import examples_in
 from jdist.data_parallel.checkpoint import Checkpoints
+from jdist.data_parallel.shards import unbound
 from jdist.data_parallel.train_state import Metrics, TrainState
 from jdist.data_parallel.train_step import TrainStep
 from jdist.reduction import wide_weights
@@ -128,6 +129,7 @@ def _counts(batch: Any, weights: Any) -> tuple[Any, Any]:
     if weights is None:
         count = examples_in(batch, "fit(batches)")
         return count, float(count)
+    weights = unbound(weights)
     if isinstance(weights, jax.Array):
         return _counts_there(weights)
     weights = np.asarray(weights)

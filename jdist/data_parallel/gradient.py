@@ -26,6 +26,7 @@ from jdist.data_parallel.layout import check_mesh, check_params
 from jdist.data_parallel.readiness import with_readiness
 from jdist.data_parallel.replicas import EACH, over_replicas
 from jdist.data_parallel.shards import replicas_of, weights_given
+from jdist.data_parallel.train_state import check_hook_rows
 
 
 def value_and_grad(
@@ -114,7 +115,7 @@ def value_and_grad(
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
         check_rows(count, replicas)
-        weights = weights_given("fn", weights, count)
+        weights = weights_given("fn", weights, count, reduction)
         check_params("fn(params=...)", params, mesh, axis)
         check_alive("fn(params, batch)", (params, batch, weights))
         params, (batch, weights) = brought(
@@ -125,6 +126,8 @@ def value_and_grad(
             hook_state = ()
         elif hook_state is None:
             (hook_state,) = run.start(params, batch, weights)
+        else:
+            check_hook_rows("fn(hook_state=...)", hook_state, replicas)
         *found, sums = run.step(params, batch, weights, hook_state)
         if debug:
             check_agreement(call, sums, mesh, axis)

@@ -25,7 +25,12 @@ from jax.sharding import Mesh
 
 from jdist._errors import JdistError, requirement
 from jdist._tree import examples_in
-from jdist.data_parallel.shards import own_replicas, replicas_of, shard_batch
+from jdist.data_parallel.shards import (
+    BoundWeights,
+    own_replicas,
+    replicas_of,
+    shard_batch,
+)
 
 DIVISORS = {"weight": "mean", "active": "mean", "initial": "sum"}
 """Each way to divide, and the `reduction` of the training step that goes with it."""
@@ -39,7 +44,8 @@ class Join:
     """Batches of all replicas, step by step, until the last one has no more.
 
     Iterate over it once: each step is `(batch, weights)` as from `shard_batch`, for
-    `train_step(..., reduction=joined.reduction)`.
+    `train_step(..., reduction=joined.reduction)`. Another reduction would divide
+    otherwise than `divide_by` says: except by "weight", a step of one refuses them.
 
     Args:
       streams: For each replica of this process, in the order of the mesh, an iterable
@@ -102,7 +108,7 @@ class Join:
         self._raises = early_end == "error"
         self.reduction = DIVISORS[divide_by]
 
-    def __iter__(self) -> Iterator[tuple[Any, jax.Array]]:
+    def __iter__(self) -> Iterator[tuple[Any, jax.Array | BoundWeights]]:
         """The steps."""
         spare: Any = None
         step = 0
@@ -138,7 +144,9 @@ class Join:
             own = own.astype(np.float64) / share
         return batch, own
 
-    def _joined(self, items: Sequence[Any], spare: Any) -> tuple[Any, jax.Array]:
+    def _joined(
+        self, items: Sequence[Any], spare: Any
+    ) -> tuple[Any, jax.Array | BoundWeights]:
         """One batch of all replicas; `spare` is an old one to repeat an example of."""
         given = [item for item in items if item is not None]
         sizes = [0 if item is None else len(item[1]) for item in items]
@@ -149,7 +157,7 @@ class Join:
             batch, weights = jax.tree.map(lambda x: x[:1], spare)
             given, sizes[0] = [(batch, np.zeros_like(weights))], 1
         batch, weights = jax.tree.map(lambda *parts: np.concatenate(parts), *given)
-        return shard_batch(
+        batch, weights = shard_batch(
             batch,
             self._mesh,
             sizes,
@@ -157,6 +165,9 @@ class Join:
             rows=self._rows,
             axis=self._axis,
         )
+        if self._divide_by == "weight":  # For any reduction of the whole batch.
+            return batch, weights
+        return batch, BoundWeights(weights, self.reduction)
 
     def _agreed(self, here: Sequence[bool]) -> np.ndarray:
         """Which of all replicas have a batch, in every process the same."""

@@ -106,7 +106,7 @@ class LocalSGD:
         """
         count = examples_in(batch, "step(state, batch)")
         check_rows(count, replicas_of(self.mesh, self.axis, "step"))
-        weights = weights_given("step", weights, count)
+        weights = weights_given("step", weights, count, "mean")
         check_alive("step(state=...)", state)
         check_place("step(state=...)", state, self.mesh)
         _, (batch, weights) = brought(

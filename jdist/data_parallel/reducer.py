@@ -103,7 +103,7 @@ def reducer(
         """The whole batch's loss and gradient; see `data_parallel.reducer`."""
         count = examples_in(batch, "fn(params, batch)")
         check_rows(count, replicas)
-        weights = weights_given("fn", weights, count)
+        weights = weights_given("fn", weights, count, reduction)
         if len(params) != len(layers):
             rule = f"must have the parameters of each of the {len(layers)} layers"
             raise ValueError(

@@ -11,6 +11,7 @@ mask that is applied to the loss afterwards.
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -186,16 +187,47 @@ def _check_weights(weights: Any, count: int, *, several: bool) -> np.ndarray:
     return weights
 
 
-def weights_given(call: str, weights: Any, count: int) -> Any:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class BoundWeights:
+    """Weights that give what was asked for in steps of one reduction only.
+
+    Attributes:
+      array: Shape `(rows,)`, as from `shard_batch`.
+      reduction: That of the step.
+    """
+
+    array: jax.Array
+    reduction: str = field(metadata={"static": True})
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The numbers."""
+        return np.array(self.array, dtype, copy=copy)
+
+
+def unbound(weights: Any) -> Any:
+    """The array of weights that are bound to a reduction; others as they are."""
+    return weights.array if isinstance(weights, BoundWeights) else weights
+
+
+def weights_given(call: str, weights: Any, count: int, reduction: str) -> Any:
     """Weights that a step is given, checked: a number per row, or None for 1 each.
 
     Lists and tuples become arrays; integers and booleans become float32.
 
     Raises:
-      ValueError: They are not `(count,)`, or on the host and seen to be wrong.
+      ValueError: They are not `(count,)`, or on the host and seen to be wrong; or they
+        are bound to another reduction.
     """
     if weights is None:
         return None
+    if isinstance(weights, BoundWeights):
+        if weights.reduction != reduction:
+            rule = f"must be for a step with reduction={reduction!r}"
+            got = f"those of a `Join` for {weights.reduction!r}"
+            remedy = "Build the step with `reduction=joined.reduction`."
+            raise ValueError(requirement(f"{call}(weights=...)", rule, got, remedy))
+        weights = weights.array
     if not isinstance(weights, jax.Array):
         weights = np.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):

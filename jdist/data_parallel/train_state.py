@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdist._checkpoint import described
 from jdist._errors import requirement
+from jdist._tree import path_of
 
 
 class TrainState(NamedTuple):
@@ -30,7 +32,8 @@ class TrainState(NamedTuple):
     """The PRNG key of the whole run, which does not change, or None."""
 
     hook_state: Any = None
-    """What a communication hook keeps, a row for each replica, or None."""
+    """What a communication hook keeps, a row for each replica, or None. As
+    `Checkpoints.restore` reads it, it is by path: only a step knows its structure."""
 
 
 def check_state(call: str, state: object) -> None:
@@ -45,6 +48,48 @@ def check_state(call: str, state: object) -> None:
             "`state = step.init(params)` makes one, and each step returns the next."
         )
         raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
+
+
+def check_hook_rows(argument: str, kept: Any, replicas: int) -> None:
+    """Refuses a hook's state that is not of so many replicas.
+
+    Raises:
+      ValueError: It has another number of rows.
+    """
+    for leaf in jax.tree.leaves(kept):
+        if leaf.shape[:1] != (replicas,):
+            rule = f"must have what a hook kept of {replicas} replicas"
+            got = f"an array of shape {leaf.shape}"
+            raise ValueError(requirement(argument, rule, got, _ANEW))
+
+
+def structured(argument: str, kept: dict[str, Any], like: Any) -> Any:
+    """A hook's state in the hook's own structure.
+
+    Args:
+      argument: Function and argument, for the error's text.
+      kept: Its leaves by path.
+      like: A tree of that structure, of shapes and dtypes.
+
+    Raises:
+      ValueError: They are not the leaves of such a tree; the message names the first.
+    """
+    pairs = jax.tree.leaves_with_path(like)
+    wanted = {path_of(keys): leaf for keys, leaf in pairs}
+    here, there = described(wanted), described(kept)
+    for path in sorted(here.keys() | there.keys()):
+        want, got = (each.get(path, "no leaf") for each in (here, there))
+        if want != got:
+            rule = f"must have what this step's hook keeps, {want} at hook_state/{path}"
+            raise ValueError(requirement(argument, rule, got, _ANEW))
+    structure: Any = jax.tree.structure(like)
+    return structure.unflatten(kept[path] for path in wanted)
+
+
+_ANEW = (
+    "It belongs to the hook, its buckets and its replicas. With None in its place the "
+    "hook begins anew, as in `state._replace(hook_state=None)`."
+)
 
 
 class Metrics(NamedTuple):

@@ -37,8 +37,14 @@ from jdist.data_parallel.loss import Loss
 from jdist.data_parallel.model_state import check_rule
 from jdist.data_parallel.nnx_loss import check_stateless
 from jdist.data_parallel.replicas import EACH, over_replicas
-from jdist.data_parallel.shards import replicas_of, weights_given
-from jdist.data_parallel.train_state import Metrics, TrainState, check_state
+from jdist.data_parallel.shards import replicas_of, unbound, weights_given
+from jdist.data_parallel.train_state import (
+    Metrics,
+    TrainState,
+    check_hook_rows,
+    check_state,
+    structured,
+)
 from jdist.data_parallel.work import Work
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 
@@ -151,11 +157,13 @@ class TrainStep:
 
         Raises:
           ValueError: The rows do not divide, or NumPy weights are negative, not finite
-            or all 0; the state was given to a step before, or lies on other devices;
-            and what the loss function and the optimizer refuse.
+            or all 0; the state was given to a step before, or lies on other devices,
+            or has a hook's state that is not of this step's hook and replicas; and
+            what the loss function and the optimizer refuse.
           ReplicasDiffer: In debug mode: they do.
         """
         batch, weights = self._given("step", state, batch, weights, self.divisor)
+        state = self._with_hook_state(state, batch, weights)
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
         key, moving = state.key, state._replace(key=None)
@@ -200,7 +208,7 @@ class TrainStep:
             remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
             got = f"{count} rows"
             raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
-        weights = weights_given(call, weights, count)
+        weights = weights_given(call, weights, count, self.reduction)
         check_alive(f"{call}(state=...)", state)
         check_alive(f"{call}(batch=...)", (batch, weights))
         check_place(f"{call}(state=...)", state, self.mesh)
@@ -209,11 +217,29 @@ class TrainStep:
         )
         return given
 
+    def _with_hook_state(self, state: TrainState, batch: Any, weights: Any) -> Any:
+        """The state with what its hook kept, if anything, in the hook's structure."""
+        argument, kept = "step(state=...)", state.hook_state
+        if not jax.tree.leaves(kept):
+            return state
+        if self.start is None:
+            rule = "must have no hook_state, as this step has no hook that keeps one"
+            remedy = "To go on without it: `state._replace(hook_state=None)`."
+            got = f"{len(jax.tree.leaves(kept))} arrays"
+            raise ValueError(requirement(argument, rule, got, remedy))
+        if isinstance(kept, dict):  # As it was restored; a hook's own is a tuple.
+            bare = state._replace(hook_state=None)
+            like = jax.eval_shape(self.start, bare, batch, weights)
+            state = state._replace(hook_state=structured(argument, kept, like))
+        check_hook_rows(argument, kept, replicas_of(self.mesh, self.axis, "step"))
+        return state
+
     def lower(
         self, state: TrainState, batch: Any, weights: Any = None
     ) -> jax.stages.Lowered:
         """The step's program, for a look at what is compiled and what it needs."""
-        moving = state._replace(key=None)
+        weights = unbound(weights)
+        moving = self._with_hook_state(state, batch, weights)._replace(key=None)
         return self.compiled.lower(moving, state.key, batch, weights, {})
 
 

@@ -12,7 +12,7 @@ _GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 class Kind(NamedTuple):
-    """Shape and dtype of an array.
+    """Shape and dtype of an array on a device.
 
     Attributes:
       shape: Its shape.
@@ -41,12 +41,19 @@ class Kind(NamedTuple):
 def kinds_of(value: Any) -> Any:
     """The value's tree, with a `Kind` in the place of each array.
 
+    NumPy's arrays have the dtype that `jnp.asarray` would give them: without x64
+    float32 for float64.
+
     Example:
       >>> import numpy as np
       >>> kinds_of({"h": np.zeros((3, 5), np.float32)})
       {'h': Kind(shape=(3, 5), dtype='float32')}
     """
-    return jax.tree.map(lambda x: Kind(x.shape, str(x.dtype)), value)
+    return jax.tree.map(lambda x: Kind(x.shape, _name_on_a_device(x.dtype)), value)
+
+
+def _name_on_a_device(dtype: Any) -> str:
+    return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 class _KeyLike(NamedTuple):

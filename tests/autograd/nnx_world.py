@@ -16,6 +16,16 @@ RATES = {"lr": 0.05, "momentum": 0.9}
 WIDE = jnp.float64
 
 
+def drawn(key, shape, dtype, **_):
+    """Weights from a key, on the host: JAX compiles a program for each shape."""
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
+
+
+def linear(rows, columns, rngs):
+    return nnx.Linear(rows, columns, param_dtype=WIDE, kernel_init=drawn, rngs=rngs)
+
+
 class Norm(nnx.Module):
     """Batch normalisation in float64, whose statistics do not stop gradients."""
 
@@ -42,12 +52,12 @@ class Body(nnx.Module):
 
     def __init__(self, seed):
         rngs = nnx.Rngs(seed)
-        self.first = nnx.Linear(5, 7, param_dtype=WIDE, rngs=rngs)
+        self.first = linear(5, 7, rngs)
         self.norm = Norm(7)
         self.drop = nnx.Dropout(0.4, rngs=rngs)
-        self.twice = nnx.Linear(7, 7, param_dtype=WIDE, rngs=rngs)
+        self.twice = linear(7, 7, rngs)
         self.again = self.twice
-        self.idle = nnx.Linear(2, 3, param_dtype=WIDE, rngs=rngs)
+        self.idle = linear(2, 3, rngs)
 
     def __call__(self, x):
         h = self.drop(self.norm(jnp.tanh(self.first(x))))
@@ -63,7 +73,7 @@ class Head(nnx.Module):
     def __init__(self, seed):
         rngs = nnx.Rngs(seed)
         self.drop = nnx.Dropout(0.25, rngs=rngs)
-        self.out = nnx.Linear(7, 2, param_dtype=WIDE, rngs=rngs)
+        self.out = linear(7, 2, rngs)
         self.scale = nnx.data(jnp.asarray([0.5, 2.0]))
 
     def __call__(self, x):

@@ -124,10 +124,10 @@ def without_a_recorded_argument():
     return [type(y).__name__ for y in (outside, *within)]
 
 
-def test_calls_are_recorded_within_a_context(cluster):
+def test_calls_are_recorded_within_a_context(threads):
     """Whatever the arguments are; outside of one arrays come back."""
     assert (
-        cluster.run(0, without_a_recorded_argument) == ["ArrayImpl"] + ["Recorded"] * 3
+        threads.run(0, without_a_recorded_argument) == ["ArrayImpl"] + ["Recorded"] * 3
     )
 
 
@@ -402,9 +402,9 @@ def call_methods():
         here.method("absent")
 
 
-def test_methods_of_the_module_are_recorded(cluster):
+def test_methods_of_the_module_are_recorded(threads):
     """What others may call is what they may call of the module itself."""
-    cluster.run(0, call_methods)
+    threads.run(0, call_methods)
 
 
 # --- what is refused ---
@@ -441,8 +441,8 @@ def refused():
         autograd.DistributedOptimizer(optim.sgd, [moved.module_rref], lr=0.1)
 
 
-def test_what_cannot_be_trained_says_how_it_can(cluster):
-    cluster.run(0, refused)
+def test_what_cannot_be_trained_says_how_it_can(threads):
+    threads.run(0, refused)
 
 
 def test_training_needs_autograd():

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jdist.data_parallel import replicate, value_and_grad
 from jdist.data_parallel.process_group import process_group
 
+module = sys.modules["jdist.data_parallel.process_group"]
+
 
 def plant(mode):
     """What happens to the process that it is to happen to."""
@@ -21,8 +23,11 @@ def plant(mode):
 def main(mode, rank):
     """Steps without end, until it happens after the third."""
     cluster = "slurm" if mode == "cluster" else None
-    timeout = 15 if mode == "return" else 60
-    with process_group(heartbeat=3, timeout=timeout, cluster=cluster) as mesh:
+    if mode == "return":
+        # The start may take a minute; to wait so long at the end would show no more.
+        early_end = module._early_end
+        module._early_end = lambda timeout: early_end(timeout / 30)
+    with process_group(heartbeat=3, timeout=60, cluster=cluster) as mesh:
         fn = value_and_grad(lambda w, x: x @ w, mesh)
         params = replicate(jnp.ones(3), mesh)
         x = replicate(jnp.ones((mesh.size, 3)), mesh)

@@ -1,5 +1,6 @@
 """What a step is given: optimizers, donated states, lists, and arrays elsewhere."""
 
+import functools
 import re
 
 import jax
@@ -43,6 +44,17 @@ def reference(params, batch):
 def stepped(step, state, batch, weights=None):
     state, metrics = step(state, batch, WEIGHTS if weights is None else weights)
     return metrics.loss, state.params["w"]
+
+
+@functools.cache
+def programs(mesh):
+    """A step, a gradient function and local SGD, compiled once for many tests."""
+    opt = optim.sgd(lr=0.1, momentum=0.5)  # The first step is without momentum.
+    return (
+        data_parallel.train_step(losses, opt, mesh),
+        data_parallel.value_and_grad(losses, mesh),
+        data_parallel.local_sgd(losses, optim.sgd(lr=0.1), mesh, period=1),
+    )
 
 
 def close(found, expected):
@@ -91,7 +103,7 @@ def test_what_is_no_optimizer_is_refused_with_the_way_out(argument):
 def test_a_state_that_was_donated_is_refused(mesh, given):
     """By its path, before the program runs; a copy and a fresh one work."""
     params, batch = given
-    step = data_parallel.train_step(losses, optim.sgd(lr=0.1), mesh)
+    step, fn, local = programs(mesh)
     state = step.init(params)
     copy = jax.tree.map(jnp.copy, state)
     expected = stepped(step, state, batch)
@@ -99,7 +111,6 @@ def test_a_state_that_was_donated_is_refused(mesh, given):
     with pytest.raises(ValueError, match=refused + "whose buffer was donated"):
         step(state, batch)
     close(stepped(step, copy, batch), expected)
-    local = data_parallel.local_sgd(losses, optim.sgd(lr=0.1), mesh, period=2)
     state = local.init(params)
     local.step(state, batch)
     with pytest.raises(ValueError, match=refused):
@@ -108,7 +119,6 @@ def test_a_state_that_was_donated_is_refused(mesh, given):
         local.average(state)
     gone = jax.tree.map(jnp.asarray, params)
     gone["w"].delete()
-    fn = data_parallel.value_and_grad(losses, mesh)
     with pytest.raises(ValueError, match=r"`fn\(params, batch\)` .* Got one at 0/w"):
         fn(gone, batch)
 
@@ -121,7 +131,6 @@ def test_jit_of_a_step(mesh, given):
     weights = jnp.array(WEIGHTS)
     expected = reference(*given)
     for jitted in (
-        jax.jit(step),
         jax.jit(step, donate_argnums=0),
         jax.jit(lambda *args: step(*args)),
     ):
@@ -137,16 +146,15 @@ def test_jit_of_a_step(mesh, given):
 def test_integer_parameters_are_left_alone(mesh, given):
     """As torch, in which only floating tensors can require a gradient."""
     params, batch = given
-    for opt in (optim.sgd(lr=0.1), optim.from_optax(optax.sgd(0.1))):
-        for options in ({}, {"accumulate": 3, "clip": 1e6}):
-            step = data_parallel.train_step(losses, opt, mesh, **options)
-            state, metrics = step(step.init(params), batch, WEIGHTS)
-            close((metrics.loss, state.params["w"]), reference(*given))
-            assert state.params["n"].dtype == params["n"].dtype
-            np.testing.assert_array_equal(state.params["n"], params["n"])
-    _, grads = data_parallel.value_and_grad(losses, mesh)(params, batch)
-    assert grads["n"] is None
-    local = data_parallel.local_sgd(losses, optim.sgd(lr=0.1), mesh, period=1)
+    plain, fn, local = programs(mesh)
+    wrapped = optim.from_optax(optax.sgd(0.1))
+    options = {"accumulate": 3, "clip": 1e6}
+    for step in (plain, data_parallel.train_step(losses, wrapped, mesh, **options)):
+        state, metrics = step(step.init(params), batch, WEIGHTS)
+        close((metrics.loss, state.params["w"]), reference(*given))
+        assert state.params["n"].dtype == params["n"].dtype
+        np.testing.assert_array_equal(state.params["n"], params["n"])
+    assert fn(params, batch, WEIGHTS)[1]["n"] is None
     state, _ = local.step(local.init(params), batch, WEIGHTS)
     for row in state.params["n"]:
         np.testing.assert_array_equal(row, params["n"])
@@ -159,9 +167,7 @@ def test_integer_parameters_are_left_alone(mesh, given):
 @MESHES
 def test_weights_are_lists_integers_and_booleans_too(mesh, given):
     params, batch = given
-    fn = data_parallel.value_and_grad(losses, mesh)
-    step = data_parallel.train_step(losses, optim.sgd(lr=0.1), mesh)
-    local = data_parallel.local_sgd(losses, optim.sgd(lr=0.1), mesh, period=1)
+    step, fn, local = programs(mesh)
     for weights in (WEIGHTS, tuple(WEIGHTS), np.array(WEIGHTS)):
         close([fn(params, batch, weights)[0]], reference(*given)[:1])
         close(stepped(step, step.init(params), batch, weights), reference(*given))
@@ -196,8 +202,7 @@ def test_arrays_of_another_device_are_moved(mesh, where, given):
     params, batch = given
     weights = jnp.array(WEIGHTS)
     far_params, far_batch, far_weights = jax.device_put((params, batch, weights), there)
-    step = data_parallel.train_step(losses, optim.sgd(lr=0.1, momentum=0.5), mesh)
-    fn = data_parallel.value_and_grad(losses, mesh)
+    step, fn, _ = programs(mesh)
     expected = reference(*given)
     close(stepped(step, step.init(params), far_batch, far_weights), expected)
     close(stepped(step, step.init(far_params), batch, weights), expected)

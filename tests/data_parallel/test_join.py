@@ -1,5 +1,7 @@
 """Uneven inputs over time: nobody waits, and the gradient is divided as was said."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist import JdistError, optim
-from jdist.data_parallel import EarlyEnd, Join, train_step
+from jdist.data_parallel import (
+    EarlyEnd,
+    Join,
+    evaluate,
+    fit,
+    local_sgd,
+    reducer,
+    train_step,
+    value_and_grad,
+)
 from tests.data_parallel.recording import copies_differ, recorder
 
 
@@ -67,6 +78,73 @@ def test_the_table_of_division_rules(rng, mesh, kind, divide_by):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12)
     assert step.compiled._cache_size() == 1
+
+
+def by_step(where, reduction, params, given):
+    step = train_step(losses_of, optim.sgd(), where, reduction=reduction)
+    return step(step.init(params), *given)
+
+
+def by_fit(where, reduction, params, given, run=fit):
+    step = train_step(losses_of, optim.sgd(), where, reduction=reduction)
+    return run(step, step.init(params), [given])
+
+
+def by_reducer(where, reduction, params, given):
+    layers = [lambda p, b: jnp.log(b["x"]) @ p]
+    fn = reducer(layers, lambda y, b: (y - b["y"]) ** 2, where, reduction=reduction)
+    return fn([params], *given)
+
+
+def by_local_sgd(where, reduction, params, given):
+    assert reduction == "mean"
+    local = local_sgd(losses_of, optim.sgd(), where, period=2)
+    return local.step(local.init(params), *given)
+
+
+TAKERS = {
+    "step": by_step,
+    "fit": by_fit,
+    "evaluate": partial(by_fit, run=evaluate),
+    "fn": lambda where, reduction, params, given: value_and_grad(
+        losses_of, where, reduction=reduction
+    )(params, *given),
+    "reducer": by_reducer,
+    "local_sgd": by_local_sgd,
+}
+
+
+@pytest.mark.parametrize(
+    ("divide_by", "taker"),
+    [("initial", taker) for taker in TAKERS] + [("active", "step"), ("active", "fn")],
+)
+def test_a_step_of_another_reduction_is_refused(rng, mesh, divide_by, taker):
+    """It would silently divide otherwise than was asked for."""
+    streams, where = streams_of(rng, [[3], []]), mesh(2)
+    (given,) = Join(streams, where, rows=3, divide_by=divide_by)
+    wanted, other = {"active": ("mean", "sum"), "initial": ("sum", "mean")}[divide_by]
+    expected = (
+        rf"\(weights=...\)` must be for a step with reduction='{other}'\. Got those of "
+        rf"a `Join` for '{wanted}'\. Build the step with `reduction=joined\.reduction`"
+    )
+    with pytest.raises(ValueError, match=expected):
+        TAKERS[taker](where, other, rng.normal(size=3), given)
+
+
+def test_weights_for_one_reduction_are_taken_like_others(rng):
+    """Within a function of one's own, counted by `fit`, lowered, and as numbers."""
+    params, streams = rng.normal(size=3), streams_of(rng, SIZES)
+    joined = Join(streams, 3, rows=4, divide_by="initial")
+    steps = list(joined)
+    step = train_step(losses_of, recorder(), 3, reduction=joined.reduction)
+    state, metrics = fit(step, step.init(params), steps)
+    assert [int(m.examples) for m in metrics] == [10, 7, 1]
+    # Each of the replicas that are there has a third.
+    np.testing.assert_allclose([m.weight for m in metrics], [1, 2 / 3, 1 / 3])
+    np.testing.assert_allclose([np.sum(w) for _, w in steps], [1, 2 / 3, 1 / 3])
+    again, _ = jax.jit(step)(step.init(params), *steps[-1])
+    np.testing.assert_allclose(again.opt_state, state.opt_state, rtol=1e-12)
+    step.lower(state, *steps[0])
 
 
 def test_only_weights_give_the_whole_batchs_gradient(rng):

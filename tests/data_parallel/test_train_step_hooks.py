@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from jdist import optim
-from jdist.data_parallel import Checkpoints, hooks, shard_batch, train_step
+from jdist.data_parallel import (
+    Checkpoints,
+    hooks,
+    shard_batch,
+    train_step,
+    value_and_grad,
+)
 from tests.data_parallel.recording import copies_differ
 
 
@@ -77,7 +83,7 @@ def test_unused_parameters_and_hooks(problem, mesh):
 
 
 def test_a_hooks_state_is_saved(problem, mesh, tmp_path):
-    """Restored for as many replicas; left out where the new state has none."""
+    """Restored into what `init` makes, and into a state with the hook's structure."""
     params, batch = problem
     shards = shard_batch(batch, mesh(2), (20, 4))
 
@@ -94,10 +100,101 @@ def test_a_hooks_state_is_saved(problem, mesh, tmp_path):
         state, metrics = step(state, *shards)
         step = new()
         like = step.init(params)
-        assert saved.restore(like).hook_state is None
+        made = like._replace(hook_state=step.start(like, *shards))
+        left_out = [saved.restore(x, hook_state=False) for x in (like, made)]
+        assert [x.hook_state for x in left_out] == [None, None]
+        restored = [saved.restore(like), saved.restore(made)]
+        saved_again = restored[0]._replace(step=restored[0].step + 1)
+        saved.save(saved_again)
+        restored.append(saved.restore(made)._replace(step=made.step + 3))
+    for again in restored:
+        again, repeated = step(again, *shards)
+        assert float(repeated.loss) == float(metrics.loss)
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+        same(again, state)
+    assert step.compiled._cache_size() == 1
+    # The hook counts: what was left out shows in the next step but one.
+    anew, _ = step(left_out[0], *shards)
+    assert not np.array_equal(anew.params["w"], state.params["w"])
+
+
+def same(one, other):
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_on_one_device_too_a_hooks_state_is_saved(problem, tmp_path):
+    """By `vmap`, where it was `error_feedback` around a hook without a state."""
+    params, batch = problem
+    hook = hooks.error_feedback(hooks.int8_per_tensor())
+    step = train_step(losses_of, optim.sgd(lr=0.1), 2, hook=hook)
+    state, _ = step(step.init(params), *shard_batch(batch, 2))
+    with Checkpoints(tmp_path) as saved:
+        saved.save(state)
+        again = saved.restore(step.init(params))
+    step.lower(again, *shard_batch(batch, 2))
+    same(*(step(each, *shard_batch(batch, 2)) for each in (again, state)))
+
+
+def test_a_hooks_state_of_others_is_refused(problem, mesh, tmp_path):
+    """Of other replicas, of another hook, and where there is none; not dropped."""
+    params, batch = problem
+
+    def made(where, hook):
+        return train_step(losses_of, optim.sgd(lr=0.1), where, hook=hook)
+
+    feedback = hooks.error_feedback(hooks.bf16())
+    step, shards = made(4, feedback), shard_batch(batch, 4)
+    state, _ = step(step.init(params), *shards)
+    fresh = r"the hook begins anew, as in `state\._replace\(hook_state=None\)`"
+    with Checkpoints(tmp_path) as saved:
+        saved.save(state)
+        like = made(mesh(2), feedback).init(params)
+        expected = r"must be for 4 replicas, .*Got one for 2\. .*hook_state=False\)`"
+        with pytest.raises(ValueError, match=expected):
+            saved.restore(like)
+        assert saved.restore(like, hook_state=False).hook_state is None
+        read = saved.restore(made(2, feedback).init(params))
+    for given, other, expected in (
+        (state, made(2, feedback), r"kept of 2 replicas\. Got .*\(4, 120\)\."),
+        (read, made(2, feedback), r"\(2, 120\) at hook_state/0/1\. Got .*\(4, 120\)"),
+        (read, made(4, hooks.power_sgd(start=1)), r"at hook_state/0/0\. Got no leaf"),
+    ):
+        with pytest.raises(ValueError, match=f"{expected}.*{fresh}"):
+            other(given, *shards)
+    plain = made(4, hooks.bf16())
+    expected = r"must have no hook_state, .*Got 1 arrays\. .*`state\._replace\(hook_s"
+    for given in (state, read):
+        with pytest.raises(ValueError, match=expected):
+            plain(given, *shards)
+    fn = value_and_grad(losses_of, 2, hook=feedback)
+    with pytest.raises(ValueError, match=r"`fn\(hook_state=...\)` .*of 2 replicas"):
+        fn(params, *shards, state.hook_state)
+    plain(state._replace(hook_state=None), *shards)
+
+
+def test_keys_that_a_hook_keeps_need_its_structure(problem, tmp_path):
+    """The file has their words only."""
+    params, batch = problem
+
+    def reduce(key, bucket):
+        total = jax.lax.psum(bucket.buffer, bucket.axis_name)
+        return jax.random.split(key)[0], bucket.replaced(total)
+
+    hook = hooks.Hook("noisy", reduce, lambda bucket: jax.random.key(3))
+    step, shards = (
+        train_step(losses_of, optim.sgd(), 2, hook=hook),
+        shard_batch(batch, 2),
+    )
+    state, _ = step(step.init(params), *shards)
+    with Checkpoints(tmp_path) as saved:
+        saved.save(state)
+        like = step.init(params)
+        with pytest.raises(
+            ValueError, match=r"keeps PRNG keys\. Got none, .*step\.star"
+        ):
+            saved.restore(like)
         like = like._replace(hook_state=step.start(like, *shards))
         again = saved.restore(like)
-    again, repeated = step(again, *shards)
-    assert float(repeated.loss) == float(metrics.loss)
-    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    keys = [jax.random.key_data(x.hook_state[0]) for x in (again, state)]
+    np.testing.assert_array_equal(*keys)

@@ -57,6 +57,19 @@ def test_bits_are_those_of_the_stages_one_by_one(family, reduction, places):
     same(grads, step_by_step(pipe, params, batch, weights, reduction))
 
 
+def test_numpys_own_dtypes_without_x64():
+    """Of entries, also of those that the loss does not read: narrowed in silence."""
+    params, batch, weights = problem(7)
+    wide = {k: x.astype(x.dtype.str.replace("f4", "f8")) for k, x in batch.items()}
+    assert {str(x.dtype) for x in wide.values()} == {"float64", "int64"}
+    with jax.enable_x64(False):
+        pipe = made(pipeline.gpipe(3, 2))
+        params = pipe.place(params)
+        loss, grads = pipe.value_and_grad(params, wide, weights)
+        same(pipe.evaluate(params, wide, weights).loss, loss)
+        same((loss, grads), pipe.value_and_grad(params, batch, weights))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "max"])
 @pytest.mark.parametrize("family", ["zero bubble", "split drain"])
 def test_bits_of_split_backward_passes(family, reduction):

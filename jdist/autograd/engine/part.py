@@ -258,7 +258,9 @@ class Part:
             raise AutogradError(
                 "Could not find send function for autograd message id: "
                 f"{message_id} in context {self._context.id} on {self._me!r}. Its "
-                "value was recorded in another context, or its call has failed."
+                "value was recorded in another context, or its call has failed. A "
+                "value of an earlier context, such as a hidden state, goes on without "
+                "its history as `autograd.detach(value)`."
             )
         return found
 
