@@ -66,7 +66,7 @@ class Pace:
             now = time.monotonic()
             self._note(now)
             self._step(now, now - self._due > self._interval)
-            # It may have been stopped in the step, before the others were told anything.
+            # It may have been stopped in the step, before the others were told.
             self._note(time.monotonic())
             self._due = now + self._interval
 
