@@ -50,7 +50,9 @@ class Mailbox:
         self.waiting.append(step)
         ran = False
         # Again, if one was left just before the turn ended.
-        while self.waiting and self._turn.hold(self._work_if_free):
+        while self.waiting:
+            if not self._turn.hold(self._work_if_free):
+                break
             ran = True
         return ran
 
