@@ -1,6 +1,5 @@
 """`backward`: from roots to the gradients of all variables, on all workers."""
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,12 @@ from jdist.autograd.gradients import accumulate
 from jdist.autograd.recorded import Recorded
 from jdist.autograd.replicated import Reduction
 from jdist.autograd.roots import roots_of
+from jdist.autograd.variable import Variable
 from jdist.rpc import current
 from jdist.rpc.deadline import DEFAULT, Deadline, exceeded, resolve
 from jdist.rpc.errors import RpcTimeout
-from jdist.rpc.future import watch
+from jdist.rpc.future import await_done
+from jdist.rpc.turn import hold_all
 
 MODES = ("smart", "fast")
 
@@ -82,17 +83,22 @@ def backward(
       Array([6., 8.], dtype=float32)
     """
     agent = current.agent()
-    with Reduction(agent) as reduction:
-        context = containers.here().retrieve(context_id)
-        if mode not in MODES:
-            rule = "must be 'smart' or 'fast'"
-            raise ValueError(requirement("backward(mode=...)", rule, mode))
-        limit = resolve(timeout, agent.default_timeout, current.deadline())
-        seeds = roots_of(roots, cotangents)
-        part = _begin(context, seeds, mode, retain_graph, limit)
-        part.withheld = reduction.found
-        _run(part, context, agent.info.name)
-        gradients = reduction.reduced(limit)
+    reduction = Reduction(agent)
+
+    def act() -> tuple[Context, dict[Variable, Any]]:
+        with reduction:
+            context = containers.here().retrieve(context_id)
+            if mode not in MODES:
+                rule = "must be 'smart' or 'fast'"
+                raise ValueError(requirement("backward(mode=...)", rule, mode))
+            limit = resolve(timeout, agent.default_timeout, current.deadline())
+            seeds = roots_of(roots, cotangents)
+            part = _begin(context, seeds, mode, retain_graph, limit)
+            part.withheld = reduction.found
+            _run(part, context, agent.info.name)
+            return context, reduction.reduced(limit)
+
+    context, gradients = hold_all(reduction.turns, act)
     if gradients:
         accumulate(context, gradients)
 
@@ -150,10 +156,7 @@ def _begin(
 
 def _wait(part: Part, context: Context, worker: str) -> None:
     """Until the pass is over; its deadline ends it."""
-    if part.done.done():
-        return
-    over = threading.Event()
-    if watch(part.done, over.set) or over.wait(part.deadline.remaining()):
+    if await_done(part.done, part.deadline.at):
         return
     waiting = part.waits_for() or "the answers of other workers"
     late = RpcTimeout(
@@ -161,4 +164,4 @@ def _wait(part: Part, context: Context, worker: str) -> None:
         f"waiting for {waiting}."
     )
     part.fail(Failure(worker, late))
-    over.wait()
+    await_done(part.done, None)

@@ -8,11 +8,9 @@ input without a derivative and comes out of it as a new value, for the next call
 Flax is not imported here: a caller that has a module has.
 """
 
-import contextlib
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +21,13 @@ from jdist.autograd.eager import eager
 from jdist.autograd.pure import Constant
 from jdist.autograd.recorded import described, record
 from jdist.autograd.recording import refuse_in_pure
+from jdist.autograd.turns import in_turn
 from jdist.autograd.variable import Variable
-from jdist.rpc import RpcTimeout, RRef, current, parameters
-from jdist.rpc.deadline import exceeded
+from jdist.rpc import RRef, current, parameters
 from jdist.rpc.nnx import StandIn, is_module
+from jdist.rpc.turn import Turn
 
+T = TypeVar("T")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
 
 
@@ -109,7 +109,7 @@ class Module(StandIn):
         self._state = tuple([_bound(leaf, device) for leaf in state])
         self._layouts = [layout]
         self._layout = layout
-        self._lock = threading.Lock()
+        self._turn = Turn()
         kind = type(nnx_module).__name__
         forward = type(nnx_module).__call__
         self._function = _function(kind, forward, tuple(_code_of(nnx_module)))
@@ -158,7 +158,8 @@ class Module(StandIn):
         Raises:
           ValueError: It has other paths, shapes or dtypes than the module's state.
         """
-        with self._turn():
+
+        def act() -> None:
             here = self.state()
             given = {path: jnp.asarray(leaf) for path, leaf in state.items()}
             shown = [{p: described(x) for p, x in d.items()} for d in (here, given)]
@@ -170,6 +171,8 @@ class Module(StandIn):
                     raise ValueError(requirement(call, rule, is_given))
             self._state = tuple([_placed_as(given[p], x) for p, x in here.items()])
 
+        self._alone(act)
+
     def train(self, **attributes: Any) -> None:
         """As the module's own `train`: from now on dropout drops, statistics move."""
         self._set_mode("train", attributes)
@@ -180,9 +183,12 @@ class Module(StandIn):
 
     def to_nnx(self) -> Any:
         """An NNX module as this one is now; it shares nothing with it."""
-        with self._turn():
+
+        def act() -> Any:
             values = [variable.value for variable in self._variables]
             return self._layout.module(values, self._state)
+
+        return self._alone(act)
 
     def original(self) -> Any:
         """The module with shapes in place of its arrays: see `StandIn`."""
@@ -194,17 +200,21 @@ class Module(StandIn):
         refuse_in_pure("a call of the module {}", self._function.__name__)
         if not self._state:
             return self._record(name, args, kwargs)[0]
-        with self._turn():
+
+        def act() -> Any:
             output, state = self._record(name, args, kwargs)
             self._state = tuple(state)
-        return output
+            return output
+
+        return self._alone(act)
 
     def _record(self, name: str, args: Any, kwargs: Any) -> Any:
         given = (self._layout, self._variables, self._state, name, args, kwargs)
         return record(self._function, given, {})
 
     def _set_mode(self, name: str, attributes: Mapping[str, Any]) -> None:
-        with self._turn():
+
+        def act() -> None:
             changed = self.original()
             getattr(changed, name)(**attributes)
             layout, *_ = _taken_apart(changed)
@@ -213,18 +223,12 @@ class Module(StandIn):
                 self._layouts.append(layout)
             self._layout = known[0] if known else layout
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Within it no other call changes the state."""
-        limit = current.deadline()
-        seconds = limit.remaining()
-        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
-            what = f"while other calls had the state of {self._function.__name__}"
-            raise RpcTimeout(f"{exceeded(limit)} {what}.")
-        try:
-            yield
-        finally:
-            self._lock.release()
+        self._alone(act)
+
+    def _alone(self, action: Callable[[], T]) -> T:
+        """Calls it while no other call changes the state."""
+        busy = f"while other calls had the state of {self._function.__name__}"
+        return in_turn([self._turn], busy, action)
 
     def __repr__(self) -> str:
         return f"Module({self._function.__name__})"

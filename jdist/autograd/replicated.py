@@ -30,6 +30,7 @@ from jdist.autograd.variable import Variable
 from jdist.rpc import current
 from jdist.rpc.deadline import DEFAULT, Deadline
 from jdist.rpc.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.turn import Turn
 
 if TYPE_CHECKING:
     from jdist.rpc.agent import Agent
@@ -166,6 +167,10 @@ class Group:
     Args:
       agent: The worker.
       names: Of the trainers, by rank.
+
+    Attributes:
+      names: As given.
+      turn: Had by the thread on which a pass begins, while it lasts.
     """
 
     def __init__(self, agent: "Agent", names: tuple[str, ...]) -> None:
@@ -174,7 +179,7 @@ class Group:
         self._members: dict[int, _Member] = {}
         self._made = 0
         self._passes = 0
-        self._busy = threading.Lock()
+        self.turn = Turn()
         self._rows: list[int] | None = None
 
     @property
@@ -222,7 +227,7 @@ class Group:
         Raises:
           AutogradError: Another one is under way.
         """
-        if not self._busy.acquire(blocking=False):
+        if not self.turn.try_take():
             raise AutogradError(
                 requirement(
                     "backward()",
@@ -235,7 +240,7 @@ class Group:
 
     def end(self) -> None:
         """The pass is over."""
-        self._busy.release()
+        self.turn.give()
 
     def refuse(self, error: BaseException) -> None:
         """The pass has failed here: its meeting fails on all trainers."""
@@ -403,6 +408,11 @@ class Reduction:
         self._groups = groups.alive() if isinstance(groups, Groups) else []
         self._left: list[Group] = []
         self.found: dict[Variable, Any] = {}
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those of the groups, which an interrupt must not leave taken."""
+        return [group.turn for group in self._groups]
 
     def __enter__(self) -> "Reduction":
         try:

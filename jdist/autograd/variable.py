@@ -18,6 +18,7 @@ from jdist.autograd.node import Edge, LeafNode
 from jdist.autograd.pure import Differentiated
 from jdist.autograd.recorded import Operators, Recorded, described
 from jdist.autograd.recording import refuse_in_pure
+from jdist.rpc.turn import Turn
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
@@ -68,7 +69,7 @@ class Variable(Operators):
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
-        self.step_lock = threading.Lock()
+        self.step_lock = Turn()
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 

@@ -333,8 +333,7 @@ class Coordinator:
     def _is_last(self) -> bool:
         return len(self._roster.present()) < 2
 
-    def _listen(self, held_up: bool) -> None:
-        now = time.monotonic()
+    def _listen(self, now: float, held_up: bool) -> None:
         with self._lock:
             members = self._roster.present()
         for member in members:

@@ -334,7 +334,7 @@ class Group:
             # All were held up together, as by a suspended machine; or this is the
             # coordinator's worker, which hears itself and may be told in a moment.
             return self._told_to_be_lost()
-        return held_up
+        return held_up if self._line.closed is None else self._blame_itself()
 
     def _told_to_be_lost(self) -> str | None:
         name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
@@ -349,15 +349,26 @@ class Group:
             return None
         return held_up_for(self._pace, self._agent.options)
 
+    def _blame_itself(self) -> str | None:
+        """Why the others take this worker for lost, now that they are out of its reach.
+
+        Kept for good: what was found out once is said of each later loss.
+        """
+        held_up, name = self._held_up(), self._agent.info.name
+        with self._lock:
+            if held_up is not None:
+                self._lost.setdefault(name, held_up)
+            return self._lost.get(name)
+
     def _is_heard(self) -> bool:
         asked = self._ask("group.beat", {}, _ANSWER_SECONDS, "heartbeat")
         answered = await_done(asked, time.monotonic() + _ANSWER_SECONDS)
         return answered and error_of(asked) is None
 
     def _without_coordinator(self, purpose: str, reason: str) -> WorkerLost:
-        held_up = self._held_up()
-        if held_up is not None:
-            return WorkerLost(self._agent.info.name, purpose, held_up)
+        expelled = self._blame_itself()
+        if expelled is not None:
+            return WorkerLost(self._agent.info.name, purpose, expelled)
         reason = f"as coordinator, {self._ended or reason}"
         return WorkerLost(self._head, purpose, reason)
 
@@ -402,10 +413,7 @@ class Group:
             self._alone = reason
         kind = "group.lost" if ended is None else "group.left"
         head = self._agent.directory.find(self._head)
-        held_up = self._held_up()
-        if held_up is not None:
-            with self._lock:
-                self._lost[self._agent.info.name] = held_up
+        self._blame_itself()
         self._part(kind, head, ended or f"its control channel closed ({reason})")
 
     def _admit(self, peer: Peer | None) -> None:
@@ -437,8 +445,7 @@ class Group:
         for listener in listeners:
             self._agent.crew.run(functools.partial(listener, name, reason))
 
-    def _beat(self, held_up: bool) -> None:
-        now = time.monotonic()
+    def _beat(self, now: float, held_up: bool) -> None:
         silence = now - self._heard
         if held_up:
             self._heard = now

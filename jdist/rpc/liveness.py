@@ -21,8 +21,10 @@ class Pace:
     Args:
       name: What the thread is called.
       interval: Seconds.
-      step: Called as `step(held_up)`. When this process was itself held up (stopped,
-        swapped out), silence of others proves nothing: they may have spoken meanwhile.
+      step: Called as `step(now, held_up)`. When this process was itself held up
+        (stopped, swapped out), silence of others proves nothing: they may have spoken
+        meanwhile. So silence is to be measured until `now`, the moment at which it was
+        not: it may be stopped in the midst of the step.
       memory: Seconds for which it is remembered that this process was held up: as long
         as a loss may be noticed that is its consequence.
     """
@@ -31,7 +33,7 @@ class Pace:
         self,
         name: str,
         interval: float,
-        step: Callable[[bool], None],
+        step: Callable[[float, bool], None],
         memory: float,
     ) -> None:
         self._interval = interval
@@ -52,7 +54,8 @@ class Pace:
     def held_up(self) -> float:
         """The longest time that this process was held up of late, in seconds."""
         now = time.monotonic()
-        return max(self._remembered(now), now - self._due)
+        late = now - self._due  # read first: the thread notes it, then moves `_due`
+        return max(late, self._remembered(now))
 
     def _remembered(self, now: float) -> float:
         seconds, ended = self._held_up
@@ -61,10 +64,15 @@ class Pace:
     def _run(self) -> None:
         while not self._ended.wait(max(0.0, self._due - time.monotonic())):
             now = time.monotonic()
-            if now - self._due > self._remembered(now):
-                self._held_up = (now - self._due, now)
-            self._step(now - self._due > self._interval)
+            self._note(now)
+            self._step(now, now - self._due > self._interval)
+            # It may have been stopped in the step, before the others were told.
+            self._note(time.monotonic())
             self._due = now + self._interval
+
+    def _note(self, now: float) -> None:
+        if now - self._due > self._remembered(now):
+            self._held_up = (now - self._due, now)
 
 
 def silent_for(seconds: float) -> str:

@@ -14,7 +14,7 @@ of a plain lock, with conditions made of that lock, and awaited by locks and que
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -72,3 +72,21 @@ class Turn:
         except BaseException:
             self.give()  # the interrupt may have come before the first one
             raise
+
+
+def hold_all(turns: Sequence[Turn], action: Callable[[], T]) -> T:
+    """As `Turn.hold`, of an action that takes several turns, each once."""
+    others = [turn for turn in turns if not turn.mine]  # those are their caller's
+
+    def give() -> None:
+        for turn in others:
+            turn.give()
+
+    try:
+        try:
+            return action()
+        finally:
+            give()
+    except BaseException:
+        give()  # as above
+        raise

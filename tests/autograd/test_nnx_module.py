@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import jax
@@ -18,6 +19,7 @@ from tests.autograd import nnx_world as world
 from tests.autograd.nnx_world import Body, Head
 from tests.autograd.recording_world import contexts, has_none
 from tests.rpc.rref.common import settle
+from tests.rpc.sockets import Outcome
 
 FACTOR = 2.0
 CALLED = "/jdist/tests/module_is_traced"
@@ -264,13 +266,27 @@ def test_calls_at_the_same_time_draw_different_noise(threads):
 def test_a_call_waits_for_its_turn_no_longer_than_it_may(threads):
     module, soon = autograd.module(Head(3)), resolve(0.05, 0, NEVER)
     before = module.state()
+    taken, done = threading.Event(), threading.Event()
+
+    def other():
+        def hold():
+            module._turn.take(None, "busy")
+            taken.set()
+            assert done.wait(60)
+
+        module._turn.hold(hold)
+
+    holder = Outcome(other)
+    assert taken.wait(60)
     token = current.scope.set(current.Scope(current.agent(), soon))
     try:
         waiting = "while other calls had the state of Head"
-        with module._turn(), pytest.raises(rpc.RpcTimeout, match=waiting):
+        with pytest.raises(rpc.RpcTimeout, match=waiting):
             module(np.ones((2, 7)))
     finally:
         current.scope.reset(token)
+        done.set()
+    holder.get()
     same_bits(numbers(module.state()), numbers(before))
     assert module(np.ones((2, 7))).shape == (2, 2)
 

@@ -8,12 +8,14 @@ is shown by `--log-cli-level=INFO`; it is no condition.
 import logging
 import re
 import signal
+import threading
 import time
+import types
 
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc import current, liveness
 from jdist.rpc.rendezvous import ReservedPort
 from tests.rpc import casualties, hosts
 from tests.rpc.casualties import PATIENCE
@@ -116,6 +118,44 @@ def show(what, begun, found):
 
 
 BLOWS = pytest.mark.parametrize("blow", [DEATH, FROST], ids=["killed", "frozen"])
+
+
+def test_a_stop_in_the_midst_of_a_step_counts_as_a_whole(monkeypatch):
+    """It may have come before the step had said anything to the others."""
+    stopped, seen, done = 0.0, [], threading.Event()
+
+    def step(now, held_up):
+        nonlocal stopped
+        seen.append((liveness.time.monotonic() - now, held_up))
+        stopped = 1000.0
+        if len(seen) == 2:
+            done.set()
+
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + stopped)
+    monkeypatch.setattr(liveness, "time", clock)
+    pace = liveness.Pace("pace", 0.2, step, memory=PATIENCE)
+    assert done.wait(PATIENCE)
+    pace.close()
+    assert pace.held_up() >= 1000
+    # What a step sees as it begins is judged by the moment for which it is told.
+    assert max(passed for passed, _ in seen) < 1000
+    assert seen[1][1]
+
+
+def test_what_a_worker_found_out_about_itself_is_kept(monkeypatch):
+    """Its answer is the same when the stop that explains it was long ago."""
+    with rpc.local_cluster(["here", "there"]), rpc.use_worker("here"):
+        group = current.agent().group
+        monkeypatch.setattr(group, "_held_up", lambda: "this worker was stopped")
+        first = group.unreachable("barrier", "closed")
+        monkeypatch.setattr(group, "_held_up", lambda: None)
+        for error in (first, group.unreachable("all_gather", "closed")):
+            assert isinstance(error, rpc.WorkerLost)
+            assert (error.worker, error.reason) == ("here", "this worker was stopped")
+        assert group.expelled() == "this worker was stopped"
+        with pytest.raises(rpc.WorkerLost, match="'here' during shutdown"):
+            group.check("shutdown")
+        group._lost.clear()
 
 
 def test_who_was_taken_for_lost_is_not_served():

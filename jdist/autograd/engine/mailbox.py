@@ -5,12 +5,12 @@ thread that is busy takes it next. So what the steps touch needs no other lock.
 """
 
 import contextvars
-import threading
 from collections import deque
 from collections.abc import Callable
 
 from jdist.rpc import current
 from jdist.rpc.current import Scope
+from jdist.rpc.turn import Turn
 
 
 class Mailbox:
@@ -32,7 +32,7 @@ class Mailbox:
 
     def __init__(self, scope: Scope | None) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
-        self._turn = threading.Lock()
+        self._turn = Turn()
         self._context = contextvars.Context()
         self._context.run(current.scope.set, scope)
 
@@ -47,17 +47,20 @@ class Mailbox:
         Returns:
           Whether this thread ran it.
         """
-        waiting, turn = self.waiting, self._turn
-        waiting.append(step)
+        self.waiting.append(step)
         ran = False
         # Again, if one was left just before the turn ended.
-        while waiting and turn.acquire(blocking=False):
-            try:
-                self._context.run(self._work)
-            finally:
-                turn.release()
+        while self.waiting:
+            if not self._turn.hold(self._work_if_free):
+                break
             ran = True
         return ran
+
+    def _work_if_free(self) -> bool:
+        if not self._turn.try_take():
+            return False
+        self._context.run(self._work)
+        return True
 
     def _work(self) -> None:
         while self.waiting:

@@ -5,8 +5,8 @@ its state. Every leaf of state and parameters has a path, `params/0/w` or
 `state/0/w/exp_avg`, with the number of the variable on this owner.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import path_of
-from jdist.autograd.optimizer.parameter_locks import holding, locks_of
+from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
 from jdist.autograd.optimizer.program import Program
+from jdist.autograd.turns import in_turn
 from jdist.autograd.variable import Variable
 from jdist.optim.clipping import square
 from jdist.rpc import RpcTimeout, current
 
 Gradients = Mapping[Variable, Any]
+T = TypeVar("T")
 
 
 class OwnedOptimizer:
@@ -36,11 +38,7 @@ class OwnedOptimizer:
         self._positions = tuple(variables)
         self._variables = tuple(variables.values())
         self._locks = locks_of(self._variables)
-        with holding(self._locks, current.deadline()):
-            values = self._values()
-            # Compiled, it would put the state of placed parameters anywhere.
-            init = program.opt.init if _places(values) else program.init
-            self._state = init(values)
+        self._state = self._alone(self._init)
 
     def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
         """For each variable the sums of squares of its gradient's leaves, in order."""
@@ -70,7 +68,8 @@ class OwnedOptimizer:
         if not jax.tree.leaves(reached):
             return
         self._check(overrides)
-        with holding(self._locks, current.deadline()):
+
+        def act() -> None:
             _refuse_if_given_up()
             values = self._values()
             grads = [
@@ -87,16 +86,16 @@ class OwnedOptimizer:
                     variable.value = value
             self._state = state
 
+        self._alone(act)
+
     def read(self) -> dict[str, np.ndarray]:
         """All numbers by path: those of the parameters and of the state."""
-        with holding(self._locks, current.deadline()):
-            tree = self._tree()
+        tree = self._alone(self._tree)
         return {path: _numbers(leaf) for path, leaf in _leaves(tree).items()}
 
     def describe(self) -> dict[str, str]:
         """Of the same paths, what is there."""
-        with holding(self._locks, current.deadline()):
-            tree = self._tree()
+        tree = self._alone(self._tree)
         return {
             path: described(_words(jnp.asarray(leaf)))
             for path, leaf in _leaves(tree).items()
@@ -108,7 +107,8 @@ class OwnedOptimizer:
         Raises:
           ValueError: They are of other paths, shapes or dtypes than what is here.
         """
-        with holding(self._locks, current.deadline()):
+
+        def act() -> None:
             _refuse_if_given_up()
             leaves = _leaves(self._tree())
             here = {p: described(_words(jnp.asarray(x))) for p, x in leaves.items()}
@@ -120,6 +120,18 @@ class OwnedOptimizer:
             for variable, value in zip(self._variables, tree["params"], strict=True):
                 variable.value = value
             self._state = tree["state"]
+
+        self._alone(act)
+
+    def _alone(self, action: Callable[[], T]) -> T:
+        """Calls it while no other thread has one of the variables' locks."""
+        return in_turn(self._locks, BUSY, action)
+
+    def _init(self) -> Any:
+        values = self._values()
+        # Compiled, it would put the state of placed parameters anywhere.
+        init = self._program.opt.init if _places(values) else self._program.init
+        return init(values)
 
     def _values(self) -> list[Any]:
         return [variable.value for variable in self._variables]

@@ -1,0 +1,126 @@
+"""Ctrl-C at every place where Python may raise it: the next pass and step work as ever.
+
+See `tests/rpc/test_interrupts.py`. Here only places in this library's own code count:
+JAX has many more, and is trusted with them.
+"""
+
+import sys
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist import autograd, rpc
+from jdist.autograd.engine.mailbox import Mailbox
+from jdist.autograd.turns import in_turn
+from jdist.rpc.turn import Turn
+from tests.rpc.sockets import Outcome, blocked, wait_until
+from tests.rpc.test_interrupts import interrupt
+
+PATIENCE = 60
+WEIGHTS = [5.0, 7.0, 11.0]
+OURS = jdist.__path__[0]
+
+
+def interrupt_us(number, operation, *args):
+    """As `interrupt`, at this place of those in the library."""
+    left = number
+
+    def look(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(OURS):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        operation(*args)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left < 0
+
+
+def interrupted_pass(number, variable):
+    with autograd.context() as context_id:
+        loss = (variable * jnp.array(WEIGHTS)).sum()
+        return interrupt_us(number, autograd.backward, context_id, [loss])
+
+
+def check_a_pass(variable):
+    with autograd.context() as context_id:
+        loss = (variable * jnp.array(WEIGHTS)).sum()
+        autograd.backward(context_id, [loss], timeout=PATIENCE)
+        found = autograd.get_gradients(context_id)[variable]
+    np.testing.assert_array_equal(found, WEIGHTS)
+
+
+# What interrupts a generator that is being thrown away, Python reports and goes on.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object")
+@pytest.mark.parametrize("replicas", [False, True], ids=["plain", "replicated"])
+def test_the_next_pass_works(replicas):
+    start = jnp.array([2.0, 3.0, 4.0])
+    with rpc.local_cluster(["only"]):
+        made = autograd.replicated(start, ["only"]) if replicas else None
+        variable = autograd.variable(start) if made is None else made
+        for _ in range(2):  # compiled now
+            check_a_pass(variable)
+        number = 0
+        while interrupted_pass(number, variable):
+            check_a_pass(variable)
+            number += 1
+        assert number > 50
+        counts = autograd.debug_info
+        wait_until(lambda: counts()["num_current_backward_passes"] == 0)
+
+
+def test_a_mailbox_is_never_left_busy():
+    mailbox, number, ran = Mailbox(None), 0, []
+    while interrupt(number, mailbox.put, lambda: ran.append("interrupted")):
+        assert Outcome(mailbox.put, lambda: ran.append("next")).get()
+        assert ran.pop() == "next"
+        mailbox, number = Mailbox(None), number + 1
+    assert number > 5
+
+
+def test_several_turns_are_never_left_taken():
+    turns, used, number = [Turn(), Turn()], [], 0
+    while interrupt(number, in_turn, turns, "busy", lambda: used.append(1)):
+        for turn in turns:
+            assert Outcome(turn.try_take).get()
+        turns, number = [Turn(), Turn()], number + 1
+    assert used
+    assert number > 10
+
+
+def test_turns_are_given_back_where_one_is_refused():
+    """By a thread that has it, and by the one that asks and has it from before."""
+    first, second, taken, done = Turn(), Turn(), threading.Event(), threading.Event()
+
+    def hold():
+        second.take(None, "busy")
+        taken.set()
+        assert done.wait(PATIENCE)
+        second.give()
+
+    holder = Outcome(hold)
+    assert taken.wait(PATIENCE)
+    waiting = Outcome(in_turn, [first, second], "while it was busy", lambda: "used")
+    blocked(waiting.thread)
+    assert not first.try_take()
+    done.set()
+    holder.get()
+    assert waiting.get() == "used"
+
+    def again():
+        with pytest.raises(RuntimeError, match="this one, which was interrupted"):
+            in_turn([first, second], "busy", lambda: None)
+        return first.mine, second.mine
+
+    assert in_turn([second], "busy", again) == (False, True)
+    assert not second.mine
