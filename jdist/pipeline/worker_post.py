@@ -317,7 +317,7 @@ class WorkerPost:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
-        """A value could not be computed or sent."""
+        """A value could not be computed or sent; or a worker does not answer."""
         if isinstance(error, WorkerLost):
             error = WorkerLost(error.worker, self._operation, error.reason)
         self._mailbox.fail(self._address, Failure(error, told=False))
@@ -382,8 +382,13 @@ class WorkerPost:
         """
         told: dict[str, float | None] = {}
         for name, answer in self._ask_others(_RESTED, self._address).items():
-            with contextlib.suppress(RpcError):
+            try:
                 told[name] = answer.wait()
+            except WorkerLost as lost:  # Its group may not know it yet.
+                if name in self._needed:
+                    self._failed(lost)
+            except RpcError:
+                continue
         return told
 
     def _arrives(
@@ -404,6 +409,12 @@ class WorkerPost:
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self._names)) if rank != self._own]
 
+    @property
+    def _needed(self) -> Sequence[str]:
+        """The workers without whom the call cannot be finished, as far as is known."""
+        # Whether it can do without another one, the leader knows by its vote.
+        return [self._names[self._leader]] if self._voted else self._names
+
     def _check(self) -> None:
         """Raises what ends the call."""
         failure = self._mailbox.failures.get(self._address)
@@ -411,9 +422,7 @@ class WorkerPost:
             raise failure.error
         for name in self._mailbox.identities.get(self._address, ()):
             self._compare(name)
-        # Whether the call can do without another one, the leader knows by its vote.
-        needed = [self._names[self._leader]] if self._voted else self._names
-        for name in needed:
+        for name in self._needed:
             if name in self._mailbox.lost:
                 raise WorkerLost(name, self._operation, self._mailbox.lost[name])
 
