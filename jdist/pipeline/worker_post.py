@@ -17,13 +17,19 @@ its vote the leader cannot decide for the call. One that has voted may not fail 
 itself; it asks the leader to give the call up, which is too late once it is decided.
 The leader runs the first stage: its backward passes end last, so that all votes are
 there when its own is.
+
+A worker that has waited for the timeout asks the others for how long they have waited.
+It gives up once nothing has been done for that long on any worker that is in the call.
 """
 
+import contextlib
+import logging
+import math
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +37,8 @@ import jax
 from jdist.pipeline.identity import Identity, sized
 from jdist.pipeline.micro_batch import MicroBatch
 from jdist.pipeline.post import Parcel
-from jdist.rpc import RpcError, RpcTimeout, WorkerInfo, WorkerLost
+from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.agent import Agent
-from jdist.rpc.deadline import DEFAULT
 from jdist.rpc.remote_exception import describe, rebuild
 
 CLOCK = "pipeline.clock"
@@ -41,11 +46,18 @@ CLOCK = "pipeline.clock"
 
 _PARCEL, _FAILED = "pipeline.parcel", "pipeline.failed"
 _HERE, _GIVE_UP = "pipeline.here", "pipeline.give up"
+_RESTED = "pipeline.rested"
 _IDENTITY = "identity"
 
 _PATIENCE = 1.0
 """Seconds of waiting after which a worker tells all others in which call it is: those
 in another one have perhaps sent it nothing that would show it."""
+
+_ANSWER = 10.0
+"""Seconds that a worker has, at least, to answer a message, be the timeout shorter: it
+answers late while its compiler holds the interpreter's lock."""
+
+_log = logging.getLogger("jdist.pipeline")
 
 Address = tuple[str, int]
 """A pipeline, by its workers and its number among theirs; and the number of a call."""
@@ -78,6 +90,8 @@ class Mailbox:
         and what each worker told in it.
       lost: Workers that are gone, and how that was noticed.
       done: The last call of each pipeline that is over here.
+      under_way: The call of each pipeline that is not, and since when the worker waits
+        in it; None while it is at work.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -88,12 +102,14 @@ class Mailbox:
         self.decisions: dict[str, tuple[int, list[Any]]] = {}
         self.lost: dict[str, str] = {}
         self.done: dict[str, int] = {}
+        self.under_way: dict[str, tuple[int, float | None]] = {}
         self._pipelines: Counter[str] = Counter()
         self._functions = agent.codec.functions
         agent.register(_PARCEL, self._receive)
         agent.register(_HERE, self._hear)
         agent.register(_FAILED, self._fail)
         agent.register(_GIVE_UP, self._give_up)
+        agent.register(_RESTED, self._rested)
         agent.register(CLOCK, lambda caller, body, meta: time.perf_counter())
         agent.group.on_lost(self._lose)
 
@@ -149,6 +165,29 @@ class Mailbox:
             self._fail(caller, body, meta)
             return None
 
+    def _rested(
+        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
+    ) -> float | None:
+        """For how long this worker has waited in a call; None if it is not in it.
+
+        One that is still in the call before will come.
+        """
+        pipeline, asked = body
+        number, since = self.under_way.get(pipeline, (math.inf, None))
+        if number > asked:
+            return None
+        return 0.0 if since is None else time.monotonic() - since
+
+    @contextlib.contextmanager
+    def resting(self, address: Address) -> Iterator[None]:
+        """Within the block this worker waits, in that call."""
+        pipeline, number = address
+        self.under_way[pipeline] = number, time.monotonic()
+        try:
+            yield
+        finally:
+            self.under_way[pipeline] = number, None
+
     def _lose(self, name: str, reason: str) -> None:
         with self.changed:
             self.lost[name] = reason
@@ -159,6 +198,7 @@ class Mailbox:
         with self.changed:
             pipeline, number = address
             self.done[pipeline] = number
+            self.under_way.pop(pipeline, None)
             tables: tuple[dict[Address, Any], ...]
             tables = self.arrived, self.identities, self.failures
             for table in tables:
@@ -212,7 +252,9 @@ class WorkerPost:
         self._meta = {_IDENTITY: self._identity.plain()}
         self._voted = self._over = self._announced = False
         self._timeout = agent.default_timeout
+        self._limit = max(self._timeout, _ANSWER) if self._timeout else 0.0
         self._mailbox = mailbox_of(agent)
+        self._mailbox.under_way[address[0]] = self.number, None
         device = agent.device or jax.devices()[0]
         self._computes_here = device.platform == "cpu"
 
@@ -265,7 +307,7 @@ class WorkerPost:
     def _send(self, worker: int, body: Any) -> None:
         agent, to = self._agent, self._names[worker]
         try:
-            sent = agent.outgoing(to, _PARCEL, body, DEFAULT, self._meta)
+            sent = agent.outgoing(to, _PARCEL, body, self._limit, self._meta)
             agent.request(sent._replace(ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the call's
             self._failed(error)
@@ -275,7 +317,7 @@ class WorkerPost:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
-        """A value could not be computed or sent."""
+        """A value could not be computed or sent; or a worker does not answer."""
         if isinstance(error, WorkerLost):
             error = WorkerLost(error.worker, self._operation, error.reason)
         self._mailbox.fail(self._address, Failure(error, told=False))
@@ -297,20 +339,57 @@ class WorkerPost:
     def wait(self, waiting: Mapping[Parcel, str]) -> None:
         """See `Post`.
 
+        A worker that is at work may be compiling, which takes as long as it takes: the
+        limit is on the time in which nothing is done on any worker of the call.
+
         Raises:
           WorkerLost: A worker of the pipeline is gone.
-          RpcTimeout: Nothing arrived for longer than the timeout.
+          RpcTimeout: All workers that are in the call have waited for the timeout.
           ValueError: Another worker is in another call.
           Exception: What went wrong on another worker, or with a message.
         """
-        now = time.monotonic()
-        until = now + self._timeout if self._timeout else None
-        while not self._arrives(waiting, until, now + _PATIENCE):
-            if not self._announced:
-                self._announced = True
-                self._tell_others(_HERE, self._address)
-            elif until is not None and time.monotonic() >= until:
-                raise RpcTimeout(self._late(waiting))
+        began = time.monotonic()
+        until = began + self._timeout if self._timeout else None
+        with self._mailbox.resting(self._address):
+            while not self._arrives(waiting, until, began + _PATIENCE):
+                if not self._announced:
+                    self._announced = True
+                    self._tell_others(_HERE, self._address)
+                elif until is not None and time.monotonic() >= until:
+                    until = self._prolonged(waiting)
+
+    def _prolonged(self, waiting: Mapping[Parcel, str]) -> float:
+        """Until when to wait, after the timeout; it may have come meanwhile."""
+        told = self._rests_of_others()
+        rested = min((each for each in told.values() if each is not None), default=None)
+        if rested is None or rested >= self._timeout:
+            if not self._arrives(waiting, 0.0, 0.0):
+                raise RpcTimeout(self._late(waiting, told))
+            return time.monotonic()
+        working = [repr(name) for name, each in told.items() if each == 0.0]
+        if working:
+            _log.warning(
+                "%s It goes on waiting. At work there, and perhaps compiling: %s.",
+                self._late(waiting),
+                ", ".join(working),
+            )
+        return time.monotonic() + self._timeout - rested
+
+    def _rests_of_others(self) -> dict[str, float | None]:
+        """For how long each other worker has waited in the call, by name.
+
+        None: it is not in the call. Workers that do not answer are left out.
+        """
+        told: dict[str, float | None] = {}
+        for name, answer in self._ask_others(_RESTED, self._address).items():
+            try:
+                told[name] = answer.wait()
+            except WorkerLost as lost:  # Its group may not know it yet.
+                if name in self._needed:
+                    self._failed(lost)
+            except RpcError:
+                continue
+        return told
 
     def _arrives(
         self, waiting: Mapping[Parcel, str], until: float | None, announce: float
@@ -330,6 +409,12 @@ class WorkerPost:
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self._names)) if rank != self._own]
 
+    @property
+    def _needed(self) -> Sequence[str]:
+        """The workers without whom the call cannot be finished, as far as is known."""
+        # Whether it can do without another one, the leader knows by its vote.
+        return [self._names[self._leader]] if self._voted else self._names
+
     def _check(self) -> None:
         """Raises what ends the call."""
         failure = self._mailbox.failures.get(self._address)
@@ -337,9 +422,7 @@ class WorkerPost:
             raise failure.error
         for name in self._mailbox.identities.get(self._address, ()):
             self._compare(name)
-        # Whether the call can do without another one, the leader knows by its vote.
-        needed = [self._names[self._leader]] if self._voted else self._names
-        for name in needed:
+        for name in self._needed:
             if name in self._mailbox.lost:
                 raise WorkerLost(name, self._operation, self._mailbox.lost[name])
 
@@ -348,16 +431,22 @@ class WorkerPost:
         if told is not None and told != self._meta[_IDENTITY]:
             self._identity.check(self._name, Identity(*told), name)
 
-    def _late(self, waiting: Mapping[Parcel, str]) -> str:
+    def _late(
+        self,
+        waiting: Mapping[Parcel, str],
+        told: Mapping[str, float | None] | None = None,
+    ) -> str:
         missing = [
             f"{action} for {_KINDS[parcel.kind]} of {self._names[parcel.sender]!r}"
             for parcel, action in waiting.items()
             if parcel.kind != "E"  # It is waited for along with everything else.
         ]
         shown = "; ".join(dict.fromkeys(missing))
+        absent = [repr(name) for name, rest in (told or {}).items() if rest is None]
         return (
             f"{self._name!r} waited more than {self._timeout} s in "
             f"{self._operation}: {shown}."
+            + (f" Not in the call: {', '.join(absent)}." if absent else "")
         )
 
     # --- the end ---
@@ -435,10 +524,16 @@ class WorkerPost:
 
     def _tell_others(self, kind: str, body: Any) -> None:
         """Tells all who are there; a worker that is not reached finds out by itself."""
-        for rank in self._others():
-            name = self._names[rank]
-            if name not in self._mailbox.lost and not self._agent.closed:
-                self._agent.call_async(name, kind, body, meta=self._meta)
+        self._ask_others(kind, body)
+
+    def _ask_others(self, kind: str, body: Any) -> dict[str, Future[Any]]:
+        """The answers of all who are there, by name."""
+        names = [self._names[rank] for rank in self._others()]
+        return {
+            name: self._agent.call_async(name, kind, body, self._limit, self._meta)
+            for name in names
+            if name not in self._mailbox.lost and not self._agent.closed
+        }
 
 
 def _vote_of(rank: int) -> Parcel:

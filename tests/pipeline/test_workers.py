@@ -98,6 +98,7 @@ def test_a_worker_that_does_not_come(cluster):
             r"'worker[12]' waited more than 2\.0 s in value_and_grad, call 1", text
         )
         assert "F0 for an output of 'worker0'" in text
+        assert "Not in the call: 'worker0'." in text
 
 
 def test_a_worker_killed_in_its_stage_is_named_on_the_others(fresh_hosts):
