@@ -82,7 +82,8 @@ class Mailbox:
       agent: The worker.
 
     Attributes:
-      changed: To be held for everything else.
+      lock: To be held for everything else.
+      changed: Of that lock; told when something came.
       arrived: The values of each call.
       identities: What the senders of each call's messages do, by name.
       failures: Of calls that failed.
@@ -95,7 +96,9 @@ class Mailbox:
     """
 
     def __init__(self, agent: Agent) -> None:
-        self.changed = threading.Condition()
+        # Ctrl-C may leave a condition taken that is entered by `with`, but not a lock.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.arrived: dict[Address, dict[Parcel, Any]] = {}
         self.identities: dict[Address, dict[str, list[Any]]] = {}
         self.failures: dict[Address, Failure] = {}
@@ -116,19 +119,19 @@ class Mailbox:
     def new_pipeline(self, names: Sequence[str]) -> str:
         """Stands for a pipeline on all its workers, if they make them in one order."""
         among = ", ".join(names)
-        with self.changed:
+        with self.lock:
             self._pipelines[among] += 1
             return f"pipeline {self._pipelines[among]} of {among}"
 
     def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
         pipeline, number, parcel, value = body
-        with self.changed:
+        with self.lock:
             if self._note(caller, (pipeline, number), meta):
                 found = self.arrived.setdefault((pipeline, number), {})
                 found[Parcel(*parcel)] = value
 
     def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
-        with self.changed:
+        with self.lock:
             self._note(caller, tuple(body), meta)
 
     def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, Any]) -> bool:
@@ -148,7 +151,7 @@ class Mailbox:
 
     def fail(self, address: Address, failure: Failure) -> None:
         """A call cannot be finished: what waits for it here is to raise the error."""
-        with self.changed:
+        with self.lock:
             if address[1] > self.done.get(address[0], -1):
                 self.failures.setdefault(address, failure)
                 self.changed.notify_all()
@@ -158,7 +161,7 @@ class Mailbox:
     ) -> list[Any] | None:
         """What was decided; None if nothing was, and now will not be."""
         pipeline, number, _ = body
-        with self.changed:
+        with self.lock:
             last, told = self.decisions.get(pipeline, (-1, []))
             if number <= last:
                 return told  # No later call can have succeeded without the caller.
@@ -189,13 +192,13 @@ class Mailbox:
             self.under_way[pipeline] = number, None
 
     def _lose(self, name: str, reason: str) -> None:
-        with self.changed:
+        with self.lock:
             self.lost[name] = reason
             self.changed.notify_all()
 
     def end(self, address: Address) -> None:
         """Forgets a call; what still arrives for it is dropped."""
-        with self.changed:
+        with self.lock:
             pipeline, number = address
             self.done[pipeline] = number
             self.under_way.pop(pipeline, None)
@@ -280,7 +283,7 @@ class WorkerPost:
         made = self._identity._replace(step=number, settings=texts)
         self._identity = sized(made, batches, parts, key) if parts else made
         self._meta = {_IDENTITY: self._identity.plain()}
-        with self._mailbox.changed:
+        with self._mailbox.lock:
             self._check()
 
     # --- values ---
@@ -295,7 +298,7 @@ class WorkerPost:
         """
         body = (*self._address, tuple(parcel), value)
         if worker == self._own:
-            with self._mailbox.changed:
+            with self._mailbox.lock:
                 found = self._mailbox.arrived.setdefault(self._address, {})
                 found[parcel] = value
             return
@@ -332,7 +335,7 @@ class WorkerPost:
         Raises:
           ValueError: The worker that sent it is in another call.
         """
-        with self._mailbox.changed:
+        with self._mailbox.lock:
             self._compare(self._names[parcel.sender])
             return self._mailbox.arrived[self._address].pop(parcel)
 
@@ -397,7 +400,7 @@ class WorkerPost:
         """Whether something came; returns when it did, or when there is more to do."""
         moments = [until] if self._announced else [until, announce]
         end = min((at for at in moments if at is not None), default=None)
-        with self._mailbox.changed:
+        with self._mailbox.lock:
             while not any(self.has(parcel, self._own) for parcel in waiting):
                 self._check()
                 left = None if end is None else end - time.monotonic()
@@ -469,7 +472,7 @@ class WorkerPost:
             if not there:
                 self.wait(dict.fromkeys(missing, "the end of the call"))
         told = [votes[rank] for rank in sorted(votes)]
-        with self._mailbox.changed:
+        with self._mailbox.lock:
             self._check()
             self._mailbox.decisions[self._address[0]] = self.number, told
             self._over = True

@@ -193,7 +193,9 @@ class Supervisor:
         self.failure: Child | None = None
         self._grace = grace
         self._ending = False
-        self._changed = threading.Condition()
+        # Ctrl-C may leave a condition taken that is entered by `with`, but not a lock.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._watchers: list[threading.Thread] = []
 
     def start(self, program: Program) -> Child | None:
@@ -202,7 +204,7 @@ class Supervisor:
         Raises:
           OSError: The system cannot start another process.
         """
-        with self._changed:
+        with self._lock:
             if self._ending:
                 return None
             child = Child(program)
@@ -219,7 +221,7 @@ class Supervisor:
         """Waits until every process has ended; False if `timeout` seconds passed."""
         if timeout is not None:  # Longer than three centuries Python refuses to wait.
             timeout = min(timeout, threading.TIMEOUT_MAX)
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(self._all_ended, timeout)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -229,13 +231,13 @@ class Supervisor:
         are killed at once.
         """
         try:
-            with self._changed:
+            with self._lock:
                 if not self._ending:
                     self._ending = True
                     self._signal_all(number)
             self.wait(self._grace)
         finally:
-            with self._changed:
+            with self._lock:
                 self._signal_all(signal.SIGKILL)
         self.wait()
 
@@ -259,7 +261,7 @@ class Supervisor:
     def _watch(self, child: Child) -> None:
         child.await_end()
         # Under the lock, so that nobody signals an id which is somebody else's by now.
-        with self._changed:
+        with self._lock:
             ending = child.bury()
             is_first = ending.failed and not self._ending
             if is_first:

@@ -8,9 +8,12 @@ import pytest
 
 from jdist import rpc
 from jdist.pipeline.update import Update
-from jdist.pipeline.worker_post import Mailbox
+from jdist.pipeline.worker_post import Failure, Mailbox, mailbox_of
+from jdist.rpc import current
 from tests.pipeline import slow
 from tests.rpc import hosts as processes_of
+from tests.rpc.sockets import Outcome
+from tests.rpc.test_interrupts import interrupt
 
 
 def same_bits(found, expected):
@@ -148,3 +151,21 @@ def test_a_worker_that_is_killed_while_it_compiles_is_lost(fresh_hosts):
         name, text = task.result()
         assert name == "worker1"
         assert "train_step, call 1 of a pipeline" in text
+
+
+def a_failed_call(mailbox):
+    address = mailbox.new_pipeline(["only"]), 0
+    mailbox.fail(address, Failure(ValueError("refused"), told=False))
+    with mailbox.resting(address):
+        pass
+    mailbox.end(address)
+
+
+def test_ctrl_c_leaves_no_mailbox_taken():
+    """At whatever place it comes, another thread may use the mailbox after it."""
+    with rpc.local_cluster(["only"]):
+        mailbox, number = mailbox_of(current.agent()), 0
+        while interrupt(number, a_failed_call, mailbox):
+            assert Outcome(a_failed_call, mailbox).get() is None
+            number += 1
+    assert number > 5
