@@ -28,6 +28,7 @@ from enum import IntFlag
 from typing import NamedTuple
 
 from jdist._errors import requirement
+from jdist.rpc.channel import NotSent
 from jdist.rpc.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.stream import ByteStream, receive_exactly
 from jdist.rpc.worker_info import WorkerInfo
@@ -143,7 +144,9 @@ def connect(
       ChannelClosed, TimeoutError: As `Stream.receive_into`.
     """
     mine = _pack_hello(me, peer)
-    stream.send([mine], deadline)
+    # One that `refuse`s may have closed before this is sent; its answer can be read.
+    with contextlib.suppress(NotSent):
+        stream.send([mine], deadline)
     theirs = receive_exactly(stream, _HELLO.size, deadline)
     hello = _read_hello(theirs)
     _check_version(hello)

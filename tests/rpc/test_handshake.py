@@ -10,7 +10,7 @@ import pytest
 
 from jdist.rpc import handshake
 from jdist.rpc.channel import ChannelClosed
-from jdist.rpc.errors import AuthenticationError, ProtocolError
+from jdist.rpc.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.handshake import Ability, Identity, Proved, accept, check_key, connect
 from jdist.rpc.stream import Stream
 from tests.rpc.sockets import KEY, PATIENCE, Outcome, nothing_left, soon
@@ -64,6 +64,25 @@ def test_both_learn_who_the_other_is():
     connecting, accepting = _meet(able, THERE._replace(abilities=Ability.MEMORY))
     assert connecting.get() == Proved("there", Ability.MEMORY)
     assert accepting.get() == Proved("here", Ability.MEMORY)
+
+
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+def test_a_refusal_is_read_after_its_sender_has_closed(family):
+    """The connector may be late: what it sends is then not taken any more."""
+    if family == "unix":
+        near, far = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+    handshake.refuse(far)
+    far.close()
+    stream = Stream(near)
+    try:
+        with pytest.raises(RpcError, match="takes no more connections: its process"):
+            connect(stream, HERE, "there", soon())
+    finally:
+        stream.close()
 
 
 def test_anybody_with_the_key_will_do():
