@@ -1,4 +1,4 @@
-"""Clusters for tests of rpc: the same bodies over both transports.
+"""Clusters for tests of rpc: the same bodies over both transports; compilations seen.
 
 A test takes `cluster`, and runs once with four workers in this process and once with
 four processes. The processes live as long as the session; each module has its own group
@@ -22,6 +22,20 @@ from tests.rpc.hosts import (
     names,
 )
 from tests.rpc.nursery import Nursery
+
+
+@pytest.fixture
+def compilations():
+    """Counts the programs that XLA compiles."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="session")

@@ -113,7 +113,7 @@ class Peer:
         with self._lock:
             if not self._idle:
                 return False
-            # An interrupt may leave it with both: whoever drops it closes it.
+            # An interrupt may leave it with both; the one that drops it closes it.
             caller.lane = lane = self._idle[-1]
             lane.unused = False
             self._busy.add(lane)

@@ -4,7 +4,6 @@ See `tests/rpc/test_interrupts.py`. Here only places in this library's own code 
 JAX has many more, and is trusted with them.
 """
 
-import sys
 import threading
 
 import jax.numpy as jnp
@@ -24,32 +23,10 @@ WEIGHTS = [5.0, 7.0, 11.0]
 OURS = jdist.__path__[0]
 
 
-def interrupt_us(number, operation, *args):
-    """As `interrupt`, at this place of those in the library."""
-    left = number
-
-    def look(frame, event, argument):
-        nonlocal left
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(OURS):
-            left -= 1
-            if left < 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(look)
-    try:
-        operation(*args)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return left < 0
-
-
 def interrupted_pass(number, variable):
     with autograd.context() as context_id:
         loss = (variable * jnp.array(WEIGHTS)).sum()
-        return interrupt_us(number, autograd.backward, context_id, [loss])
+        return interrupt(number, autograd.backward, context_id, [loss], within=OURS)
 
 
 def check_a_pass(variable):

@@ -236,7 +236,7 @@ def one_fails(how):
 
 @pytest.mark.parametrize("how", ["hook", "roots"])
 def test_a_pass_that_fails_on_one_trainer_fails_on_all(cluster, how):
-    """With its name, and nobody has a gradient of it; the next pass is in step."""
+    """With its name, and no trainer has a gradient of it; the next pass is in step."""
     found = trainers(cluster, one_fails, how)
     assert [after for _, after in found] == [[2.0, 2.0, 2.0]] * 3
     own = {"hook": "no derivative today", "roots": "No tensors provided"}[how]

@@ -125,7 +125,7 @@ def test_a_state_that_was_donated_is_refused(mesh, given):
 
 @MESHES
 def test_jit_of_a_step(mesh, given):
-    """Alone and in a function of one's own; the state is then jit's to donate."""
+    """Alone, and within another function; the state is then jit's to donate."""
     params, batch = given
     step = data_parallel.train_step(losses, optim.sgd(lr=0.1), mesh)
     weights = jnp.array(WEIGHTS)

@@ -54,13 +54,17 @@ def large(to):
 OPERATIONS = [sync, with_a_deadline, asynchronous, with_a_callback, several, large]
 
 
-def interrupt(number, operation, *args):
-    """Calls it with an interrupt at this place; whether it has as many places."""
+def interrupt(number, operation, *args, within=""):
+    """Calls it with an interrupt at this place; whether it has as many places.
+
+    `within`: only places in code of this folder count.
+    """
     left = number
 
     def look(frame, event, argument):
         nonlocal left
-        if event in ("call", "c_return"):
+        ours = frame.f_code.co_filename.startswith(within)
+        if event in ("call", "c_return") and ours:
             left -= 1
             if left < 0:
                 sys.setprofile(None)

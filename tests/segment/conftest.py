@@ -8,17 +8,3 @@ import pytest
 def _full_precision():
     with jax.default_matmul_precision("highest"):
         yield
-
-
-@pytest.fixture
-def compilations():
-    """Counts the programs that XLA compiles."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
