@@ -84,12 +84,10 @@ def elastic_cluster(
       >>> from jdist import rpc
       >>> with rpc.elastic_cluster("first") as cluster:
       ...     info = cluster.join("second")
-      ...     print(rpc.rpc_sync("second", max, args=(3, 5)))
       ...     with rpc.use_worker("second"):
-      ...         rpc.shutdown()
-      ...     rpc.get_worker_infos()
+      ...         rpc.rpc_sync("first", max, args=(3, 5))
+      ...         rpc.shutdown()  # the others are told a moment later
       5
-      [WorkerInfo(name='first', id=0)]
     """
     options = RpcOptions() if options is None else options
     check_options("elastic_cluster(options=...)", options)
