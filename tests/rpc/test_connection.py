@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import os
 import socket
+import sys
 import time
 
 import jax
@@ -132,7 +133,8 @@ def test_descriptors_end_with_exec(memory_pair, rng):
     frame = right.receive(soon())
     opened = [number for number in descriptors() if number not in before]
     flags = [fcntl.fcntl(number, fcntl.F_GETFD) for number in opened]
-    assert len(flags) >= 3
+    # From Python 3.13 on a mapping keeps no descriptor of its own.
+    assert len(flags) >= (2 if sys.version_info >= (3, 13) else 3)
     assert all(flag & fcntl.FD_CLOEXEC for flag in flags)
     del frame
 
