@@ -414,7 +414,7 @@ class WorkerPost:
 
     @property
     def _needed(self) -> Sequence[str]:
-        """The workers without whom the call cannot be finished, as far as is known."""
+        """Workers that the call still needs, as far as this one knows."""
         # Whether it can do without another one, the leader knows by its vote.
         return [self._names[self._leader]] if self._voted else self._names
 

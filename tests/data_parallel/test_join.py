@@ -132,7 +132,7 @@ def test_a_step_of_another_reduction_is_refused(rng, mesh, divide_by, taker):
 
 
 def test_weights_for_one_reduction_are_taken_like_others(rng):
-    """Within a function of one's own, counted by `fit`, lowered, and as numbers."""
+    """Within another function, counted by `fit`, lowered, and as numbers."""
     params, streams = rng.normal(size=3), streams_of(rng, SIZES)
     joined = Join(streams, 3, rows=4, divide_by="initial")
     steps = list(joined)

@@ -2,8 +2,6 @@
 
 import re
 
-import jax
-import numpy as np
 import pytest
 
 from jdist import rpc
@@ -11,20 +9,10 @@ from jdist.pipeline.update import Update
 from jdist.pipeline.worker_post import Failure, Mailbox, mailbox_of
 from jdist.rpc import current
 from tests.pipeline import slow
+from tests.pipeline.test_workers import on_each, same_bits
 from tests.rpc import hosts as processes_of
 from tests.rpc.sockets import Outcome
 from tests.rpc.test_interrupts import interrupt
-
-
-def same_bits(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.array_equal(a, np.asarray(b))
-
-
-def on_each(cluster, body, *args):
-    """Of the first three workers; results by rank."""
-    tasks = [cluster.start(rank, body, *args) for rank in range(3)]
-    return [task.result() for task in tasks]
 
 
 def same_as_one_process(found, expected):

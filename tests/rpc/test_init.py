@@ -376,7 +376,7 @@ def test_a_key_that_differs_ends_the_wait_where_warnings_are_errors(hosts, port)
 
 
 def test_a_missing_rank_with_another_key(hosts, port):
-    """When time is up, the message still says that somebody was refused."""
+    """When time is up, the message still says that a worker was refused."""
     group = hosts.start(0, met_a_stranger, 0, 2, port, join_timeout=5.0)
     stranger = hosts.start(2, be_one_of, 1, 2, port, "b", key=secrets.token_hex(32))
     with pytest.raises(rpc.AuthenticationError, match="could not prove"):
