@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks._ddp_models import MODELS, RATE, Model
 from benchmarks._pair import Job, Spent, timed
 from jdist import data_parallel, optim
-from jdist.data_parallel.exchange import Exchange
+from jdist.data_parallel.gradient.communication import Exchange
 from jdist.reduction import Partial
 
 

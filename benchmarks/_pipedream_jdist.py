@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks._pair import Job, Spent, timed
 from benchmarks._pipeline_jdist import WORKERS, examples, losses, stage_params, stages
 from jdist import optim, pipeline, rpc
-from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.stage_run import Share, StageRun
-from jdist.pipeline.stashed_run import Rule, StashedRun
+from jdist.pipeline.pipedream.stashed_run import Rule, StashedRun
+from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.stage_run import Share, StageRun
 
 ROWS = (64, 128, 256, 512)
 LENGTHS = (4, 16)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks._harness import Case, timing
 from jdist import pipeline, rpc
-from jdist.rpc.rendezvous import ReservedPort
+from jdist.rpc.group.rendezvous import ReservedPort
 
 ROUNDS = 8
 NAMES = ["stage0", "stage1", "stage2"]

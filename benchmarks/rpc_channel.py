@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks._harness import Case, race
-from jdist.rpc.channel import Channel, ChannelClosed
-from jdist.rpc.frame import REPLY, Frame
-from jdist.rpc.socket_transport import SocketTransport
-from jdist.rpc.tls import TlsConfig
+from jdist.rpc.wire.channel import Channel, ChannelClosed
+from jdist.rpc.wire.frame import REPLY, Frame
+from jdist.rpc.wire.socket_transport import SocketTransport
+from jdist.rpc.wire.tls import TlsConfig
 
 KIB = 1 << 10
 SIZES = [36, 64 * KIB, *(mib * KIB * KIB for mib in (1, 2, 4, 8, 16, 64))]

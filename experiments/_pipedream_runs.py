@@ -16,7 +16,7 @@ from flax import nnx
 
 from experiments._digits import data
 from jdist import optim, pipeline
-from jdist.pipeline.policy import Policy
+from jdist.pipeline.schedule.update_policy import Policy
 
 PARTS, BATCH = 4, 32
 STEPS = 1437 // BATCH  # of an epoch

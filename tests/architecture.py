@@ -21,6 +21,8 @@ MAY_IMPORT = {
     "pipeline": GROUND
     | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim"},
     "launch": GROUND | {"rpc"},
+    "matrix": GROUND
+    | {"autograd", "data_parallel", "optim", "pipeline", "reduction", "rpc", "segment"},
     "__init__": GROUND,
     "__main__": GROUND,
 }

@@ -40,7 +40,7 @@ PLANTED = {
         "private JAX name",
     ),
     "schedule with JAX": (
-        "jdist/pipeline/schedule.py",
+        "jdist/pipeline/schedule/schedule.py",
         '"""S."""\nimport jax\n',
         "a schedule file imports jax",
     ),
@@ -61,7 +61,7 @@ PLANTED = {
     ),
     "example with a part's inside": (
         "examples/e.py",
-        '"""E."""\nfrom jdist.rpc.future import Future\n',
+        '"""E."""\nfrom jdist.rpc.base.future import Future\n',
         "an example imports what is not public",
     ),
     "relative import": ("jdist/optim/a.py", '"""O."""\nfrom . import b\n', "relative"),

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jdist import _compat
-from jdist.rpc.rendezvous import ReservedPort
+from jdist.rpc.group.rendezvous import ReservedPort
 
 
 class Memory(bytearray):
@@ -281,7 +281,7 @@ def test_jaxs_coordinator_keeps_values_and_can_be_abandoned():
     program = """
 import sys, jax
 from jdist import _compat
-from jdist.rpc.rendezvous import ReservedPort
+from jdist.rpc.group.rendezvous import ReservedPort
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 client = _compat.distributed_client()
 client.key_value_set("folder/key", "value")

@@ -63,7 +63,7 @@ def launch(start):
 
 SHOW = """
 import json, os, sys
-from jdist.rpc.process_settings import applied
+from jdist.rpc.processes.process_settings import applied
 print(json.dumps([__name__, sys.argv, sys.path[0], sys.stdin.read(), dict(os.environ)]))
 """
 
@@ -468,7 +468,10 @@ def test_what_cannot_start_says_why(launch, tmp_path, witnesses):
 
 TRACE = "Traceback (most recent call last):"
 DURING = "During handling of the above exception, another exception occurred:"
-LOST = "jdist.rpc.errors.WorkerLost: Lost worker 'worker1' during rpc_sync: it closed."
+LOST = (
+    "jdist.rpc.base.errors.WorkerLost: "
+    "Lost worker 'worker1' during rpc_sync: it closed."
+)
 
 
 def trace(error):

@@ -17,7 +17,7 @@ from typing import IO, Self
 
 from rich.console import Console
 
-from jdist.rpc.supervisor import Child
+from jdist.rpc.processes.supervisor import Child
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _KEPT_LINES = 400
@@ -25,7 +25,7 @@ _FEW_LINES = 20
 _LONGEST_LINE = 2**16
 _PATIENCE = 5.0
 _TRACEBACK = "Traceback (most recent call last):"
-_INTERRUPTED = ("KeyboardInterrupt", "jdist.rpc.errors.WorkerLost:")
+_INTERRUPTED = ("KeyboardInterrupt", "jdist.rpc.base.errors.WorkerLost:")
 _CONNECTED = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
     r"Expected number of connected peer ranks is : \1"

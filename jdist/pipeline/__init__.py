@@ -3,32 +3,34 @@
 from jdist._fit import Epoch as Epoch
 from jdist._fit import over_epoch as over_epoch
 from jdist.pipeline.checkpoint import Checkpoints as Checkpoints
-from jdist.pipeline.costs import Costs as Costs
-from jdist.pipeline.evaluation import Evaluation as Evaluation
-from jdist.pipeline.fit import fit as fit
-from jdist.pipeline.layer_profile import Layer as Layer
-from jdist.pipeline.layer_profile import Profile as Profile
-from jdist.pipeline.layer_profile import load_profile as load_profile
-from jdist.pipeline.module import Module as Module
-from jdist.pipeline.module_stages import FromModules as FromModules
-from jdist.pipeline.module_stages import stages_from_modules as stages_from_modules
-from jdist.pipeline.nnx_stages import modules_from_nnx as modules_from_nnx
-from jdist.pipeline.nnx_stages import stages_from_nnx as stages_from_nnx
-from jdist.pipeline.partition import partition as partition
-from jdist.pipeline.pipedream_runtime import EpochMetrics as EpochMetrics
-from jdist.pipeline.pipedream_runtime import PipeDream as PipeDream
+from jdist.pipeline.pipedream.pipedream import EpochMetrics as EpochMetrics
+from jdist.pipeline.pipedream.pipedream import PipeDream as PipeDream
+from jdist.pipeline.pipedream.weight_stashing import StashState as StashState
+from jdist.pipeline.pipedream.weight_stashing import WeightStashing as WeightStashing
+from jdist.pipeline.pipedream.weight_stashing import (
+    with_weight_stashing as with_weight_stashing,
+)
 from jdist.pipeline.pipeline import Pipeline as Pipeline
-from jdist.pipeline.plan import Plan as Plan
-from jdist.pipeline.plan import PlannedStage as PlannedStage
-from jdist.pipeline.plan import load_plan as load_plan
-from jdist.pipeline.profile import profile as profile
-from jdist.pipeline.schedule import Schedule as Schedule
-from jdist.pipeline.schedule import Updates as Updates
-from jdist.pipeline.schedule_actions import Action as Action
-from jdist.pipeline.schedule_actions import ScheduleError as ScheduleError
-from jdist.pipeline.schedule_csv import from_csv as from_csv
-from jdist.pipeline.schedule_csv import to_csv as to_csv
-from jdist.pipeline.schedule_versions import versions_used as versions_used
+from jdist.pipeline.plan.layer_profile import Layer as Layer
+from jdist.pipeline.plan.layer_profile import Profile as Profile
+from jdist.pipeline.plan.layer_profile import load_profile as load_profile
+from jdist.pipeline.plan.partition import partition as partition
+from jdist.pipeline.plan.plan import Plan as Plan
+from jdist.pipeline.plan.plan import PlannedStage as PlannedStage
+from jdist.pipeline.plan.plan import load_plan as load_plan
+from jdist.pipeline.plan.profile import profile as profile
+from jdist.pipeline.run.evaluation import Evaluation as Evaluation
+from jdist.pipeline.run.fit import fit as fit
+from jdist.pipeline.run.training import Metrics as Metrics
+from jdist.pipeline.run.training import PipelineState as PipelineState
+from jdist.pipeline.schedule.actions import Action as Action
+from jdist.pipeline.schedule.actions import ScheduleError as ScheduleError
+from jdist.pipeline.schedule.csv import from_csv as from_csv
+from jdist.pipeline.schedule.csv import to_csv as to_csv
+from jdist.pipeline.schedule.schedule import Schedule as Schedule
+from jdist.pipeline.schedule.schedule import Updates as Updates
+from jdist.pipeline.schedule.split_drain import split_drain as split_drain
+from jdist.pipeline.schedule.versions import versions_used as versions_used
 from jdist.pipeline.schedules import dualpipe_v as dualpipe_v
 from jdist.pipeline.schedules import forward_only as forward_only
 from jdist.pipeline.schedules import gpipe as gpipe
@@ -40,14 +42,16 @@ from jdist.pipeline.schedules import pipedream_2bw as pipedream_2bw
 from jdist.pipeline.schedules import pipedream_flush as pipedream_flush
 from jdist.pipeline.schedules import zbv as zbv
 from jdist.pipeline.schedules import zero_bubble as zero_bubble
-from jdist.pipeline.simulate import simulate as simulate
-from jdist.pipeline.split_drain import split_drain as split_drain
-from jdist.pipeline.stage import Stage as Stage
-from jdist.pipeline.timed import timed as timed
-from jdist.pipeline.timeline import Record as Record
-from jdist.pipeline.timeline import Timeline as Timeline
-from jdist.pipeline.training import Metrics as Metrics
-from jdist.pipeline.training import PipelineState as PipelineState
-from jdist.pipeline.weight_stashing import StashState as StashState
-from jdist.pipeline.weight_stashing import WeightStashing as WeightStashing
-from jdist.pipeline.weight_stashing import with_weight_stashing as with_weight_stashing
+from jdist.pipeline.simulate.costs import Costs as Costs
+from jdist.pipeline.simulate.simulate import simulate as simulate
+from jdist.pipeline.simulate.timed import timed as timed
+from jdist.pipeline.simulate.timeline import Record as Record
+from jdist.pipeline.simulate.timeline import Timeline as Timeline
+from jdist.pipeline.stages.module import Module as Module
+from jdist.pipeline.stages.module_stages import FromModules as FromModules
+from jdist.pipeline.stages.module_stages import (
+    stages_from_modules as stages_from_modules,
+)
+from jdist.pipeline.stages.nnx_stages import modules_from_nnx as modules_from_nnx
+from jdist.pipeline.stages.nnx_stages import stages_from_nnx as stages_from_nnx
+from jdist.pipeline.stages.stage import Stage as Stage

@@ -25,8 +25,8 @@ from jdist._checkpoint import (
 from jdist._errors import requirement
 from jdist._tree import named_leaves
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.post import Opened, Post
-from jdist.pipeline.training import PipelineState, check_state
+from jdist.pipeline.run.stage_channels import Opened, Post
+from jdist.pipeline.run.training import PipelineState, check_state
 
 
 class Saved(NamedTuple):
@@ -68,7 +68,7 @@ class StageCheckpoints(Closing):
 
     Example:
       >>> import tempfile, jax.numpy as jnp
-      >>> from jdist.pipeline.post import alone
+      >>> from jdist.pipeline.run.stage_channels import alone
       >>> here = Saved(2, [0, 1], [0, 1], alone)
       >>> trees = {0: {"w": jnp.array([1.0, 2.0])}, 1: {"b": jnp.array(3)}}
       >>> with (

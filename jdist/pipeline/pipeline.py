@@ -9,28 +9,28 @@ from jax.sharding import Mesh
 
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
-from jdist.pipeline.arguments import (
+from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.arguments import (
     check_arguments,
     check_not_traced,
     key_given,
     trees_of,
 )
-from jdist.pipeline.evaluation import Evaluation, EvaluationRun, Evaluator, draws
-from jdist.pipeline.executor import executor_for
-from jdist.pipeline.loss import PipelineLoss
-from jdist.pipeline.micro_batch import MicroBatch, size_of_batch, split_batch
-from jdist.pipeline.passage import Passage
-from jdist.pipeline.post import Post, moved
-from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.shapes import Shapes
-from jdist.pipeline.spmd import one_program_on
-from jdist.pipeline.stage import Stage
-from jdist.pipeline.stage_run import StageRun
-from jdist.pipeline.step import Step
-from jdist.pipeline.stopwatch import Stopwatch
-from jdist.pipeline.tied import Tied
-from jdist.pipeline.training import Metrics, PipelineState, check_state, optimizers_for
-from jdist.pipeline.update import (
+from jdist.pipeline.run.evaluation import Evaluation, EvaluationRun, Evaluator, draws
+from jdist.pipeline.run.executor import executor_for
+from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.micro_batch import MicroBatch, size_of_batch, split_batch
+from jdist.pipeline.run.stage_channels import Post, moved
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.step import Step
+from jdist.pipeline.run.training import (
+    Metrics,
+    PipelineState,
+    check_state,
+    optimizers_for,
+)
+from jdist.pipeline.run.transfer_log import Passage
+from jdist.pipeline.run.update import (
     NO_NEWS,
     Found,
     News,
@@ -39,7 +39,12 @@ from jdist.pipeline.update import (
     loss_scale_of,
     started,
 )
-from jdist.pipeline.wiring import wire
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.spmd.one_program import one_program_on
+from jdist.pipeline.stages.shapes import Shapes
+from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.stages.tied import Tied
+from jdist.pipeline.stages.wiring import wire
 from jdist.reduction import check_reduction
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from jdist import autograd, rpc
 from jdist.autograd.engine.messages import KIND
-from jdist.rpc import current
-from jdist.rpc.callee import Reply
+from jdist.rpc.base import current
+from jdist.rpc.calls.callee import Reply
 from tests.rpc.rref.common import wait_for
 
 MODES = ("local", "sync", "async", "remote")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import autograd, rpc
-from jdist.autograd.container import here
-from jdist.autograd.node import LeafNode, RecvNode, SendNode
+from jdist.autograd.context.container import here
+from jdist.autograd.graph.node import LeafNode, RecvNode, SendNode
 
 PATIENCE = 60.0
 WAYS = ("sync", "async", "remote")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd import container
+from jdist.autograd.context import container
 from tests.autograd import engine_world as world
 from tests.autograd.engine_world import after, leaves, me, numbers
 from tests.rpc.hosts import PATIENCE

@@ -12,9 +12,9 @@ import pytest
 
 import jdist
 from jdist import autograd, rpc
+from jdist.autograd.context.turns import in_turn
 from jdist.autograd.engine.mailbox import Mailbox
-from jdist.autograd.turns import in_turn
-from jdist.rpc.turn import Turn
+from jdist.rpc.base.turn import Turn
 from tests.rpc.sockets import Outcome, blocked, wait_until
 from tests.rpc.test_interrupts import interrupt
 

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from jdist import rpc
-from jdist.autograd.boundary import META
-from jdist.autograd.container import here
-from jdist.rpc import current
-from jdist.rpc.extensions import NEEDS
-from jdist.rpc.frame import CALL
-from jdist.rpc.parcel import Parcel
+from jdist.autograd.context.container import here
+from jdist.autograd.crossing.rpc_hooks import META
+from jdist.rpc.base import current
+from jdist.rpc.base.extensions import NEEDS
+from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.wire.frame import CALL
 from tests.autograd.recording_world import add
 from tests.rpc.hosts import names
 

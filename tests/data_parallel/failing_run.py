@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist.data_parallel import replicate, value_and_grad
-from jdist.data_parallel.process_group import process_group
+from jdist.data_parallel.data.process_group import process_group
 
-module = sys.modules["jdist.data_parallel.process_group"]
+module = sys.modules["jdist.data_parallel.data.process_group"]
 
 
 def plant(mode):

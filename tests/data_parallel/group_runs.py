@@ -25,7 +25,7 @@ from jdist.data_parallel import (
     train_step,
     value_and_grad,
 )
-from jdist.data_parallel.process_group import process_group
+from jdist.data_parallel.data.process_group import process_group
 
 MOMENTUM = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")

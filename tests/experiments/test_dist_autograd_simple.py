@@ -9,7 +9,7 @@ import pytest
 
 from experiments import dist_autograd_simple as script
 from jdist.rpc import new_cluster_key
-from jdist.rpc.rendezvous import ReservedPort
+from jdist.rpc.group.rendezvous import ReservedPort
 from tests.experiments.quick import ROOT
 
 MODULE = "experiments.dist_autograd_simple"

@@ -9,7 +9,7 @@ from experiments import _pipedream_clocks as clocks
 from experiments import _pipedream_runs as runs_of
 from experiments import pipedream as job
 from jdist import pipeline
-from jdist.pipeline.epoch import Pass
+from jdist.pipeline.pipedream.epoch import Pass
 
 NETWORK = job.FULL[1]  # of two stages
 FLUSH, STASH, CONTROL = runs_of.FLUSH, runs_of.STASH, runs_of.CONTROL

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jdist import reduction
 from jdist.data_parallel import assign_buckets
-from jdist.data_parallel.buckets import plan_buckets
-from jdist.data_parallel.readiness import with_readiness
+from jdist.data_parallel.gradient.buckets import plan_buckets
+from jdist.data_parallel.gradient.gradient_order import with_readiness
 
 pytestmark = pytest.mark.parity
 

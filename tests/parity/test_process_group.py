@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from jdist.rpc.spawn import spawn
+from jdist.rpc.processes.spawn import spawn
 from tests.data_parallel import group_runs as runs
 from tests.parity.pair import outputs_of_both
 

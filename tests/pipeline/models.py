@@ -87,8 +87,8 @@ def step_by_step(pipe, params, batch, weights, kind):
 
     Written out by hand, without any of the executor's code.
     """
-    from jdist.pipeline.micro_batch import split_batch
-    from jdist.pipeline.stage_run import Share, StageRun
+    from jdist.pipeline.run.micro_batch import split_batch
+    from jdist.pipeline.run.stage_run import Share, StageRun
 
     made = pipe.stages
     runs = [

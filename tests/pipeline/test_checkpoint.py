@@ -11,7 +11,7 @@ import pytest
 from jdist import Unavailable, optim
 from jdist.pipeline import Checkpoints
 from jdist.pipeline.checkpoint import Saved, StageCheckpoints
-from jdist.pipeline.post import alone
+from jdist.pipeline.run.stage_channels import alone
 from tests.pipeline import worlds
 from tests.pipeline.trained import batch_of, made, numbers, same, start, steps
 

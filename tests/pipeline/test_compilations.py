@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline, rpc
-from jdist.pipeline.stage_run import Share, StageRun
+from jdist.pipeline.run.stage_run import Share, StageRun
 from tests.pipeline import models, trained
 
 DEVICES = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist import optim, pipeline
-from jdist.pipeline.stage_run import StageRun
+from jdist.pipeline.run.stage_run import StageRun
 from tests.pipeline.models import (
     judge,
     losses,

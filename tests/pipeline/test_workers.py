@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline import buckets
-from jdist.pipeline.post import InProcessPost
-from jdist.pipeline.step import Step
-from jdist.pipeline.worker_post import WorkerPost
+from jdist.pipeline.run import buckets
+from jdist.pipeline.run.stage_channels import InProcessPost
+from jdist.pipeline.run.step import Step
+from jdist.pipeline.run.worker_channels import WorkerPost
 from tests.pipeline import trained, worlds
 from tests.pipeline.models import losses, problem, stages
 from tests.rpc import hosts as processes_of

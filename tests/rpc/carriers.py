@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.rpc import wire
-from jdist.rpc.arrays import adopt
-from jdist.rpc.frame import Frame
+from jdist.rpc.codec.arrays import adopt
+from jdist.rpc.wire import framing
+from jdist.rpc.wire.frame import Frame
 
-LIMITS = wire.Limits()
+LIMITS = framing.Limits()
 
 
 def by_wire(tree, leaves, device=None, apart=None):
     """Through bytes and back."""
     frame = Frame("call", 1, {}, tree, leaves)
-    received = receive(wire.pack(frame, apart), device)
+    received = receive(framing.pack(frame, apart), device)
     return received.tree, received.leaves
 
 
@@ -36,17 +36,17 @@ CARRIERS = [by_wire, by_descriptors, in_process]
 def receive(packed, device=None, limits=LIMITS):
     """What a transport does with the bytes that reach it."""
     head = packed.head
-    sizes = wire.parse_prefix(head[: wire.PREFIX_BYTES], limits)
-    header = wire.parse_header(head[wire.PREFIX_BYTES :], sizes, limits)
-    buffers = wire.allocate(header)
+    sizes = framing.parse_prefix(head[: framing.PREFIX_BYTES], limits)
+    header = framing.parse_header(head[framing.PREFIX_BYTES :], sizes, limits)
+    buffers = framing.allocate(header)
     stream = b"".join(packed.body)
-    assert len(head) == wire.PREFIX_BYTES + sizes.header
+    assert len(head) == framing.PREFIX_BYTES + sizes.header
     assert len(stream) == sizes.body == sum(map(len, buffers))
     for buffer in buffers:
         buffer[:] = stream[: len(buffer)]
         stream = stream[len(buffer) :]
     apart = [memoryview(bytearray(piece)) for piece in packed.apart]
-    return wire.assemble(header, buffers, device, apart)
+    return framing.assemble(header, buffers, device, apart)
 
 
 def assert_same(got, sent):

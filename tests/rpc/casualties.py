@@ -13,8 +13,9 @@ from typing import NamedTuple
 import jax
 
 from jdist import rpc
-from jdist.rpc import current, membership
-from jdist.rpc.group import Group
+from jdist.rpc.base import current
+from jdist.rpc.group import lifecycle
+from jdist.rpc.group.membership import Group
 from tests.rpc.hosts import be_one_of
 from tests.rpc.sockets import descriptors
 
@@ -314,7 +315,7 @@ def begin_to_join(name, rank, port, size, join):
             asked.set()
             return future
 
-    membership.Group = Asking
+    lifecycle.Group = Asking
     arguments = (lambda: join(name, rank, port, size),)
     threading.Thread(target=see, args=arguments, daemon=True).start()
     assert asked.wait(PATIENCE)

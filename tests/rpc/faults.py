@@ -13,11 +13,11 @@ import threading
 from collections import Counter
 from typing import NamedTuple
 
-from jdist.rpc.channel import ChannelClosed
-from jdist.rpc.connection import Connection
-from jdist.rpc.errors import ProtocolError
-from jdist.rpc.frame import ANSWERS
-from jdist.rpc.wire import pack
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.connection import Connection
+from jdist.rpc.wire.frame import ANSWERS
+from jdist.rpc.wire.framing import pack
 
 FAULTS = ("drop", "delay", "duplicate", "truncate", "close")
 ANY = "*"

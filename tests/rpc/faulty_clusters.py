@@ -11,11 +11,12 @@ import threading
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current, membership
-from jdist.rpc.coordinator import NAME
-from jdist.rpc.in_process import InProcessTransport
-from jdist.rpc.rendezvous import ReservedPort
-from jdist.rpc.socket_transport import SocketTransport
+from jdist.rpc.base import current
+from jdist.rpc.group import lifecycle
+from jdist.rpc.group.coordinator import NAME
+from jdist.rpc.group.rendezvous import ReservedPort
+from jdist.rpc.wire.in_process import InProcessTransport
+from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.faults import FaultyTransport, Plan
 from tests.rpc.hosts import Cluster, be_one_of, in_threads, names, results
 
@@ -56,7 +57,7 @@ def _faulty(inner, rules):
 def _become_faulty(rank, count, port, make_rules, options):
     with pytest.MonkeyPatch.context() as patch:
         make = _faulty(SocketTransport, make_rules())
-        patch.setattr(membership, "SocketTransport", make)
+        patch.setattr(lifecycle, "SocketTransport", make)
         be_one_of(rank, count, port, **options)
 
 
@@ -64,7 +65,7 @@ def _become_faulty(rank, count, port, make_rules, options):
 def threads(hosts, make_rules, count=2, **options):
     """Workers in this process."""
     # The package's attribute of this name is the function.
-    module = importlib.import_module("jdist.rpc.local_cluster")
+    module = importlib.import_module("jdist.rpc.processes.local_cluster")
     with pytest.MonkeyPatch.context() as patch:
         make = _faulty(InProcessTransport, make_rules())
         patch.setattr(module, "InProcessTransport", make)

@@ -19,7 +19,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from jdist import rpc
-from jdist.rpc.rendezvous import Rendezvous, ReservedPort, fresh_key
+from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, fresh_key
 
 PATIENCE = 120.0  # Of what must happen. Nothing waits this long unless it fails.
 WORKERS = 4

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import autograd, optim, rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 from tests.rpc import casualties
 
 _kept = {}

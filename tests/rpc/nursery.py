@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-from jdist.rpc.spawn import spawn
+from jdist.rpc.processes.spawn import spawn
 
 
 class Nursery:

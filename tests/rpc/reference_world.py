@@ -6,7 +6,7 @@ world knows which values must live, and checks it after every step.
 
 from typing import Any, NamedTuple
 
-from jdist.rpc.ids import IdCounter
+from jdist.rpc.base.ids import IdCounter
 from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Ref, Take
 from jdist.rpc.rref.protocol import Never, Post, Protocol, Settled

@@ -12,14 +12,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jdist.rpc.channel import ChannelClosed
-from jdist.rpc.connection import Connection, Terms
-from jdist.rpc.errors import ProtocolError
-from jdist.rpc.frame import Frame
-from jdist.rpc.memory import MemoryPool
-from jdist.rpc.socket_transport import SocketTransport
-from jdist.rpc.stream import Stream
-from jdist.rpc.tls import TlsConfig
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.connection import Connection, Terms
+from jdist.rpc.wire.frame import Frame
+from jdist.rpc.wire.memory import MemoryPool
+from jdist.rpc.wire.socket_transport import SocketTransport
+from jdist.rpc.wire.stream import Stream
+from jdist.rpc.wire.tls import TlsConfig
 
 KEY = secrets.token_bytes(32)
 PATIENCE = 60.0  # Of what must happen. Nothing waits this long unless it fails.

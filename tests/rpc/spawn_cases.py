@@ -115,7 +115,7 @@ def wait_for_ever(rank, port):
 def settings(rank):
     """What is in force in this process, as the system tells it."""
     loaded = "jax" in sys.modules
-    from jdist.rpc.process_settings import applied
+    from jdist.rpc.processes.process_settings import applied
 
     names = ("PJRT_NPROC", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX")
     return {

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
-from jdist.rpc.turn import Turn
+from jdist.rpc.base import current
+from jdist.rpc.base.turn import Turn
 from tests.rpc.sockets import Outcome, blocked, wait_until
 
 PATIENCE = 60

@@ -14,7 +14,7 @@ from collections import defaultdict
 import pytest
 
 from tests.rpc import casualties, kills
-from tests.rpc.test_liveness import DEATH, FROST, Group, results
+from tests.rpc.group.test_liveness import DEATH, FROST, Group, results
 
 DRAWS = int(os.environ.get("JDIST_KILLS", "3"))
 SEED = int(os.environ.get("JDIST_KILLS_SEED", "0"))

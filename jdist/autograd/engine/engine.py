@@ -7,8 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdist.autograd.engine.engagement import Held
+from jdist.autograd.context.ids import Ids
 from jdist.autograd.engine.failure import BackwardError, Failure
+from jdist.autograd.engine.local_pass import Part, Root
 from jdist.autograd.engine.marking import lead_to
 from jdist.autograd.engine.messages import (
     END,
@@ -20,19 +21,18 @@ from jdist.autograd.engine.messages import (
     unpack_end,
     unpack_reach,
 )
-from jdist.autograd.engine.part import Part, Root
-from jdist.autograd.ids import Ids
-from jdist.rpc import current
-from jdist.rpc.deadline import DEFAULT, Deadline
-from jdist.rpc.errors import ProtocolError, RpcError
-from jdist.rpc.future import Future, call_when_done
-from jdist.rpc.ledger import Operation
-from jdist.rpc.request import Outgoing
-from jdist.rpc.worker_info import WorkerInfo, number_of
+from jdist.autograd.engine.termination_detector import Held
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import DEFAULT, Deadline
+from jdist.rpc.base.errors import ProtocolError, RpcError
+from jdist.rpc.base.future import Future, call_when_done
+from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.calls.outstanding_calls import Operation
+from jdist.rpc.calls.request import Outgoing
 
 if TYPE_CHECKING:
-    from jdist.autograd.container import Container
-    from jdist.autograd.context import Context
+    from jdist.autograd.context.container import Container
+    from jdist.autograd.context.context import Context
 
 PART = "jdist.autograd.engine"
 """Under which an agent has its engine."""

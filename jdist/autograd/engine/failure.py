@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from jdist.autograd.errors import AutogradError
-from jdist.rpc.errors import ProtocolError, RpcError
+from jdist.autograd.context.errors import AutogradError
+from jdist.rpc.base.errors import ProtocolError, RpcError
 
 
 class BackwardError(AutogradError):

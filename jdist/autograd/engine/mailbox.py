@@ -8,9 +8,9 @@ import contextvars
 from collections import deque
 from collections.abc import Callable
 
-from jdist.rpc import current
-from jdist.rpc.current import Scope
-from jdist.rpc.turn import Turn
+from jdist.rpc.base import current
+from jdist.rpc.base.current import Scope
+from jdist.rpc.base.turn import Turn
 
 
 class Mailbox:

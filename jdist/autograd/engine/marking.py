@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from jdist.autograd.context.ids import maker
 from jdist.autograd.engine.messages import REACH, unpack_reached
-from jdist.autograd.ids import maker
-from jdist.autograd.node import Node, RecvNode
+from jdist.autograd.graph.node import Node, RecvNode
 
 if TYPE_CHECKING:
-    from jdist.autograd.container import Container
+    from jdist.autograd.context.container import Container
 
 
 def lead_to(starts: Iterable[Node]) -> tuple[set[int], set[int]]:

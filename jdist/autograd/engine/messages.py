@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from jdist.autograd.engine.failure import Failure
 from jdist.autograd.engine.sweep import Cotangent
-from jdist.rpc.callee import Reply
-from jdist.rpc.errors import ProtocolError
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.calls.callee import Reply
 
 KIND = "autograd.backward"
 """Kind of the requests with gradients."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jdist.autograd.node import Node
+from jdist.autograd.graph.node import Node
 
 Cotangent = Any
 """An array, or None where none flows."""

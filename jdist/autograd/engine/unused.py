@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from jdist.autograd.engine.messages import Starving
-from jdist.autograd.node import RecvNode
+from jdist.autograd.graph.node import RecvNode
 
 
 def explain(

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.autograd import container
+from jdist.autograd.context import container
+from jdist.autograd.modules.replicated import is_replicated
 from jdist.autograd.optimizer import checkpoint, serving
 from jdist.autograd.optimizer.checkpoint import State
 from jdist.autograd.optimizer.owned import check_same, described
 from jdist.autograd.optimizer.owners import ask_all
-from jdist.autograd.replicated import is_replicated
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of
-from jdist.rpc import RemoteModule, RRef, WorkerInfo, current
-from jdist.rpc.deadline import DEFAULT
+from jdist.rpc import RemoteModule, RRef, WorkerInfo
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import DEFAULT
 
 _CALL = "DistributedOptimizer"
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import path_of
+from jdist.autograd.context.turns import in_turn
+from jdist.autograd.graph.variable import Variable
 from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
 from jdist.autograd.optimizer.program import Program
-from jdist.autograd.turns import in_turn
-from jdist.autograd.variable import Variable
 from jdist.optim.clipping import square
-from jdist.rpc import RpcTimeout, current
+from jdist.rpc import RpcTimeout
+from jdist.rpc.base import current
 
 Gradients = Mapping[Variable, Any]
 T = TypeVar("T")

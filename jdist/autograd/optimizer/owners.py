@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jdist.rpc import WorkerInfo, current
-from jdist.rpc.agent import Agent
-from jdist.rpc.extensions import NEEDS
-from jdist.rpc.future import Future
+from jdist.rpc import WorkerInfo
+from jdist.rpc.base import current
+from jdist.rpc.base.extensions import NEEDS
+from jdist.rpc.base.future import Future
+from jdist.rpc.calls.agent import Agent
 
 # An owner may be asked before it has imported autograd for its first variable.
 _META = {NEEDS: "jdist.autograd.optimizer.serving:install"}

@@ -7,8 +7,8 @@ and never wait in a circle; steps on sets without a common variable run side by 
 
 from collections.abc import Iterable
 
-from jdist.autograd.variable import Variable
-from jdist.rpc.turn import Turn
+from jdist.autograd.graph.variable import Variable
+from jdist.rpc.base.turn import Turn
 
 BUSY = "while another step held one of the parameters"
 """What is said of a step that comes too late for its turn, see `in_turn`."""

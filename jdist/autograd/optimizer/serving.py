@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd import container
-from jdist.autograd.nnx_module import Module
+from jdist.autograd.context import container
+from jdist.autograd.graph.variable import Variable
+from jdist.autograd.modules.nnx_module import Module
 from jdist.autograd.optimizer.owned import Gradients, OwnedOptimizer
 from jdist.autograd.optimizer.program import program
-from jdist.autograd.variable import Variable
 from jdist.rpc import Parameter, ProtocolError, RRef, WorkerInfo
-from jdist.rpc.agent import Agent
+from jdist.rpc.calls.agent import Agent
 
 CREATE = "optimizer.create"
 SQUARES = "optimizer.squares"

@@ -5,21 +5,21 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jdist._errors import requirement
-from jdist.autograd import container as containers
-from jdist.autograd.context import Context
+from jdist.autograd.context import container as containers
+from jdist.autograd.context.context import Context
 from jdist.autograd.engine.marking import mark
-from jdist.autograd.node import Node
+from jdist.autograd.graph.node import Node
+from jdist.autograd.graph.recorded import Recorded
+from jdist.autograd.graph.variable import Variable
+from jdist.autograd.picture.graph_node import RECEIVE, SEND, Vertex, checked, vertices
 from jdist.autograd.picture.mermaid import mermaid
 from jdist.autograd.picture.svg import svg
-from jdist.autograd.picture.vertex import RECEIVE, SEND, Vertex, checked, vertices
-from jdist.autograd.recorded import Recorded
-from jdist.autograd.variable import Variable
-from jdist.rpc.deadline import DEFAULT
-from jdist.rpc.errors import ProtocolError
-from jdist.rpc.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
-    from jdist.autograd.container import Container
+    from jdist.autograd.context.container import Container
 
 _KIND = "autograd.graph"
 _MODES = ("smart", "fast")

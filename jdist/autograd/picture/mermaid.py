@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jdist.autograd.picture.vertex import FUNCTION, LEAF, RECEIVE, SEND, Vertex
+from jdist.autograd.picture.graph_node import FUNCTION, LEAF, RECEIVE, SEND, Vertex
 
 _SHAPES = {
     LEAF: ("([", "])"),

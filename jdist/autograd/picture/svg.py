@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from jdist.autograd.picture.vertex import FUNCTION, LEAF, RECEIVE, SEND, Vertex
+from jdist.autograd.picture.graph_node import FUNCTION, LEAF, RECEIVE, SEND, Vertex
 
 _WIDTH, _HEIGHT = 140, 30
 _ACROSS, _DOWN = 190, 50

@@ -10,10 +10,10 @@ from jdist._errors import requirement
 from jdist.autograd.remote_call.arguments import kind_of, taken_apart
 from jdist.autograd.remote_call.caller import Target, caller_of
 from jdist.autograd.remote_call.primitive import bind
-from jdist.rpc import current
-from jdist.rpc.arguments import named
-from jdist.rpc.deadline import DEFAULT, check_timeout
-from jdist.rpc.worker_info import WorkerInfo
+from jdist.rpc.base import current
+from jdist.rpc.base.arguments import named
+from jdist.rpc.base.deadline import DEFAULT, check_timeout
+from jdist.rpc.base.worker_info import WorkerInfo
 
 
 def remote_call(

@@ -19,7 +19,7 @@ from jdist.autograd.remote_call.arguments import Kind, kind_of
 from jdist.autograd.remote_call.caller import Target, calling
 from jdist.autograd.remote_call.operations import Operation
 from jdist.autograd.remote_call.pool import pool
-from jdist.rpc.errors import RemoteError
+from jdist.rpc.base.errors import RemoteError
 
 
 def staged_on_cpu(

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import evaluate, placed, trace_whole
-from jdist.autograd.recording import tracing
+from jdist.autograd.context.recording import tracing
 from jdist.autograd.remote_call.arguments import (
     Kind,
     Structure,
@@ -37,9 +37,9 @@ from jdist.autograd.remote_call.operations import (
     transformed,
 )
 from jdist.autograd.remote_call.variables import context_of, trees, variables_of
-from jdist.rpc import current
-from jdist.rpc.agent import Agent
-from jdist.rpc.ledger import Operation as Described
+from jdist.rpc.base import current
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.outstanding_calls import Operation as Described
 from jdist.rpc.rref import RRef
 from jdist.segment._cache import VERSIONS, Cache
 from jdist.segment._contents import Contents, contents_of

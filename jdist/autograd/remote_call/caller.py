@@ -14,11 +14,11 @@ from jdist.autograd.remote_call.arguments import Kind, Structure, kind_of
 from jdist.autograd.remote_call.callee import UnknownProgram
 from jdist.autograd.remote_call.operations import Operation, pullbacks
 from jdist.autograd.remote_call.variables import context_for
-from jdist.rpc import current
-from jdist.rpc.agent import Agent
-from jdist.rpc.frame import CALL
-from jdist.rpc.ledger import Operation as Described
+from jdist.rpc.base import current
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.outstanding_calls import Operation as Described
 from jdist.rpc.rref import RRef
+from jdist.rpc.wire.frame import CALL
 
 _PART = "jdist.autograd.remote_call.caller"
 _MOST = 1024

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import is_inexact
-from jdist.autograd import container, recording
-from jdist.autograd.context import Context
-from jdist.autograd.errors import AutogradError
-from jdist.autograd.gradients import accumulate, gradient_of
-from jdist.autograd.variable import Variable
-from jdist.rpc import current
-from jdist.rpc.agent import Agent
+from jdist.autograd.context import container, recording
+from jdist.autograd.context.context import Context
+from jdist.autograd.context.errors import AutogradError
+from jdist.autograd.context.gradients import accumulate, gradient_of
+from jdist.autograd.graph.variable import Variable
+from jdist.rpc.base import current
+from jdist.rpc.calls.agent import Agent
 from jdist.rpc.rref import RRef
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule import Placement
-from jdist.pipeline.schedule_actions import Program
-from jdist.pipeline.schedule_program import alternating, check_counts
+from jdist.pipeline.schedule.actions import Program
+from jdist.pipeline.schedule.program import alternating, check_counts
+from jdist.pipeline.schedule.schedule import Placement
 
 
 def replica_counts(

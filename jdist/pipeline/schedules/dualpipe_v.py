@@ -1,9 +1,9 @@
 """DualPipeV: forward passes of one direction beside backward passes of the other."""
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import Phase, check_counts, phases
+from jdist.pipeline.schedule.actions import Columns
+from jdist.pipeline.schedule.program import Phase, check_counts, phases
+from jdist.pipeline.schedule.schedule import Schedule
 
 
 def dualpipe_v(n: int, m: int) -> Schedule:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_actions import Columns, F, Program
-from jdist.pipeline.schedule_program import check_counts
+from jdist.pipeline.schedule.actions import Columns, F, Program
+from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.schedule import Schedule
 
 
 def forward_only(n: int, m: int) -> Schedule:

@@ -3,9 +3,9 @@
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import Sequenced, alternating, check_counts
+from jdist.pipeline.schedule.actions import Columns
+from jdist.pipeline.schedule.program import Sequenced, alternating, check_counts
+from jdist.pipeline.schedule.schedule import Schedule
 
 
 def interleaved(n: int, m: int, chunks: int) -> Schedule:

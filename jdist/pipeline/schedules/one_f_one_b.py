@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import check_counts
+from jdist.pipeline.schedule.actions import Columns
+from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules._replicas import ahead_of, in_turn, placed, replica_counts
 
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule import Schedule, Updates
-from jdist.pipeline.schedule_program import check_counts
+from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.schedule import Schedule, Updates
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from jdist.pipeline.schedule import Schedule, Updates
-from jdist.pipeline.schedule_actions import Columns, Program
-from jdist.pipeline.schedule_program import alternating, check_counts
+from jdist.pipeline.schedule.actions import Columns, Program
+from jdist.pipeline.schedule.program import alternating, check_counts
+from jdist.pipeline.schedule.schedule import Schedule, Updates
 
 
 def pipedream_flush(n: int, m: int, *, update_every: int | None = None) -> Schedule:

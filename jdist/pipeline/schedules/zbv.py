@@ -1,8 +1,8 @@
 """ZBV: zero bubble with two stages per worker, laid out as a V."""
 
-from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import check_counts, phases
+from jdist.pipeline.schedule.actions import Columns
+from jdist.pipeline.schedule.program import check_counts, phases
+from jdist.pipeline.schedule.schedule import Schedule
 
 
 def zbv(n: int, m: int) -> Schedule:

@@ -1,8 +1,8 @@
 """Zero bubble, form H1: weight gradients fill the gaps that 1F1B leaves."""
 
-from jdist.pipeline.schedule import Schedule
-from jdist.pipeline.schedule_actions import Columns
-from jdist.pipeline.schedule_program import check_counts, phases
+from jdist.pipeline.schedule.actions import Columns
+from jdist.pipeline.schedule.program import check_counts, phases
+from jdist.pipeline.schedule.schedule import Schedule
 
 
 def zero_bubble(n: int, m: int) -> Schedule:

@@ -13,7 +13,7 @@ the *leaves* are the arrays of the value, untouched. What arrives is what was se
 - JAX arrays of every dtype, weak types and PRNG keys with their implementation; on the
   receiver's device, gathered if they were sharded over devices of the sender;
 - functions, classes and bound methods by name, `functools.partial` of them;
-- exceptions, as `jdist.rpc.remote_exception` describes them.
+- exceptions, as `jdist.rpc.calls.remote_exception` describes them.
 
 An array that occurs twice in a value is sent once and arrives as one; equal containers
 arrive as two. Everything else is refused with a reason, unless pickle is allowed.
@@ -25,13 +25,12 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist.rpc import nnx
-from jdist.rpc.codec import callables, codes, containers, numeric, objects, plain
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.codec import callables, codes, containers, nnx, numeric, objects, plain
 from jdist.rpc.codec import pickled as pickles
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
 from jdist.rpc.codec.encoding import Encoder, Encoding
-from jdist.rpc.errors import ProtocolError
-from jdist.rpc.functions import FunctionTable
+from jdist.rpc.codec.functions import FunctionTable
 
 _ENCODERS = plain.ENCODERS | containers.ENCODERS | numeric.ENCODERS
 _KINDS = [*numeric.KINDS, *objects.KINDS, *callables.KINDS]

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
 from jdist.rpc.codec.encoding import Encoder, Encoding
-from jdist.rpc.errors import ProtocolError
 
 
 def _reference(encoding: Encoding, value: Any) -> Any:

@@ -7,10 +7,10 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts_at_least
 from jdist.rpc.codec.encoding import Encoder, Encoding
-from jdist.rpc.errors import ProtocolError
 
 
 def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:

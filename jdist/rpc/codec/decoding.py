@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdist.rpc.errors import ProtocolError
-from jdist.rpc.frame import Missing
-from jdist.rpc.functions import FunctionTable
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.wire.frame import Missing
 
 Decoder = Callable[["Decoding", list[Any]], Any]
 """Makes the value of a node of one kind."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist.rpc.codec.codes import LEAF
-from jdist.rpc.functions import FunctionTable
+from jdist.rpc.codec.functions import FunctionTable
 
 Encoder = Callable[["Encoding", Any], Any]
 """Makes a tree of a value of one kind; asks the `Encoding` for the trees within."""

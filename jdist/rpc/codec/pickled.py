@@ -7,11 +7,11 @@ import pickle
 from typing import Any
 
 from jdist._errors import requirement
+from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
 from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoding
 from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.plain import decode_bytes, encode_bytes
-from jdist.rpc.errors import ForbiddenFunction, ProtocolError
 
 
 def or_pickled(encoder: Encoder) -> Encoder:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
 from jdist.rpc.codec.encoding import Encoder, Encoding
-from jdist.rpc.errors import ProtocolError
 
 _LONG = 4096
 """Bytes and texts of this length or more travel as leaves: in the body, not copied."""

@@ -3,9 +3,9 @@
 import contextvars
 from typing import Any
 
-from jdist.rpc.functions import FunctionTable
-from jdist.rpc.future import Future, complete, error_of, run_all
-from jdist.rpc.remote_exception import describe, rebuild
+from jdist.rpc.base.future import Future, complete, error_of, run_all
+from jdist.rpc.calls.remote_exception import describe, rebuild
+from jdist.rpc.codec.functions import FunctionTable
 
 Cell = Future[Any]
 """Completed once. An exception in it has no traceback but in words, see `fill`."""

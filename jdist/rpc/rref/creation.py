@@ -3,20 +3,21 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdist.rpc import calls, current
-from jdist.rpc.agent import Agent
-from jdist.rpc.callee import Reply
-from jdist.rpc.deadline import DEFAULT
-from jdist.rpc.errors import ProtocolError, RpcTimeout, WorkerLost
-from jdist.rpc.functions import FunctionTable
-from jdist.rpc.future import Future, call_when_done, complete, error_of
-from jdist.rpc.ids import GloballyUniqueId
-from jdist.rpc.interceptor import Invocation
-from jdist.rpc.request import Outgoing
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
+from jdist.rpc.base.future import Future, call_when_done, complete, error_of
+from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.base.interceptor import Invocation
+from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.calls import caller as calls
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.callee import Reply
+from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.rref.cell import Cell, again, fail, fill, new_cell
 from jdist.rpc.rref.references import References
 from jdist.rpc.rref.wire import unpack_id
-from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
     from jdist.rpc.rref.reference import RRef

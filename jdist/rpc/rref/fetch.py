@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jdist.rpc.callee import Reply
-from jdist.rpc.deadline import DEFAULT
-from jdist.rpc.errors import ProtocolError, RpcError, RpcTimeout
-from jdist.rpc.functions import own_name
-from jdist.rpc.future import Future, error_of
-from jdist.rpc.interceptor import Invocation
-from jdist.rpc.ledger import Operation
-from jdist.rpc.request import Outgoing
+from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
+from jdist.rpc.base.future import Future, error_of
+from jdist.rpc.base.interceptor import Invocation
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.callee import Reply
+from jdist.rpc.calls.outstanding_calls import Operation
+from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.codec.functions import own_name
 from jdist.rpc.rref.cell import Cell, read
 from jdist.rpc.rref.creation import failure_of
 from jdist.rpc.rref.wire import unpack_id
-from jdist.rpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from jdist.rpc.agent import Agent
+    from jdist.rpc.calls.agent import Agent
     from jdist.rpc.rref.reference import RRef
     from jdist.rpc.rref.references import References
 

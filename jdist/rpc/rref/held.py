@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jdist.rpc.ids import GloballyUniqueId
+from jdist.rpc.base.ids import GloballyUniqueId
 
 
 class Held:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jdist.rpc.agent import Agent
-from jdist.rpc.errors import ProtocolError
-from jdist.rpc.method import Method
-from jdist.rpc.parcel import Parcel
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.codec.method import Method
 from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.reference import RRef
 from jdist.rpc.rref.references import References, refuse_anywhere_else

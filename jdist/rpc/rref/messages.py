@@ -8,7 +8,7 @@ sees to that), in any order.
 
 from typing import NamedTuple
 
-from jdist.rpc.ids import GloballyUniqueId
+from jdist.rpc.base.ids import GloballyUniqueId
 
 
 class Ref(NamedTuple):

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jdist.rpc.ids import GloballyUniqueId
+from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.rref.window import Window
 
 

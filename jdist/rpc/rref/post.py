@@ -11,16 +11,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdist.rpc.errors import ProtocolError, RpcTimeout, WorkerLost
-from jdist.rpc.future import Future, call_when_done
+from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
+from jdist.rpc.base.future import Future, call_when_done
+from jdist.rpc.base.worker_info import WorkerInfo, number_of
 from jdist.rpc.rref.keeper import GATHERING, Keeper
 from jdist.rpc.rref.messages import Accept, Message
 from jdist.rpc.rref.window import UnderWay, Window
 from jdist.rpc.rref.wire import KINDS, pack, unpack
-from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
-    from jdist.rpc.agent import Agent
+    from jdist.rpc.calls.agent import Agent
 
 Callback = Callable[[], None]
 _log = logging.getLogger("jdist.rpc")

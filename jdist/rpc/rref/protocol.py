@@ -28,7 +28,7 @@ import collections
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jdist.rpc.ids import GloballyUniqueId, IdCounter
+from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
 from jdist.rpc.rref.held import Held, Holdings
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
 from jdist.rpc.rref.owned import Entry, Owned

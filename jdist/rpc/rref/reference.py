@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from jdist._errors import requirement
-from jdist.rpc import calls, current
-from jdist.rpc.deadline import DEFAULT, NEVER, Deadline
-from jdist.rpc.errors import RpcError
-from jdist.rpc.future import Future, error_of
-from jdist.rpc.ids import GloballyUniqueId
-from jdist.rpc.parcel import Parcel
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import DEFAULT, NEVER, Deadline
+from jdist.rpc.base.errors import RpcError
+from jdist.rpc.base.future import Future, error_of
+from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls import caller
+from jdist.rpc.codec.message_context import Parcel
 from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.cell import Cell, new_cell
 from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.messages import Ref
 from jdist.rpc.rref.proxy import Proxy
 from jdist.rpc.rref.references import References
-from jdist.rpc.worker_info import WorkerInfo
 
 T = TypeVar("T")
 
@@ -241,11 +242,11 @@ class RRef(Generic[T]):
           ...     names.rpc_sync().index("z")
           2
         """
-        return Proxy(self, calls.rpc_sync, timeout)
+        return Proxy(self, caller.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns a Future of the result."""
-        return Proxy(self, calls.rpc_async, timeout)
+        return Proxy(self, caller.rpc_async, timeout)
 
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns an RRef of the result, on the owner."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jdist._errors import requirement
-from jdist.rpc.errors import ProtocolError, RpcError, WorkerLost
-from jdist.rpc.future import Future
-from jdist.rpc.ids import GloballyUniqueId, IdCounter
-from jdist.rpc.parcel import Parcel
+from jdist.rpc.base.errors import ProtocolError, RpcError, WorkerLost
+from jdist.rpc.base.future import Future
+from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
+from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.codec.message_context import Parcel
 from jdist.rpc.rref.cell import Cell, fail, new_cell
 from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.keeper import Keeper
@@ -19,12 +20,11 @@ from jdist.rpc.rref.owned import Entry
 from jdist.rpc.rref.post import Post
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
 from jdist.rpc.rref.wire import refs_in
-from jdist.rpc.worker_info import WorkerInfo, number_of
 
 if TYPE_CHECKING:
-    from jdist.rpc.agent import Agent
-    from jdist.rpc.deadline import Deadline
-    from jdist.rpc.execution import Execution
+    from jdist.rpc.base.deadline import Deadline
+    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.calls.execution import Execution
     from jdist.rpc.rref.reference import RRef
 
 Backward = Callable[["RRef[Any]", int, bool], None]

@@ -3,7 +3,7 @@
 import collections
 from typing import NamedTuple
 
-from jdist.rpc.ids import GloballyUniqueId
+from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.window import UnderWay
 

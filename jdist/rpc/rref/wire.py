@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.codec import Codec, codes
-from jdist.rpc.errors import ProtocolError
-from jdist.rpc.ids import GloballyUniqueId
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
 
 KINDS: dict[type, str] = {

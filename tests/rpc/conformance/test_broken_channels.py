@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jdist import rpc
-from jdist.rpc.frame import CALL, CANCEL, REPLY
+from jdist.rpc.wire.frame import CALL, CANCEL, REPLY
 from tests.rpc.conformance import test_faulty as faulty
 from tests.rpc.faults import Rule
 from tests.rpc.faulty_clusters import WAYS, struck

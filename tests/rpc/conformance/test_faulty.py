@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jdist import rpc
-from jdist.rpc.frame import CALL, REPLY
+from jdist.rpc.wire.frame import CALL, REPLY
 from tests.rpc.faults import Rule
 from tests.rpc.faulty_clusters import WAYS, late, let_go, struck
 

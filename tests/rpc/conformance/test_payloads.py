@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 
 
 class Pair(NamedTuple):

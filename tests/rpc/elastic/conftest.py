@@ -3,7 +3,7 @@
 import pytest
 
 from jdist import rpc
-from jdist.rpc.rendezvous import ReservedPort
+from jdist.rpc.group.rendezvous import ReservedPort
 from tests.rpc.elastic.common import Elastic, Processes, Threads
 
 

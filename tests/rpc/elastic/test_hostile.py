@@ -7,10 +7,10 @@ import time
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
-from jdist.rpc.channel import ChannelClosed
-from jdist.rpc.frame import ERROR, REPLY, Frame
-from jdist.rpc.socket_transport import SocketTransport
+from jdist.rpc.base import current
+from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.frame import ERROR, REPLY, Frame
+from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.elastic.common import greet_all, infos, join
 from tests.rpc.rref.common import wait_for
 from tests.rpc.sockets import nothing_left

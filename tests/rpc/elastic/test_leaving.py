@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 from tests.rpc.elastic.common import greet, greet_all, infos, lost, who
 from tests.rpc.rref.common import (
     NOTHING,

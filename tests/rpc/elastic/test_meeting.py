@@ -3,7 +3,7 @@
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 from tests.rpc.elastic.common import who
 from tests.rpc.hosts import results
 from tests.rpc.rref.common import wait_for

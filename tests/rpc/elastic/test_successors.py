@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 from tests.rpc.elastic.common import who
 from tests.rpc.elastic.test_meeting import gather, has_arrived
 from tests.rpc.rref.common import wait_for

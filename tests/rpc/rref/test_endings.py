@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 from jdist.rpc.rref.references import References
 from tests.rpc import casualties
 from tests.rpc.hosts import Cluster, become_worker, in_threads, names, results

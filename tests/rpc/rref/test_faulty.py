@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 from tests.rpc.faults import Rule
 from tests.rpc.faulty_clusters import WAYS, include_own_calls, late, let_go, struck
 from tests.rpc.rref.common import (

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 )
 
 from jdist import rpc
-from jdist.rpc import current
-from jdist.rpc.coordinator import NAME
-from jdist.rpc.in_process import InProcessTransport
+from jdist.rpc.base import current
+from jdist.rpc.group.coordinator import NAME
 from jdist.rpc.rref.wire import KINDS
-from jdist.rpc.socket_transport import SocketTransport
+from jdist.rpc.wire.in_process import InProcessTransport
+from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.faults import FaultyTransport, Plan, Rule
 from tests.rpc.hosts import names
 from tests.rpc.rref.common import NOTHING, references, wait_for, wait_for_references
@@ -96,7 +96,7 @@ class Program(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1 << 32))
     def start(self, seed):
         # The package's attribute of this name is the function.
-        module = importlib.import_module("jdist.rpc.local_cluster")
+        module = importlib.import_module("jdist.rpc.processes.local_cluster")
         options = rpc.RpcOptions(leaks="error")
         self.names = names(SIZE)
         self.cluster = rpc.local_cluster(self.names, options=options, allow=["tests"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import rpc
-from jdist.rpc import current
+from jdist.rpc.base import current
 from tests.rpc.rref.common import (
     NOTHING,
     add,

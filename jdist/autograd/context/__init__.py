@@ -1,0 +1,1 @@
+"""Contexts: one distributed computation each, with its ids, gradients and end."""

@@ -1,0 +1,1 @@
+"""Send and receive functions, recorded where a call crosses workers."""

@@ -1,0 +1,261 @@
+"""Where the graph crosses workers: a send function here, a receive function there.
+
+Every call that is made within a context carries the context's id and a message id. A
+recorded value in it travels as its array and a number, its *slot*. The sender's send
+function has an edge for each slot, the receiver's receive function an output for each;
+both are known by the message id. Answers do the same the other way.
+
+Recorded values are met by the codec, wherever in a message they are: this file is what
+the codec calls then, and what rpc calls before and after.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jdist._errors import requirement
+from jdist.autograd.context.container import Container
+from jdist.autograd.context.context import Context
+from jdist.autograd.context.recording import (
+    LAST,
+    Recording,
+    current,
+    next_order,
+    refuse_in_pure,
+)
+from jdist.autograd.graph.eager import is_pure
+from jdist.autograd.graph.node import Edge, Reach, RecvNode, SendNode, join
+from jdist.autograd.graph.recorded import Recorded, record
+from jdist.autograd.graph.variable import Variable
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.extensions import NEEDS
+from jdist.rpc.base.interceptor import Invocation
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.codec.nnx import is_module
+
+META = "autograd"
+"""Under which a message's metadata has its `Header`, as a list."""
+
+_NEEDED = f"{Recorded.__module__}:{Recorded.__qualname__}"
+
+
+class Header(NamedTuple):
+    """What a message within a context says of itself.
+
+    Attributes:
+      context: Id of the context.
+      answers: Message id of the request that this is the answer to; 0 of a request.
+      message: Its message id; 0 of an answer without recorded values.
+      slots: How many recorded values it has.
+      reach: Message ids of the send functions that its cotangents would reach, its own
+        among them; None when they are too many.
+    """
+
+    context: int
+    answers: int
+    message: int
+    slots: int = 0
+    reach: list[int] | None = None
+
+    @classmethod
+    def of(cls, meta: dict[str, Any]) -> "Header | None":
+        """That of a message which has arrived, if it has one.
+
+        Raises:
+          ProtocolError: It is malformed.
+        """
+        row = meta.get(META)
+        if row is None or type(row) is cls:
+            return row
+        if type(row) is list and len(row) == len(cls._fields):
+            *numbers, reach = row
+            beyond = [] if reach is None else reach
+            if type(beyond) is list and _are_ids(numbers + beyond):
+                header = meta[META] = cls(*row)  # for who asks next
+                return header
+        raise ProtocolError("The autograd part of a message is malformed.")
+
+
+def _row(context: int, answers: int, message: int) -> list[Any]:
+    """A `Header` that is still to be filled in, as it travels."""
+    return [context, answers, message, 0, []]
+
+
+_ANSWERS, _MESSAGE, _SLOTS, _REACH = 1, 2, 3, 4
+"""Places in a row."""
+
+
+class Boundary:
+    """The interceptor of one worker, and the codec's hooks for recorded values.
+
+    Args:
+      container: That of the worker.
+    """
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+
+    # --- around calls, see `Interceptor` ---
+
+    def request(
+        self, to: WorkerInfo, call: Invocation
+    ) -> tuple[Invocation, dict[str, Any]]:
+        """A call goes out: within a context it carries the ids."""
+        refuse_in_pure("a call to {!r}", to.name)
+        recording = current(self._container)
+        if recording is None:
+            return call, {}
+        context = recording.context
+        context.meet(to)
+        row = _row(context.id, 0, self._container.ids.message())
+        return call, {META: row, NEEDS: _NEEDED}
+
+    def execute(
+        self,
+        caller: WorkerInfo,
+        call: Invocation,
+        meta: dict[str, Any],
+        run: Callable[[Invocation], Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """A call has come: it runs within the caller's context."""
+        header = Header.of(meta)
+        if header is None:
+            return run(call), {}
+        context = self._container.get_or_create(header.context)
+        context.meet(caller)
+        if self._container.is_gone(caller.number):
+            self._container.releases.seek_end([context])
+        if header.slots:
+            _refuse_untrainable(call.function)
+        if header.slots and is_pure(call.function):
+            kind, function, args, kwargs = call
+            call = Invocation(kind, _Applied(function), args, kwargs)
+        with Recording(context, header.message):
+            value = run(call)
+        return value, {META: _row(context.id, header.message, 0)}
+
+    def local(self, value: Any) -> Any:
+        """`to_here` on the owner: of a variable what another worker would get."""
+        if type(value) is not Variable:
+            return value
+        return value.value if current(self._container) is None else value.recorded()
+
+    def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
+        """An answer has come; the codec has seen to what is recorded in it."""
+        return value
+
+    # --- values on their way ---
+
+    def give(self, value: Recorded, parcel: Parcel | None) -> Any:
+        """A recorded value is sent: within a context its slot goes with the array."""
+        row = None if parcel is None else parcel.meta.get(META)
+        if row is None or parcel is None:
+            return value.value
+        send = parcel.crossing
+        if send is None:
+            send = parcel.crossing = self._send_function(row, parcel)
+        _, (array,), (edge,) = value.flat()
+        before = send.reach
+        slot = send.slot(edge, array)
+        row[_SLOTS] = send.outputs
+        if send.reach is not before or not slot:
+            mine = frozenset((send.message_id,))
+            row[_REACH] = _packed(join(mine, send.reach))
+        return (slot, array)
+
+    def give_variable(self, variable: Variable, parcel: Parcel | None) -> Any:
+        """A variable is sent: its tree, recorded or not."""
+        inside = parcel is not None and META in parcel.meta
+        return variable.recorded() if inside else variable.value
+
+    def take(self, row: Any, parcel: Parcel | None) -> Any:
+        """A recorded value has come, or only its array."""
+        if type(row) is not tuple:
+            return row
+        if parcel is None or parcel.meta.get(META) is None or len(row) != 2:
+            raise ProtocolError("A recorded value belongs to a context.")
+        receive = parcel.crossing
+        if receive is None:
+            receive = parcel.crossing = self._receive_function(parcel)
+        slot, array = row
+        if type(slot) is not int or not 0 <= slot < receive.outputs:
+            raise ProtocolError("A recorded value has a slot of its message.")
+        return Recorded(array, Edge(receive, slot))
+
+    def _send_function(self, row: list[Any], parcel: Parcel) -> SendNode:
+        context = self._container.retrieve(row[0])
+        with context.lock:
+            context.check()
+            answers = row[_ANSWERS]
+            if answers:
+                row[_MESSAGE] = self._container.ids.message()
+            order = (answers, LAST) if answers else next_order()
+            label = (
+                f"answer of {parcel.operation}" if answers else str(parcel.operation)
+            )
+            made = SendNode(row[_MESSAGE], parcel.worker, label, order)
+            context.sends[made.message_id] = made
+        lost = functools.partial(_forget, context, made.message_id)
+        parcel.if_lost = [*parcel.if_lost, lost]
+        return made
+
+    def _receive_function(self, parcel: Parcel) -> RecvNode:
+        header = Header.of(parcel.meta)
+        assert header is not None
+        context: Context | None
+        if header.answers:
+            # After the end of the context it leads nowhere, and is told so if used.
+            context = self._container.find(header.context)
+        else:
+            context = self._container.get_or_create(header.context)
+        made = RecvNode(
+            header.context,
+            header.message,
+            parcel.worker,
+            header.slots,
+            None if header.reach is None else frozenset(header.reach),
+        )
+        if context is None:
+            return made
+        with context.lock:
+            if context.ended is not None:
+                return made
+            return context.recvs.setdefault(header.message, made)
+
+
+class _Applied:
+    """A function as `apply` runs it, under its own name."""
+
+    __slots__ = ("__qualname__", "_function")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__qualname__ = getattr(function, "__qualname__", "call")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return record(self._function, args, kwargs)
+
+
+def _refuse_untrainable(function: Callable[..., Any]) -> None:
+    """Refuses to call a module with what it would not record."""
+    owner = getattr(function, "__self__", None)
+    if is_module(owner):
+        rule = "must be trainable to be called with recorded values"
+        remedy = "Make it by `rpc.remote_module(to, factory, args, trainable=True)`."
+        got = f"a {type(owner).__name__} that is not"
+        raise TypeError(requirement("remote_module", rule, got, remedy))
+
+
+def _forget(context: Context, message_id: int) -> None:
+    """The call has failed, so nothing will come back to its send function."""
+    with context.lock:
+        context.sends.pop(message_id, None)
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 1 << 64
+
+
+def _packed(reach: Reach | None) -> list[int] | None:
+    return None if reach is None else sorted(reach)

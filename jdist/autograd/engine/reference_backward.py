@@ -1,0 +1,95 @@
+"""`RRef.backward`: a pass that begins where the value is."""
+
+from typing import TYPE_CHECKING, Any
+
+from jdist._errors import requirement
+from jdist.autograd.context import recording
+from jdist.autograd.context.container import Container, here
+from jdist.autograd.context.errors import AutogradError
+from jdist.autograd.engine.backward import backward, backward_of
+from jdist.autograd.engine.failure import Failure
+from jdist.rpc import RRef
+from jdist.rpc.base import current
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.future import Future, call_when_done, cancel, error_of
+from jdist.rpc.base.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from jdist.autograd.engine.local_pass import Part
+
+KIND = "autograd.reference"
+
+
+def install(container: Container) -> None:
+    """Lets references to values of this worker be differentiated, and from here."""
+    agent = container.agent
+
+    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Future[None]:
+        if type(body) is not tuple or [type(part) for part in body] != [
+            RRef, int, bool
+        ]:  # fmt: skip
+            raise ProtocolError("A reference, a context and a mode are needed.")
+        rref, context_id, retain_graph = body
+        limit = current.deadline()
+
+        def begin(computed: Future[type]) -> "Part":
+            computed.value()
+            context = container.retrieve(context_id)
+            return backward_of(context, rref.local_value(), retain_graph, limit)
+
+        # Without a thread that waits for the value.
+        begun = rref.value_type(blocking=False).then(begin)
+        outcome: Future[None] = Future()
+        call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
+        return outcome
+
+    agent.register(KIND, answer)
+    agent.references.backward = run
+
+
+def run(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
+    """See `RRef.backward`.
+
+    Raises:
+      AutogradError: No context was given, and there is none here.
+      Exception: As `jdist.autograd.backward`.
+    """
+    container = here()
+    if context_id == -1:
+        found = recording.current(container)
+        if found is None:
+            rule = "must be the id of a context, outside of one"
+            remedy = "Gradients are kept in contexts, and never with a variable."
+            raise AutogradError(
+                requirement("RRef.backward(context_id)", rule, context_id, remedy)
+            )
+        context_id = found.context.id
+    if rref.is_owner():
+        backward(context_id, [rref.local_value()], retain_graph=retain_graph)
+    else:
+        body = (rref, context_id, bool(retain_graph))
+        container.agent.call(rref.owner(), KIND, body)
+
+
+def _follow(begun: "Future[Part]", outcome: Future[None], worker: str) -> None:
+    """Has the end of the pass as the outcome; whoever gives that up ends the pass."""
+    failed = error_of(begun)
+    if failed is not None:
+        cancel(outcome, failed)
+        return
+    part = begun.value()
+
+    def over() -> None:
+        error = error_of(part.done)
+        if error is not None:
+            cancel(outcome, error)
+        elif not outcome.done():
+            outcome.set_result(None)
+
+    def given_up() -> None:
+        error = error_of(outcome)
+        if isinstance(error, Exception) and not part.done.done():
+            part.fail(Failure(worker, error))
+
+    call_when_done(part.done, over)
+    call_when_done(outcome, given_up)

@@ -1,0 +1,1 @@
+"""The local graph: recorded values, the functions between them, and pullbacks."""

@@ -1,0 +1,378 @@
+"""Pure functions of recorded values: compiled once, run forward, and remembered.
+
+A function is known by its code and the contents of its closure, so that a lambda in a
+loop is compiled once. Each call makes one node. What is given to the function counts in
+one of three ways:
+
+- arrays of recorded values and variables: differentiated;
+- other arrays, and Python's floating numbers: inputs without a derivative, so that
+  another value needs no other compilation;
+- all else (integers, booleans, strings, shapes, ...): part of the compiled function.
+"""
+
+import enum
+import functools
+import threading
+import types
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._compat import is_traced, part_of, without_unread
+from jdist._errors import requirement
+from jdist._tree import is_inexact
+from jdist.autograd.context.recording import next_order, refuse_in_pure, tracing
+from jdist.autograd.graph.node import Edge, SegmentNode
+from jdist.autograd.modules.nnx_state import state_kept
+from jdist.segment import Segment
+from jdist.segment._cache import Cache
+from jdist.segment._contents import contents_of, is_fixed, value_of
+from jdist.segment._halves import Halves
+from jdist.segment._plan import Plan
+from jdist.segment._traced import Changed
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+NUMBERS: tuple[type, ...] = (float, complex)
+"""Python's numbers that are inputs, unless said otherwise."""
+
+_STATIC = (bool, int, str, bytes, range, np.dtype, type(...))
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs)), jnp.ufunc
+)  # fmt: skip
+
+
+class Recordable:
+    """A value with a history: `Recorded` and `Variable`."""
+
+    __slots__ = ()
+
+    def flat(self) -> tuple["Differentiated", Sequence[Any], Sequence[Edge | None]]:
+        """What it is to a function, its arrays, and where each one's cotangent goes."""
+        raise NotImplementedError
+
+
+class Constant:
+    """An argument that is a part of the compiled function; equal to itself only."""
+
+    __slots__ = ()
+
+
+class Call(NamedTuple):
+    """A call that was made and recorded.
+
+    Attributes:
+      outputs: The arrays that the function returned.
+      structure: Of what it returned.
+      node: Its node; None if nothing can flow back through it.
+      live: For each output, whether it has a history.
+    """
+
+    outputs: list[Any]
+    structure: Any
+    node: SegmentNode | None
+    live: tuple[bool, ...]
+
+
+def have_history(leaves: Iterable[Any]) -> bool:
+    """Whether one of the leaves of arguments is recorded."""
+    return True in [isinstance(leaf, Recordable) for leaf in leaves]
+
+
+def call(
+    fn: Callable[..., Any],
+    leaves: Sequence[Any],
+    structure: Any,
+    numbers: tuple[type, ...] = NUMBERS,
+) -> Call:
+    """Runs `fn(*args, **kwargs)`, compiled, and records it.
+
+    Args:
+      fn: A pure function.
+      leaves: Of `(args, kwargs)`, recorded values and variables among them.
+      structure: Of `(args, kwargs)`.
+      numbers: Types of Python's numbers that are inputs.
+
+    Raises:
+      TypeError: The function or an argument cannot be compiled.
+      Exception: Whatever the function raises.
+    """
+    arrays: list[Any] = []
+    edges: list[Edge | None] = []
+    kinds = []
+    for leaf in leaves:
+        if isinstance(leaf, Recordable):
+            kind, found, to = leaf.flat()
+            arrays += found
+            edges += to
+        else:
+            kind = _take(leaf, arrays, edges, numbers)
+        kinds.append(kind)
+    name = _name(fn)
+    refuse_in_pure("a call of {} with recorded values", name)
+    _refuse_closure(fn)
+    program, spec = _program_of(fn), Spec(structure, tuple(kinds))
+    segment = program.segment(spec)
+    try:
+        outputs, residuals = segment.forward((), *arrays)
+    except Changed:  # Perhaps another function, which was of equal contents.
+        _PROGRAMS.drop(program)
+        segment = program.alone(fn).segment(spec)
+        outputs, residuals = segment.forward((), *arrays)
+    made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
+    node = None
+    if True in live:
+        inputs = tuple(edges)
+        node = SegmentNode(name, inputs, next_order(), segment, residuals, made)
+    return Call(made.flatten_up_to(outputs), made, node, live)
+
+
+def _program_of(fn: Callable[..., Any]) -> "Program":
+    """What was compiled for the function, or for one of the same contents."""
+    if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
+        return _program_of_library(fn)  # it cannot change, so nothing needs reading
+    return _PROGRAMS.get(fn, (), lambda contents: Program(fn, contents.code))
+
+
+@functools.lru_cache(maxsize=1024)
+def _program_of_library(fn: Callable[..., Any]) -> "Program":
+    return Program(fn, fn)
+
+
+class Program:
+    """One function, compiled for each way in which its arguments are made of arrays.
+
+    Args:
+      fn: The function.
+      code: Its code, by which versions of it are counted.
+      alone: See `Traced`.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], code: Hashable, alone: bool = False
+    ) -> None:
+        self._fn = fn
+        self._code = code
+        self._alone = alone
+        self._lock = threading.Lock()
+        self._segments: dict[Spec, Segment] = {}
+
+    def segment(self, spec: "Spec") -> Segment:
+        """The function of the arrays alone, in two halves.
+
+        To give the spec to one compiled function as a static argument would have JAX
+        compare it in each call.
+        """
+        found = self._segments.get(spec)
+        if found is not None:
+            return found
+        with self._lock:
+            made = _segment(self._fn, self._code, spec, self._alone)
+            found = self._segments.setdefault(spec, made)
+            if len(self._segments) > _SPECS:
+                del self._segments[next(iter(self._segments))]
+        return found
+
+    def alone(self, fn: Callable[..., Any]) -> "Program":
+        """Of one of the functions of equal contents, as it is now."""
+        return Program(fn, self._code, alone=True)
+
+
+def _segment(
+    fn: Callable[..., Any], code: Hashable, spec: "Spec", alone: bool
+) -> Segment:
+    name = _name(fn)
+
+    def run(_: Any, *arrays: Any) -> Any:
+        args, kwargs = spec.arguments(arrays)
+        call = f"apply({name})"
+        with tracing(call), state_kept(call, (args, kwargs)) as returned:
+            returned.append(fn(*args, **kwargs))
+        return returned[0]
+
+    run.__name__ = name
+    contents = contents_of(run, "apply")
+    halves = Halves(run, False, "apply", contents, (code, spec.case), alone=alone)
+    return Segment(run, halves, (), own=False)
+
+
+class Spec(NamedTuple):
+    """How a function's arguments are made of arrays; a part of its compilation."""
+
+    structure: Any
+    kinds: tuple[Any, ...]
+
+    @property
+    def case(self) -> Hashable:
+        """What versions of one function share: functions count by their code."""
+        kinds = [x.case if isinstance(x, _Static) else x for x in self.kinds]
+        return self.structure, tuple(kinds)
+
+    def arguments(self, arrays: Sequence[Any]) -> Any:
+        """`(args, kwargs)`, made of these arrays."""
+        given = iter(arrays)
+        return jax.tree.unflatten(
+            self.structure, [kind.value(given) for kind in self.kinds]
+        )
+
+
+class Differentiated(NamedTuple):
+    """A tree of arrays of which those with a derivative are `wanted`."""
+
+    structure: Any
+    wanted: tuple[bool, ...]
+
+    def value(self, given: Any) -> Any:
+        """The tree, made of the next arrays of an iterator."""
+        arrays = [_given(given, wanted) for wanted in self.wanted]
+        return jax.tree.unflatten(self.structure, arrays)
+
+
+class _Plain(NamedTuple):
+    """An array without a derivative."""
+
+    def value(self, given: Any) -> Any:
+        return _given(given, wanted=False)
+
+
+class _Static:
+    """A value that is part of the compiled function; equal by its key.
+
+    Args:
+      value: The value.
+      key: Its key; an object of its own where nothing certainly equals the value.
+      case: Its key as far as it is no version of another value.
+    """
+
+    __slots__ = ("_key", "_value", "case")
+
+    def __init__(self, value: Any, key: Any, case: Any) -> None:
+        self._value = value
+        self._key = key
+        self.case = case
+
+    def value(self, given: Any) -> Any:
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+_PLAIN = _Plain()
+ONE = Differentiated(jax.tree.structure(0), (True,))
+"""A single array with a derivative."""
+
+_PROGRAMS: Cache[Program] = Cache("apply", size=256)
+_SPECS = 256
+"""For so many ways to be called each of them is compiled at a time."""
+
+
+def _given(given: Any, wanted: bool) -> Any:
+    array = next(given)
+    if wanted or not is_inexact(array):
+        return array
+    # So that neither its cotangent nor what that would need is computed.
+    return jax.lax.stop_gradient(array)
+
+
+def _take(
+    leaf: Any,
+    arrays: list[Any],
+    edges: list[Edge | None],
+    numbers: tuple[type, ...],
+) -> Any:
+    """Puts a leaf without a history where it belongs; what it is."""
+    if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
+        if is_traced(leaf):
+            rule = "must not be given traced arrays beside recorded values"
+            remedy = "Inside jax.grad and jax.jit use autograd.remote_call."
+            raise TypeError(requirement("apply(*args)", rule, str(leaf), remedy))
+        arrays.append(leaf)
+        edges.append(None)
+        return _PLAIN
+    if isinstance(leaf, Constant):
+        return _Static(leaf, leaf, leaf)
+    if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
+        return _static_by_contents(leaf)
+    key = _key(leaf)
+    return _Static(leaf, key, key)
+
+
+def _static_by_contents(leaf: Any) -> _Static:
+    """A function or class as part of the compiled function."""
+    _refuse_closure(leaf)
+    read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
+    contents = read(leaf, "apply")
+    key = contents if contents.complete else object()
+    return _Static(leaf, key, contents.code)
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, _STATIC):
+        return type(leaf), leaf
+    if isinstance(leaf, slice):
+        return slice, _key_of_end(leaf.start), _key_of_end(leaf.stop), leaf.step
+    rule = "must be made of arrays, numbers, strings, functions and pytrees of them"
+    kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    remedy = (
+        "Register its class with jax.tree_util, or mark the function with "
+        "@autograd.eager: then it runs as Python, with recorded values."
+    )
+    raise TypeError(requirement("apply(*args)", rule, kind, remedy))
+
+
+def _key_of_end(end: Any) -> Any:
+    return None if end is None else int(end)
+
+
+def _refuse_closure(fn: Callable[..., Any]) -> None:
+    """Refuses a function that would keep a history alive, and drop it silently."""
+    cells = getattr(fn, "__closure__", None) or ()
+    for cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # A variable that is not assigned yet.
+            continue
+        if isinstance(value, Recordable):
+            rule = "must not refer to recorded values or variables"
+            remedy = "Pass them as arguments: only these are differentiated."
+            raise TypeError(requirement("apply(fn)", rule, _name(fn), remedy))
+
+
+@functools.lru_cache(maxsize=1024)
+def _made(plan: Plan, recorded: tuple[bool, ...]) -> tuple[Any, tuple[bool, ...]]:
+    """The structure of the outputs, and which of them have a history.
+
+    These are the floating outputs from which a cotangent flows to a recorded input.
+    One that depends on recorded inputs only behind `stop_gradient`, a comparison or a
+    rounding has none.
+    """
+    shapes, structure = jax.tree.flatten(plan.outputs)
+    floating = [is_inexact(shape) for shape in shapes]
+    linear, _ = plan.linear_part([True] * sum(floating))
+    pairs = zip(recorded, plan.trained, strict=True)
+    wanted = [is_recorded for is_recorded, is_trained in pairs if is_trained]
+    results = [
+        x
+        for x, is_wanted in zip(linear.jaxpr.outvars, wanted, strict=True)
+        if is_wanted
+    ]
+    given = linear.jaxpr.invars
+    part = part_of(linear, given, results, effects=False)
+    _, read = without_unread(part, optional=len(given))
+    # The cotangents come last, after the residuals.
+    reached = iter(read[len(given) - sum(floating) :])
+    return structure, tuple([is_floating and next(reached) for is_floating in floating])
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    inner = getattr(fn, "func", fn)
+    return getattr(inner, "__name__", None) or type(inner).__name__

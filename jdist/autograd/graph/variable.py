@@ -1,0 +1,245 @@
+"""Leaves that want a gradient."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._compat import is_traced, placed
+from jdist._errors import requirement
+from jdist._tree import is_inexact, named_leaves, path_of
+from jdist.autograd.context.recording import refuse_in_pure
+from jdist.autograd.graph.eager import eager
+from jdist.autograd.graph.node import Edge, LeafNode
+from jdist.autograd.graph.pure import Differentiated
+from jdist.autograd.graph.recorded import Operators, Recorded, described
+from jdist.autograd.modules.nnx_state import refuse_state
+from jdist.rpc.base.turn import Turn
+
+Hook = Callable[[Any], Any]
+"""`hook(gradient)`: another gradient in its place, or None to leave it."""
+
+
+class _Held(NamedTuple):
+    """What a variable holds, taken apart once for all its uses."""
+
+    tree: Any
+    kind: Differentiated
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Held":
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(
+            tree, Differentiated(structure, tuple(map(is_inexact, leaves))), leaves
+        )
+
+    def is_like(self, other: "_Held") -> bool:
+        """Whether structure, shapes and dtypes are the same."""
+        return self.kind.structure == other.kind.structure and all(
+            one.shape == two.shape and one.dtype == two.dtype
+            for one, two in zip(self.leaves, other.leaves, strict=True)
+        )
+
+
+class Variable(Operators):
+    """A leaf that wants a gradient: a mutable cell around an immutable tree of arrays.
+
+    A function that `apply` runs receives the tree; so does a pure function on another
+    worker. Operators and methods work on it as on a recorded value. Gradients are never
+    kept here, but in contexts: `autograd.get_gradients(context_id)[variable]`.
+
+    Attributes:
+      value: The tree. Another one of the same structure, shapes and dtypes may be put
+        in its place. A backward pass uses the one that its forward pass has used.
+      step_lock: Held by the thread that steps it.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
+
+    def __init__(self, tree: Any) -> None:
+        refuse_state("variable(tree)", tree)
+        self._held = _Held.of(jax.tree.map_with_path(_array, tree))
+        if not any(self._held.kind.wanted):
+            rule = "must have at least one floating array"
+            raise ValueError(requirement("variable(tree)", rule, tree))
+        self._lock = threading.Lock()
+        # A weak dictionary of locks would compare variables, which compares arrays.
+        self.step_lock = Turn()
+        self._node: weakref.ref[LeafNode] | None = None
+        self._hooks: dict[object, Hook] = {}
+
+    @property
+    def value(self) -> Any:
+        """The tree of arrays."""
+        refuse_in_pure("the value of a variable that is no argument")
+        return self._held.tree
+
+    @value.setter
+    def value(self, tree: Any) -> None:
+        new = _Held.of(jax.tree.map_with_path(_array, tree))
+        if not new.is_like(self._held):
+            _check_paths(self._held.tree, new.tree)
+        self._held = new
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def __deepcopy__(self, known: Any) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        rule = "must not be given a variable: gradients would go to the original"
+        remedy = "Make another one: `autograd.variable(x.value)`."
+        raise TypeError(requirement("copy(x)", rule, repr(self), remedy))
+
+    @property
+    def structure(self) -> Any:
+        """That of its tree."""
+        return self._held.kind.structure
+
+    @property
+    def node(self) -> LeafNode:
+        """Its node in the graph; the same as long as any history leads to it."""
+        found = None if self._node is None else self._node()
+        if found is not None:
+            return found
+        with self._lock:
+            found = None if self._node is None else self._node()
+            if found is None:
+                found = LeafNode(self, len(self._held.leaves))
+                self._node = weakref.ref(found)
+            return found
+
+    def recorded(self) -> Any:
+        """Its tree, with recorded values in place of the floating arrays."""
+        kind, leaves, edges = self.flat()
+        values = [
+            leaf if to is None else Recorded(leaf, to)
+            for leaf, to in zip(leaves, edges, strict=True)
+        ]
+        return kind.structure.unflatten(values)
+
+    def register_hook(self, hook: Hook) -> Callable[[], None]:
+        """Has `hook(gradient)` called in every backward pass that reaches the variable.
+
+        Once for each pass, with the sum of all that the pass has found; hooks are
+        called in the order in which they were registered.
+
+        Args:
+          hook: Gets a tree like the value, with None for leaves that nothing reached.
+            Returns another one to take its place, or None.
+
+        Returns:
+          A function that removes the hook.
+
+        Source: `torch.Tensor.register_hook`.
+        """
+        if not callable(hook):
+            raise TypeError(
+                requirement("register_hook(hook)", "must be callable", hook)
+            )
+        key = object()
+        with self._lock:
+            self._hooks[key] = hook
+        return lambda: _discard(self._hooks, key)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks, in the order in which they were registered."""
+        if not self._hooks:
+            return ()
+        with self._lock:
+            return tuple(self._hooks.values())
+
+    def flat(self) -> Any:
+        """See `Recordable`."""
+        _, kind, leaves = self._held
+        node = self.node
+        if len(leaves) == 1:
+            return kind, leaves, (Edge(node, 0),)
+        edges = [
+            Edge(node, index) if wanted else None
+            for index, wanted in enumerate(kind.wanted)
+        ]
+        return kind, leaves, edges
+
+    def __repr__(self) -> str:
+        shown = jax.tree.map(_Described, self._held.tree)
+        return f"Variable({shown})"
+
+
+@eager
+def variable(tree: Any) -> Variable:
+    """A leaf that wants a gradient.
+
+    Args:
+      tree: Pytree of arrays, at least one of them floating; NumPy arrays and Python's
+        numbers become JAX's. Leaves that are not floating are passed on, and have no
+        gradient.
+
+    Raises:
+      TypeError: A leaf is no array, or is recorded or traced; a Flax NNX module in it
+        holds more than `nnx.Param`, such as statistics or streams of random numbers:
+        these would never change.
+      ValueError: No leaf is floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd
+      >>> w = autograd.variable({"scale": 2.0, "shift": jnp.zeros(3)})
+      >>> w
+      Variable({'scale': float32[], 'shift': float32[3]})
+      >>> autograd.apply(lambda w, x: w["scale"] * x + w["shift"], w, jnp.arange(3.0))
+      Recorded(float32[3] of <lambda>)
+    """
+    return Variable(tree)
+
+
+def _array(keys: Any, leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array) and not is_traced(leaf):
+        return leaf
+    if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        array = np.asarray(leaf)
+        if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number):
+            return _copied(array)
+    rule = "must be made of arrays"
+    shown = f"{leaf!r} at {path_of(keys)}"
+    raise TypeError(requirement("variable(tree)", rule, shown))
+
+
+def _copied(array: np.ndarray) -> jax.Array:
+    """`jnp.array`, in a third of its time, and of any byte order."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    return placed(np.array(array, dtype, order="C"), None)
+
+
+def _check_paths(before: Any, after: Any) -> None:
+    """Refuses what is not like the value before; other containers may be in it."""
+    old, new = named_leaves(before), named_leaves(after)
+    if old.keys() != new.keys():
+        rule = f"must have the leaves {', '.join(old)}, as before"
+        raise ValueError(requirement("Variable.value", rule, ", ".join(new)))
+    for path, leaf in old.items():
+        if described(leaf) != described(new[path]):
+            rule = f"must be {described(leaf)} at {path}, as before"
+            got = described(new[path])
+            raise ValueError(requirement("Variable.value", rule, got))
+
+
+def _discard(hooks: dict[object, Hook], key: object) -> None:
+    hooks.pop(key, None)
+
+
+class _Described:
+    """Shown as dtype and shape."""
+
+    def __init__(self, array: Any) -> None:
+        self._text = described(array)
+
+    def __repr__(self) -> str:
+        return self._text

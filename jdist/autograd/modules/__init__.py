@@ -1,0 +1,1 @@
+"""Flax NNX modules and replicated parameters as variables."""

@@ -1,0 +1,130 @@
+"""One worker's part of the graph, as plain data that can be sent."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist.autograd.context.context import Context
+from jdist.autograd.engine.sweep import dependencies
+from jdist.autograd.graph.node import LeafNode, Node, RecvNode, SendNode
+from jdist.autograd.graph.recorded import described
+from jdist.rpc.base.errors import ProtocolError
+
+LEAF, FUNCTION, SEND, RECEIVE = "leaf", "function", "send", "receive"
+KINDS = (LEAF, FUNCTION, SEND, RECEIVE)
+
+
+class Vertex(NamedTuple):
+    """A function of the graph.
+
+    Attributes:
+      worker: Name of the worker that has it.
+      kind: "leaf" for a variable, "function", "send" or "receive".
+      name: Of the function; of a variable its name, or its dtypes and shapes.
+      message_id: Of the message that a send or receive function belongs to, or 0.
+      inputs: Places of the functions whose outputs it uses, in the list that it is in.
+      dependencies: How many gradients it waits for in a backward pass; 0 if that does
+        not reach it.
+    """
+
+    worker: str
+    kind: str
+    name: str
+    message_id: int
+    inputs: tuple[int, ...]
+    dependencies: int
+
+
+def vertices(
+    context: Context,
+    roots: Iterable[Node] = (),
+    values: Iterable[Node] = (),
+    names: Mapping[Any, str] | None = None,
+    marks: Collection[int] | None = None,
+) -> list[Vertex]:
+    """What this worker has of a graph: each function after those that it uses.
+
+    Args:
+      context: Its sends and receptions, and all that leads to them, are listed.
+      roots: Where a backward pass would begin on this worker.
+      values: Functions to be listed too.
+      names: Of variables of this worker.
+      marks: Message ids of the sends that the pass waits for; None for all.
+    """
+    sends = context.send_functions()
+    awaited = [send for key, send in sorted(sends.items()) if _is_in(key, marks)]
+    counts = dependencies([*roots, *awaited])
+    recvs = context.recv_functions()
+    crossing = [node for _, node in sorted([*sends.items(), *recvs.items()])]
+    listed = _in_order([*crossing, *roots, *values])
+    places = {node: place for place, node in enumerate(listed)}
+    worker = context.container.agent.info.name
+    return [
+        Vertex(
+            worker,
+            _kind(node),
+            _name(node, names or {}),
+            getattr(node, "message_id", 0),
+            tuple(places[edge.node] for edge in node.inputs if edge is not None),
+            counts.get(node, 0),
+        )
+        for node in listed
+    ]
+
+
+def checked(rows: Any) -> list[Vertex]:
+    """The vertices that another worker has sent.
+
+    Raises:
+      ProtocolError: They are none.
+    """
+    if type(rows) is not list:
+        raise ProtocolError("A part of a graph is a list of functions.")
+    found = []
+    for place, row in enumerate(rows):
+        fits = type(row) is tuple and len(row) == len(Vertex._fields)
+        kinds = (str, str, str, int, tuple, int)
+        if not fits or not all(map(isinstance, row, kinds)) or row[1] not in KINDS:
+            raise ProtocolError("A function of a graph is malformed.")
+        vertex = Vertex(*row)
+        if not all(type(n) is int and 0 <= n < place for n in vertex.inputs):
+            raise ProtocolError("A function uses only what comes before it.")
+        found.append(vertex)
+    return found
+
+
+def _is_in(message_id: int, marks: Collection[int] | None) -> bool:
+    return marks is None or message_id in marks
+
+
+def _in_order(starts: Iterable[Node]) -> list[Node]:
+    """All that leads to `starts`, and these; inputs first. Without recursion."""
+    listed: dict[Node, None] = {}
+    for start in starts:
+        waiting = [(start, False)]
+        while waiting:
+            node, is_ready = waiting.pop()
+            if node in listed:
+                continue
+            if is_ready:
+                listed[node] = None
+                continue
+            waiting.append((node, True))
+            below = [edge.node for edge in node.inputs if edge is not None]
+            waiting += [(one, False) for one in reversed(below)]
+    return list(listed)
+
+
+def _kind(node: Node) -> str:
+    kinds = {LeafNode: LEAF, SendNode: SEND, RecvNode: RECEIVE}
+    return kinds.get(type(node), FUNCTION)
+
+
+def _name(node: Node, names: Mapping[Any, str]) -> str:
+    if not isinstance(node, LeafNode):
+        return node.name
+    known = names.get(node.variable)
+    if known is not None:
+        return known
+    return ", ".join(map(described, jax.tree.leaves(node.variable.value)))

@@ -1,0 +1,1 @@
+"""What replicas start from and read: process groups, samplers, checkpoints."""

@@ -1,0 +1,208 @@
+"""Training states on disk: saved as they lie, restored on another number of devices.
+
+What is saved is every leaf of the `TrainState` by its path, sharded state unpadded in
+its description and divided in the file, so that no device ever holds the whole of it.
+Restored is what has the same paths, shapes and dtypes, laid out like a state that was
+made for the devices at hand.
+
+A process that is killed while it saves leaves the last complete checkpoint to resume
+from (`jdist._checkpoint`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdist._checkpoint import (
+    Closing,
+    StepFolder,
+    check_same,
+    described,
+    struct_of,
+    unworded,
+    words,
+)
+from jdist._errors import requirement
+from jdist._tree import path_of
+from jdist.data_parallel.step.train_state import TrainState, check_state
+from jdist.data_parallel.step.zero import Sharded
+
+_HOOK_STATE = "hook_state"
+"""The state's field, and the item on disk, of what a communication hook keeps."""
+
+
+class Checkpoints(Closing):
+    """A folder of training states, one for each step that was saved.
+
+    Use it as a context manager, or `close` it: orbax holds threads.
+
+    Args:
+      folder: Made if it is not there.
+      keep: How many of the last checkpoints stay; None for all.
+
+    Raises:
+      Unavailable: orbax-checkpoint is not installed.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> from jdist import data_parallel, optim
+      >>> opt = optim.sgd(lr=0.1)
+      >>> step = data_parallel.train_step(lambda w, x: w * x, opt, mesh=2)
+      >>> state, _ = step(step.init(jnp.array(3.0)), jnp.array([1.0, 2.0]))
+      >>> with (
+      ...     tempfile.TemporaryDirectory() as folder,
+      ...     Checkpoints(folder) as saved,
+      ... ):
+      ...     saved.save(state)
+      ...     again = saved.restore(step.init(jnp.array(0.0)))
+      >>> int(again.step), float(again.params) == float(state.params)
+      (1, True)
+
+    References:
+      `orbax.checkpoint.CheckpointManager`; `ZeroRedundancyOptimizer
+      .consolidate_state_dict`, which gathers all of the state on one rank.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int | None = 3) -> None:
+        """Opens the folder."""
+        self._folder = StepFolder(folder, keep)
+
+    def save(self, state: TrainState) -> None:
+        """Writes the state under its step, and returns when it is on disk.
+
+        Not before: the next step donates the buffers that are being read.
+
+        Raises:
+          ValueError: That step was saved before.
+          TypeError: It is no state, but the parameters, for example.
+        """
+        check_state("save(state)", state)
+        self._folder.check_new("save(state)", int(state.step))
+        leaves = _leaves(state)
+        saved = {path: words(_array(leaf)) for path, leaf in leaves.items()}
+        self._folder.write(int(state.step), _by_item(saved), _description(state))
+
+    def latest(self) -> int | None:
+        """The last step that was saved completely, or None."""
+        return max(self._folder.steps(), default=None)
+
+    def restore(
+        self, like: TrainState, step: int | None = None, *, hook_state: bool = True
+    ) -> TrainState:
+        """Reads a state.
+
+        Args:
+          like: A state of the same parameters and optimizer for the devices at hand,
+            from `TrainStep.init`; its values do not matter.
+          step: Which; None for the latest.
+          hook_state: Whether to restore what a communication hook kept. It belongs to
+            its number of replicas: on another one it has to be left out, and the hook
+            begins anew.
+
+        Returns:
+          The state, bit for bit, laid out as `like` is.
+
+        Raises:
+          ValueError: There is none; or it was saved from a state with other paths,
+            shapes or dtypes, and the message names the first; or a hook's state was
+            saved of another number of replicas.
+        """
+        check_state("restore(like=...)", like)
+        step = self._folder.chosen("restore", step)
+        description = self._folder.description(step)
+        if not hook_state:
+            description = _by_item(description)["arrays"]
+            like = like._replace(hook_state=None)
+        elif like.hook_state is None:
+            kept = _by_item(description).get(_HOOK_STATE)
+            like = like._replace(hook_state=kept and _kept(kept, like))
+        leaves = _leaves(like)
+        check_same("restore", description, _description(like))
+        wanted = {path: _placed(_array(leaf)) for path, leaf in leaves.items()}
+        # Padding depends on the number of devices: orbax cuts it off or adds zeros.
+        read = self._folder.read(step, _by_item(wanted))
+        found = {path: x for part in read.values() for path, x in part.items()}
+        structure: Any = jax.tree.structure(like, is_leaf=_is_sharded)
+        return structure.unflatten(
+            _refilled(found[path], leaf) for path, leaf in leaves.items()
+        )
+
+    def close(self) -> None:
+        """Ends what orbax runs in the background."""
+        self._folder.close()
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, Sharded)
+
+
+def _leaves(state: TrainState) -> dict[str, Any]:
+    """By path; sharded arrays under the path that they would have undivided."""
+    pairs = jax.tree.leaves_with_path(state, is_leaf=_is_sharded)
+    return {path_of(keys): leaf for keys, leaf in pairs}
+
+
+def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a hook keeps is an item of its own, which can be left unread."""
+    items: dict[str, dict[str, Any]] = {"arrays": {}}
+    for path, leaf in leaves.items():
+        name = _HOOK_STATE if path.startswith(f"{_HOOK_STATE}/") else "arrays"
+        items.setdefault(name, {})[path] = leaf
+    return items
+
+
+def _kept(description: dict[str, str], like: TrainState) -> dict[str, Any]:
+    """Shapes and places of what a hook kept, by path within its state."""
+    place, found = like.step.sharding, {}
+    if isinstance(place, NamedSharding):
+        # A mesh for hooks has the axis of replicas alone.
+        place = NamedSharding(place.mesh, PartitionSpec(*place.mesh.axis_names))
+    for path, text in description.items():
+        if text.startswith("key<"):
+            rule = "must have a hook_state where a hook keeps PRNG keys"
+            remedy = "Make it: `like._replace(hook_state=step.start(like, *shards))`."
+            got = f"none, for {text} at {path}"
+            raise ValueError(requirement("restore(like=...)", rule, got, remedy))
+        leaf = struct_of(text)
+        rows = leaf.shape[0]
+        if isinstance(place, NamedSharding) and rows != place.mesh.size:
+            rule = f"must be for {rows} replicas, as what a hook kept is of so many"
+            remedy = (
+                "To leave that out, so that the hook begins anew: "
+                "`restore(..., hook_state=False)`."
+            )
+            got = f"one for {place.mesh.size}"
+            raise ValueError(requirement("restore(like=...)", rule, got, remedy))
+        name = path.removeprefix(f"{_HOOK_STATE}/")
+        found[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    return found
+
+
+def _array(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return leaf.array if _is_sharded(leaf) else jnp.asarray(leaf)
+
+
+def _placed(array: Any) -> jax.ShapeDtypeStruct:
+    saved = words(array)
+    return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=saved.sharding)
+
+
+def _refilled(array: jax.Array, like: Any) -> Any:
+    if _is_sharded(like):
+        return Sharded(array, like.shape)
+    found = unworded(array, like)
+    return found if found is array else jax.device_put(found, like.sharding)
+
+
+def _description(state: TrainState) -> dict[str, str]:
+    return described(
+        {
+            path: jax.ShapeDtypeStruct(leaf.shape, _array(leaf).dtype)
+            for path, leaf in _leaves(state).items()
+        }
+    )

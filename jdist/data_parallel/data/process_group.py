@@ -1,0 +1,358 @@
+"""The processes of one run, joined into one mesh, from start to end.
+
+    with data_parallel.process_group() as mesh:      # python -m jdist.launch --nproc 2
+        step = data_parallel.train_step(loss_fn, optimizer, mesh)
+
+In a process that was started alone the mesh is over its own devices, so that the same
+program runs in one process and in many. Communication is JAX's: `jax.distributed` with
+gloo between CPUs, NCCL between GPUs, the interconnect between TPUs.
+
+What JAX leaves open is how a run ends that goes wrong. A process that raises would wait
+at its exit for the others (five minutes by default), and they for it, inside a
+collective. Here it leaves at once; its connections break, the others' collectives fail,
+and they say who is missing. Seen on CPU with two processes:
+
+    what happens to rank 1             the others end
+    it raises, or is killed            at once: the collective fails (`ProcessLost`)
+    it freezes                         after `heartbeat` seconds: JAX aborts them
+    it returns too early               after `timeout` seconds it raises `ProcessLost`,
+                                       and the others' collectives fail
+    rank 0 is killed                   at once: JAX aborts them, its coordinator is gone
+
+`jdist.launch` ends the others in any of these cases and says which was first.
+"""
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist._compat import abandon_distributed, distributed_client, require_backend
+from jdist._errors import requirement
+from jdist.data_parallel.data.roll_call import Place, ProcessLost, listed, roll_call
+
+VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
+"""What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
+
+# JAX's own variable, which a user may set, counts before the launcher's.
+_BIND = ("JAX_COORDINATOR_BIND_ADDRESS", "JDIST_COORDINATOR_BIND_ADDRESS")
+# Variables that count processes, and what to do where nothing says how to find them.
+_ONE_OF_SEVERAL = {
+    "WORLD_SIZE": "Set JAX_COORDINATOR_ADDRESS to host:port, as `jdist.launch` does.",
+    "SLURM_NTASKS": 'Give `cluster="slurm"`.',
+    "OMPI_COMM_WORLD_SIZE": 'Give `cluster="ompi"`.',
+    "PMI_SIZE": 'Give `cluster="mpi4py"`.',
+}
+_PATIENCE = 2.0
+_BREATH = 0.05
+_LEFT = "jdist/left/"
+_ENDED = "jdist/ended/"
+# How a collective, or JAX's own coordination, words that a peer is gone.
+_SYMPTOM = re.compile("Gloo .*failed|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED")
+
+
+@contextmanager
+def process_group(
+    *,
+    axis: str = "data",
+    cluster: str | None = None,
+    timeout: float = 60.0,
+    heartbeat: float = 30.0,
+) -> Iterator[Mesh]:
+    """Joins this process to the others of its run for as long as the block lasts.
+
+    To be entered before the first JAX computation, and once per process: what
+    `jax.distributed` and its backend are started with stays. The processes are found
+
+    - by `RANK`, `WORLD_SIZE` and `JAX_COORDINATOR_ADDRESS`, which `jdist.launch` and
+      `jdist.rpc.spawn` set;
+    - by JAX itself, if `cluster` says so, or if `jax.distributed.initialize` was called
+      before (then it is not shut down here);
+    - otherwise this process is alone.
+
+    Args:
+      axis: Name of the mesh's only axis.
+      cluster: How JAX finds the processes: "slurm", "ompi", "mpi4py", "k8s" or "auto"
+        (`cluster_detection_method` of `jax.distributed.initialize`).
+      timeout: Seconds to wait for all to come at the start and to leave at the end.
+      heartbeat: Seconds after which a process that gives no sign of life is lost.
+
+    Yields:
+      A mesh over all devices of all processes, in the order of their ranks.
+
+    Raises:
+      ProcessLost: Some did not come in time, which the message names; the block failed
+        because a process was lost; or this one came to its end and others did not.
+      ValueError: Only some of the variables are set, or they contradict each other; the
+        environment says that this is one of several processes and not how to find
+        them; a number of seconds is not positive.
+      RuntimeError: A JAX computation has been done before.
+
+    Example:
+      >>> with process_group() as mesh:
+      ...     mesh.axis_names
+      ('data',)
+
+    References:
+      `torch.distributed.init_process_group`; docs/data_parallel.md, "Many processes".
+    """
+    _check_seconds("timeout", timeout)
+    _check_seconds("heartbeat", heartbeat)
+    owned = _join(cluster, timeout, heartbeat)
+    try:
+        require_backend()
+        yield Mesh(np.array(jax.devices()), (axis,))
+    except BaseException as error:
+        failed = not isinstance(error, SystemExit) or bool(error.code)
+        lost = _verdict(error) if owned and failed else None
+        _leave(owned, failed=failed)
+        if lost is not None:
+            raise lost from error
+        raise
+    early = _early_end(timeout) if owned else None
+    _leave(owned, failed=early is not None)
+    if early is not None:
+        raise early
+
+
+# --- the start ---
+
+
+def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
+    """Starts `jax.distributed` if there is anybody to join; whether it did."""
+    if jax.distributed.is_initialized():
+        return False
+    place = _place(os.environ)
+    if place is None and cluster is None:
+        _check_alone(os.environ)
+        return False
+    initialize = partial(
+        jax.distributed.initialize,
+        initialization_timeout=math.ceil(timeout),
+        shutdown_timeout_seconds=math.ceil(timeout),
+        heartbeat_timeout_seconds=math.ceil(heartbeat),
+    )
+    if place is None:
+        _detect(cluster, initialize)
+    elif place.size == 1:
+        return False
+    else:
+        roll_call(place, timeout)
+        initialize(
+            coordinator_address=place.coordinator,
+            coordinator_bind_address=place.bind,
+            num_processes=place.size,
+            process_id=place.rank,
+            local_device_ids=_own_devices(os.environ),
+            cluster_detection_method="deactivate",
+        )
+    return True
+
+
+def _place(environment: Mapping[str, str]) -> Place | None:
+    """This process's place as the launcher says; None if nothing says so."""
+    given = [name for name in VARIABLES if name in environment]
+    if "JAX_COORDINATOR_ADDRESS" not in given:
+        return None
+    if len(given) < len(VARIABLES):
+        missing = ", ".join(name for name in VARIABLES if name not in given)
+        rule = f"must be set together with {missing}"
+        remedy = "Start the program by `python -m jdist.launch`."
+        raise ValueError(requirement(", ".join(given), rule, "a part", remedy))
+    rank, size = (_number(name, environment[name]) for name in VARIABLES[:2])
+    if not 0 <= rank < size:
+        raise ValueError(requirement("RANK", f"must be in 0..{size - 1}", rank))
+    coordinator = environment["JAX_COORDINATOR_ADDRESS"]
+    port = coordinator.rpartition(":")[2]
+    told = (environment[name] for name in _BIND if name in environment)
+    return Place(rank, size, coordinator, next(told, f"[::]:{port}"))
+
+
+def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
+    """Of several processes on a machine each takes one GPU; CPUs stay as is.
+
+    None for all, or for what `JAX_LOCAL_DEVICE_IDS` says.
+    """
+    several = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
+    if not several or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return None
+    return [_number("LOCAL_RANK", environment.get("LOCAL_RANK", ""))]
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(requirement(name, "must be a number", text))
+    return int(text)
+
+
+def _check_alone(environment: Mapping[str, str]) -> None:
+    """Refuses to train N times side by side where one run of N was meant."""
+    for name, remedy in _ONE_OF_SEVERAL.items():
+        count = environment.get(name, "1")
+        if count.isdecimal() and int(count) > 1:
+            rule = f"must say how to find the other processes: {name} is {count}"
+            remedy = f"{remedy} Or unset {name}, if this process is alone."
+            argument = "process_group(cluster=...)"
+            raise ValueError(requirement(argument, rule, None, remedy))
+
+
+def _detect(cluster: str | None, initialize: Callable[..., None]) -> None:
+    try:
+        initialize(cluster_detection_method=None if cluster == "auto" else cluster)
+    except (ValueError, KeyError, ImportError) as error:
+        rule = "must be a kind of cluster that JAX finds here"
+        argument = "process_group(cluster=...)"
+        got = f"{cluster!r}, and JAX says: {error!r}"
+        raise ValueError(requirement(argument, rule, got)) from error
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        rule = "must be a positive number of seconds"
+        raise ValueError(requirement(f"process_group({name}=...)", rule, seconds))
+
+
+# --- the end ---
+
+
+def _early_end(timeout: float) -> ProcessLost | None:
+    """Waits for all processes at the end of the block.
+
+    JAX waits, too, but where others do not come it ends all processes from C++, with
+    the names of those that are still at work.
+
+    Returns:
+      None if all came in time.
+    """
+    client = distributed_client()
+    if client is None:
+        return None
+    rank, size = jax.process_index(), jax.process_count()
+    try:
+        client.key_value_set(f"{_ENDED}{rank}", "")
+        client.wait_at_barrier("jdist/end", math.ceil(timeout * 1000))
+    except jax.errors.JaxRuntimeError:
+        moment = time.time()
+        try:
+            # Others that end read this note when their collectives fail.
+            note = {"moment": moment, "own": True, "ended": True, "text": ""}
+            client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
+            keys = client.key_value_dir_get(_ENDED)
+        except jax.errors.JaxRuntimeError:
+            return _lost((0,), size, moment)
+        early = sorted(int(key.rpartition("/")[2]) for key, _ in keys)
+        return _ended(early, size, moment) if len(early) < size else None
+    return None
+
+
+def _ended(early: Sequence[int], size: int, moment: float) -> ProcessLost:
+    others = [rank for rank in range(size) if rank not in early]
+    who, rest = (_ranks(tuple(ranks)) for ranks in (early, others))
+    return ProcessLost(
+        f"{who} of {size} came to the end of the run before {_clock(moment)}, and "
+        f"{rest[0].lower()}{rest[1:]} did not: lost, or with more steps to take. All "
+        "processes must take the same number of steps: `Sampler` and `Join` see to "
+        "that where they have unequal data.",
+        tuple(early),
+    )
+
+
+def _leave(owned: bool, *, failed: bool) -> None:
+    if not owned:
+        return
+    if failed:
+        # Others are inside a collective and will never come to a shutdown.
+        abandon_distributed()
+    else:
+        jax.distributed.shutdown()
+
+
+def _verdict(error: BaseException) -> ProcessLost | None:
+    """Tells the others that this process leaves; says who is to blame for it.
+
+    Returns:
+      None if the failure is this process's own.
+    """
+    client = distributed_client()
+    if client is None:  # The interpreter ends, and JAX has shut down already.
+        return None
+    rank, size = jax.process_index(), jax.process_count()
+    # Raised while a step is dispatched, the same failure is a ValueError.
+    kinds = (jax.errors.JaxRuntimeError, ValueError)
+    suffers = isinstance(error, kinds) and bool(_SYMPTOM.search(str(error)))
+    moment = time.time()
+    note = {"moment": moment, "own": not suffers, "text": _first_line(error)}
+    try:
+        client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
+        if not suffers:
+            return None
+        notes = _notes(client, size)
+    except jax.errors.JaxRuntimeError:
+        # The coordinator is gone too.
+        return _lost((0,), size, moment)
+    return _blamed(notes, size, moment)
+
+
+def _notes(client: Any, size: int) -> dict[int, dict[str, Any]]:
+    """What the processes that leave have said, once one took the blame or all spoke."""
+    deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
+    while True:
+        found = {
+            int(key.rpartition("/")[2]): json.loads(text)
+            for key, text in client.key_value_dir_get(_LEFT)
+        }
+        is_clear = len(found) == size or any(note["own"] for note in found.values())
+        if is_clear or time.monotonic() > deadline:
+            return found
+        pause.wait(_BREATH)
+
+
+def _blamed(
+    notes: Mapping[int, Mapping[str, Any]], size: int, moment: float
+) -> ProcessLost | None:
+    own = [(note["moment"], rank) for rank, note in notes.items() if note["own"]]
+    early = sorted(rank for rank, note in notes.items() if note.get("ended"))
+    if early and min(own)[1] in early:
+        return _ended(early, size, min(own)[0])
+    if own:
+        moment, rank = min(own)
+        return ProcessLost(
+            f"Rank {rank} of {size} left the run at {_clock(moment)}: "
+            f"{notes[rank]['text']}",
+            (rank,),
+        )
+    silent = tuple(rank for rank in range(size) if rank not in notes)
+    return _lost(silent, size, moment) if silent else None
+
+
+def _lost(ranks: tuple[int, ...], size: int, moment: float) -> ProcessLost:
+    were = "was" if len(ranks) == 1 else "were"
+    return ProcessLost(
+        f"{_ranks(ranks)} of {size} {were} lost: a collective failed at "
+        f"{_clock(moment)}, and no word came from there. Start the run again from its "
+        "last checkpoint.",
+        ranks,
+    )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line}"

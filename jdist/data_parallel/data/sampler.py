@@ -1,0 +1,184 @@
+"""Which examples go to which replica at which step of which epoch.
+
+An epoch visits every example exactly once. PyTorch's `DistributedSampler` makes shards
+equal by visiting some examples twice, or not at all (`drop_last`), which biases the
+epoch's gradient and any metric over it; here the last batch is smaller, its shards may
+differ by one example, and weights say so.
+
+    10 examples, 3 replicas, 6 a step, without shuffling
+    step 0:  0 1 | 2 3 | 4 5          step 1:  6 7 | 8 . | 9 .        . has weight 0
+
+The order follows from seed and epoch alone, by a generator whose numbers NumPy has
+frozen, so that every process computes the same, and a run resumes in mid-epoch.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdist._errors import requirement
+from jdist._tree import examples_in
+from jdist.data_parallel.gradient.shards import own_replicas, replicas_of, shard_batch
+
+
+class Shards(NamedTuple):
+    """The examples of some replicas at one step."""
+
+    rows: np.ndarray
+    """Indices of examples, one replica's after the other's."""
+
+    sizes: tuple[int, ...]
+    """How many each replica has."""
+
+    weights: np.ndarray
+    """1 each; 0 for an example that only fills a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Batches of an epoch, shuffled and divided over replicas.
+
+    Attributes:
+      examples: How many there are.
+      batch: How many make a step, of all replicas together.
+      seed: Of the order.
+      shuffle: False keeps the order of the data.
+
+    Raises:
+      ValueError: A number is below 1, or the seed below 0.
+
+    Example:
+      >>> sampler = Sampler(examples=10, batch=6, shuffle=False)
+      >>> [(s.rows.tolist(), s.sizes) for s in sampler.shards(replicas=3)]
+      [([0, 1, 2, 3, 4, 5], (2, 2, 2)), ([6, 7, 8, 9], (2, 1, 1))]
+
+    References:
+      `torch.utils.data.DistributedSampler`.
+    """
+
+    examples: int
+    batch: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        for name, least in (("examples", 1), ("batch", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                rule = f"must be an integer of at least {least}"
+                raise ValueError(requirement(f"Sampler({name}=...)", rule, value))
+
+    @property
+    def steps(self) -> int:
+        """Batches in an epoch, the smaller last one included."""
+        return -(-self.examples // self.batch)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """All examples, each once, in the order of an epoch."""
+        if not self.shuffle:
+            return np.arange(self.examples)
+        bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
+        return np.random.RandomState(bits).permutation(self.examples)
+
+    def shards(
+        self,
+        replicas: int,
+        epoch: int = 0,
+        *,
+        only: Sequence[int] | None = None,
+        start: int = 0,
+    ) -> Iterator[Shards]:
+        """The steps of an epoch, as indices.
+
+        Args:
+          replicas: How many there are in all.
+          epoch: Its number.
+          only: The replicas whose examples are wanted; None for all. If they have none
+            at a step, one example with weight 0 stands for them.
+          start: Steps to leave out, for a run that resumes.
+
+        Raises:
+          ValueError: `start` is negative or beyond the epoch; `only` names none, or
+            one that there is not.
+        """
+        if not 0 <= start <= self.steps:
+            rule = f"must be from 0 to the epoch's {self.steps} steps"
+            raise ValueError(requirement("shards(start=...)", rule, start))
+        order = self.order(epoch)
+        wanted = range(replicas) if only is None else only
+        if not wanted or not set(wanted) <= set(range(replicas)):
+            rule = f"must be some of the {replicas} replicas"
+            raise ValueError(requirement("shards(only=...)", rule, list(wanted)))
+        for step in range(start, self.steps):
+            rows = order[step * self.batch : (step + 1) * self.batch]
+            parts = np.array_split(rows, replicas)
+            own = [parts[rank] for rank in wanted]
+            sizes = tuple(len(part) for part in own)
+            if any(sizes):
+                found = np.concatenate(own)
+                yield Shards(found, sizes, np.ones(len(found), np.float32))
+            else:
+                sizes = (1, *sizes[1:])
+                yield Shards(rows[:1], sizes, np.zeros(1, np.float32))
+
+    def batches(
+        self,
+        data: Any,
+        mesh: Mesh | int,
+        epoch: int = 0,
+        *,
+        start: int = 0,
+        rows: int | None = None,
+        axis: str = "data",
+    ) -> Iterator[tuple[Any, jax.Array]]:
+        """The steps of an epoch, as batches and weights for `train_step`.
+
+        Each process reads only what its own replicas need; all batches have one shape.
+
+        Args:
+          data: Pytree of arrays, each `(examples, ...)`; anything that takes an array
+            of indices, such as a memory-mapped file.
+          mesh: The devices; or a number of replicas that share one device.
+          epoch: Its number.
+          start: Steps to leave out, for a run that resumes.
+          rows: Rows per replica, padding included, such as a multiple of the
+            micro-batches of `train_step(accumulate=...)`; None for as few as hold a
+            replica's part of a batch.
+          axis: The mesh axis that counts replicas.
+
+        Raises:
+          ValueError: `data` has another number of examples; `start` is not a step;
+            no such axis; `rows` are too few; this process has no device of the mesh.
+          TypeError: `rows` is not an integer.
+
+        Example:
+          >>> import numpy as np
+          >>> sampler = Sampler(examples=5, batch=3, shuffle=False)
+          >>> for batch, weights in sampler.batches(np.arange(5.0), 2, rows=4):
+          ...     print(batch, weights)
+          [0. 1. 1. 1. 2. 2. 2. 2.] [1. 1. 0. 0. 1. 0. 0. 0.]
+          [3. 3. 3. 3. 4. 4. 4. 4.] [1. 0. 0. 0. 1. 0. 0. 0.]
+        """
+        count = examples_in(data, "Sampler.batches(data=...)")
+        if count != self.examples:
+            rule = f"must have the sampler's {self.examples} examples"
+            raise ValueError(requirement("batches(data=...)", rule, count))
+        replicas = replicas_of(mesh, axis, "batches")
+        only = own_replicas(mesh, axis) if isinstance(mesh, Mesh) else None
+        least = -(-self.batch // replicas)
+        rows = least if rows is None else operator.index(rows)
+        if rows < least:
+            rule = f"must be at least {least}, a replica's part of a batch of "
+            rule += f"{self.batch} over {replicas}"
+            raise ValueError(requirement("batches(rows=...)", rule, rows))
+        for shard in self.shards(replicas, epoch, only=only, start=start):
+            taken = jax.tree.map(lambda x, rows=shard.rows: x[rows], data)
+            yield shard_batch(
+                taken, mesh, shard.sizes, weights=shard.weights, rows=rows, axis=axis
+            )

@@ -1,0 +1,1 @@
+"""The whole batch's loss and gradient from replicas that each see a part."""

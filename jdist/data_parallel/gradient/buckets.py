@@ -1,0 +1,198 @@
+"""Which gradients travel together: the assignment to buckets, and the buckets' layout.
+
+A collective has a price per call and a price per byte. Many small gradients in one flat
+buffer pay the first only once; but a bucket can leave only when its last gradient is
+there, and a large one gains nothing from being copied. Hence limits, and an order: that
+in which gradients become ready (see `jdist.data_parallel.gradient.gradient_order`).
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+
+from jdist._compat import is_traced
+from jdist._errors import requirement
+
+Cap = float | Sequence[float] | Sequence[Sequence[str]] | None
+"""One limit in MiB, a list of them, or the buckets themselves as lists of paths."""
+
+MIB = 2**20
+FIRST_LIMIT = 1 * MIB
+"""torch's limit for the bucket that is ready first, so that it leaves early."""
+LIMIT = 25 * MIB
+"""torch's limit for all others."""
+ALONE = 1 * MIB
+"""From this size on copying a leaf into a bucket cost more than its own call: between
+two CPU processes over gloo (docs/data_parallel.md, "Buckets")."""
+
+
+def assign_buckets(leaves: Sequence[Any], limits: Sequence[float]) -> list[list[int]]:
+    """Divides leaves, in the order given, into buckets: torch's rule.
+
+    Leaves of one dtype and one device fill a bucket in turn. A bucket is closed when it
+    holds *at least* its limit, so that the last leaf may overshoot it. Each dtype and
+    device walks the list of limits by itself and stays at the last.
+
+    Args:
+      leaves: Arrays, or anything with a `shape` and a `dtype`, such as
+        `jax.ShapeDtypeStruct`; these are taken to be on one device.
+      limits: Bytes, at least 0: of the first bucket, of the second, and so on.
+
+    Returns:
+      Lists of indices into `leaves`, each ascending, ordered by their first.
+
+    Raises:
+      ValueError: There are no limits, or one is negative or NaN.
+
+    Example:
+      >>> import jax
+      >>> sizes = (3, 1, 4, 1, 5, 2)                      # of float32: 4 bytes each
+      >>> leaves = [jax.ShapeDtypeStruct((n,), "float32") for n in sizes]
+      >>> assign_buckets(leaves, [12, 20])
+      [[0], [1, 2], [3, 4], [5]]
+
+    References:
+      `torch.distributed._compute_bucket_assignment_by_size`; Li et al., PyTorch
+      Distributed, VLDB 2020, section 4.2.
+    """
+    limits = _check_limits("assign_buckets(limits=...)", limits)
+    done: list[list[int]] = []
+    filling: dict[Any, list[int]] = {}
+    held: dict[Any, int] = {}
+    step: dict[Any, int] = {}
+    for index, leaf in enumerate(leaves):
+        key = (jnp.dtype(leaf.dtype), _device_of(leaf))
+        filling.setdefault(key, []).append(index)
+        held[key] = held.get(key, 0) + bytes_of(leaf)
+        at = step.setdefault(key, 0)
+        if held[key] >= limits[at]:
+            done.append(filling.pop(key))
+            held[key] = 0
+            step[key] = min(at + 1, len(limits) - 1)
+    return sorted([*done, *filling.values()], key=lambda bucket: bucket[0])
+
+
+def plan_buckets(
+    leaves: Sequence[Any], ready: Sequence[int], paths: Sequence[str], cap: Cap
+) -> list[list[int]]:
+    """The buckets of a gradient, in the order in which they leave.
+
+    Args:
+      leaves: The gradient's leaves: their shapes and dtypes count.
+      ready: For each leaf, when it becomes final; see
+        `jdist.data_parallel.gradient.gradient_order`.
+      paths: For each leaf, its name.
+      cap: None: a first limit of 1 MiB and then 25 MiB, in the order of `ready`, and
+        leaves of 1 MiB and more alone. Numbers: the only limits, in MiB. Lists of
+        paths: the buckets.
+
+    Returns:
+      Lists of indices into `leaves`; a bucket leaves when its last leaf is ready.
+    """
+    order = sorted(range(len(leaves)), key=lambda i: (ready[i], i))
+    rank = {leaf: place for place, leaf in enumerate(order)}
+    if is_explicit(cap):
+        at = {path: i for i, path in enumerate(paths)}
+        found = [[at[path] for path in bucket] for bucket in cap]
+    else:
+        alone = {i for i in order if cap is None and bytes_of(leaves[i]) >= ALONE}
+        small = [i for i in order if i not in alone]
+        assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
+        found = [[small[i] for i in bucket] for bucket in assigned]
+        found += [[i] for i in alone]
+    return sorted(found, key=lambda bucket: max(rank[i] for i in bucket))
+
+
+def is_explicit(cap: Cap) -> TypeGuard[Sequence[Sequence[str]]]:
+    """Whether a cap lists the buckets themselves."""
+    return (
+        isinstance(cap, Sequence)
+        and bool(cap)
+        and all(
+            isinstance(bucket, Sequence) and not isinstance(bucket, str)
+            for bucket in cap
+        )
+    )
+
+
+def check_cap(argument: str, cap: Cap) -> None:
+    """Refuses what is neither None, limits, nor lists of paths.
+
+    Raises:
+      ValueError: A limit is negative or NaN, there are none, or a bucket is empty.
+      TypeError: It is none of the three.
+    """
+    if is_explicit(cap):
+        if all(bucket and all(isinstance(p, str) for p in bucket) for bucket in cap):
+            return
+        rule = "must list leaf paths in each bucket, at least one"
+        raise ValueError(requirement(argument, rule, cap))
+    one = 1 if cap is None else cap
+    numbers: Any = cap if isinstance(cap, Sequence) else (one,)
+    if not all(isinstance(limit, Real) for limit in numbers):
+        rule = "must be None, limits in MiB, or lists of leaf paths"
+        raise TypeError(requirement(argument, rule, repr(cap)))
+    _check_limits(argument, numbers)
+
+
+def check_paths(
+    argument: str, leaves: Sequence[Any], paths: Sequence[str], cap: Cap
+) -> None:
+    """Refuses buckets that are listed but do not fit the gradient.
+
+    Raises:
+      ValueError: A leaf is missing, unknown or listed twice, or a bucket mixes dtypes.
+    """
+    if not is_explicit(cap):
+        return
+    listed = [path for bucket in cap for path in bucket]
+    if sorted(listed) != sorted(paths):
+        missing = sorted(set(paths) - set(listed))
+        extra = sorted({p for p in listed if p not in paths or listed.count(p) > 1})
+        rule = f"must list each of {', '.join(paths)} once"
+        got = f"missing: {', '.join(missing) or 'none'}"
+        got += f"; unknown or repeated: {', '.join(extra) or 'none'}"
+        raise ValueError(requirement(argument, rule, got))
+    dtype = {path: leaf.dtype for path, leaf in zip(paths, leaves, strict=True)}
+    for bucket in cap:
+        kinds = sorted({str(dtype[path]) for path in bucket})
+        if len(kinds) > 1:
+            rule = "must have one dtype in each bucket"
+            got = f"{' and '.join(kinds)} in {list(bucket)}"
+            raise ValueError(requirement(argument, rule, got))
+
+
+def bytes_of(leaf: Any) -> int:
+    """Bytes of an array, or of what has a shape and a dtype like one."""
+    return math.prod(leaf.shape) * int(jnp.dtype(leaf.dtype).itemsize)
+
+
+def _limits(cap: Any) -> tuple[float, ...]:
+    if cap is None:
+        return FIRST_LIMIT, LIMIT
+    return tuple(c * MIB for c in (cap if isinstance(cap, Sequence) else (cap,)))
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _device_of(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not is_traced(leaf):
+        return frozenset(leaf.devices())
+    return None
+
+
+def _check_limits(argument: str, limits: Sequence[float]) -> tuple[float, ...]:
+    limits = tuple(limits)
+    if not limits:
+        rule = "must have at least one limit"
+        raise ValueError(requirement(argument, rule, limits))
+    wrong = [limit for limit in limits if not limit >= 0]
+    if wrong:
+        raise ValueError(requirement(argument, "must be at least 0 each", wrong[0]))
+    return limits

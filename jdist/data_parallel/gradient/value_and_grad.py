@@ -1,0 +1,185 @@
+"""The whole batch's loss and gradient, computed by replicas that each see a part.
+
+Each replica runs one forward and one backward pass over its own examples and gets a
+`Partial` (see `jdist.reduction`); one collective joins the partials; the division by
+the total comes last. The replicas are the devices of a mesh axis under `shard_map`, or,
+on a single device, the rows of a `vmap` with an axis name: the same code in both.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist import reduction as reductions
+from jdist._errors import requirement
+from jdist._tree import examples_in
+from jdist.data_parallel.gradient.buckets import Cap
+from jdist.data_parallel.gradient.communication import Exchange
+from jdist.data_parallel.gradient.gradient_order import with_readiness
+from jdist.data_parallel.gradient.layout import check_mesh, check_params
+from jdist.data_parallel.gradient.replicas import EACH, over_replicas
+from jdist.data_parallel.gradient.shards import replicas_of, weights_given
+from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.step.agreement import check_agreement
+from jdist.data_parallel.step.inputs import brought, check_alive
+from jdist.data_parallel.step.train_state import check_hook_rows
+
+
+def value_and_grad(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    mesh: Mesh | int,
+    *,
+    axis: str = "data",
+    reduction: str = "mean",
+    method: str = "all_reduce",
+    bucket_cap_mb: Cap = None,
+    hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None = None,
+    debug: bool = False,
+) -> Callable[..., tuple[Any, ...]]:
+    """Like `jax.value_and_grad` of the reduced loss, computed over replicas.
+
+        dL/dW = sum_i (B_i / B) dL_i/dW        (mean; B_i is replica i's total weight)
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`: one real loss per example, shape
+        `(examples,)`. It must treat examples independently, or combine them by
+        collectives over `axis`.
+      mesh: The devices; or a number of replicas that share one device.
+      axis: The mesh axis that counts replicas; parameters are replicated over it. Over
+        further axes of the mesh they may be divided, and their gradients are then, too.
+      reduction: "mean" S w l / S w, "sum" S w l, or "max", "min" over w > 0, where
+        ties share the gradient equally over the whole batch.
+      method: "all_reduce" sums partial gradients on the way; "all_gather" collects
+        them all on every replica and folds them in rank order. Equal to rounding.
+      bucket_cap_mb: Gradients that travel together, one collective for each bucket, in
+        the order in which the backward pass makes them. None: a first bucket of 1 MiB,
+        others of 25 MiB, and leaves of 1 MiB and more alone. A number: the only limit,
+        in MiB, by the rule of `assign_buckets`; or a list of limits for the first,
+        second, .. bucket. Or the buckets themselves: lists of leaf paths.
+      hook: How a bucket is summed, from `data_parallel.hooks`, or a pure function
+        `(state, bucket) -> (state, bucket)`. None: exactly.
+      debug: Whether to compare, after each call, the bits of all replicas' gradients,
+        which a hook could leave different; the host waits for the result.
+
+    Returns:
+      `fn(params, batch, weights=None) -> (loss, gradient)`, compiled. `batch` and
+      `weights` come from `shard_batch`; without weights each example counts 1. With a
+      hook that keeps a state, `fn(params, batch, weights=None, hook_state=None) ->
+      (loss, gradient, hook_state)`: give back what the step before returned; its leaves
+      have a first axis of replicas and are divided over the mesh.
+      The loss is a scalar, float32 or wider. The gradient has the structure, shapes and
+      dtypes of `params`, with None where a parameter is not a floating array, and is
+      replicated: bit-equal on all replicas. Weights in device memory are not read back
+      to be checked: negative, NaN or all-zero ones give NaN.
+
+    Raises:
+      ValueError: Unknown reduction or method; a mesh without the axis; a limit below
+        0; a hook that says it leaves replicas with different gradients. On calling:
+        listed buckets that do not fit the parameters; a hook that returns another
+        shape; losses of another shape; a batch that does not divide by the replicas;
+        weights of another shape; NumPy weights that are negative, not finite or all 0,
+        or whose total is beyond the devices' precision; parameters that are divided
+        over the replicas. On a mesh with further axes: one that is explicit, a hook,
+        buckets, or another method; see docs/data_parallel.md.
+      ReplicasDiffer: On calling, with `debug`: they do.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+      >>> fn = data_parallel.value_and_grad(lambda w, x: (x @ w) ** 3, mesh=2)
+      >>> batch, weights = data_parallel.shard_batch(x, 2, sizes=(2, 1))
+      >>> loss, gradient = fn(jnp.array([0.3, 0.4]), batch, weights)
+      >>> print(f"{loss:.3f} {gradient[0]:.2f} {gradient[1]:.2f}")
+      25.425 96.01 118.68
+
+    References:
+      Li et al., PyTorch Distributed, VLDB 2020; `torch.nn.parallel
+      .DistributedDataParallel`, which divides by the number of replicas instead.
+    """
+    call = "value_and_grad"
+    replicas = replicas_of(mesh, axis, call)
+    divided = check_mesh(call, mesh, axis)
+    exchange = Exchange(
+        call, axis, reduction, method, bucket_cap_mb, hook, divided=divided, debug=debug
+    )
+    run = _Programs(loss_fn, mesh, exchange)
+
+    def fn(
+        params: Any, batch: Any, weights: Any = None, hook_state: Any = None
+    ) -> tuple[Any, ...]:
+        """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
+        count = examples_in(batch, "fn(params, batch)")
+        check_rows(count, replicas)
+        weights = weights_given("fn", weights, count, reduction)
+        check_params("fn(params=...)", params, mesh, axis)
+        check_alive("fn(params, batch)", (params, batch, weights))
+        params, (batch, weights) = brought(
+            "fn(params, batch)", mesh, axis, params, (batch, weights)
+        )
+        if not exchange.stateful:
+            _check_no_state(hook_state)
+            hook_state = ()
+        elif hook_state is None:
+            (hook_state,) = run.start(params, batch, weights)
+        else:
+            check_hook_rows("fn(hook_state=...)", hook_state, replicas)
+        *found, sums = run.step(params, batch, weights, hook_state)
+        if debug:
+            check_agreement(call, sums, mesh, axis)
+        return tuple(found if exchange.stateful else found[:2])
+
+    return fn
+
+
+class _Programs:
+    """The compiled programs of one function: its step, and its hook's first state."""
+
+    def __init__(
+        self, loss_fn: Callable[..., jax.Array], mesh: Mesh | int, exchange: Exchange
+    ) -> None:
+        reduction = exchange.reduction
+        rows = PartitionSpec(exchange.axis)
+
+        def parts(params: Any, batch: Any, weights: Any) -> Any:
+            fn = partial(reductions.partial, loss_fn, reduction=reduction)
+            weights = exchange.weights_of(batch, weights)
+            return with_readiness(fn, params, batch, weights)
+
+        def step(params: Any, batch: Any, weights: Any, state: Any) -> Any:
+            # A state has one row for each replica.
+            own = jax.tree.map(lambda x: x[0], state)
+            part, ready = parts(params, batch, weights)
+            loss, gradient, own = exchange(part, ready, params, own)
+            kept = jax.tree.map(lambda x: x[None], own)
+            return loss, gradient, kept, exchange.checksums(gradient)
+
+        def start(params: Any, batch: Any, weights: Any) -> Any:
+            own = exchange.start(*parts(params, batch, weights))
+            return (jax.tree.map(lambda x: jnp.asarray(x)[None], own),)
+
+        axis = exchange.axis
+        takes = (EACH, rows, rows)
+        self.step = jax.jit(
+            over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows, EACH))
+        )
+        self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
+
+
+def check_rows(count: int, replicas: int) -> None:
+    """Refuses rows that do not divide."""
+    if count % replicas or not count:
+        rule = f"must divide evenly over {replicas} replicas"
+        got = f"{count} examples"
+        remedy = "Use `shard_batch`, which pads with weight 0."
+        raise ValueError(requirement("fn(batch=...)", rule, got, remedy))
+
+
+def _check_no_state(hook_state: Any) -> None:
+    if hook_state is not None:
+        rule = "must be None for a hook that keeps no state, and without a hook"
+        raise ValueError(requirement("fn(hook_state=...)", rule, hook_state))

@@ -1,0 +1,1 @@
+"""Training steps over replicas and their variants."""

@@ -1,0 +1,93 @@
+"""A replica's own share of a step, in one pass or in micro-batches one after another.
+
+Accumulation is what `no_sync` is for in PyTorch: k backward passes, one reduction. The
+micro-batches' *partials* are added up (see `jdist.reduction`), not their means, so that
+a micro-batch counts by the weight of its examples: the mean of k means is another
+number as soon as the counts differ.
+
+    rows of one replica, k = 3:   [a b][c d][e .]     . has weight 0
+    partial = a + b + c + d + e,  total = 5           one reduction, then / 5
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import reduction as reductions
+from jdist.data_parallel.gradient.unused import only, watched
+from jdist.reduction import Partial
+
+Loss = Callable[..., tuple[jax.Array, tuple[Any, Any]]]
+
+
+class Share(NamedTuple):
+    """What a replica has to work on; None where there is no such thing."""
+
+    batch: Any
+    """Pytree of arrays `(examples, ...)`, this replica's own."""
+
+    weights: jax.Array
+    """`(examples,)`."""
+
+    key: Any = None
+    """A PRNG key of this replica and step; micro-batch j gets `fold_in(key, j)`."""
+
+    model_state: Any = None
+    """The state before the step; each micro-batch's goes to the next."""
+
+
+def accumulated(
+    loss: Loss, params: Any, share: Share, reduction: str, count: int
+) -> tuple[Partial, Any, Any]:
+    """Forward and backward passes over one replica's share, added up.
+
+    Args:
+      loss: As `jdist.data_parallel.gradient.loss.Loss`.
+      params: The parameters.
+      share: The replica's examples; their number is a multiple of `count`.
+      reduction: One of `jdist.reduction.REDUCTIONS`.
+      count: Number of micro-batches.
+
+    Returns:
+      The partial, with None as gradient of a parameter that no loss depends on; the
+      new model state; and the auxiliary outputs with a leading axis of micro-batches.
+      A micro-batch without examples (all weights 0) leaves the state as it was.
+    """
+    used: set[str] = set()
+
+    def one(state: Any, index: Any, batch: Any, weights: jax.Array) -> Any:
+        key = None if share.key is None else jax.random.fold_in(share.key, index)
+
+        def losses_of(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+            return loss(watched(params, used), batch, key, state)
+
+        part, (new_state, aux) = reductions.partial_with_aux(
+            losses_of, params, batch, weights, reduction
+        )
+        some = jnp.any(weights > 0)
+        new_state = jax.tree.map(
+            lambda new, old: jnp.where(some, new, old), new_state, state
+        )
+        return part._replace(gradient=only(part.gradient, used)), new_state, aux
+
+    if count == 1:
+        part, state, aux = one(share.model_state, 0, share.batch, share.weights)
+        return part, state, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+
+    indices = jnp.arange(count, dtype=jnp.int32)
+    rows = jax.tree.map(
+        lambda x: x.reshape(count, -1, *x.shape[1:]), (share.batch, share.weights)
+    )
+    first = jax.tree.map(lambda x: x[0], (indices, *rows))
+    shapes, *_ = jax.eval_shape(one, share.model_state, *first)
+
+    def body(carry: tuple[Partial, Any], micro: Any) -> tuple[Any, Any]:
+        so_far, state = carry
+        part, state, aux = one(state, *micro)
+        return (reductions.combine(so_far, part, reduction), state), aux
+
+    start = (reductions.empty(shapes, reduction), share.model_state)
+    (part, state), aux = jax.lax.scan(body, start, (indices, *rows))
+    return part, state, aux

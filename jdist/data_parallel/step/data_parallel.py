@@ -1,0 +1,93 @@
+"""torch's `DataParallel`: one process scatters, applies a model, and gathers outputs.
+
+    batch  --scatter-->  rows of replica 0 .. K-1  --apply-->  outputs  --gather--> all
+    params --replicate-> the same on each
+
+Not a way to train (the loss is outside, on one device, and so is its gradient's start)
+but to apply a model to more than one device holds; `jax.grad` goes through it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist._tree import examples_in, is_inexact, wide_dtype
+from jdist.data_parallel.gradient.layout import check_mesh, check_params
+from jdist.data_parallel.gradient.replicas import EACH, over_replicas
+from jdist.data_parallel.gradient.shards import replicas_of, shard_batch
+from jdist.data_parallel.step.inputs import brought, check_alive
+
+
+def DataParallel(
+    fn: Callable[[Any, Any], Any], mesh: Mesh | int, *, axis: str = "data"
+) -> Callable[[Any, Any], Any]:
+    """Applies a model to a batch of any size, divided over replicas.
+
+    Args:
+      fn: `fn(params, batch) -> outputs`, pytrees of arrays `(examples, ...)`; it treats
+        examples independently.
+      mesh: The devices; or a number of replicas that share one device.
+      axis: The mesh axis that counts replicas.
+
+    Returns:
+      `apply(params, batch) -> outputs` of the whole batch, in its order. Compiled;
+      differentiable in `params`, whose gradient is the whole batch's, added up over
+      the devices of a mesh in float32 at least.
+
+    Raises:
+      ValueError: The mesh has no such axis. On calling: an empty batch.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> model = DataParallel(lambda w, x: x * w, 2)
+      >>> model(jnp.array(2.0), jnp.arange(3.0))
+      Array([0., 2., 4.], dtype=float32)
+
+    References:
+      `torch.nn.DataParallel`, `torch.nn.parallel.data_parallel`.
+    """
+    replicas = replicas_of(mesh, axis, "DataParallel")
+    check_mesh("DataParallel", mesh, axis)
+    rows = PartitionSpec(axis)
+
+    @jax.jit
+    def compiled(params: Any, scattered: Any) -> Any:
+        def on_replica(wide: Any, batch: Any) -> Any:
+            given = jax.tree.map(_as_it_was, wide, params)
+            return (fn(given, batch),)
+
+        mapped = over_replicas(on_replica, mesh, axis, (EACH, rows), (rows,))
+        return mapped(jax.tree.map(_widened, params), scattered)
+
+    def apply(params: Any, batch: Any) -> Any:
+        """The outputs of the whole batch; see `data_parallel.DataParallel`."""
+        count = examples_in(batch, "apply(params, batch)")
+        check_params("apply(params=...)", params, mesh, axis)
+        scattered, _ = shard_batch(batch, mesh, axis=axis)
+        check_alive("apply(params, batch)", (params, batch))
+        params, scattered = brought(
+            "apply(params, batch)", mesh, axis, params, scattered
+        )
+        (outputs,) = compiled(params, scattered)
+        if count % replicas == 0:
+            return outputs
+        share, extra = divmod(count, replicas)
+        real = [
+            rank * (share + 1) + i
+            for rank in range(replicas)
+            for i in range(share + (rank < extra))
+        ]
+        return jax.tree.map(lambda x: x[jax.numpy.array(real)], outputs)
+
+    return apply
+
+
+def _widened(param: Any) -> Any:
+    """In the precision that the replicas' gradients are added up in."""
+    return param.astype(wide_dtype(param.dtype)) if is_inexact(param) else param
+
+
+def _as_it_was(wide: Any, param: Any) -> Any:
+    return wide.astype(param.dtype) if is_inexact(wide) else wide

@@ -1,0 +1,142 @@
+"""Training and evaluation over many batches."""
+
+from collections.abc import Iterable, Sized
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from jdist._fit import Epoch, check_save_every, fitted, over_epoch, pair, progress
+from jdist._tree import examples_in
+from jdist.data_parallel.data.checkpoint import Checkpoints
+from jdist.data_parallel.gradient.shards import unbound
+from jdist.data_parallel.step.train_state import Metrics, TrainState
+from jdist.data_parallel.step.train_step import TrainStep
+from jdist.reduction import wide_weights
+
+
+def fit(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterable[Any],
+    *,
+    total: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    save_every: int = 1000,
+    console: Console | None = None,
+) -> tuple[TrainState, list[Metrics]]:
+    """Trains on one batch after the other.
+
+    Where the mesh spans several processes each calls it, with as many batches as the
+    others: `Sampler.batches` and `Join` give that.
+
+    Args:
+      step: From `train_step`.
+      state: From `TrainStep.init`, or restored; its arrays are donated.
+      batches: Pairs of a batch and its weights, as from `Sampler.batches`, `Join` and
+        `shard_batch`; or batches that are no tuples, whose examples count 1 each. For a
+        resumed run those that come after `state.step` steps.
+      total: How many there are, if they do not say it themselves.
+      checkpoints: Where the state is saved: after each `save_every` steps of the whole
+        run, and at the end.
+      save_every: See there.
+      console: Where a bar shows the step and its loss; None for none. Of several
+        processes one should show it.
+
+    Returns:
+      The last state, and the metrics of every step; see `over_epoch`.
+
+    Raises:
+      ValueError: `save_every` is less than 1.
+      Exception: What the step, `Checkpoints.save` and `batches` raise.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel, optim
+      >>> opt = optim.sgd(lr=0.1)
+      >>> step = data_parallel.train_step(lambda w, x: (w * x) ** 2, opt, 2)
+      >>> sampler = data_parallel.Sampler(examples=3, batch=2, shuffle=False)
+      >>> batches = sampler.batches(jnp.array([1.0, 2.0, 0.5]), mesh=2)
+      >>> state, found = data_parallel.fit(step, step.init(jnp.array(3.0)), batches)
+      >>> int(state.step), data_parallel.over_epoch(found)
+      (2, Epoch(loss=15.1875, examples=3, weight=3.0))
+    """
+    check_save_every(save_every)
+    if total is None and isinstance(batches, Sized):
+        total = len(batches)
+
+    def counted(state: TrainState, batch: Any, weights: Any) -> Any:
+        examples, weight = _counts(batch, weights)
+        state, found = step(state, batch, weights)
+        return state, found._replace(examples=examples, weight=weight)
+
+    return fitted(
+        counted,
+        state,
+        map(pair, batches),
+        int(state.step),
+        total=total,
+        checkpoints=checkpoints,
+        save_every=save_every,
+        console=console,
+    )
+
+
+def evaluate(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterable[Any],
+    *,
+    total: int | None = None,
+    console: Console | None = None,
+) -> Epoch:
+    """The loss of many batches as if they were one; see `TrainStep.evaluate`.
+
+    Args:
+      step: From `train_step`.
+      state: Any training state; nothing is changed by it.
+      batches: As for `fit`.
+      total: How many there are, if they do not say it themselves.
+      console: Where a bar shows how far it is; None for none.
+
+    Raises:
+      ValueError: There are no batches; and what `TrainStep.evaluate` refuses.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel, optim
+      >>> step = data_parallel.train_step(lambda w, x: (w * x) ** 2, optim.sgd(), 2)
+      >>> sampler = data_parallel.Sampler(examples=3, batch=2, shuffle=False)
+      >>> batches = sampler.batches(jnp.array([1.0, 2.0, 3.0]), mesh=2)
+      >>> data_parallel.evaluate(step, step.init(jnp.array(3.0)), batches)
+      Epoch(loss=42.0, examples=3, weight=3.0)
+    """
+    if total is None and isinstance(batches, Sized):
+        total = len(batches)
+    found: list[Any] = []
+    with progress(console, total, "evaluating") as bar:
+        for batch, weights in map(pair, batches):
+            one = step.evaluate(state, batch, weights)
+            bar.advance("evaluating", found[-1] if found else None)
+            found.append(one._replace(aux=None))
+    return over_epoch(found, step.reduction)
+
+
+def _counts(batch: Any, weights: Any) -> tuple[Any, Any]:
+    """How many examples count, and their weight; of weights on devices, there."""
+    if weights is None:
+        count = examples_in(batch, "fit(batches)")
+        return count, float(count)
+    weights = unbound(weights)
+    if isinstance(weights, jax.Array):
+        return _counts_there(weights)
+    weights = np.asarray(weights)
+    return int(np.sum(weights > 0)), float(np.sum(weights, dtype=np.float64))
+
+
+@jax.jit
+def _counts_there(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    wide = wide_weights(weights)
+    return jnp.sum(wide > 0), jnp.sum(wide)

@@ -1,0 +1,185 @@
+"""Replicas that run out of data before others, without anybody waiting for ever.
+
+All replicas run one program, so that one which has no batch left still takes part; its
+rows have weight 0 (they repeat an example, see
+`jdist.data_parallel.gradient.shards`). What the
+others' gradient is divided by is a choice. With B_i the total weight of replica i's
+batch, g_i the gradient of its mean, A the replicas that still have data and K all:
+
+    divide_by     gradient                       weights of replica i's examples
+    "weight"      sum_A (B_i / sum_A B) g_i      w            the whole batch's gradient
+    "active"      sum_A g_i / |A|                w / B_i
+    "initial"     sum_A g_i / K                  w / (B_i K), added up and not averaged
+
+The last two are PyTorch's `join`, with `divide_by_initial_world_size` False and True.
+"initial" is 3/4 of the right gradient when one of four replicas has left; both count a
+small batch as much as a large one. They are here to repeat runs made with them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jdist._errors import JdistError, requirement
+from jdist._tree import examples_in
+from jdist.data_parallel.gradient.shards import (
+    BoundWeights,
+    own_replicas,
+    replicas_of,
+    shard_batch,
+)
+
+DIVISORS = {"weight": "mean", "active": "mean", "initial": "sum"}
+"""Each way to divide, and the `reduction` of the training step that goes with it."""
+
+
+class EarlyEnd(JdistError):
+    """A replica ran out of data while others had more; raised on every process."""
+
+
+class Join:
+    """Batches of all replicas, step by step, until the last one has no more.
+
+    Iterate over it once: each step is `(batch, weights)` as from `shard_batch`, for
+    `train_step(..., reduction=joined.reduction)`. Another reduction would divide
+    otherwise than `divide_by` says: except by "weight", a step of one refuses them.
+
+    Args:
+      streams: For each replica of this process, in the order of the mesh, an iterable
+        of its batches: pytrees of arrays `(examples, ...)`.
+      mesh: The devices; or a number of replicas that share one device.
+      rows: Rows per replica: the largest batch there is.
+      divide_by: "weight", "active" or "initial"; see above.
+      weighted: Whether the streams hold pairs `(batch, weights)`.
+      early_end: "wait" goes on until all have ended; "error" raises as soon as some
+        have ended and others have not.
+      axis: The mesh axis that counts replicas.
+
+    Attributes:
+      reduction: What the training step must be built with: "mean" or "sum".
+
+    Raises:
+      ValueError: An option is unknown; there is not one stream per replica. While
+        iterating: a batch has no examples or more than `rows`; a process has no batch
+        at all to repeat an example of.
+      EarlyEnd: While iterating, with `early_end="error"`.
+
+    Example:
+      >>> import numpy as np
+      >>> streams = [[np.array([1.0, 2.0]), np.array([3.0])], [np.array([4.0])]]
+      >>> for batch, weights in Join(streams, 2, rows=2):
+      ...     print(batch, weights)
+      [1. 2. 4. 4.] [1. 1. 1. 0.]
+      [3. 3. 3. 3.] [1. 0. 0. 0.]
+
+    References:
+      `torch.distributed.algorithms.Join`; pytorch/pytorch#38174, whose criterion is
+      "the gradient by running the entire global batch locally": ours by "weight".
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Iterable[Any]],
+        mesh: Mesh | int,
+        *,
+        rows: int,
+        divide_by: str = "weight",
+        weighted: bool = False,
+        early_end: str = "wait",
+        axis: str = "data",
+    ) -> None:
+        """Checks the arguments; nothing is read yet."""
+        _check_choice("divide_by", divide_by, DIVISORS)
+        _check_choice("early_end", early_end, ("wait", "error"))
+        self._replicas = replicas_of(mesh, axis, "Join")
+        own = own_replicas(mesh, axis) if isinstance(mesh, Mesh) else None
+        self._own = list(range(self._replicas)) if own is None else own
+        if len(streams) != len(self._own):
+            rule = (
+                f"must have one stream for each of the {len(self._own)} replicas here"
+            )
+            raise ValueError(requirement("Join(streams=...)", rule, len(streams)))
+        self._streams = [iter(stream) for stream in streams]
+        self._mesh, self._axis, self._rows = mesh, axis, rows
+        self._divide_by, self._weighted = divide_by, weighted
+        self._raises = early_end == "error"
+        self.reduction = DIVISORS[divide_by]
+
+    def __iter__(self) -> Iterator[tuple[Any, jax.Array | BoundWeights]]:
+        """The steps."""
+        spare: Any = None
+        step = 0
+        while True:
+            items = [self._next(stream) for stream in self._streams]
+            active = self._agreed([item is not None for item in items])
+            if not active.any():
+                return
+            if self._raises and not active.all():
+                ended = ", ".join(map(str, np.flatnonzero(~active)))
+                raise EarlyEnd(
+                    f"replicas {ended} of {len(active)} ran out of data after {step} "
+                    f"batches; the others have more"
+                )
+            yield self._joined(items, spare)
+            here = next((item for item in items if item is not None), None)
+            spare = spare if here is None else here
+            step += 1
+
+    def _next(self, stream: Iterator[Any]) -> tuple[Any, np.ndarray] | None:
+        item = next(stream, None)
+        if item is None:
+            return None
+        batch, weights = item if self._weighted else (item, None)
+        count = examples_in(batch, "Join(streams=...)")
+        if not count:
+            rule = "must hold batches of one example or more"
+            raise ValueError(requirement("Join(streams=...)", rule, "an empty batch"))
+        own = np.ones(count, np.float32) if weights is None else np.asarray(weights)
+        total = own.sum(dtype=np.float64)
+        if self._divide_by != "weight" and total > 0:
+            share = total * (self._replicas if self._divide_by == "initial" else 1)
+            own = own.astype(np.float64) / share
+        return batch, own
+
+    def _joined(
+        self, items: Sequence[Any], spare: Any
+    ) -> tuple[Any, jax.Array | BoundWeights]:
+        """One batch of all replicas; `spare` is an old one to repeat an example of."""
+        given = [item for item in items if item is not None]
+        sizes = [0 if item is None else len(item[1]) for item in items]
+        if not given:
+            if spare is None:
+                rule = "must hold at least one batch in every process"
+                raise ValueError(requirement("Join(streams=...)", rule, "none here"))
+            batch, weights = jax.tree.map(lambda x: x[:1], spare)
+            given, sizes[0] = [(batch, np.zeros_like(weights))], 1
+        batch, weights = jax.tree.map(lambda *parts: np.concatenate(parts), *given)
+        batch, weights = shard_batch(
+            batch,
+            self._mesh,
+            sizes,
+            weights=weights,
+            rows=self._rows,
+            axis=self._axis,
+        )
+        if self._divide_by == "weight":  # For any reduction of the whole batch.
+            return batch, weights
+        return batch, BoundWeights(weights, self.reduction)
+
+    def _agreed(self, here: Sequence[bool]) -> np.ndarray:
+        """Which of all replicas have a batch, in every process the same."""
+        active = np.zeros(self._replicas, bool)
+        active[self._own] = here
+        if len(self._own) == self._replicas:
+            return active
+        return np.any(multihost_utils.process_allgather(active), axis=0)
+
+
+def _check_choice(name: str, value: Any, known: Iterable[str]) -> None:
+    if value not in known:
+        rule = f"must be one of {', '.join(map(repr, known))}"
+        raise ValueError(requirement(f"Join({name}=...)", rule, repr(value)))

@@ -1,0 +1,242 @@
+"""Local SGD: replicas step by themselves and average their parameters now and then.
+
+Between two averages nothing is communicated, or gradients within small groups only. The
+parameters of replica i after its own steps are w_i, and the average over the examples
+that each has seen since the last one, n_i,
+
+    w = sum_i n_i w_i / sum_i n_i
+
+With plain SGD and an average after every step this is ordinary data parallelism, for
+any numbers of examples: sum_i (B_i/B) (w - lr g_i) = w - lr sum_i (B_i/B) g_i.
+
+When it happens is torch's rule. Counting steps from 0, the parameters are averaged
+after step t if t >= start and (t - start) is a multiple of the period; before `start`
+all replicas use the whole batch's gradient and cannot part ways.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist import reduction as reductions
+from jdist._errors import requirement
+from jdist._tree import examples_in, merge, split_inexact
+from jdist.data_parallel.gradient.communication import Exchange
+from jdist.data_parallel.gradient.gradient_order import with_readiness
+from jdist.data_parallel.gradient.layout import check_alone, check_params
+from jdist.data_parallel.gradient.replicas import EACH, over_replicas
+from jdist.data_parallel.gradient.shards import replicas_of, weights_given
+from jdist.data_parallel.gradient.value_and_grad import check_rows
+from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
+from jdist.data_parallel.hooks.post_local_sgd import group_mean
+from jdist.data_parallel.hooks.switch import one_of
+from jdist.data_parallel.step.inputs import brought, check_alive, check_place
+from jdist.data_parallel.step.nnx_loss import check_stateless
+from jdist.optim import Optimizer, check_optimizer
+
+
+class LocalState(NamedTuple):
+    """What a step hands to the next; but for `step`, leaves have a row per replica."""
+
+    step: jax.Array
+    """Steps taken, int32 scalar."""
+
+    params: Any
+    """Each replica's own parameters."""
+
+    opt_state: Any
+    """Each replica's own optimizer state; never averaged."""
+
+    seen: jax.Array
+    """The weight of the examples that each has seen since the last average."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD:
+    """Local SGD over replicas; made by `local_sgd`.
+
+    Attributes:
+      optimizer: What moves the parameters.
+      mesh: The devices; or a number of replicas on one device.
+      axis: The mesh axis that counts replicas.
+      compiled: The jitted functions: a step, and the average.
+    """
+
+    optimizer: Optimizer
+    mesh: Mesh | int
+    axis: str
+    compiled: tuple[Any, Any]
+
+    def init(self, params: Any) -> LocalState:
+        """The state before the first step: the parameters once for each replica."""
+        count = replicas_of(self.mesh, self.axis, "local_sgd")
+        nothing = jnp.zeros((), jnp.result_type(float))
+        check_stateless("init(params=...)", params)
+        check_params("init(params=...)", params, self.mesh, self.axis)
+        own = (params, self.optimizer.init(params), nothing)
+        stacked = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own
+        )
+        if isinstance(self.mesh, Mesh):
+            rows = NamedSharding(self.mesh, PartitionSpec(self.axis))
+            stacked = jax.device_put(stacked, rows)
+        return LocalState(jnp.zeros((), jnp.int32), *stacked)
+
+    def step(
+        self, state: LocalState, batch: Any, weights: Any = None
+    ) -> tuple[LocalState, jax.Array]:
+        """One step of each replica on its own rows, and an average if it is due.
+
+        Args:
+          state: What `init` or the last step returned; donated.
+          batch: As from `shard_batch`.
+          weights: `(rows,)`, or None for 1 each.
+
+        Returns:
+          The state, and the mean loss of all examples, each under the parameters of the
+          replica that has it.
+
+        Raises:
+          ValueError: As `value_and_grad`'s function; the state was given to a step
+            before, or lies on other devices.
+        """
+        count = examples_in(batch, "step(state, batch)")
+        check_rows(count, replicas_of(self.mesh, self.axis, "step"))
+        weights = weights_given("step", weights, count, "mean")
+        check_alive("step(state=...)", state)
+        check_place("step(state=...)", state, self.mesh)
+        _, (batch, weights) = brought(
+            "step(batch=...)", self.mesh, self.axis, state, (batch, weights)
+        )
+        step, own, loss = self.compiled[0](*state, batch, weights)
+        return LocalState(step, *own), loss
+
+    def average(self, state: LocalState) -> Any:
+        """The parameters averaged over replicas, for evaluation or for the end."""
+        check_alive("average(state=...)", state)
+        return self.compiled[1](state.params, state.seen)
+
+
+def local_sgd(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    optimizer: Optimizer,
+    mesh: Mesh | int,
+    *,
+    period: int,
+    start: int = 0,
+    group_size: int = 1,
+    axis: str = "data",
+) -> LocalSGD:
+    """Training with parameters that are averaged every `period` steps.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`, one per example; their mean counts.
+      optimizer: From `jdist.optim`; each replica has a state of its own.
+      mesh: The devices; or a number of replicas that share one device.
+      period: Steps from one average to the next.
+      start: Steps of ordinary data parallelism first.
+      group_size: Consecutive replicas that share their gradients all the time.
+      axis: The mesh axis that counts replicas.
+
+    Raises:
+      ValueError: `period` or `group_size` below 1, or `start` below 0. The optimizer
+        has masters: each replica's would stay its own, and undo every average.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel, optim
+      >>> local = local_sgd(lambda w, x: (x - w) ** 2, optim.sgd(lr=0.25), 2, period=2)
+      >>> state = local.init(jnp.array(0.0))
+      >>> for _ in range(3):
+      ...     state, loss = local.step(state, jnp.array([1.0, 2.0, 5.0, 8.0]))
+      ...     print(f"{loss:.2f}", state.params)
+      23.50 [2. 2.]
+      11.50 [1.75 4.25]
+      3.81 [3.5 3.5]
+
+    References:
+      Stich, Local SGD converges fast and communicates little, ICLR 2019; Lin et al.,
+      Don't use large mini-batches, use local SGD, ICLR 2020; `torch.distributed
+      .algorithms.model_averaging.averagers.PeriodicModelAverager` and `torch
+      .distributed.optim.PostLocalSGDOptimizer`, which average without weights.
+    """
+    replicas_of(mesh, axis, "local_sgd")
+    check_alone("local_sgd", mesh, axis)
+    _check_options(optimizer, period, start)
+    hooks = (all_reduce(), group_mean(group_size))
+
+    def on_replica(step: Any, *arguments: Any) -> Any:
+        *stacked, batch, weights = arguments
+        params, opt_state, seen = _own(stacked)
+
+        def part_of(params: Any, batch: Any, weights: jax.Array) -> Any:
+            return reductions.partial(loss_fn, params, batch, weights, "mean")
+
+        def summed(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+            _, result = one_of(step < start, hooks, ((), ()), bucket)
+            return state, result
+
+        hook = Hook("local_sgd", summed, replicated=False)
+        exchange = Exchange("local_sgd", axis, hook=hook, replicated=False)
+        if weights is None:
+            weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
+        weights = exchange.weights_of(batch, weights)
+        part, ready = with_readiness(part_of, params, batch, weights)
+        loss, grads, _ = exchange(part, ready, params)
+        params, opt_state = optimizer.step(params, grads, opt_state)
+        params, seen = jax.lax.cond(
+            (step >= start) & ((step - start) % period == 0),
+            lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),
+            lambda: (params, seen),
+        )
+        return step + 1, _stacked((params, opt_state, seen)), loss
+
+    def average(params: Any, seen: jax.Array) -> tuple[Any]:
+        own, weight = _own((params, seen))
+        return (_averaged(own, weight, axis),)
+
+    rows = PartitionSpec(axis)
+    takes = (EACH, rows, rows, rows, rows, rows)
+    step = over_replicas(on_replica, mesh, axis, takes, (EACH, rows, EACH))
+    mean = over_replicas(average, mesh, axis, (rows, rows), (EACH,))
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1, 2, 3)),
+        jax.jit(lambda *a: mean(*a)[0]),
+    )
+    return LocalSGD(optimizer, mesh, axis, compiled)
+
+
+def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
+    check_optimizer("local_sgd(optimizer=...)", optimizer)
+    if optimizer.precision is not None:
+        rule = "must have no masters, which are state and are not averaged"
+        remedy = "Train in float32, or in 16 bits without masters."
+        argument = "local_sgd(optimizer=...)"
+        raise ValueError(requirement(argument, rule, optimizer.name, remedy))
+    for name, value, least in (("period", period, 1), ("start", start, 0)):
+        if value < least:
+            argument = f"local_sgd({name}=...)"
+            raise ValueError(requirement(argument, f"must be at least {least}", value))
+
+
+def _averaged(params: Any, seen: jax.Array, axis: str) -> Any:
+    """The mean by what each has seen; right after an average, what all have."""
+    total = jax.lax.psum(seen, axis)
+    floating, rest = split_inexact(params)
+    weight = jnp.where(total > 0, seen, 1)
+    means = reductions.weighted_mean(floating, weight, axis)
+    means = jax.tree.map(lambda m, x: jnp.where(total > 0, m, x), means, floating)
+    return merge(means, rest)
+
+
+def _own(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _stacked(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)

@@ -1,0 +1,340 @@
+"""Buckets reduced while the backward pass of earlier layers still runs.
+
+The model is a list of layers, each compiled into a forward and a backward half (a
+`jdist.segment`). The host dispatches, and does not wait:
+
+    compute      ... backward 3 | backward 2 | backward 1 | backward 0 |
+    collectives                 | bucket 0 (3) | bucket 1 (2, 1)  | bucket 2 (0) |
+
+As soon as the last gradient of a bucket has been *dispatched*, so is the bucket's
+collective; it runs when the gradients are there, whatever else does. This is how
+PyTorch's reducer works, with autograd's hooks in the place of the list of layers. In
+one compiled program (`data_parallel.value_and_grad`) the order is the compiler's.
+
+Overlap takes free threads: on CPU XLA's pool has as many as there are cores or devices,
+whichever is more (`PJRT_NPROC` in the environment sets it), and on one core computing
+and communicating share the time anyway.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist import reduction as reductions
+from jdist._compat import map_shards
+from jdist._errors import requirement
+from jdist._tree import examples_in, is_inexact, named_leaves, split_inexact, wide_dtype
+from jdist.data_parallel.gradient.buckets import (
+    Cap,
+    check_cap,
+    check_paths,
+    plan_buckets,
+)
+from jdist.data_parallel.gradient.layout import check_params
+from jdist.data_parallel.gradient.shards import replicas_of, weights_given
+from jdist.data_parallel.gradient.value_and_grad import check_rows
+from jdist.data_parallel.hooks._base import flatten, split
+from jdist.reduction import Partial
+from jdist.segment import segment
+
+REDUCTIONS = ("mean", "sum")
+Layer = Callable[[Any, Any], Any]
+
+
+def reducer(
+    layers: Sequence[Layer],
+    loss_fn: Callable[[Any, Any], jax.Array],
+    mesh: Mesh,
+    *,
+    axis: str = "data",
+    reduction: str = "mean",
+    bucket_cap_mb: Cap = None,
+    on_reduce: Callable[[int, jax.Array], None] | None = None,
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """The whole batch's loss and gradient, driven by the host layer by layer.
+
+    Args:
+      layers: Functions `(params, inputs) -> outputs`, the first of which is given the
+        batch, each other the outputs of the one before. A layer is what one backward
+        half computes at a time: group what is too small to be worth a dispatch.
+      loss_fn: `loss_fn(outputs, batch) -> losses` of the last layer's outputs, one real
+        loss per example. No collectives, here or in the layers.
+      mesh: One axis of devices; with several processes each drives its own.
+      axis: The axis's name.
+      reduction: "mean" or "sum"; an extreme is not known before the backward pass.
+      bucket_cap_mb: As in `value_and_grad`, gradients being ready layer by layer, the
+        last layer's first. Paths begin with the layer's number: `"2/w"`.
+      on_reduce: Called with each bucket's number and its sum, a flat array that may not
+        be computed yet, when its collective has been dispatched; for timelines. Of a
+        mean the sum is still to be divided by a total between 1/2 and 1.
+
+    Returns:
+      `fn(params, batch, weights=None) -> (loss, gradient)`, not to be jitted. `params`
+      is a sequence with the parameters of each layer; no array may be in two layers.
+      Batch and weights come from `shard_batch`.
+
+    Raises:
+      ValueError: There are no layers, the mesh has other axes, the reduction is neither
+        mean nor sum, or a limit is below 0. On calling: another number of parameters
+        than layers, and what `value_and_grad`'s function refuses.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from jdist import data_parallel
+      >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+      >>> layers = [lambda w, x: jnp.tanh(x * w), lambda w, h: h @ w]
+      >>> fn = data_parallel.reducer(layers, lambda y, x: y**2, mesh)
+      >>> params = [jnp.array(0.5), jnp.array([1.0, 2.0])]
+      >>> loss, gradient = fn(params, jnp.array([[0.3, -0.1], [0.2, 0.4]]))
+      >>> print(f"{loss:.4f} {gradient[0]:.4f} {gradient[1]}")
+      0.1234 0.4826 [0.05656835 0.09513963]
+
+    References:
+      Li et al., PyTorch Distributed, VLDB 2020, section 4.2; `torch.nn.parallel
+      .DistributedDataParallel`'s reducer.
+    """
+    call = "reducer"
+    replicas = replicas_of(mesh, axis, call)
+    _check_options(call, layers, mesh, reduction)
+    check_cap(f"{call}(bucket_cap_mb=...)", bucket_cap_mb)
+    driver = _Driver(layers, loss_fn, mesh, axis, reduction)
+
+    def fn(params: Any, batch: Any, weights: Any = None) -> tuple[jax.Array, Any]:
+        """The whole batch's loss and gradient; see `data_parallel.reducer`."""
+        count = examples_in(batch, "fn(params, batch)")
+        check_rows(count, replicas)
+        weights = weights_given("fn", weights, count, reduction)
+        if len(params) != len(layers):
+            rule = f"must have the parameters of each of the {len(layers)} layers"
+            raise ValueError(
+                requirement("fn(params=...)", rule, f"{len(params)} trees")
+            )
+        if weights is None:
+            weights = np.ones(count, np.float32)
+        check_params("fn(params=...)", params, mesh, axis)
+        plan = _Plan.of(call, params, bucket_cap_mb)
+        return driver.run(plan, params, (batch, weights), on_reduce)
+
+    return fn
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which leaves of which layers are in which bucket, in the order of departure.
+
+    Attributes:
+      owners: For each leaf the number of its layer.
+      buckets: Lists of leaves, numbered over all layers.
+    """
+
+    owners: list[int]
+    buckets: list[list[int]]
+
+    @staticmethod
+    def of(call: str, params: Sequence[Any], cap: Cap) -> "_Plan":
+        named = {k: x for k, x in named_leaves(list(params)).items() if is_inexact(x)}
+        paths = list(named)
+        leaves = [
+            jax.ShapeDtypeStruct(np.shape(x), wide_dtype(jnp.result_type(x)))
+            for x in named.values()
+        ]
+        check_paths(f"{call}(bucket_cap_mb=...)", leaves, paths, cap)
+        owners = [int(path.split("/")[0]) for path in paths]
+        ready = [-owner for owner in owners]
+        return _Plan(owners, plan_buckets(leaves, ready, paths, cap))
+
+    def first_layer(self, bucket: list[int]) -> int:
+        """The layer whose backward half completes a bucket."""
+        return min(self.owners[leaf] for leaf in bucket)
+
+
+class _Driver:
+    """The compiled parts of one model, and how they are called one after another."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        loss_fn: Callable[[Any, Any], jax.Array],
+        mesh: Mesh,
+        axis: str,
+        reduction: str,
+    ) -> None:
+        here = jax.process_index()
+        self.devices = [d for d in mesh.devices.flat if d.process_index == here]
+        self.mesh, self.reduction = mesh, reduction
+        self.rows = NamedSharding(mesh, PartitionSpec(axis))
+        self.whole = NamedSharding(mesh, PartitionSpec())
+        # First layers share the wrapper's code: the label tells them apart.
+        label = ("reducer", getattr(layers[0], "__code__", type(layers[0])))
+        first = segment(_first(layers[0]), label=label)
+        self.segments = [first, *map(segment, layers[1:])]
+
+        def head(outputs: Any, batch: Any, weights: jax.Array) -> Any:
+            part = reductions.partial(loss_fn, outputs, batch, weights, reduction)
+            trainable, _ = split_inexact(outputs)
+            cast = jax.tree.map(
+                lambda g, x: g.astype(x.dtype), part.gradient, trainable
+            )
+            return jnp.stack([part.value, part.weight])[None], cast
+
+        def reduce_bucket(buffer: jax.Array) -> jax.Array:
+            return jax.lax.psum(buffer[0], axis)
+
+        spec = PartitionSpec(axis)
+        self.head = jax.jit(head)
+        self.normalized = jax.jit(
+            lambda weights: reductions.normalized(weights, reduction),
+            out_shardings=self.rows,
+        )
+        summed = map_shards(reduce_bucket, mesh, (spec,), PartitionSpec())
+        self.reduce = jax.jit(_named("reduce_bucket", summed))
+        self.finish = jax.jit(self._finished, static_argnums=0)
+
+    def run(
+        self,
+        plan: _Plan,
+        params: Sequence[Any],
+        given: tuple[Any, Any],
+        on_reduce: Callable[[int, jax.Array], None] | None,
+    ) -> tuple[jax.Array, Any]:
+        """Dispatches one pass."""
+        params = jax.device_put(list(params), self.whole)
+        own_params = self._by_device(params)
+        batch, weights = jax.device_put(given, self.rows)
+        own_given = self._by_device((batch, self.normalized(weights)))
+        passes = [
+            _Pass(self, p, *g) for p, g in zip(own_params, own_given, strict=True)
+        ]
+        scalars = self._reduced([one.forward() for one in passes])
+        sums: list[jax.Array] = []
+        for layer in reversed(range(len(self.segments))):
+            for one in passes:
+                one.backward(layer)
+            while len(sums) < len(plan.buckets):
+                bucket = plan.buckets[len(sums)]
+                if plan.first_layer(bucket) < layer:
+                    break
+                with jax.profiler.TraceAnnotation(f"bucket {len(sums)}"):
+                    filled = [
+                        _fill_bucket(one.gradients(plan, bucket)) for one in passes
+                    ]
+                    sums.append(self._reduced(filled))
+                if on_reduce is not None:
+                    on_reduce(len(sums) - 1, sums[-1])
+        buckets = tuple(tuple(bucket) for bucket in plan.buckets)
+        return self.finish(buckets, sums, scalars, params)
+
+    def _reduced(self, rows: list[jax.Array]) -> jax.Array:
+        """The sum over all replicas of one row from each."""
+        shape = (self.mesh.size, *rows[0].shape[1:])
+        make = jax.make_array_from_single_device_arrays
+        return self.reduce(make(shape, self.rows, rows))
+
+    def _by_device(self, tree: Any) -> list[Any]:
+        """What each device of this process holds of a tree: no copies."""
+        leaves, structure = jax.tree.flatten(tree)
+        held = [{s.device: s.data for s in leaf.addressable_shards} for leaf in leaves]
+        return [
+            jax.tree.unflatten(structure, [shards[device] for shards in held])
+            for device in self.devices
+        ]
+
+    def _finished(
+        self,
+        buckets: tuple[tuple[int, ...], ...],
+        sums: list[jax.Array],
+        scalars: jax.Array,
+        params: list[Any],
+    ) -> tuple[jax.Array, Any]:
+        trainable, _ = split_inexact(params)
+        like, structure = jax.tree.flatten(trainable)
+        leaves: dict[int, jax.Array] = {}
+        for bucket, buffer in zip(buckets, sums, strict=True):
+            pieces = split(buffer, [like[i].shape for i in bucket])
+            leaves.update(zip(bucket, pieces, strict=True))
+        gradient = jax.tree.unflatten(structure, [leaves[i] for i in range(len(like))])
+        whole = Partial(scalars[0], gradient, scalars[1])
+        return reductions.finish(whole, self.reduction, like=params)
+
+
+class _Pass:
+    """One replica's forward and backward pass, as far as it has been dispatched."""
+
+    def __init__(
+        self, driver: _Driver, params: Sequence[Any], batch: Any, weights: jax.Array
+    ) -> None:
+        self.driver, self.params = driver, params
+        self.batch, self.weights = batch, weights
+        self.residuals: list[Any] = []
+        self.cotangent: Any = None
+        self.done: dict[int, list[jax.Array]] = {}
+
+    def forward(self) -> jax.Array:
+        """All layers and the loss; returns this replica's value and weight."""
+        value = self.batch
+        driver = self.driver
+        for seg, params in zip(driver.segments, self.params, strict=True):
+            value, residuals = seg.forward(params, value)
+            self.residuals.append(residuals)
+        scalars, self.cotangent = driver.head(value, self.batch, self.weights)
+        return scalars
+
+    def backward(self, layer: int) -> None:
+        """One layer's backward half; its residuals are given up."""
+        params, residuals = self.params[layer], self.residuals.pop()
+        d_params, (self.cotangent, *_) = self.driver.segments[layer].backward(
+            params, residuals, self.cotangent
+        )
+        self.done[layer] = jax.tree.leaves(d_params)
+
+    def gradients(self, plan: _Plan, bucket: list[int]) -> list[jax.Array]:
+        """The leaves of a bucket."""
+        first = {owner: plan.owners.index(owner) for owner in set(plan.owners)}
+        owners = [plan.owners[leaf] for leaf in bucket]
+        return [
+            self.done[owner][leaf - first[owner]]
+            for leaf, owner in zip(bucket, owners, strict=True)
+        ]
+
+
+@jax.jit
+def _fill_bucket(gradients: list[jax.Array]) -> jax.Array:
+    return flatten([g.astype(wide_dtype(g.dtype)) for g in gradients])[None]
+
+
+def _first(layer: Layer) -> Layer:
+    """The first layer: nothing asks for the gradient of the batch."""
+
+    def first(params: Any, batch: Any) -> Any:
+        return layer(params, jax.tree.map(jax.lax.stop_gradient, batch))
+
+    return first
+
+
+def _named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Under this name it shows in a profile."""
+
+    def call(*arguments: Any) -> Any:
+        return fn(*arguments)
+
+    call.__name__ = name
+    return call
+
+
+def _check_options(
+    call: str, layers: Sequence[Layer], mesh: Mesh, reduction: str
+) -> None:
+    if not layers:
+        raise ValueError(requirement(f"{call}(layers)", "must have a layer", layers))
+    if not isinstance(mesh, Mesh) or len(mesh.axis_names) != 1:
+        rule = "must be a mesh with one axis: the host drives each device by itself"
+        got = f"{mesh}"
+        raise ValueError(requirement(f"{call}(mesh=...)", rule, got))
+    if reduction not in REDUCTIONS:
+        rule = f"must be one of {', '.join(map(repr, REDUCTIONS))}"
+        raise ValueError(requirement(f"{call}(reduction=...)", rule, repr(reduction)))

@@ -1,0 +1,428 @@
+"""One step of training over replicas: compiled once, its state donated.
+
+                     replica 0 .. K-1, each on its own rows
+    state, batch --> [ micro-batch 1 .. k: forward, backward; partials added up ]
+                     one reduction over the replicas, then / total
+                 --> clip by the global norm --> optimizer --> state, metrics
+
+Random numbers follow from what the state holds:
+
+    key of micro-batch j on replica r at step t = fold(fold(fold(key, t), r), j)
+
+with fold = `jax.random.fold_in`. They depend on the number of replicas; where they must
+not, put a key per example into the batch (`jax.random.split(key, examples)`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist._compat import alike
+from jdist._errors import requirement
+from jdist._tree import examples_in
+from jdist.data_parallel.data.broadcast import replicate
+from jdist.data_parallel.gradient.buckets import Cap
+from jdist.data_parallel.gradient.communication import Exchange
+from jdist.data_parallel.gradient.layout import check_mesh, check_params
+from jdist.data_parallel.gradient.loss import Loss
+from jdist.data_parallel.gradient.replicas import EACH, over_replicas
+from jdist.data_parallel.gradient.shards import replicas_of, unbound, weights_given
+from jdist.data_parallel.hooks import Bucket, Hook
+from jdist.data_parallel.step.agreement import check_agreement
+from jdist.data_parallel.step.evaluation import Evaluation, evaluation
+from jdist.data_parallel.step.inputs import brought, check_alive, check_place
+from jdist.data_parallel.step.model_state import check_rule
+from jdist.data_parallel.step.nnx_loss import check_stateless
+from jdist.data_parallel.step.replica_step import Work
+from jdist.data_parallel.step.train_state import (
+    Metrics,
+    TrainState,
+    check_hook_rows,
+    check_state,
+    structured,
+)
+from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
+
+
+class Synchronization(TypedDict, total=False):
+    """How what the replicas computed is brought together."""
+
+    method: str
+    """Of gradients: "all_reduce" or "all_gather"; see `value_and_grad`."""
+
+    bucket_cap_mb: Cap
+    """Which gradients travel together; see `value_and_grad`."""
+
+    hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None
+    """Compresses gradients on their way; see `value_and_grad`."""
+
+    model_state: str
+    """Of model state: "mean", the default, or "first"; see `synchronized`."""
+
+    debug: bool
+    """Whether to compare the replicas' gradients after each step; see `value_and_grad`.
+    The state given to a step that raises has been donated."""
+
+
+# `jax.jit` keeps what it compiled by a weak reference to the function.
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class TrainStep:
+    """A compiled training step; made by `train_step`, and called like a function.
+
+    Attributes:
+      optimizer: What moves the parameters.
+      mesh: The devices; or a number of replicas on one device.
+      divisor: The number of a batch's rows must be a multiple of it.
+      compiled: The jitted function `(state, key, batch, weights, overrides)`. The key,
+        which does not change, is apart: it is not donated and never leaves.
+      start: `(state, batch, weights) -> hook_state`, jitted, before the first step with
+        a hook that keeps something; else None.
+      axis: The mesh axis that counts replicas.
+      debug: Whether replicas are compared after each step.
+      reduction: What joins the examples' losses.
+      evaluated: The jitted function `(state, batch, weights) -> Evaluation`.
+    """
+
+    optimizer: Optimizer
+    mesh: Mesh | int
+    divisor: int
+    compiled: Any
+    start: Any = None
+    axis: str = "data"
+    debug: bool = False
+    reduction: str = "mean"
+    evaluated: Any = None
+
+    def init(
+        self,
+        params: Any,
+        *,
+        model_state: Any = None,
+        key: jax.Array | None = None,
+        opt_state: Any = None,
+    ) -> TrainState:
+        """The state before the first step, with copies of the values given.
+
+        With several processes each calls it with its own values. They are compared,
+        and replica 0's go to all.
+
+        Args:
+          params: The parameters.
+          model_state: Given to the loss function as `model_state=`, if not None.
+          key: A PRNG key, given to the loss function as third argument, folded as said
+            above, if not None.
+          opt_state: None for `optimizer.init(params)`. For `optim.with_master_weights`
+            make it from the full-precision parameters.
+
+        Raises:
+          ValueError: Processes disagree about structure, shapes or dtypes. A parameter
+            is divided over the replicas, or not over this mesh. `params` is a Flax
+            module with batch statistics or other variables that are no parameters.
+        """
+        check_stateless("init(params=...)", params)
+        check_params("init(params=...)", params, self.mesh, self.axis)
+        if isinstance(self.mesh, int):
+            given = (params, opt_state, model_state, key)
+            given, _ = brought("init", self.mesh, self.axis, given, None)
+            params, opt_state, model_state, key = given
+        params = replicate(params, self.mesh)
+        if opt_state is None:
+            opt_state = self.optimizer.init(params)
+        else:
+            opt_state = replicate(opt_state, self.mesh, name="opt_state")
+        return TrainState(
+            replicate(np.int32(0), self.mesh),
+            params,
+            opt_state,
+            replicate(model_state, self.mesh, name="model_state"),
+            replicate(key, self.mesh, name="key"),
+        )
+
+    def __call__(
+        self, state: TrainState, batch: Any, weights: Any = None, **overrides: Any
+    ) -> tuple[TrainState, Metrics]:
+        """One step. `state` is donated: use the one that is returned.
+
+        Args:
+          state: What `init` or the last step returned.
+          batch: As from `shard_batch`; its rows divide by replicas and micro-batches.
+          weights: `(rows,)`, an array or a list of numbers, or None for 1 each.
+          **overrides: Hyperparameters of the optimizer for this step only; they may
+            change without recompilation.
+
+        Raises:
+          ValueError: The rows do not divide, or NumPy weights are negative, not finite
+            or all 0; the state was given to a step before, or lies on other devices,
+            or has a hook's state that is not of this step's hook and replicas; and
+            what the loss function and the optimizer refuse.
+          ReplicasDiffer: In debug mode: they do.
+        """
+        batch, weights = self._given("step", state, batch, weights, self.divisor)
+        state = self._with_hook_state(state, batch, weights)
+        if self.start is not None and state.hook_state is None:
+            state = state._replace(hook_state=self.start(state, batch, weights))
+        key, moving = state.key, state._replace(key=None)
+        moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
+        if self.debug:
+            check_agreement("train_step", sums, self.mesh, self.axis)
+        return moved._replace(key=key), metrics
+
+    def evaluate(
+        self, state: TrainState, batch: Any, weights: Any = None
+    ) -> Evaluation:
+        """The loss of a batch, by forward passes alone; nothing is changed by it.
+
+        Args:
+          state: What `init` or the last step returned; it is not donated.
+          batch: As for a step; its rows divide by the replicas.
+          weights: As for a step.
+
+        Returns:
+          Loss, counts and auxiliary outputs. With `in_evaluation` those of that
+          function; otherwise those of the loss function, whose new model state is
+          dropped, with the keys of the step that would come next.
+
+        Raises:
+          ValueError: What a step refuses.
+        """
+        replicas = replicas_of(self.mesh, self.axis, "evaluate")
+        batch, weights = self._given("evaluate", state, batch, weights, replicas)
+        needed = state._replace(opt_state=None, hook_state=None)
+        found: Evaluation = self.evaluated(needed, batch, weights)
+        return found
+
+    def _given(
+        self, call: str, state: TrainState, batch: Any, weights: Any, divisor: int
+    ) -> tuple[Any, Any]:
+        """Batch and weights as the program can take them; see `inputs`."""
+        check_state(f"{call}(state=...)", state)
+        count = examples_in(batch, f"{call}(state, batch)")
+        if count % divisor or not count:
+            rule = f"must have a multiple of {divisor} rows, one or more for each "
+            rule += "replica and micro-batch"
+            remedy = "Use `shard_batch(..., rows=...)`, which pads with weight 0."
+            got = f"{count} rows"
+            raise ValueError(requirement(f"{call}(batch=...)", rule, got, remedy))
+        weights = weights_given(call, weights, count, self.reduction)
+        check_alive(f"{call}(state=...)", state)
+        check_alive(f"{call}(batch=...)", (batch, weights))
+        check_place(f"{call}(state=...)", state, self.mesh)
+        _, given = brought(
+            f"{call}(batch=...)", self.mesh, self.axis, state, (batch, weights)
+        )
+        return given
+
+    def _with_hook_state(self, state: TrainState, batch: Any, weights: Any) -> Any:
+        """The state with what its hook kept, if anything, in the hook's structure."""
+        argument, kept = "step(state=...)", state.hook_state
+        if not jax.tree.leaves(kept):
+            return state
+        if self.start is None:
+            rule = "must have no hook_state, as this step has no hook that keeps one"
+            remedy = "To go on without it: `state._replace(hook_state=None)`."
+            got = f"{len(jax.tree.leaves(kept))} arrays"
+            raise ValueError(requirement(argument, rule, got, remedy))
+        if isinstance(kept, dict):  # As it was restored; a hook's own is a tuple.
+            bare = state._replace(hook_state=None)
+            like = jax.eval_shape(self.start, bare, batch, weights)
+            state = state._replace(hook_state=structured(argument, kept, like))
+        check_hook_rows(argument, kept, replicas_of(self.mesh, self.axis, "step"))
+        return state
+
+    def lower(
+        self, state: TrainState, batch: Any, weights: Any = None
+    ) -> jax.stages.Lowered:
+        """The step's program, for a look at what is compiled and what it needs."""
+        weights = unbound(weights)
+        moving = self._with_hook_state(state, batch, weights)._replace(key=None)
+        return self.compiled.lower(moving, state.key, batch, weights, {})
+
+
+def train_step(  # noqa: PLR0913 - options, by keyword
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    mesh: Mesh | int,
+    *,
+    axis: str = "data",
+    reduction: str = "mean",
+    accumulate: int = 1,
+    clip: float | None = None,
+    has_aux: bool = False,
+    in_evaluation: Callable[..., Any] | None = None,
+    **synchronization: Unpack[Synchronization],
+) -> TrainStep:
+    """A training step over replicas, equal to the step of one device on all examples.
+
+    A parameter that no loss depends on is left as it is, with its optimizer state and
+    step count, bit for bit: neither weight decay nor momentum moves it. One that some
+    replicas' examples do not touch has a gradient of zero there.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> losses`: one real loss per example. With a
+        key in the state it is called with the key as third argument; with model state,
+        with `model_state=`, and returns `(losses, new_state)`.
+      optimizer: From `jdist.optim`. `zero` shards its state over the replicas.
+      mesh: The devices; or a number of replicas that share one device.
+      axis: The mesh axis that counts replicas; collectives of `loss_fn` may use it.
+      reduction: "mean", "sum", "max" or "min"; see `value_and_grad`.
+      accumulate: Micro-batches per replica and step, one after another: activations of
+        one at a time, one reduction for all.
+      clip: Largest global norm of the gradient, or None.
+      has_aux: Whether `loss_fn` returns auxiliary outputs last.
+      in_evaluation: What `TrainStep.evaluate` calls instead of `loss_fn`, such as with
+        dropout switched off: `in_evaluation(params, batch) -> losses`, or with
+        `has_aux` `(losses, aux)`. With model state it is given `model_state=`, and
+        returns no new one; it takes no key.
+      **synchronization: See `Synchronization`.
+
+    Returns:
+      The step; begin with its `init`.
+
+    Raises:
+      ValueError: An argument breaks its rule; see `value_and_grad` for meshes.
+      TypeError: An argument of an unknown name; `accumulate` is not an integer;
+        `optimizer` is none of jdist.optim.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import data_parallel, optim
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+      >>> step = train_step(lambda w, x: (x @ w) ** 2, optim.sgd(lr=0.01), mesh=2)
+      >>> state = step.init(jnp.array([0.3, 0.4]))
+      >>> batch, weights = data_parallel.shard_batch(x, 2, sizes=(2, 1))
+      >>> for _ in range(2):
+      ...     state, metrics = step(state, batch, weights)
+      ...     print(f"{metrics.loss:.4f}", state.params)
+      7.5567 [0.112... 0.162...]
+      1.1796 [0.038... 0.068...]
+
+    References:
+      Li et al., PyTorch Distributed, VLDB 2020; `torch.nn.parallel
+      .DistributedDataParallel` with `no_sync` and `find_unused_parameters`.
+    """
+    call = "train_step"
+    replicas = replicas_of(mesh, axis, call)
+    check_optimizer(f"{call}(optimizer=...)", optimizer)
+    _check_accumulate(call, accumulate)
+    _check_clip(call, clip)
+    options = _checked_options(call, synchronization)
+    rule = options.pop("model_state", "mean")
+    check_rule(call, rule)
+    divided = check_mesh(call, mesh, axis)
+    exchange = Exchange(call, axis, reduction, **options, divided=divided)
+    masters = optimizer.precision is not None
+    loss = Loss(loss_fn, has_aux)
+    work = Work(loss, exchange, accumulate, rule, wide=masters)
+    mapped = _mapped(work, mesh, axis)
+    step = _step(mapped, optimizer, clip, divided)
+    return TrainStep(
+        optimizer,
+        mesh,
+        replicas * accumulate,
+        jax.jit(step, donate_argnums=0),
+        _start(work, mesh, axis) if exchange.stateful else None,
+        axis,
+        exchange.debug,
+        reduction,
+        evaluation(loss, in_evaluation, mesh, axis, reduction),
+    )
+
+
+def _step(
+    mapped: Any, optimizer: Optimizer, clip: float | None, divided: bool
+) -> Callable[..., Any]:
+    """The function that is compiled: gradients, clipping, and the optimizer's step."""
+
+    def step(
+        state: TrainState, key: Any, batch: Any, weights: Any, overrides: Any
+    ) -> Any:
+        scale = None
+        if optimizer.loss_factor is not None:
+            scale = optimizer.loss_factor(state.opt_state)
+        value, grads, model_state, hook_state, aux, sums = mapped(
+            state._replace(opt_state=None, hook_state=None, key=key),
+            state.hook_state,
+            scale,
+            batch,
+            weights,
+        )
+        grads, norm = _clipped(grads, clip, scale)
+        params, opt_state = optimizer.step(
+            state.params, _ascending(grads), state.opt_state, **overrides
+        )
+        new = TrainState(
+            state.step + 1, params, opt_state, model_state, None, hook_state
+        )
+        if divided:  # A donated buffer serves again for what is laid out like it.
+            new = jax.tree.map(alike, new, state)
+        return new, Metrics(_unscaled(value, scale), norm, aux), sums
+
+    return step
+
+
+def _mapped(work: Work, mesh: Mesh | int, axis: str) -> Any:
+    rows = PartitionSpec(axis)
+    takes = (EACH, rows, EACH, rows, rows)
+    gives = (EACH, EACH, EACH, rows, rows, EACH)
+    return over_replicas(work.step, mesh, axis, takes, gives)
+
+
+def _start(work: Work, mesh: Mesh | int, axis: str) -> Any:
+    rows = PartitionSpec(axis)
+    mapped = over_replicas(work.start, mesh, axis, (EACH, rows, rows), (rows,))
+
+    def start(state: TrainState, batch: Any, weights: Any) -> Any:
+        return mapped(state._replace(opt_state=None), batch, weights)[0]
+
+    return jax.jit(start)
+
+
+def _unscaled(number: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return number if scale is None else number / scale.astype(number.dtype)
+
+
+def _clipped(
+    grads: Any, clip: float | None, scale: jax.Array | None
+) -> tuple[Any, jax.Array | None]:
+    """Gradients clipped as if they were not scaled, and the norm that they would have.
+
+    A loss scale stays on: the optimizer takes it off where 16 bits no longer matter.
+    """
+    if clip is None:
+        return grads, None
+    limit = clip if scale is None else clip * scale
+    clipped, norm = clip_by_global_norm(grads, limit)
+    return clipped, _unscaled(norm, scale)
+
+
+def _ascending(grads: Any) -> Any:
+    """Of complex parameters the conjugate, as optimizers want it; see `Optimizer`."""
+    return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
+
+
+def _checked_options(call: str, options: Any) -> dict[str, Any]:
+    known = Synchronization.__annotations__
+    for name in options:
+        if name not in known:
+            rule = f"may have the further arguments {', '.join(known)}"
+            raise TypeError(requirement(call, rule, name))
+    return dict(options)
+
+
+def _check_accumulate(call: str, count: Any) -> None:
+    argument = f"{call}(accumulate=...)"
+    rule = "must be a number of micro-batches, at least 1"
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(requirement(argument, rule, count))
+    if count < 1:
+        raise ValueError(requirement(argument, rule, count))
+
+
+def _check_clip(call: str, clip: Any) -> None:
+    if clip is not None and not clip >= 0:
+        raise ValueError(requirement(f"{call}(clip=...)", "must be at least 0", clip))

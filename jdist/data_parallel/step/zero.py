@@ -1,0 +1,232 @@
+"""ZeRO, stage 1: each replica keeps its part of the optimizer's state, and steps it.
+
+Without it every replica holds the whole state, twice the parameters for Adam, and all
+do the same update. With it K replicas hold 1/K each:
+
+    gradient, whole --> own part --+
+    parameters, whole -> own part -+-> optimizer --> own part of the state, kept
+                                               `--> own part of the parameters
+                                                    --> all-gather --> whole
+
+An update that treats every number alone does the same operations, divided or not, and
+gives the same bits; except that a compiler may contract a product and a sum into one
+rounding here and not there (without such instructions, under
+`XLA_FLAGS=--xla_cpu_max_isa=AVX`, all bits are the same). What looks at many numbers (a
+norm, the check for infinities of a loss scale) still means the whole array, since only
+the *layout* of arrays is changed and the compiler adds what that needs.
+
+Each array is divided along its first dimension that K divides. Where there is none, its
+largest is padded with zeros, which no element of the array ever sees.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist._compat import laid_out
+from jdist._errors import requirement
+from jdist._tree import is_inexact, named_leaves
+from jdist.data_parallel.gradient.layout import check_alone, check_params
+from jdist.data_parallel.gradient.shards import replicas_of
+from jdist.optim import Optimizer, check_optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """An array of an optimizer's state, divided over replicas.
+
+    Attributes:
+      array: Padded along one dimension to a multiple of the number of replicas.
+      shape: Without the padding.
+    """
+
+    array: jax.Array
+    shape: tuple[int, ...] = field(metadata={"static": True})
+
+    def whole(self) -> jax.Array:
+        """The array without padding, as an optimizer that is not sharded has it."""
+        return self.array[tuple(slice(size) for size in self.shape)]
+
+
+def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
+    """An optimizer whose state is divided over the replicas; the result is the same.
+
+    `init` and `step` see whole parameters and gradients, in the global view: under jit
+    or outside, not inside shard_map. `train_step` takes it as any other optimizer.
+
+    Args:
+      opt: Any optimizer of jdist, `by_label` and `with_master_weights` too; the masters
+        are divided as well. From optax what needs no padding, or treats each number
+        alone.
+      mesh: The devices. A number of replicas on one device has nothing to divide.
+      axis: The mesh axis that counts replicas.
+
+    Returns:
+      An optimizer whose state has a `Sharded` in the place of each array.
+
+    Raises:
+      ValueError: The mesh has no such axis. In `init`: the state has an array that is
+        not like its parameter, and padding is needed.
+      TypeError: `mesh` is no mesh, or `opt` no optimizer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jdist import optim
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> opt = zero(optim.adam(lr=0.1), mesh)
+      >>> params = {"w": jnp.array([1.0, 2.0])}
+      >>> params, state = opt.step(params, {"w": jnp.ones(2)}, opt.init(params))
+      >>> params["w"], state["w"].exp_avg.whole()
+      (Array([0.9, 1.9], dtype=float32), Array([0.1, 0.1], dtype=float32))
+
+    References:
+      Rajbhandari et al., ZeRO, SC 2020, section 5.1;
+      `torch.distributed.optim.ZeroRedundancyOptimizer`, which gives each rank whole
+      parameters and so can divide no single large one.
+    """
+    if not isinstance(mesh, Mesh):
+        rule = "must be a jax.sharding.Mesh: one device has nobody to share with"
+        raise TypeError(requirement("zero(mesh=...)", rule, mesh))
+    check_optimizer("zero(opt=...)", opt)
+    layout = _Layout(mesh, axis, replicas_of(mesh, axis, "zero"))
+    check_alone("zero", mesh, axis)
+
+    def init_tree(params: Any) -> Any:
+        check_params("init(params=...)", params, mesh, axis)
+        wanted = jax.eval_shape(opt.init_tree, params)
+
+        def init(params: Any) -> Any:
+            state = opt.init_tree(jax.tree.map(layout.part, params))
+            return layout.wrapped(state, wanted)
+
+        # Parameters place the program, even if the state has none of their values.
+        return jax.jit(init, keep_unused=True)(params)
+
+    def step_tree(
+        params: Any,
+        grads: Any,
+        state: Any,
+        overrides: Mapping[str, Any],
+        **form: bool,
+    ) -> tuple[Any, Any]:
+        own, own_grads = (jax.tree.map(layout.part, tree) for tree in (params, grads))
+        moved, inner = opt.step_tree(
+            own, own_grads, _unwrapped(state), overrides, **form
+        )
+        new_state = layout.rewrapped(inner, state)
+        structure: Any
+        leaves, structure = jax.tree.flatten(params)
+        rest = (structure.flatten_up_to(grads), jax.tree.leaves(moved))
+        new_params = [
+            old if grad is None and not form else layout.joined(new, old)
+            for old, grad, new in zip(leaves, *rest, strict=True)
+        ]
+        return structure.unflatten(new_params), new_state
+
+    factor = opt.loss_factor
+    return Optimizer(
+        opt.name,
+        init_tree,
+        step_tree,
+        opt.hyperparameters,
+        None if factor is None else lambda state: factor(_unwrapped(state)),
+        opt.precision,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How arrays are divided over the replicas of a mesh axis."""
+
+    mesh: Mesh
+    axis: str
+    replicas: int
+
+    def dimension(self, shape: tuple[int, ...]) -> int:
+        """The first that divides, or else the largest."""
+        even = (i for i, size in enumerate(shape) if size % self.replicas == 0)
+        return next(even, max(range(len(shape)), key=lambda i: shape[i]))
+
+    def padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with that dimension rounded up."""
+        d = self.dimension(shape)
+        return (
+            *shape[:d],
+            -(-shape[d] // self.replicas) * self.replicas,
+            *shape[d + 1 :],
+        )
+
+    def part(self, leaf: Any) -> Any:
+        """A parameter or gradient, padded and divided; scalars and integers stay."""
+        if not is_inexact(leaf) or not jnp.ndim(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        pairs = zip(self.padded(array.shape), array.shape, strict=True)
+        padding = [(0, wide - size) for wide, size in pairs]
+        return self.divided(
+            jnp.pad(array, padding) if any(map(max, padding)) else array
+        )
+
+    def divided(self, array: jax.Array) -> jax.Array:
+        """Laid out over the axis; its dimension divides."""
+        before = [None] * self.dimension(array.shape)
+        return laid_out(array, self.mesh, PartitionSpec(*before, self.axis))
+
+    def joined(self, part: jax.Array, like: jax.Array) -> jax.Array:
+        """Inverse of `part`: whole, on every replica."""
+        if not is_inexact(like):
+            return part
+        whole = laid_out(part, self.mesh, PartitionSpec())
+        return whole[tuple(slice(size) for size in jnp.shape(like))]
+
+    def wrapped(self, state: Any, wanted: Any) -> Any:
+        """A new state, divided; `wanted` has the shapes of the undivided one."""
+        structure: Any = jax.tree.structure(state)
+        named = {k: x for k, x in named_leaves(state).items() if x is not None}
+        shapes = [leaf.shape for leaf in jax.tree.leaves(wanted)]
+        return structure.unflatten(
+            self._wrapped_leaf(path, leaf, shape)
+            for (path, leaf), shape in zip(named.items(), shapes, strict=True)
+        )
+
+    def _wrapped_leaf(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> Any:
+        if not shape or leaf.shape == shape != self.padded(shape):
+            return laid_out(leaf, self.mesh, PartitionSpec())
+        if leaf.shape == self.padded(shape):
+            return Sharded(self.divided(leaf), shape)
+        rule = (
+            "must keep state arrays like their parameters, if those do not divide by "
+            f"the {self.replicas} replicas"
+        )
+        got = f"{leaf.shape} for {shape} at {path}"
+        raise ValueError(requirement("zero(opt=...)", rule, got))
+
+    def rewrapped(self, inner: Any, like: Any) -> Any:
+        """A stepped state, divided as the one before was."""
+        structure: Any = jax.tree.structure(like, is_leaf=_is_sharded)
+        pairs = zip(
+            structure.flatten_up_to(inner),
+            jax.tree.leaves(like, is_leaf=_is_sharded),
+            strict=True,
+        )
+        return structure.unflatten(
+            Sharded(self.divided(new), old.shape)
+            if isinstance(old, Sharded)
+            else laid_out(new, self.mesh, PartitionSpec())
+            for new, old in pairs
+        )
+
+
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
+
+
+def _unwrapped(state: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.array if isinstance(x, Sharded) else x, state, is_leaf=_is_sharded
+    )

@@ -1,0 +1,1 @@
+"""PipeDream: asynchronous epochs with weight stashing."""

@@ -1,0 +1,372 @@
+"""One epoch of an asynchronous pipeline: a step in which the stages update themselves.
+
+A stage's updates are numbered. For each its workers contribute `every` micro-batches
+each, in the order of their backward passes; the last update of an epoch takes what is
+left. With several workers each sends its sum to the others, and goes on with the stage
+once it has all of them: so all have the same version at the same point of their lists.
+
+Batches are read when a pass needs them. Each process reads its own, and finds out by
+itself that there are no more; it then tells the others, so that none waits for a
+micro-batch that only some of them have.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.pipeline.pipedream.batch_stream import BatchStream
+from jdist.pipeline.pipedream.joint_update import JointUpdate
+from jdist.pipeline.pipedream.stashed_run import StashedRun
+from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.auxiliary import Entries, merged, stacked
+from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.places import Places
+from jdist.pipeline.run.stage_channels import Parcel, Post
+from jdist.pipeline.run.step import Actions, Step
+from jdist.pipeline.schedule.actions import Action
+from jdist.pipeline.schedule.open_schedule import OpenActions, OpenSchedule
+from jdist.pipeline.stages.wiring import Wiring
+from jdist.reduction import Partial
+
+_CALL = "PipeDream.train_epoch"
+
+AHEAD = 32
+"""Micro-batches whose losses may still be computed while another one is read. JAX
+starts computations before devices are free: it would read what none can take yet."""
+
+
+class Pass(NamedTuple):
+    """What a worker did, and with which weights.
+
+    Versions are numbered from the beginning of the epoch: version v is what v updates
+    have made of the weights that it began with.
+
+    Attributes:
+      kind: "F" or "B".
+      worker: Rank of the worker.
+      stage: The stage.
+      micro_batch: The micro-batch.
+      version: The version that it used.
+      newest: The newest version there when it began; `newest - version` is the
+        staleness of what it used.
+      held: Versions that the stage keeps on this worker afterwards.
+    """
+
+    kind: str
+    worker: int
+    stage: int
+    micro_batch: int
+    version: int
+    newest: int
+    held: int
+
+
+class Told(NamedTuple):
+    """What a process has found out in an epoch, for all others.
+
+    Attributes:
+      found: Of its micro-batches the weighted sum of the losses, the sum of the
+        weights, and the auxiliary outputs; see `stacked`.
+      length: How many micro-batches there are on all workers.
+      more: Whether there are others, for the next part of the epoch.
+      checksums: Of the batches that it has read.
+    """
+
+    found: Entries | None
+    length: int
+    more: bool
+    checksums: dict[str, int]
+
+
+class EpochPlan(NamedTuple):
+    """What is done in an epoch.
+
+    Attributes:
+      stream: The micro-batches.
+      schedule: Of all workers.
+      every: How many micro-batches of a worker make an update.
+      joint: Exchanges what stages need of each other for an update; None: nothing.
+    """
+
+    stream: BatchStream
+    schedule: OpenSchedule
+    every: int
+    joint: JointUpdate | None
+
+
+class EpochStep(Step):
+    """What the workers of this process do in one epoch, or in a part of one.
+
+    Args:
+      wiring: Which value goes where.
+      places: Who runs which stage for which micro-batch, and on what device.
+      runs: By worker and stage, of the workers of this process.
+      post: Brings values to other stages.
+      loss: The loss function.
+      read: The entries of the batch that the loss reads.
+      plan: The micro-batches, and what is done with them.
+
+    Attributes:
+      passes: What was done here, in order.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        places: Places,
+        runs: Mapping[tuple[int, int], StashedRun],
+        post: Post,
+        loss: PipelineLoss,
+        read: tuple[str, ...],
+        plan: EpochPlan,
+    ) -> None:
+        super().__init__(wiring, places, runs, post, loss, read, plan.stream)
+        self.passes: list[Pass] = []
+        self._stashed = runs
+        self._stream, self._schedule, self._every, self._joint = plan
+        self._computing: deque[tuple[int, Any]] = deque()
+        self._found: dict[int, Any] = {}
+        self._shared: Counter[tuple[int, int]] = Counter()
+        self._ends: dict[int, int] = {}
+        self._end_told = False
+
+    def run(self, stopwatch: Stopwatch | None = None) -> None:
+        """See `Step`; then the drain: stages make the updates that are left."""
+        super().run(stopwatch)
+        self._tell_end()
+        for (worker, stage), run in self._stashed.items():
+            if run.grown and self._shared[worker, stage] == run.contributed:
+                self._share(worker, stage)
+        for (worker, stage), run in self._stashed.items():
+            while run.contributed < self._count(stage):
+                self._update(worker, stage)
+        for (worker, stage), run in self._stashed.items():
+            while run.held and self._joint is not None:
+                self._joint.make(worker, stage, run)
+
+    # --- the batches ---
+
+    def _actions(self, worker: int) -> OpenActions:
+        return OpenActions(self._schedule, worker)
+
+    def _is_split(self, action: Action) -> bool:
+        return False
+
+    def _waiting(self, lists: Mapping[int, Actions]) -> dict[Parcel, str]:
+        """See `Step`; and for the end of the batches on other workers."""
+        self._tell_end()
+        waiting = super()._waiting(lists)
+        return waiting | self._unheard() if waiting else {}
+
+    def _unheard(self) -> dict[Parcel, str]:
+        """Workers whose end is not known; refuses ends that are not this one's."""
+        here = self._places.own[0]
+        unheard = {}
+        for other in self._elsewhere():
+            end = Parcel("E", -1, "", -1, other)
+            if self._post.has(end, here):
+                self._ends[other] = self._post.take(end, here)
+            if other not in self._ends:
+                unheard[end] = "more batches"
+        for other, length in self._ends.items():
+            read = len(self._stream.totals)
+            if read > length or self._stream.length not in (None, length):
+                more = "" if self._stream.length == read else " or more"
+                who = f"worker {other} of the schedule"
+                _refuse_lengths(f"{length} on {who}", f"{read}{more} here")
+        return unheard
+
+    def _tell_end(self) -> None:
+        if self._stream.length is None or self._end_told:
+            return
+        self._end_told = True
+        here = self._places.own[0]
+        for other in self._elsewhere():
+            self._post.put(Parcel("E", -1, "", -1, here), other, self._stream.length)
+
+    def _elsewhere(self) -> list[int]:
+        """Workers of other processes."""
+        workers = range(self._places.schedule.workers)
+        return [worker for worker in workers if worker not in self._places.own]
+
+    # --- what is found out ---
+
+    def agree_on_epoch(self, more: bool, computed: Any) -> tuple[Any, Any, Any]:
+        """Ends the epoch on all workers, or on none.
+
+        Args:
+          more: Whether there are batches for another part of it.
+          computed: What the epoch leaves behind; see `Post.agree`.
+
+        Returns:
+          Of all micro-batches, on every worker: the weighted sums of the losses, the
+          sums of the weights, and the auxiliary outputs.
+
+        Raises:
+          ValueError: Other workers have read other batches, or more.
+          Exception: What `Post.agree` raises.
+        """
+        self._fetch(0)
+        length = len(self._stream.totals)
+        found = stacked(self._found, np.stack)
+        mine = Told(found, length, more, self._stream.checksums)
+        told = [Told(*each) for each in self._post.agree(tuple(mine), computed)]
+        # All are told the same, and therefore raise the same.
+        _check_alike(told)
+        values, weights, aux = merged([each.found for each in told])
+        return values, weights, aux
+
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
+        self._computing.append((micro, (found.value, found.weight, aux)))
+        self._fetch(AHEAD)
+
+    def _fetch(self, left: int) -> None:
+        """Waits for the losses of all but the last micro-batches."""
+        while len(self._computing) > left:
+            micro, found = self._computing.popleft()
+            self._found[micro] = jax.tree.map(np.asarray, found)
+
+    # --- passes ---
+
+    def _missing(self, worker: int, action: Action) -> list[Parcel]:
+        stage = action.stage
+        due = self._due(worker, stage) if self._full(worker, stage) else []
+        due += self._due_together(worker, action)
+        late = [parcel for parcel in due if not self._post.has(parcel, worker)]
+        return late or super()._missing(worker, action)
+
+    def _do(self, worker: int, action: Action) -> Any:
+        kind, stage, micro = action
+        if self._full(worker, stage):
+            self._update(worker, stage)
+        run = self._stashed[worker, stage]
+        while kind == "F" and run.stash.version < run.version(micro):
+            assert self._joint is not None
+            self._joint.make(worker, stage, run)
+        newest = run.stash.version
+        computed = super()._do(worker, action)
+        if kind == "B":
+            self._stream.forget(micro)  # All its forward passes are done.
+        used = run.used[micro] if kind == "F" else run.used.pop(micro)
+        held = len(run.stash.kept)
+        self.passes.append(Pass(kind, worker, stage, micro, used, newest, held))
+        return computed
+
+    # --- updates ---
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        if not self._full(worker, stage):
+            return
+        self._share(worker, stage)
+        if not self._due(worker, stage):  # Before it waits for anything else.
+            self._update(worker, stage)
+
+    def _share(self, worker: int, stage: int) -> None:
+        """The stage's other workers get what this one contributes to an update."""
+        run = self._stashed[worker, stage]
+        self._shared[worker, stage] += 1
+        for other in self._replicas(worker, stage):
+            parcel = Parcel("G", run.contributed, "", stage, worker)
+            self._post.put(parcel, other, run.partial())
+
+    def _full(self, worker: int, stage: int) -> bool:
+        """Whether a worker has contributed all it has to, and not updated yet."""
+        run = self._stashed[worker, stage]
+        if run.grown == self._every:
+            return True
+        if not run.grown or not self._schedule.has_ended(worker):
+            return False
+        return run.grown == self._contributions(stage, run.contributed)[worker]
+
+    def _due(self, worker: int, stage: int) -> list[Parcel]:
+        """What others contribute to the next update."""
+        number = self._stashed[worker, stage].contributed
+        return [
+            Parcel("G", number, "", stage, other)
+            for other in sorted(self._contributions(stage, number))
+            if other != worker
+        ]
+
+    def _due_together(self, worker: int, action: Action) -> list[Parcel]:
+        """What other stages tell before an update that a forward pass needs."""
+        run = self._stashed[worker, action.stage]
+        if self._joint is None or action.kind != "F":
+            return []
+        numbers = range(run.stash.version, run.version(action.micro_batch))
+        awaited = [self._joint.awaited(action.stage, number) for number in numbers]
+        return [parcel for parcels in awaited for parcel in parcels]
+
+    def _update(self, worker: int, stage: int) -> None:
+        others = {}
+        for parcel in self._due(worker, stage):
+            while not self._post.has(parcel, worker):
+                self._post.wait({parcel: "an update"} | self._unheard())
+            others[parcel.sender] = self._post.take(parcel, worker)
+        run = self._stashed[worker, stage]
+        if self._joint is None:
+            run.update(others, worker)
+        else:
+            number = run.contributed
+            run.hold(others, worker)
+            self._joint.tell(worker, stage, number, run)
+
+    def _contributions(self, stage: int, number: int) -> Counter[int]:
+        """How many micro-batches each worker contributes to an update of a stage."""
+        workers = self._places.schedule.placement[stage]
+        size = self._every * len(workers)
+        if len(workers) > 1:  # Whether another worker has one shows in the batches.
+            self._stream.reaches((number + 1) * size - 1)
+        return contributions(workers, size, number, self._stream.length)
+
+    def _count(self, stage: int) -> int:
+        """The updates of a stage in the whole epoch."""
+        workers = self._places.schedule.placement[stage]
+        return -(-len(self._stream.totals) // (self._every * len(workers)))
+
+
+def contributions(
+    workers: Sequence[int], size: int, number: int, length: int | None
+) -> Counter[int]:
+    """How many micro-batches each worker of a stage contributes to an update.
+
+    Args:
+      workers: Of the stage; they take micro-batches in turn.
+      size: Micro-batches of an update.
+      number: Of the update.
+      length: Micro-batches of the epoch; None: more than this update needs.
+
+    Example:
+      >>> [dict(contributions((0, 1), 4, update, 5)) for update in (0, 1)]
+      [{0: 2, 1: 2}, {0: 1}]
+    """
+    first = number * size
+    end = first + size if length is None else min(first + size, length)
+    return Counter(workers[micro % len(workers)] for micro in range(first, end))
+
+
+def _check_alike(told: Sequence[Told]) -> None:
+    """Refuses an epoch whose workers have not read the same batches."""
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(told):
+        if each[1:3] != told[0][1:3]:
+            one, other = (
+                f"{x.length}{' and more' if x.more else ''}" for x in (told[0], each)
+            )
+            _refuse_lengths(f"{one} on worker 0 of the schedule", f"{other} on {rank}")
+        for name, checksum in each.checksums.items():
+            first, expected = seen.setdefault(name, (rank, checksum))
+            if checksum != expected:
+                rule = "must be the same batches and weights on all workers"
+                got = f"another {name} on worker {rank} of the schedule than on {first}"
+                remedy = "Read the data in one order on all workers; leave out of a "
+                remedy += "worker's batch what its stages do not take."
+                raise ValueError(requirement(f"{_CALL}(batches)", rule, got, remedy))
+
+
+def _refuse_lengths(one: str, other: str) -> NoReturn:
+    rule = "must be equally many on all workers"
+    raise ValueError(requirement(f"{_CALL}(batches)", rule, f"{one} and {other}"))

@@ -1,0 +1,226 @@
+"""One stage on one worker during an epoch: passes with versions, and its updates."""
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import reduction
+from jdist._tree import wide_dtype
+from jdist.optim import Optimizer
+from jdist.optim.clipping import scaled, shrinking
+from jdist.pipeline.pipedream.weight_stashing import StashState, WeightStashing
+from jdist.pipeline.run.stage_run import Share, StageRun, added
+from jdist.reduction import Partial
+
+
+class Rule(NamedTuple):
+    """Which versions a worker of a stage uses, and how it makes new ones.
+
+    Attributes:
+      stashing: The optimizer, and how many versions it keeps.
+      version: The version that a micro-batch meets here, by its number.
+      exists: Whether there may be a micro-batch of a number: it was
+        not looked for in vain.
+      turn: Number of the first micro-batch of this worker.
+      replicas: Workers of the stage, which take micro-batches in turn.
+      consistent: Whether a backward pass uses what its forward pass used. Otherwise it
+        takes the newest weights with the other's activations, which is no gradient.
+      scaled: Whether what comes back is of a micro-batch's mean, times a loss scale,
+        which the optimizer takes off.
+      single: Whether each update is made of a single micro-batch of this worker.
+    """
+
+    stashing: WeightStashing
+    version: Callable[[int], int]
+    exists: Callable[[int], bool]
+    turn: int
+    replicas: int
+    consistent: bool
+    scaled: bool = False
+    single: bool = False
+
+
+class StashedRun(StageRun):
+    """The passes of one stage, each with its version of the weights.
+
+    Args:
+      plain: The stage on its worker, with version 0 of its parameters.
+      rule: Which version when.
+      opt_state: Of its optimizer; donated by the first update.
+
+    Attributes:
+      stash: All versions that are kept, and the optimizer's state.
+      grown: Micro-batches in the gradient so far.
+      held: Gradients of updates that are complete here, and not made yet.
+      used: By micro-batch under way, the version that its last pass has used.
+    """
+
+    def __init__(self, plain: StageRun, rule: Rule, opt_state: Any) -> None:
+        made_of = plain._stage, plain._compiled, plain.params, plain.state
+        super().__init__(*made_of, plain._key, plain._kind, rule.single)
+        self.stash = StashState(0, {0: plain.params}, opt_state)
+        self.grown = 0
+        self.held: deque[Any] = deque()
+        self.used: dict[int, int] = {}
+        self._rule = rule
+        if rule.scaled and plain._kind == "mean":
+            self._add = _weighted
+        self._to_come = rule.turn
+
+    @property
+    def contributed(self) -> int:
+        """Updates to which this worker has given its share; the number of the next."""
+        return self.stash.version + len(self.held)
+
+    def version(self, micro: int) -> int:
+        """The version that a micro-batch meets here."""
+        return self._rule.version(micro)
+
+    def arrays(self) -> Any:
+        """See `StageRun`; and all versions."""
+        return super().arrays(), self.stash.kept, self.stash.opt_state, self.held
+
+    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """See `StageRun`."""
+        self.used[micro] = self.version(micro)
+        self._load(self.used[micro])
+        return super().forward(micro, inputs)
+
+    def backward(
+        self, micro: int, cotangents: Mapping[str, Any], share: Share, split: bool
+    ) -> dict[str, Any]:
+        """See `StageRun`. Versions that are not needed any more are forgotten."""
+        newest = self.stash.version
+        if not self._rule.consistent:
+            self.used[micro] = newest
+            residuals = self._residuals[micro]
+            # Taken apart and put together, they do not know whose they are.
+            self._residuals[micro] = jax.tree.map(lambda x: x, residuals)
+        self._load(self.used[micro])
+        d_inputs = super().backward(micro, cotangents, share, split)
+        self.grown += 1
+        self._to_come = micro + self._rule.replicas
+        self.stash = self._rule.stashing.release(self.stash, self._needed())
+        self._load(newest)
+        return d_inputs
+
+    def update(self, others: Mapping[int, Partial], rank: int) -> None:
+        """The next version, from the gradients of all workers of the stage.
+
+        Args:
+          others: What other workers found, by rank.
+          rank: This worker's.
+        """
+        joined = self._joined(others, rank)
+        stashing = self._rule.stashing
+        before = stashing.load_new_params(self.stash)
+        params, opt_state = _updated(
+            stashing.optimizer, before, joined, self.stash.opt_state, self._kind
+        )
+        self._append(params, opt_state)
+
+    def hold(self, others: Mapping[int, Partial], rank: int) -> Any:
+        """The gradient of an update that waits for other stages.
+
+        Args:
+          others: As for `update`.
+          rank: Likewise.
+        """
+        joined = self._joined(others, rank)
+        self.held.append(_divided(self._optimizer, self.params, joined, self._kind))
+        return self.held[-1]
+
+    def update_held(self, grads: Any, square: Any, max_norm: float | None) -> None:
+        """The next version, from the gradient that was held longest.
+
+        Args:
+          grads: What other stages have made of it.
+          square: Of the norm over all stages; None without clipping.
+          max_norm: To which it is clipped.
+        """
+        self.held.popleft()
+        before = self._rule.stashing.load_new_params(self.stash)
+        made_of = before, grads, self.stash.opt_state, square, max_norm
+        self._append(*_clipped(self._optimizer, *made_of))
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._rule.stashing.optimizer
+
+    def _joined(self, others: Mapping[int, Partial], rank: int) -> Partial:
+        found = {**others, rank: self.partial()} if self.grown else others
+        joined = self.joined(found)
+        self.clear()
+        self.grown = 0
+        return joined
+
+    def _append(self, params: Any, opt_state: Any) -> None:
+        stashing, needed = self._rule.stashing, self._needed()
+        self.stash = stashing.append(self.stash, params, opt_state, needed)
+        self._load(self.stash.version)
+
+    def _needed(self) -> set[int]:
+        """Versions that are there, and that some micro-batch will still use."""
+        if not self._rule.consistent:
+            return set()
+        needed: set[int] = set()
+        for micro in itertools.count(self._to_come, self._rule.replicas):
+            # They do not decrease: what comes later needs versions that come later.
+            if not self._rule.exists(micro) or self.version(micro) > self.stash.version:
+                return needed
+            needed.add(self.version(micro))
+        raise AssertionError("a count has no end")
+
+    def _load(self, version: int) -> None:
+        self.params = self._rule.stashing.load_old_params(self.stash, version)
+
+
+def _weighted(so_far: Partial | None, d_params: Any, share: Share) -> Partial:
+    """The gradient with that of another micro-batch's mean, times what it weighs.
+
+    In full precision: 16 bits hold a mean times the scale, but not any sum.
+    """
+
+    def of_sum(mean: jax.Array) -> jax.Array:
+        wide = mean.astype(wide_dtype(mean.dtype))
+        return wide * jnp.asarray(share.weight, wide.dtype)
+
+    return added("mean", so_far, jax.tree.map(of_sum, d_params), share)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
+def _updated(
+    optimizer: Optimizer, params: Any, part: Partial, opt_state: Any, kind: str
+) -> tuple[Any, Any]:
+    """The division and the step in one: each array is read once."""
+    grads = _finished(optimizer, params, part, kind)
+    return optimizer.step(params, grads, opt_state)
+
+
+def _finished(optimizer: Optimizer, params: Any, part: Partial, kind: str) -> Any:
+    rounded_as = params if optimizer.precision is None else part.gradient
+    return reduction.finish(part, kind, rounded_as)[1]
+
+
+_divided = functools.partial(jax.jit, static_argnums=(0, 3))(_finished)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _clipped(
+    optimizer: Optimizer,
+    params: Any,
+    grads: Any,
+    opt_state: Any,
+    square: Any,
+    max_norm: float | None,
+) -> tuple[Any, Any]:
+    """The step, of a gradient that is scaled down to a norm if there is one."""
+    if square is not None and max_norm is not None:
+        factor = shrinking(jnp.sqrt(square), max_norm)
+        grads = jax.tree.map(lambda g: scaled(g, factor), grads)
+    return optimizer.step(params, grads, opt_state)

@@ -1,0 +1,1 @@
+"""Planning: profiles of layers, cuts, and PipeDream's partitioning."""

@@ -1,0 +1,171 @@
+"""Where a model can be cut: the sets of layers that hold all that feeds them.
+
+A chain of n layers can be cut after each of them. In a graph a cut is a set of layers
+closed under "what feeds it": everything in it runs before everything outside. The
+layers of a stage are the difference of two cuts, one within the other. PipeDream calls
+the layers at the edge of such a set its antichain.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.pipeline.plan.layer_profile import Profile
+
+MOST = 4000
+"""Cuts that a planner can still look at; a wide graph has exponentially many."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """All cuts of a profile, from no layer to all, each after those within it.
+
+    Attributes:
+      names: The layers, each after all that feed it.
+      inside: For each cut, the layers in it as a bit set.
+      seconds: Forward and backward of all layers in it.
+      activation_bytes: Of their outputs.
+      parameter_bytes: Of their parameters.
+      output_bytes: What crosses it: outputs of layers at its edge.
+    """
+
+    names: tuple[str, ...]
+    inside: tuple[int, ...]
+    seconds: np.ndarray
+    activation_bytes: np.ndarray
+    parameter_bytes: np.ndarray
+    output_bytes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+    @cached_property
+    def within(self) -> np.ndarray:
+        """Whether cut i lies properly within cut j, bool, `(cuts, cuts)`."""
+        found = np.zeros((len(self), len(self)), bool)
+        for i, small in enumerate(self.inside):
+            for j in range(i + 1, len(self)):
+                found[i, j] = small & ~self.inside[j] == 0
+        return found
+
+    def between(self, i: int, j: int) -> tuple[str, ...]:
+        """The layers of cut j that cut i has not, in order."""
+        wanted = self.inside[j] & ~self.inside[i]
+        return tuple(name for bit, name in enumerate(self.names) if wanted >> bit & 1)
+
+
+def cuts_of(profile: Profile) -> Cuts:
+    """All places to cut a profile.
+
+    Inputs ("Input...") cost nothing and belong to the first stage that needs them; they
+    are left out, and so are outputs that nobody takes (`__getitem__` of a tuple).
+
+    Raises:
+      ValueError: Nothing is left, or there are too many ways to cut.
+    """
+    fed = {source for source, _ in profile.edges}
+    feeding = {target for _, target in profile.edges}
+    order = [
+        name
+        for name in profile.order
+        if not (_is("Input", profile, name) and name not in feeding)
+        and not (_is("__getitem__", profile, name) and name not in fed)
+    ]
+    if not order:
+        rule = "must have a layer that is no input"
+        raise ValueError(requirement("partition(profile=...)", rule, profile.order))
+    number = {name: bit for bit, name in enumerate(order)}
+    needs, takers = [0] * len(order), [0] * len(order)
+    for source, target in profile.edges:
+        if source in number and target in number:
+            takers[number[source]] |= 1 << number[target]
+            needs[number[target]] |= 1 << number[source]
+    layers = [profile[name] for name in order]
+    output = [layer.output_bytes for layer in layers]
+    closed = _closures(needs)
+    names = [layer.name for layer in profile.layers if layer.name in number]
+    first = next(number[name] for name in names if not needs[number[name]])
+    inside = _closed_sets(first, closed, takers)
+    edges = [_antichain(cut, closed, takers) for cut in inside]
+    return Cuts(
+        tuple(order),
+        inside,
+        _totals(inside, [layer.seconds for layer in layers]),
+        _totals(inside, output),
+        _totals(inside, [layer.parameter_bytes for layer in layers]),
+        _totals(edges, output),
+    )
+
+
+def _is(kind: str, profile: Profile, name: str) -> bool:
+    return profile[name].description.startswith(kind)
+
+
+def _closures(needs: Sequence[int]) -> list[int]:
+    """For each layer, itself and all that it depends on."""
+    closed: list[int] = []
+    for bit, needed in enumerate(needs):
+        closed.append(_union(closed[other] for other in _bits(needed)) | 1 << bit)
+    return closed
+
+
+def _antichain(cut: int, closed: Sequence[int], takers: Sequence[int]) -> int:
+    """PipeDream's antichain of a cut: its last layers, and what they let through.
+
+    A layer before a last one, a, belongs to it if one of its takers is not before a:
+    even if that taker is in the cut, behind another last layer. So what crosses between
+    parallel branches is counted too high; published plans were made so.
+    """
+    last = [bit for bit in _bits(cut) if not takers[bit] & cut]
+    found = sum(1 << bit for bit in last)
+    for bit in last:
+        before = closed[bit] & ~(1 << bit)
+        found |= sum(1 << p for p in _bits(before) if takers[p] & ~closed[bit])
+    return found
+
+
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)
+
+
+def _closed_sets(
+    first: int, closed: Sequence[int], takers: Sequence[int]
+) -> tuple[int, ...]:
+    """Bit sets that hold what each of their members needs, smaller ones first.
+
+    They grow from the first layer, of those listed that need no other, by one layer
+    that takes from them and what that one needs. So a further source, such as the
+    embedding of a decoder's input, comes with what needs it and not before.
+    """
+    everything = (1 << len(closed)) - 1
+    found = {0, closed[first], everything}
+    newest = [closed[first]]
+    while newest:
+        cut = newest.pop()
+        next_ones = _union(takers[bit] for bit in _bits(cut)) & ~cut
+        for grown in {cut | closed[bit] for bit in _bits(next_ones)} - found:
+            found.add(grown)
+            newest.append(grown)
+        if len(found) > MOST:
+            rule = f"must have at most {MOST} ways to be cut in two"
+            remedy = "Join the layers of its widest part into one."
+            got = f"more than {MOST}"
+            raise ValueError(requirement("partition(profile=...)", rule, got, remedy))
+    return tuple(sorted(found, key=lambda cut: (cut.bit_count(), cut)))
+
+
+def _totals(cuts: Sequence[int], values: Sequence[float]) -> np.ndarray:
+    return np.array([math.fsum(values[bit] for bit in _bits(cut)) for cut in cuts])
+
+
+def _bits(cut: int) -> Iterator[int]:
+    while cut:
+        lowest = cut & -cut
+        yield lowest.bit_length() - 1
+        cut ^= lowest

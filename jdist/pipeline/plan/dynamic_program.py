@@ -1,0 +1,173 @@
+"""The dynamic program of one level of the machine; see `plan.partition`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from jdist.pipeline.plan.cuts import Cuts
+
+BLOCK = 2**16
+"""Numbers that one NumPy step works on: they stay in the cache."""
+
+ANY = Fraction(0)
+
+Column = Callable[[int], np.ndarray]
+"""From an end to the seconds of all spans that end there, `(cases, begin)`."""
+
+Machine = Callable[[Sequence[Fraction]], Column]
+"""One worker of a level, with all that is inside it: what spans take there. A case is
+the number of workers after a stage's own, divided by its own: it decides how many
+micro-batches are in flight on the stage, and so whether they fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the machine, and what a plan may do there.
+
+    Attributes:
+      workers: How many there are at this level.
+      inside: Workers of the level inside that each of them has; 1 at the innermost.
+      bandwidth: Bytes per second between them.
+      transfers: Whether what crosses a cut takes time.
+      replicate: Whether a stage may have several workers.
+      limited: Whether memory is, so that it matters what comes after a stage.
+    """
+
+    workers: int
+    inside: int
+    bandwidth: float
+    transfers: bool
+    replicate: bool
+    limited: bool
+
+
+class Placed(NamedTuple):
+    """One stage of a level's pipeline."""
+
+    begin: int
+    end: int
+    workers: int
+    after: Fraction
+    """Workers after its own, divided by its own."""
+
+
+class Programme:
+    """The best pipelines of one level, for all spans and numbers of workers.
+
+    Attributes:
+      best: Seconds per micro-batch of the slowest stage, `(begin, workers - 1, end)`,
+        infinite where there is no plan.
+    """
+
+    def __init__(
+        self,
+        cuts: Cuts,
+        level: Level,
+        machine: Machine,
+        after: Fraction = Fraction(0),
+        *,
+        whole: bool,
+    ) -> None:
+        """Solves it.
+
+        Args:
+          cuts: Where stages may begin and end.
+          level: Workers, bandwidth, rules.
+          machine: What a span takes on one of the level's workers.
+          after: Workers of this level that come after all those planned here, divided
+            by how often the pipeline planned here is replicated.
+          whole: Only plans from the first cut on are wanted.
+        """
+        self.level, self.after = level, after
+        self.parameters = _between(cuts.parameter_bytes)
+        self.crossing = 2 * cuts.output_bytes / level.bandwidth
+        self.crossing[-1] = 0.0  # the loss stays where it is
+        counts = range(1, level.workers + 1)
+        self._first = machine(self._cases((0, own) for own in counts))
+        self._others = {
+            own: machine(self._cases((q, own) for q in counts[: level.workers - own]))
+            for own in self._choices(level.workers - 1)
+        }
+        rows = 1 if whole else len(cuts)
+        self.best = np.full((rows, level.workers, len(cuts)), np.inf)
+        for end in range(1, len(cuts)):
+            self._solve(end)
+
+    def stages(self, begin: int, end: int) -> list[Placed]:
+        """The stages of the best pipeline for a span on all workers, first to last."""
+        found: list[Placed] = []
+        left = self.level.workers
+        while self.best[begin, left - 1, end] != self._alone(end)[begin, left - 1]:
+            cut, own = self._last(begin, left, end)
+            found.insert(0, Placed(cut, end, own, self._case(left - own, own)))
+            end, left = cut, left - own
+        return [Placed(begin, end, left, self._case(0, left)), *found]
+
+    def _case(self, before: int, own: int) -> Fraction:
+        return (self.level.workers - before - own + self.after) / own
+
+    def _cases(self, pairs: Iterable[tuple[int, int]]) -> list[Fraction]:
+        """Each case; without a limit they are all alike, and one stands for them."""
+        return [self._case(*pair) for pair in pairs] if self.level.limited else [ANY]
+
+    def _solve(self, end: int) -> None:
+        rows, workers, _ = self.best.shape
+        self.best[:, :, end] = self._alone(end)[:rows]
+        step = max(1, BLOCK // (workers * end))
+        for low in range(0, min(rows, end), step):
+            begin = slice(low, min(low + step, rows))
+            for own in self._choices(workers - 1):
+                before = self.best[begin, : workers - own, low:end]
+                slowest = np.maximum(before, self._final(own, end)[:, low:])
+                target = self.best[begin, own:, end]
+                np.minimum(target, slowest.min(axis=-1), out=target)
+
+    def _choices(self, most: int) -> range:
+        return range(1, (most if self.level.replicate else min(most, 1)) + 1)
+
+    def _alone(self, end: int) -> np.ndarray:
+        """A span as one stage on r workers: `(begin, r - 1)`."""
+        r = np.arange(1, self.level.workers + 1)
+        parameters = self.parameters[:, end, None]
+        synchronise = 4 * (r - 1) * parameters / (self.level.bandwidth * r)
+        time = (self._first(end).T + synchronise / self.level.inside) / r
+        if not self.level.replicate:
+            time[:, 1:] = np.inf
+        return time
+
+    def _final(self, own: int, end: int) -> np.ndarray:
+        """The last stage of a pipeline, on `own` workers: `(cases, cut)`.
+
+        The cases are the numbers of workers before it, from 1 on.
+        """
+        bandwidth = self.level.bandwidth * own
+        synchronise = 4 * (own - 1) * self.parameters[:end, end] / bandwidth
+        time = (self._others[own](end)[:, :end] + synchronise) / own
+        if self.level.transfers:
+            time = np.maximum(time, self.crossing[:end] / own)
+            time = np.maximum(time, self.crossing[end] / own)
+        return time
+
+    def _last(self, begin: int, workers: int, end: int) -> tuple[int, int]:
+        """Where the last stage of the best pipeline begins, and its workers."""
+        best = self.best[begin, workers - 1, end]
+        for own in self._choices(workers - 1):
+            final = self._final(own, end)
+            row = final[min(workers - own, len(final)) - 1]
+            slowest = np.maximum(self.best[begin, workers - own - 1, :end], row)
+            found = np.flatnonzero(slowest == best)
+            if found.size:
+                return int(found[-1]), own
+        raise AssertionError("the programme's best is one of its candidates")
+
+
+def spans(cuts: Cuts, totals: np.ndarray) -> np.ndarray:
+    """What lies between two cuts, infinite where one is not within the other."""
+    return np.where(cuts.within, _between(totals), np.inf)
+
+
+def _between(totals: np.ndarray) -> np.ndarray:
+    return totals - totals[:, None]

@@ -1,0 +1,300 @@
+"""A plan: which layers are a stage, on which workers; shown, drawn, written, read."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from jdist._errors import Unavailable, extra, requirement
+from jdist.pipeline.plan.layer_profile import Profile
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedules.pipedream import pipedream
+from jdist.pipeline.simulate.costs import Costs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = "jdist.pipeline.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """One stage.
+
+    Attributes:
+      layers: Names, each after all that feed it.
+      ranks: The workers that run it; micro-batches go round among several.
+      forward: Seconds for one micro-batch on one worker.
+      backward: Likewise.
+      parameter_bytes: Of one version of its weights.
+      activation_bytes: Of its layers' outputs for one micro-batch, and of what it takes
+        from the stages before.
+      output_bytes: What goes on to the next stage.
+    """
+
+    layers: tuple[str, ...]
+    ranks: tuple[int, ...]
+    forward: float
+    backward: float
+    parameter_bytes: float
+    activation_bytes: float
+    output_bytes: float
+
+    @property
+    def share(self) -> float:
+        """Seconds of computation per micro-batch, divided by its workers."""
+        return (self.forward + self.backward) / len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages in order, and what the planner's model says of them.
+
+    `print(plan)` shows the configuration, `rich.print(plan)` a table.
+
+    Attributes:
+      bottleneck_time: Seconds per micro-batch in steady state: of the slowest stage or
+        transfer.
+      data_parallel_time: The same if every worker had all layers.
+      stages: First to last.
+      workers: Per level of the machine, innermost first.
+      bandwidths: Likewise, bytes per second.
+    """
+
+    bottleneck_time: float
+    data_parallel_time: float
+    stages: tuple[PlannedStage, ...]
+    workers: tuple[int, ...]
+    bandwidths: tuple[float, ...]
+
+    @property
+    def configuration(self) -> str:
+        """Workers per stage, as the paper writes it: "15-1"."""
+        return "-".join(str(len(stage.ranks)) for stage in self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers per stage, as `PipeDream` takes them."""
+        return tuple(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Micro-batches, and versions of the weights, on each stage's workers."""
+        counts = [len(stage.ranks) for stage in self.stages]
+        return tuple(math.ceil(sum(counts[j:]) / own) for j, own in enumerate(counts))
+
+    @property
+    def bytes_per_worker(self) -> tuple[float, ...]:
+        """Per stage: activations and weights of all micro-batches in flight."""
+        return tuple(
+            flight * (stage.activation_bytes + stage.parameter_bytes)
+            for flight, stage in zip(self.in_flight, self.stages, strict=True)
+        )
+
+    @property
+    def reduction_seconds(self) -> tuple[float, ...]:
+        """Per stage: what its replicas' gradients cost a worker for one micro-batch.
+
+        The planner adds what a level's reduction takes to the time of the level inside:
+
+            T_d = (T_(d-1) + 4 (r_d - 1) P_d / (B_d r_d) / M_d) / r_d
+
+        with r_d replicas at level d of the P_d bytes that one machine of that level
+        holds. So of r_0 r_1 ... T seconds, which a worker has for a micro-batch until
+        its turn comes again, these are the reductions':
+
+            sum over d of r_0 ... r_(d-1) * 4 (r_d - 1) P_d / (B_d r_d) / M_d
+        """
+        found = [0.0] * len(self.stages)
+        size, inside = 1, 1
+        for count, bandwidth in zip(self.workers, self.bandwidths, strict=True):
+            machines = [{rank // size for rank in s.ranks} for s in self.stages]
+            outside = [{unit // count for unit in own} for own in machines]
+            for j, own in enumerate(machines):
+                held = math.fsum(
+                    stage.parameter_bytes
+                    for stage, other in zip(self.stages, machines, strict=True)
+                    if other == own
+                )
+                replicas = len(own) // len(outside[j])
+                seconds = 4 * (replicas - 1) * held / (bandwidth * replicas) / inside
+                found[j] += len(self.stages[j].ranks) / len(own) * seconds
+            size, inside = size * count, count
+        return tuple(found)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """PipeDream's schedule for it; workers are numbered stage by stage.
+
+        Raises:
+          ValueError: There is less than one micro-batch.
+        """
+        replicas = [len(stage.ranks) for stage in self.stages]
+        return pipedream(len(self.stages), micro_batches, replicas=replicas)
+
+    def costs(self, *, reductions: bool = False, **others: Any) -> Costs:
+        """What its schedule costs in a simulation.
+
+        Args:
+          reductions: Whether backward passes take the time, too, in which replicas join
+            their gradients (`reduction_seconds`).
+          others: Further costs, such as `bandwidth` or `latency`.
+        """
+        backward = [stage.backward for stage in self.stages]
+        if reductions:
+            pairs = zip(backward, self.reduction_seconds, strict=True)
+            backward = [own + reducing for own, reducing in pairs]
+        return Costs(
+            forward=[stage.forward for stage in self.stages],
+            backward=backward,
+            message_bytes=[stage.output_bytes for stage in self.stages[:-1]],
+            activation_bytes=[stage.activation_bytes for stage in self.stages],
+            weight_bytes=[stage.parameter_bytes for stage in self.stages],
+            **others,
+        )
+
+    def assigned(self, profile: Profile) -> Profile:
+        """The profile with each layer's stage: what PipeDream's own tools go on from.
+
+        Layers that were not planned go with others: inputs to the first stage, unused
+        outputs to the stage that makes them.
+
+        Raises:
+          ValueError: The profile is not the one that was planned.
+        """
+        stage_of = {n: i for i, stage in enumerate(self.stages) for n in stage.layers}
+        missing = stage_of.keys() - {layer.name for layer in profile.layers}
+        if missing:
+            rule = "must have all layers that were planned"
+            raise ValueError(
+                requirement("assigned(profile=...)", rule, sorted(missing))
+            )
+        makers = {target: source for source, target in profile.edges}
+        for name in profile.order:
+            maker = makers.get(name)
+            stage_of.setdefault(name, stage_of[maker] if maker is not None else 0)
+        layers = [
+            replace(layer, stage=stage_of[layer.name]) for layer in profile.layers
+        ]
+        return Profile(tuple(layers), profile.edges)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the configuration that a runtime reads, as JSON.
+
+        `module_to_stage_map` has a stage per planned layer, in the order of the stages'
+        layers; `stage_to_rank_map` the ranks of each stage.
+        """
+        record = {"format": FORMAT, **asdict(self)}
+        stages = [i for i, stage in enumerate(self.stages) for _ in stage.layers]
+        record["module_to_stage_map"] = stages
+        ranks = {str(i): list(stage.ranks) for i, stage in enumerate(self.stages)}
+        record["stage_to_rank_map"] = ranks
+        Path(path).write_text(json.dumps(record, indent=1))
+        return Path(path)
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draws `picture` into a file, PNG unless its name says otherwise.
+
+        Raises:
+          Unavailable: matplotlib is not installed.
+        """
+        path = Path(path)
+        self.picture().savefig(path, dpi=150, format=path.suffix[1:] or "png")
+        return path
+
+    def picture(self) -> "Figure":
+        """Each stage's seconds per micro-batch as bars, beside the bottleneck.
+
+        Raises:
+          Unavailable: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            what = f"a picture needs matplotlib: {extra('experiments')}"
+            raise Unavailable(what) from error
+        figure = Figure(figsize=(9, 1.5 + 0.4 * len(self.stages)), layout="constrained")
+        axes = figure.subplots()
+        names = [
+            f"stage {i}: {len(stage.layers)} layers x {len(stage.ranks)} workers"
+            for i, stage in enumerate(self.stages)
+        ]
+        computing = [1e3 * stage.share for stage in self.stages]
+        joining = [
+            1e3 * seconds / len(stage.ranks)
+            for stage, seconds in zip(self.stages, self.reduction_seconds, strict=True)
+        ]
+        axes.barh(names, computing, color="#4c78a8", label="passes")
+        axes.barh(names, joining, left=computing, color="#9ecae9", label="reductions")
+        bottleneck = 1e3 * self.bottleneck_time
+        axes.axvline(bottleneck, color="#f58518", label="bottleneck")
+        beside = 1e3 * self.data_parallel_time
+        axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds per micro-batch, divided by the stage's workers")
+        figure.legend(loc="outside lower right", ncols=4)
+        axes.set_title(str(self))
+        return figure
+
+    def __str__(self) -> str:
+        machine = " x ".join(map(str, self.workers))
+        return (
+            f"{self.configuration} on {machine} workers: "
+            f"{1e3 * self.bottleneck_time:.4g} ms per micro-batch, "
+            f"{self.data_parallel_time / self.bottleneck_time:.2f} times data parallel"
+        )
+
+    def __rich__(self) -> Table:
+        columns = ("stage", "layers", "ranks", "ms", "ms / workers", "in flight")
+        table = Table(*columns, "MiB per worker", title=str(self))
+        rows = zip(self.stages, self.in_flight, self.bytes_per_worker, strict=True)
+        for number, (stage, in_flight, held) in enumerate(rows):
+            first, last = stage.layers[0], stage.layers[-1]
+            table.add_row(
+                str(number),
+                f"{first} .. {last} ({len(stage.layers)})",
+                " ".join(map(str, stage.ranks)),
+                f"{1e3 * (stage.forward + stage.backward):.4g}",
+                f"{1e3 * stage.share:.4g}",
+                str(in_flight),
+                f"{held / 2**20:.1f}",
+            )
+        return table
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Reads what `Plan.write` wrote.
+
+    Raises:
+      ValueError: The file is of another format, or something is missing in it.
+    """
+    record = json.loads(Path(path).read_text())
+    found = record.get("format") if isinstance(record, Mapping) else None
+    if found != FORMAT:
+        rule = f"must be of the format {FORMAT}"
+        raise ValueError(requirement("load_plan(path=...)", rule, found))
+    try:
+        stages = tuple(
+            PlannedStage(
+                **{
+                    **stage,
+                    "layers": tuple(stage["layers"]),
+                    "ranks": tuple(stage["ranks"]),
+                }
+            )
+            for stage in record["stages"]
+        )
+        return Plan(
+            record["bottleneck_time"],
+            record["data_parallel_time"],
+            stages,
+            tuple(record["workers"]),
+            tuple(record["bandwidths"]),
+        )
+    except (KeyError, TypeError) as error:
+        rule = "must have everything that `Plan.write` writes"
+        raise ValueError(requirement("load_plan(path=...)", rule, str(error))) from None

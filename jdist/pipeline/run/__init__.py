@@ -1,0 +1,1 @@
+"""Executing a schedule: stages, channels between them, and updates."""

@@ -1,0 +1,103 @@
+"""Training over many batches: a step for each, saved now and then, with a bar."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from rich.console import Console
+
+from jdist._fit import check_save_every, fitted, pair
+from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.run.training import Metrics, PipelineState
+
+
+def fit(
+    pipe: Pipeline,
+    state: PipelineState,
+    batches: Iterable[Any],
+    *,
+    total: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    save_every: int = 1000,
+    console: Console | None = None,
+) -> tuple[PipelineState, list[Metrics]]:
+    """Trains on one batch after the other.
+
+    Every process of the pipeline calls it with the same batches.
+
+    Args:
+      pipe: The pipeline.
+      state: From `Pipeline.init`, or restored; its arrays are donated.
+      batches: Batches, or pairs of a batch and its weights. For a resumed run those
+        that come after `state.step` steps.
+      total: How many there are, if they do not say it themselves.
+      checkpoints: Where the state is saved: after each `save_every` steps of the whole
+        run, and at the end.
+      save_every: See there.
+      console: Where a bar shows the step and its loss; None for none. Of several
+        processes one should show it.
+
+    Returns:
+      The last state, and the metrics of every step; see `over_epoch`.
+
+    Raises:
+      ValueError: `save_every` is less than 1.
+      Exception: What `train_step` and `Checkpoints.save` raise; and what `batches`
+        raises, which is then raised on all workers. They must end alike, too.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import optim, pipeline
+      >>> pipe = pipeline.Pipeline(
+      ...     [pipeline.Stage(lambda w, x: x * w, ("x",), ("y",))],
+      ...     lambda y, batch: y**2,
+      ...     pipeline.gpipe(1, 2),
+      ...     optimizer=optim.sgd(lr=0.1),
+      ... )
+      >>> batches = [{"x": jnp.array([1.0, 2.0])}] * 3
+      >>> state, found = pipeline.fit(pipe, pipe.init([jnp.array(3.0)]), batches)
+      >>> state.step, round(pipeline.over_epoch(found).loss, 3)
+      (3, 9.844)
+    """
+    with pipe.executor.opened("fit") as post:
+        check_save_every(save_every)
+        saves = save_every if checkpoints is not None else 0
+        post.identify(None, {"save_every": saves})
+        if total is None and isinstance(batches, Sized):
+            total = len(batches)
+        supply = iter(batches)
+        post.agree(None)
+    return fitted(
+        pipe.train_step,
+        state,
+        _fetched(supply, pipe),
+        state.step,
+        total=total,
+        checkpoints=checkpoints,
+        save_every=save_every,
+        console=console,
+    )
+
+
+def _fetched(supply: Iterator[Any], pipe: Pipeline) -> Iterator[tuple[Any, Any]]:
+    while (given := _next(supply, pipe)) is not None:
+        yield given
+
+
+_END = object()
+
+
+def _next(supply: Iterator[Any], pipe: Pipeline) -> tuple[Any, Any] | None:
+    """The next batch and its weights; None at the end, to which all workers come.
+
+    What goes wrong with the data of one worker is an error of the step on all.
+    """
+    try:
+        given = next(supply, _END)
+        if given is not _END:
+            return pair(given)
+    except BaseException:
+        with pipe.executor.opened("train_step"):
+            raise
+    pipe.executor.gather(None, "the end of fit")
+    return None

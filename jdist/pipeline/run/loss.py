@@ -1,0 +1,270 @@
+"""The loss at the end of a pipeline, differentiated by what it is given."""
+
+import copy
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import reduction
+from jdist._compat import trace, without_unread
+from jdist._errors import requirement
+from jdist._tree import merge, split_inexact
+from jdist.pipeline.run.stage_channels import moved
+from jdist.pipeline.stages.array_spec import Kind, is_kind, kinds_of
+from jdist.reduction import Partial
+from jdist.segment._cache import PATIENCE_WITH_MODELS, VERSIONS, Cache
+from jdist.segment._contents import Contents
+from jdist.segment._traced import Changed, Traced
+
+
+class LossPasses(NamedTuple):
+    """What is compiled of a loss function.
+
+    Attributes:
+      both: `(values, entries, weights)` to the losses' partial without a gradient, the
+        cotangents of the values, and the auxiliary outputs, None if there are none; a
+        fourth argument, `(scale, total)`, scales the cotangents.
+      losses: `(values, entries, weights)` to the partial and the auxiliary outputs.
+    """
+
+    both: Callable[..., tuple[Partial, dict[str, Any], Any]]
+    losses: Callable[..., tuple[Partial, Any]]
+
+
+class _Compiled:
+    """What is compiled of one loss function, for all pipelines that have it.
+
+    Args:
+      fn: The loss function.
+      contents: What it is made of.
+
+    Attributes:
+      fn: The same, by its programs.
+    """
+
+    def __init__(self, fn: Callable[..., Any], contents: Contents) -> None:
+        self.fn = Traced(fn, _CACHE.user, contents)
+        self._contents = contents
+        self._passes: dict[Hashable, LossPasses] = {}
+
+    def aside(self, fn: Callable[..., Any]) -> "_Compiled":
+        """See `Traced.aside`."""
+        made = _Compiled(fn, self._contents)
+        made.fn = self.fn.aside(fn)
+        return made
+
+    def passes(
+        self,
+        names: tuple[str, ...],
+        kind: str,
+        has_aux: bool,
+        unread: Mapping[str, Any],
+    ) -> LossPasses:
+        """See `PipelineLoss.passes`."""
+        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
+        options = (names, kind, has_aux, tuple(leaves), structure)
+        made = self._passes.get(options)
+        if made is None:
+            VERSIONS.note(_CACHE.user, self._contents, options, PATIENCE_WITH_MODELS)
+            made = _compiled(self.fn, names, kind, has_aux, leaves, structure)
+            self._passes[options] = made
+        return made
+
+
+_CACHE: Cache[_Compiled] = Cache("Pipeline(loss_fn)", size=64)
+
+
+class PipelineLoss:
+    """`loss_fn(outputs, batch)`, where it needs only the entries that it reads.
+
+    The outputs are one value where the pipeline puts out one, else a dict by name.
+
+    Args:
+      fn: The loss function: one loss per example.
+      names: Names of the values it is given.
+      kind: The reduction.
+      has_aux: Whether it returns auxiliary outputs beside them.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        names: tuple[str, ...],
+        kind: str,
+        *,
+        has_aux: bool = False,
+    ) -> None:
+        self._names = names
+        self._factor: Any = None
+        self._fn = fn
+        self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
+        self.kind = kind
+        self.has_aux = has_aux
+
+    @property
+    def gradient_kind(self) -> str:
+        """The reduction by which the stages' gradients are finished."""
+        divided = self._factor is not None and self._factor[1] is not None
+        return "sum" if divided and self.kind == "mean" else self.kind
+
+    def scaled(self, scale: Any, total: float | None) -> "PipelineLoss":
+        """The same loss, with gradients that are `scale` times as large.
+
+        A mean is divided where its cotangents start, and not at the end: those of the
+        sum would be larger by the weights' total, and overflow the sooner.
+
+        Args:
+          scale: A number, or a scalar on any device.
+          total: Of the weights of the batch. None: each micro-batch is divided by its
+            own, and its gradient is to be weighted where it is added to others.
+        """
+        made = copy.copy(self)
+        made._factor = scale, total if self.kind == "mean" else 1.0
+        return made
+
+    def entries_read(self, values: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the entries of the batch that the losses depend on.
+
+        Args:
+          values: Shapes of the values it is given, by name.
+          batch: The batch, or its shapes.
+        """
+        names = sorted(batch)
+        entries = {name: batch[name] for name in names}
+
+        def losses_of(entries: Any, values: Any) -> Any:
+            return _called(self._compiled.fn, self._names, values, entries)
+
+        program, _ = self._unchanged(lambda: trace(losses_of, entries, values))
+        sizes = [len(jax.tree.leaves(batch[name])) for name in names]
+        _, read = without_unread(program, sum(sizes))
+        found, start = [], 0
+        for name, size in zip(names, sizes, strict=True):
+            if any(read[start : start + size]):
+                found.append(name)
+            start += size
+        return tuple(found)
+
+    def passes(self, batch: Mapping[str, Any], read: tuple[str, ...]) -> LossPasses:
+        """Compiled passes for micro-batches of these shapes.
+
+        Args:
+          batch: A micro-batch, or its shapes.
+          read: What `entries_read` found.
+        """
+        unread = {
+            name: kinds_of(entry) for name, entry in batch.items() if name not in read
+        }
+
+        def passes() -> LossPasses:
+            made_of = self._names, self.kind, self.has_aux, unread
+            return self._compiled.passes(*made_of)
+
+        def both(*given: Any) -> Any:
+            return self._unchanged(lambda: passes().both(*given))
+
+        def losses(*given: Any) -> Any:
+            return self._unchanged(lambda: passes().losses(*given))
+
+        made = LossPasses(both, losses)
+        return made if self._factor is None else self._with_factor(made)
+
+    def _unchanged(self, run: Callable[[], Any]) -> Any:
+        """Runs what may trace the loss function; if need be, this one's own."""
+        try:
+            return run()
+        except Changed:
+            _CACHE.drop(self._compiled)
+            self._compiled = self._compiled.aside(self._fn)
+            return run()
+
+    def _with_factor(self, made: LossPasses) -> LossPasses:
+        def both(values: Any, entries: Any, weights: Any) -> Any:
+            # With several workers for the last stage the loss is on several devices.
+            arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
+            device = arrays[0].device if arrays else None
+            return made.both(values, entries, weights, moved(self._factor, device))
+
+        return made._replace(both=both)
+
+
+def _called(
+    fn: Callable[..., Any], names: tuple[str, ...], values: Any, batch: Any
+) -> Any:
+    try:
+        return fn(values[names[0]] if len(names) == 1 else values, batch)
+    except KeyError as error:
+        given = [*batch, *(names if len(names) > 1 else ())]
+        if not error.args or error.args[0] in given:
+            raise
+        named = f"outputs named {list(names)} and " if len(names) > 1 else ""
+        rule = f"must read what there is: {named}a batch of {sorted(batch)}"
+        got = f"{error.args[0]!r}"
+        raise ValueError(requirement("loss_fn(outputs, batch)", rule, got)) from error
+    except Exception as error:
+        error.add_note("It was raised by the loss function.")
+        raise
+
+
+def _compiled(
+    fn: Callable[..., Any],
+    names: tuple[str, ...],
+    kind: str,
+    has_aux: bool,
+    unread: list[Kind],
+    structure: Any,
+) -> LossPasses:
+    def losses_of(values: Any, entries: Any, weights: Any) -> tuple[jax.Array, Any]:
+        # What it does not read is not sent to it; here it only has its shape.
+        blanks = [kind.blank() for kind in unread]
+        batch = {**jax.tree.unflatten(structure, blanks), **entries}
+        found = _called(fn, names, values, batch)
+        found, aux = _with_aux(found) if has_aux else (found, None)
+        reduction.check_losses(found, weights.shape)
+        return found, aux
+
+    def both(
+        values: Any, entries: Any, weights: Any, factor: Any = None
+    ) -> tuple[Partial, dict[str, Any], Any]:
+        floating, fixed = split_inexact(values)
+        found, pull_back, aux = jax.vjp(
+            lambda v: losses_of(merge(v, fixed), entries, weights),
+            floating,
+            has_aux=True,
+        )
+        value, seeds, weight = reduction.seeds(found, weights, kind)
+        if factor is not None:
+            scale, total = factor[0], weight if factor[1] is None else factor[1]
+            scale, total = (jnp.asarray(x, seeds.dtype) for x in (scale, total))
+            # With a weight of 0 cotangents are 0, whatever they are divided by.
+            seeds = seeds * (scale / jnp.where(total == 0, 1, total))
+        given, rounding = reduction.rounded(seeds, found.dtype)
+        (d_values,) = pull_back(given)
+        part = Partial(value, None, weight)
+        return part, reduction.scaled(d_values, rounding), aux
+
+    def losses(values: Any, entries: Any, weights: Any) -> tuple[Partial, Any]:
+        found, aux = losses_of(values, entries, weights)
+        value, _, weight = reduction.seeds(found, weights, kind)
+        return Partial(value, None, weight), aux
+
+    return LossPasses(jax.jit(both), jax.jit(losses))
+
+
+def _with_aux(found: Any) -> tuple[Any, Any]:
+    """What a loss function with auxiliary outputs returned.
+
+    Raises:
+      ValueError: It is not a pair.
+    """
+    call = "loss_fn(outputs, batch)"
+    if not isinstance(found, tuple) or len(found) != 2:
+        rule = "must return the tuple (losses, aux)"
+        size = f" of {len(found)}" if isinstance(found, tuple) else ""
+        got = f"a {type(found).__name__}{size}"
+        raise ValueError(requirement(call, rule, got))
+    losses, aux = found
+    return losses, aux

@@ -1,0 +1,310 @@
+"""One stage during one step: its passes, and what it keeps between them.
+
+Both executors drive the same object, so that a pipeline over processes and one within a
+process run the same compiled functions in the same order.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist import reduction
+from jdist._compat import is_traced
+from jdist._tree import is_none, split_inexact, wide_dtype
+from jdist.pipeline.stages.stage import Stage
+from jdist.reduction import Partial
+from jdist.segment import Deferred, Segment
+
+
+class Share(NamedTuple):
+    """What a micro-batch counts for in the gradient of the batch.
+
+    Attributes:
+      value: For max and min its extreme loss; 0 otherwise.
+      weight: The sum of its weights; for max and min the number of its extremes.
+    """
+
+    value: Any
+    weight: Any
+
+
+class StageRun:
+    """The passes of one stage, and its gradient as it grows.
+
+    Args:
+      stage: The stage.
+      compiled: Its segment.
+      params: Its parameters, on its device.
+      state: What it starts from, if it has a state.
+      key: A PRNG key of this step and stage, if it takes keys.
+      kind: The reduction.
+      single: Whether its gradient is that of a single micro-batch.
+
+    Attributes:
+      params: As above.
+      state: What the last forward pass left behind.
+      live: Numbers of the micro-batches whose backward pass is still to come.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        compiled: Segment,
+        params: Any,
+        state: Any,
+        key: Any,
+        kind: str,
+        single: bool = False,
+    ) -> None:
+        self.params = params
+        self.state = state
+        self._stage = stage
+        self._compiled = compiled
+        self._key = key
+        self._kind = kind
+        self._single = single
+        self._add: Callable[..., Partial] = _ADD[kind]
+        self._residuals: dict[int, Any] = {}
+        self._returns: Callable[..., Any] = tuple
+        self._rests: dict[int, tuple[Any, Share]] = {}
+        self._deferred: dict[int, Deferred] = {}
+        self._partial: Partial | None = None
+
+    @property
+    def live(self) -> list[int]:
+        """See the class."""
+        return sorted(set().union(*self._kept))
+
+    @property
+    def _kept(self) -> tuple[dict[int, Any], ...]:
+        """What waits for something of the backward pass, by micro-batch."""
+        return self._residuals, self._rests, self._deferred
+
+    def arrays(self) -> Any:
+        """All arrays that it has at the moment, beside parameters and keys."""
+        return self._kept, self._partial, self.state
+
+    def kept(self, micro: int | None = None) -> dict[int, int]:
+        """The bytes of each array that waits for a backward pass, by its `id`.
+
+        Parameters, which pending weight gradients may refer to, are not among them.
+
+        Args:
+          micro: A micro-batch; None: all of them.
+        """
+        of = self._kept
+        kept: Any = of if micro is None else [some.get(micro) for some in of]
+        own = {id(x) for x in jax.tree.leaves(self.params)}
+        arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
+        return {id(x): x.nbytes for x in arrays if id(x) not in own}
+
+    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs by name."""
+        key = None if self._key is None else fold(self._key, micro)
+        given = tuple([inputs[name] for name in self._stage.inputs])
+        (returned, self.state), residuals = self._compiled.forward(
+            self.params, self.state, given, key
+        )
+        # Outputs are not kept: they belong to the stages that take them.
+        self._residuals[micro] = residuals
+        self._returns = getattr(type(returned), "_make", type(returned))
+        return self._stage.named(returned)
+
+    def backward(
+        self, micro: int, cotangents: Mapping[str, Any], share: Share, split: bool
+    ) -> dict[str, Any]:
+        """The cotangents of the inputs by name, None where none flows.
+
+        Args:
+          micro: Number of the micro-batch.
+          cotangents: Of the outputs by name, None where none flows.
+          share: See there.
+          split: Whether `backward_params` comes later.
+        """
+        residuals = self._residuals.pop(micro)
+        d_outputs = self._cotangent(cotangents)
+        passes, given = self._compiled, (self.params, residuals, d_outputs)
+        if self._partial is None:
+            self._partial = self._begun(share, d_outputs)
+        add = self._add, self._partial, share
+        if self._stage.join_weight_gradients:
+            found = passes.backward_deferring_then(*add, *given)
+            self._partial, (_, d_inputs, _), self._deferred[micro] = found
+        elif split:
+            (_, d_inputs, _), rest = passes.backward_inputs(*given)
+            self._rests[micro] = rest, share
+        else:
+            self._partial, (_, d_inputs, _) = passes.backward_then(*add, *given)
+        if d_inputs is None:
+            return dict.fromkeys(self._stage.inputs)
+        return dict(zip(self._stage.inputs, d_inputs, strict=True))
+
+    def _begun(self, share: Share, d_outputs: Any) -> Partial | None:
+        """What the gradient grows from; None if there is nothing to add it to."""
+        if self._single:
+            return None
+        leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
+        others = jax.tree.leaves((leaves, share, d_outputs))
+        bound = next(filter(_is_committed, others), None)
+        kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
+        places = tuple([_place(x, bound) for x in (*leaves, *share)])
+        return _nothing(kinds, structure, places, self._kind)()
+
+    def backward_params(self, micro: int) -> None:
+        """The other half of a split backward pass, if it is not for `finish`."""
+        if micro in self._deferred:
+            return
+        rest, share = self._rests.pop(micro)
+        self._partial = self._compiled.backward_params_then(
+            self._add, self._partial, share, rest
+        )
+
+    def finish(self) -> None:
+        """After the last backward pass: the weight gradients of all, if joined."""
+        deferred = list(self._deferred.values())
+        self._deferred.clear()
+        self._partial = self._compiled.joined_then(
+            _completed, self._partial, None, deferred
+        )
+
+    def joined(self, found: Mapping[int, Partial]) -> Partial:
+        """The partial that those of several workers make, by rank."""
+        # By rank, so that all of them get the same bits.
+        return functools.reduce(
+            lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
+        )
+
+    def finished(self, joined: Partial, unrounded: bool = False) -> Any:
+        """The gradient that a partial makes.
+
+        Args:
+          joined: The partial of all micro-batches.
+          unrounded: Whether it stays in the precision of the sum, for masters. Else it
+            has the dtypes of the parameters.
+        """
+        if unrounded:
+            return _unrounded(joined, self._kind)
+        leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
+        dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
+        return _finished(joined, dtypes, structure, self._kind)
+
+    def clear(self) -> None:
+        """The gradient so far has been used; the next one grows from nothing."""
+        self._partial = None
+
+    def partial(self) -> Partial:
+        """The gradient so far, not divided yet; to be joined with other replicas'."""
+        self.finish()
+        assert self._partial is not None
+        return self._partial
+
+    def _cotangent(self, cotangents: Mapping[str, Any]) -> Any:
+        names = self._stage.outputs
+        if len(names) == 1:
+            return cotangents[names[0]], None
+        return self._returns([cotangents[name] for name in names]), None
+
+
+@jax.jit
+def fold(key: Any, number: Any) -> Any:
+    """`jax.random.fold_in`, compiled."""
+    return jax.random.fold_in(key, number)
+
+
+def added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Partial:
+    """The gradient with another micro-batch's; earlier ones come first in the sum."""
+    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
+    if so_far is not None:
+        wide = jax.tree.map(_or_nothing, wide, so_far.gradient, is_leaf=is_none)
+    own = Partial(jnp.asarray(share.value), wide, jnp.asarray(share.weight))
+    if so_far is None:
+        # Without the barrier a gradient that is an array of the caller, a cotangent
+        # say, would be passed through as it is; the next addition donates it.
+        return jax.lax.optimization_barrier(own)
+    return reduction.combine(so_far, own, kind)
+
+
+def _or_nothing(own: Any, so_far: Any) -> Any:
+    """A gradient that was put off adds nothing yet."""
+    return -jnp.zeros_like(so_far) if own is None and so_far is not None else own
+
+
+@functools.lru_cache(maxsize=256)
+def _nothing(
+    kinds: tuple[Any, ...], structure: Any, places: tuple[Any, ...], kind: str
+) -> Callable[[], Partial]:
+    """Makes the partial of no micro-batch: added to any other, it changes no bit.
+
+    With it the first micro-batch is no special case, and a stage's backward pass is
+    compiled once. Zeros are negative, because 0 + -0 is 0.
+    """
+
+    def nothing_yet() -> list[jax.Array]:
+        *leaves, value, weight = kinds
+        leaves = [-jnp.zeros(x.shape, wide_dtype(x.dtype)) for x in leaves]
+        value, weight = _zero(value), _zero(weight)
+        extreme = {"max": -jnp.inf, "min": jnp.inf}.get(kind)
+        if extreme is not None:
+            value = jnp.full_like(value, extreme)
+        return [*leaves, value, weight]
+
+    compiled = jax.jit(nothing_yet, out_shardings=list(places))
+
+    def nothing() -> Partial:
+        *leaves, value, weight = compiled()
+        return Partial(value, structure.unflatten(leaves), weight)
+
+    return nothing
+
+
+def _zero(kind: Any) -> jax.Array:
+    # A Python number's type yields to others, and its sum's too.
+    return jnp.asarray(-0.0) if kind.weak_type else -jnp.zeros((), kind.dtype)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
+
+
+def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
+    """Where the gradient of a leaf will be, among computations with a bound array."""
+    if _is_committed(leaf):
+        return leaf.sharding
+    place = getattr(bound, "sharding", None)
+    if isinstance(place, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+    return place
+
+
+def _completed(so_far: Partial, joined: Any, given: None) -> Partial:
+    """The gradient with what was put off; its weights are there already."""
+    gradient = jax.tree.map(
+        lambda a, b: b if a is None else a if b is None else a + b,
+        so_far.gradient,
+        jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined),
+        is_leaf=is_none,
+    )
+    return so_far._replace(gradient=gradient)
+
+
+_ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def join(first: Partial, second: Partial, kind: str) -> Partial:
+    """The partial of both, compiled."""
+    return reduction.combine(first, second, kind)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unrounded(part: Partial, kind: str) -> Any:
+    return reduction.finish(part, kind, part.gradient)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _finished(part: Partial, dtypes: tuple[str, ...], structure: Any, kind: str) -> Any:
+    like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct((), d) for d in dtypes])
+    return reduction.finish(part, kind, like)[1]

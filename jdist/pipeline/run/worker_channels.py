@@ -1,0 +1,556 @@
+"""A call of workers in several processes: how it is opened, identified and agreed upon.
+
+All workers of a pipeline make the same calls, and count them. A call goes like this:
+
+    open      before an argument is looked at, so that a refusal is a failure of this
+              call on all workers, and the next call is the same on all again
+    identify  kind, training step, batch: every message carries them, and a worker
+              whose own are others refuses the call on both sides
+    work      values travel by messages, sent while the next action computes
+    agree     a two-phase commit: each worker that has done its part votes, the leader
+              decides, and tells all what each of them had to tell; before that no
+              worker returns, and none steps
+    end       what still arrives for the call is dropped
+
+A worker that fails before it has voted tells all others, which fail as well: without
+its vote the leader cannot decide for the call. One that has voted may not fail by
+itself; it asks the leader to give the call up, which is too late once it is decided.
+The leader runs the first stage: its backward passes end last, so that all votes are
+there when its own is.
+
+A worker that has waited for the timeout asks the others for how long they have waited.
+It gives up once nothing has been done for that long on any worker that is in the call.
+"""
+
+import contextlib
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist.pipeline.run.identity import Identity, sized
+from jdist.pipeline.run.micro_batch import MicroBatch
+from jdist.pipeline.run.stage_channels import Parcel
+from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.remote_exception import describe, rebuild
+
+CLOCK = "pipeline.clock"
+"""Kind of the request that asks what a worker's clock shows."""
+
+_PARCEL, _FAILED = "pipeline.parcel", "pipeline.failed"
+_HERE, _GIVE_UP = "pipeline.here", "pipeline.give up"
+_RESTED = "pipeline.rested"
+_IDENTITY = "identity"
+
+_PATIENCE = 1.0
+"""Seconds of waiting after which a worker tells all others in which call it is: those
+in another one have perhaps sent it nothing that would show it."""
+
+_ANSWER = 10.0
+"""Seconds that a worker has, at least, to answer a message, be the timeout shorter: it
+answers late while its compiler holds the interpreter's lock."""
+
+_log = logging.getLogger("jdist.pipeline")
+
+Address = tuple[str, int]
+"""A pipeline, by its workers and its number among theirs; and the number of a call."""
+
+
+class Failure(NamedTuple):
+    """Why a call cannot be finished.
+
+    Attributes:
+      error: What was raised.
+      told: Whether another worker has said so, and therefore to all.
+    """
+
+    error: BaseException
+    told: bool
+
+
+class Mailbox:
+    """What has arrived for the pipelines of one worker.
+
+    Args:
+      agent: The worker.
+
+    Attributes:
+      lock: To be held for everything else.
+      changed: Of that lock; told when something came.
+      arrived: The values of each call.
+      identities: What the senders of each call's messages do, by name.
+      failures: Of calls that failed.
+      decisions: Of the pipelines that this worker leads: the last call that succeeded,
+        and what each worker told in it.
+      lost: Workers that are gone, and how that was noticed.
+      done: The last call of each pipeline that is over here.
+      under_way: The call of each pipeline that is not, and since when the worker waits
+        in it; None while it is at work.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        # Ctrl-C may leave a condition taken that is entered by `with`, but not a lock.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.arrived: dict[Address, dict[Parcel, Any]] = {}
+        self.identities: dict[Address, dict[str, list[Any]]] = {}
+        self.failures: dict[Address, Failure] = {}
+        self.decisions: dict[str, tuple[int, list[Any]]] = {}
+        self.lost: dict[str, str] = {}
+        self.done: dict[str, int] = {}
+        self.under_way: dict[str, tuple[int, float | None]] = {}
+        self._pipelines: Counter[str] = Counter()
+        self._functions = agent.codec.functions
+        agent.register(_PARCEL, self._receive)
+        agent.register(_HERE, self._hear)
+        agent.register(_FAILED, self._fail)
+        agent.register(_GIVE_UP, self._give_up)
+        agent.register(_RESTED, self._rested)
+        agent.register(CLOCK, lambda caller, body, meta: time.perf_counter())
+        agent.group.on_lost(self._lose)
+
+    def new_pipeline(self, names: Sequence[str]) -> str:
+        """Stands for a pipeline on all its workers, if they make them in one order."""
+        among = ", ".join(names)
+        with self.lock:
+            self._pipelines[among] += 1
+            return f"pipeline {self._pipelines[among]} of {among}"
+
+    def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+        pipeline, number, parcel, value = body
+        with self.lock:
+            if self._note(caller, (pipeline, number), meta):
+                found = self.arrived.setdefault((pipeline, number), {})
+                found[Parcel(*parcel)] = value
+
+    def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+        with self.lock:
+            self._note(caller, tuple(body), meta)
+
+    def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, Any]) -> bool:
+        """What the sender of a message does; whether the call is not over here."""
+        pipeline, number = address
+        if number <= self.done.get(pipeline, -1):
+            return False
+        told = self.identities.setdefault((pipeline, number), {})
+        told[caller.name] = meta[_IDENTITY]
+        self.changed.notify_all()
+        return True
+
+    def _fail(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+        pipeline, number, described = body
+        error = rebuild(described, self._functions)
+        self.fail((pipeline, number), Failure(error, told=True))
+
+    def fail(self, address: Address, failure: Failure) -> None:
+        """A call cannot be finished: what waits for it here is to raise the error."""
+        with self.lock:
+            if address[1] > self.done.get(address[0], -1):
+                self.failures.setdefault(address, failure)
+                self.changed.notify_all()
+
+    def _give_up(
+        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
+    ) -> list[Any] | None:
+        """What was decided; None if nothing was, and now will not be."""
+        pipeline, number, _ = body
+        with self.lock:
+            last, told = self.decisions.get(pipeline, (-1, []))
+            if number <= last:
+                return told  # No later call can have succeeded without the caller.
+            self._fail(caller, body, meta)
+            return None
+
+    def _rested(
+        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
+    ) -> float | None:
+        """For how long this worker has waited in a call; None if it is not in it.
+
+        One that is still in the call before will come.
+        """
+        pipeline, asked = body
+        number, since = self.under_way.get(pipeline, (math.inf, None))
+        if number > asked:
+            return None
+        return 0.0 if since is None else time.monotonic() - since
+
+    @contextlib.contextmanager
+    def resting(self, address: Address) -> Iterator[None]:
+        """Within the block this worker waits, in that call."""
+        pipeline, number = address
+        self.under_way[pipeline] = number, time.monotonic()
+        try:
+            yield
+        finally:
+            self.under_way[pipeline] = number, None
+
+    def _lose(self, name: str, reason: str) -> None:
+        with self.lock:
+            self.lost[name] = reason
+            self.changed.notify_all()
+
+    def end(self, address: Address) -> None:
+        """Forgets a call; what still arrives for it is dropped."""
+        with self.lock:
+            pipeline, number = address
+            self.done[pipeline] = number
+            self.under_way.pop(pipeline, None)
+            tables: tuple[dict[Address, Any], ...]
+            tables = self.arrived, self.identities, self.failures
+            for table in tables:
+                for old in [key for key in table if key[0] == pipeline]:
+                    if old[1] <= number:
+                        del table[old]
+
+
+_mailboxes: "weakref.WeakKeyDictionary[Agent, Mailbox]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def mailbox_of(agent: Agent) -> Mailbox:
+    """The mailbox of a worker, made when first asked for."""
+    with _lock:
+        found = _mailboxes.get(agent)
+        if found is None:
+            found = _mailboxes[agent] = Mailbox(agent)
+        return found
+
+
+class WorkerPost:
+    """One worker per process (or thread): see `Post`, and above.
+
+    Args:
+      agent: This worker.
+      names: Of all workers of the pipeline, by rank in it.
+      own: This worker's rank in it.
+      leader: The rank of the worker that decides.
+      address: The pipeline and the number of the call.
+      kind: Of the call.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        names: Sequence[str],
+        own: int,
+        leader: int,
+        address: Address,
+        kind: str,
+    ) -> None:
+        self.number = address[1]
+        self.failed = False
+        self._agent = agent
+        self._names = names
+        self._own = own
+        self._leader = leader
+        self._address = address
+        self._identity = Identity(kind)
+        self._meta = {_IDENTITY: self._identity.plain()}
+        self._voted = self._over = self._announced = False
+        self._timeout = agent.default_timeout
+        self._limit = max(self._timeout, _ANSWER) if self._timeout else 0.0
+        self._mailbox = mailbox_of(agent)
+        self._mailbox.under_way[address[0]] = self.number, None
+        device = agent.device or jax.devices()[0]
+        self._computes_here = device.platform == "cpu"
+
+    @property
+    def _name(self) -> str:
+        return self._names[self._own]
+
+    @property
+    def _operation(self) -> str:
+        return f"{self._identity.kind}, call {self.number} of a pipeline"
+
+    def identify(
+        self,
+        step: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        batches: Iterable[Mapping[str, Any]] = (),
+        parts: Sequence[MicroBatch] = (),
+        key: Any = None,
+    ) -> None:
+        """See `Post`."""
+        texts = {name: str(value) for name, value in (settings or {}).items()}
+        number = None if step is None else int(step)
+        made = self._identity._replace(step=number, settings=texts)
+        self._identity = sized(made, batches, parts, key) if parts else made
+        self._meta = {_IDENTITY: self._identity.plain()}
+        with self._mailbox.lock:
+            self._check()
+
+    # --- values ---
+
+    def put(self, parcel: Parcel, worker: int, value: Any) -> None:
+        """See `Post`.
+
+        On a CPU this thread waits for the value and sends it before the next action
+        begins: the core that would compute is the one that would send, so that a value
+        sent "meanwhile" would wait for a turn of the scheduler, and the other worker
+        with it. Next to an accelerator another thread waits and sends.
+        """
+        body = (*self._address, tuple(parcel), value)
+        if worker == self._own:
+            with self._mailbox.lock:
+                found = self._mailbox.arrived.setdefault(self._address, {})
+                found[parcel] = value
+            return
+        if self._computes_here:
+            self._send(worker, body)
+        else:
+            self._agent.crew.run(lambda: self._send(worker, body))
+
+    def _send(self, worker: int, body: Any) -> None:
+        agent, to = self._agent, self._names[worker]
+        try:
+            sent = agent.outgoing(to, _PARCEL, body, self._limit, self._meta)
+            agent.request(sent._replace(ended=self._ended))
+        except BaseException as error:  # noqa: BLE001 - the call's
+            self._failed(error)
+
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        """A value could not be computed or sent; or a worker does not answer."""
+        if isinstance(error, WorkerLost):
+            error = WorkerLost(error.worker, self._operation, error.reason)
+        self._mailbox.fail(self._address, Failure(error, told=False))
+
+    def has(self, parcel: Parcel, worker: int) -> bool:
+        """See `Post`."""
+        return parcel in self._mailbox.arrived.get(self._address, ())
+
+    def take(self, parcel: Parcel, worker: int) -> Any:
+        """See `Post`.
+
+        Raises:
+          ValueError: The worker that sent it is in another call.
+        """
+        with self._mailbox.lock:
+            self._compare(self._names[parcel.sender])
+            return self._mailbox.arrived[self._address].pop(parcel)
+
+    def wait(self, waiting: Mapping[Parcel, str]) -> None:
+        """See `Post`.
+
+        A worker that is at work may be compiling, which takes as long as it takes: the
+        limit is on the time in which nothing is done on any worker of the call.
+
+        Raises:
+          WorkerLost: A worker of the pipeline is gone.
+          RpcTimeout: All workers that are in the call have waited for the timeout.
+          ValueError: Another worker is in another call.
+          Exception: What went wrong on another worker, or with a message.
+        """
+        began = time.monotonic()
+        until = began + self._timeout if self._timeout else None
+        with self._mailbox.resting(self._address):
+            while not self._arrives(waiting, until, began + _PATIENCE):
+                if not self._announced:
+                    self._announced = True
+                    self._tell_others(_HERE, self._address)
+                elif until is not None and time.monotonic() >= until:
+                    until = self._prolonged(waiting)
+
+    def _prolonged(self, waiting: Mapping[Parcel, str]) -> float:
+        """Until when to wait, after the timeout; it may have come meanwhile."""
+        told = self._rests_of_others()
+        rested = min((each for each in told.values() if each is not None), default=None)
+        if rested is None or rested >= self._timeout:
+            if not self._arrives(waiting, 0.0, 0.0):
+                raise RpcTimeout(self._late(waiting, told))
+            return time.monotonic()
+        working = [repr(name) for name, each in told.items() if each == 0.0]
+        if working:
+            _log.warning(
+                "%s It goes on waiting. At work there, and perhaps compiling: %s.",
+                self._late(waiting),
+                ", ".join(working),
+            )
+        return time.monotonic() + self._timeout - rested
+
+    def _rests_of_others(self) -> dict[str, float | None]:
+        """For how long each other worker has waited in the call, by name.
+
+        None: it is not in the call. Workers that do not answer are left out.
+        """
+        told: dict[str, float | None] = {}
+        for name, answer in self._ask_others(_RESTED, self._address).items():
+            try:
+                told[name] = answer.wait()
+            except WorkerLost as lost:  # Its group may not know it yet.
+                if name in self._needed:
+                    self._failed(lost)
+            except RpcError:
+                continue
+        return told
+
+    def _arrives(
+        self, waiting: Mapping[Parcel, str], until: float | None, announce: float
+    ) -> bool:
+        """Whether something came; returns when it did, or when there is more to do."""
+        moments = [until] if self._announced else [until, announce]
+        end = min((at for at in moments if at is not None), default=None)
+        with self._mailbox.lock:
+            while not any(self.has(parcel, self._own) for parcel in waiting):
+                self._check()
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._mailbox.changed.wait(left)
+        return True
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self._names)) if rank != self._own]
+
+    @property
+    def _needed(self) -> Sequence[str]:
+        """Workers that the call still needs, as far as this one knows."""
+        # Whether it can do without another one, the leader knows by its vote.
+        return [self._names[self._leader]] if self._voted else self._names
+
+    def _check(self) -> None:
+        """Raises what ends the call."""
+        failure = self._mailbox.failures.get(self._address)
+        if failure is not None:
+            raise failure.error
+        for name in self._mailbox.identities.get(self._address, ()):
+            self._compare(name)
+        for name in self._needed:
+            if name in self._mailbox.lost:
+                raise WorkerLost(name, self._operation, self._mailbox.lost[name])
+
+    def _compare(self, name: str) -> None:
+        told = self._mailbox.identities.get(self._address, {}).get(name)
+        if told is not None and told != self._meta[_IDENTITY]:
+            self._identity.check(self._name, Identity(*told), name)
+
+    def _late(
+        self,
+        waiting: Mapping[Parcel, str],
+        told: Mapping[str, float | None] | None = None,
+    ) -> str:
+        missing = [
+            f"{action} for {_KINDS[parcel.kind]} of {self._names[parcel.sender]!r}"
+            for parcel, action in waiting.items()
+            if parcel.kind != "E"  # It is waited for along with everything else.
+        ]
+        shown = "; ".join(dict.fromkeys(missing))
+        absent = [repr(name) for name, rest in (told or {}).items() if rest is None]
+        return (
+            f"{self._name!r} waited more than {self._timeout} s in "
+            f"{self._operation}: {shown}."
+            + (f" Not in the call: {', '.join(absent)}." if absent else "")
+        )
+
+    # --- the end ---
+
+    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+        """See `Post`."""
+        jax.block_until_ready(computed)
+        told = self._lead(value) if self._own == self._leader else self._vote(value)
+        self._over = True
+        return told
+
+    def _lead(self, value: Any) -> list[Any]:
+        """Collects the votes, decides, and tells all."""
+        votes = {self._own: value}
+        while len(votes) < len(self._names):
+            missing = [_vote_of(rank) for rank in self._others() if rank not in votes]
+            there = [parcel for parcel in missing if self.has(parcel, self._own)]
+            for parcel in there:
+                votes[parcel.sender] = self.take(parcel, self._own)
+            if not there:
+                self.wait(dict.fromkeys(missing, "the end of the call"))
+        told = [votes[rank] for rank in sorted(votes)]
+        with self._mailbox.lock:
+            self._check()
+            self._mailbox.decisions[self._address[0]] = self.number, told
+            self._over = True
+        for rank in self._others():
+            self.put(_decision_of(self._own), rank, told)
+        return told
+
+    def _vote(self, value: Any) -> list[Any]:
+        """Tells the leader that this worker's part is done; what was decided."""
+        decision = _decision_of(self._leader)
+        self._voted = True  # It may be on its way from here on, whatever is raised.
+        try:
+            self.put(_vote_of(self._own), self._leader, value)
+            while not self.has(decision, self._own):
+                self.wait({decision: "the end of the call"})
+            told = self.take(decision, self._own)
+        except BaseException as error:
+            told = self._give_up(error)
+            if told is None or not isinstance(error, RpcTimeout):
+                raise
+        return list(told)
+
+    def _give_up(self, error: BaseException) -> list[Any] | None:
+        """Asks the leader to give the call up; what it has decided, if it has."""
+        failure = self._mailbox.failures.get(self._address)
+        if failure is not None and failure.told:
+            return None
+        body = (*self._address, describe(error, self._name))
+        self._over = True  # Unless the leader says that it is not.
+        try:
+            told = self._agent.call(self._names[self._leader], _GIVE_UP, body)
+        except RpcError as unreachable:
+            error.add_note(
+                f"Whether others finished the call is unknown: {unreachable}"
+            )
+            return None
+        if told is None:
+            self._over = False
+        else:
+            error.add_note("The other workers have finished the call.")
+        return told
+
+    def end(self, error: BaseException | None) -> None:
+        """See `Post`."""
+        self.failed = error is not None
+        failure = self._mailbox.failures.get(self._address)
+        known = failure is not None and failure.told and failure.error is error
+        if error is not None and not known and not self._over:
+            body = (*self._address, describe(error, self._name))
+            self._tell_others(_FAILED, body)
+        self._mailbox.end(self._address)
+
+    def _tell_others(self, kind: str, body: Any) -> None:
+        """Tells all who are there; a worker that is not reached finds out by itself."""
+        self._ask_others(kind, body)
+
+    def _ask_others(self, kind: str, body: Any) -> dict[str, Future[Any]]:
+        """The answers of all who are there, by name."""
+        names = [self._names[rank] for rank in self._others()]
+        return {
+            name: self._agent.call_async(name, kind, body, self._limit, self._meta)
+            for name in names
+            if name not in self._mailbox.lost and not self._agent.closed
+        }
+
+
+def _vote_of(rank: int) -> Parcel:
+    return Parcel("V", -1, "", -1, rank)
+
+
+def _decision_of(leader: int) -> Parcel:
+    return Parcel("D", -1, "", -1, leader)
+
+
+_KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "S": "the shapes"}
+_KINDS |= {
+    "T": "a tied gradient",
+    "N": "the norm",
+    "V": "the vote",
+    "D": "the decision",
+}

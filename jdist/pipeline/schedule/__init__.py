@@ -1,0 +1,1 @@
+"""Schedules as data: actions, clocks, rules, versions and CSV."""

@@ -1,0 +1,1 @@
+"""Simulating a schedule's costs, and timelines of simulations and runs."""

@@ -1,0 +1,165 @@
+"""What actions and messages cost: what a simulation is made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.pipeline.schedule.actions import KINDS, B, F, W
+from jdist.pipeline.schedule.memory import PENDING
+from jdist.pipeline.simulate.timeline import Timeline
+
+Cost = float | Sequence[float] | np.ndarray
+"""One number for all stages; one per stage; or `(stages, micro_batches)`."""
+
+BETWEEN = ("message_bytes", "latency", "bandwidth")
+"""Given per pair of neighbouring stages, one less than there are stages."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Costs:
+    """Seconds and bytes, for each stage or for all.
+
+    Without arguments forward takes 1 and backward 2, half of it for the weight
+    gradients, and messages nothing: the units in which papers draw schedules.
+
+    Attributes:
+      forward: Seconds of F.
+      backward: Seconds of a B that no W follows.
+      backward_inputs: Seconds of a B that a W follows; None: half of `backward`.
+      backward_params: Seconds of a W; None: half of `backward`.
+      overhead: Seconds that each action takes its worker beside that.
+      message_bytes: Of an activation from stage j to j + 1, and of its cotangent back.
+      latency: Seconds that a message takes beside what bandwidth costs. It does not
+        keep the link from the next.
+      bandwidth: Bytes per second from one worker to another, in each direction. A link
+        carries one message at a time.
+      activation_bytes: What a stage keeps of a micro-batch from F to B.
+      pending_bytes: What it keeps of one from B to W: activations that enter weight
+        gradients, and cotangents. None: twice `activation_bytes`, as much of each. A
+        stage that recomputes, or whose outputs are wider than its inputs, has more.
+      join_weight_gradients: Whether the stage is made so (see `Stage`): for all, or one
+        per stage. It keeps `pending_bytes` of each micro-batch from B on, until its
+        last backward pass before an update has ended.
+      weight_bytes: Of one version of a stage's weights.
+
+    Raises:
+      ValueError: A cost is negative or NaN, or a bandwidth 0. Of the wrong length:
+        `simulate` says so.
+    """
+
+    forward: Cost = 1.0
+    backward: Cost = 2.0
+    backward_inputs: Cost | None = None
+    backward_params: Cost | None = None
+    overhead: float = 0.0
+    message_bytes: Cost = 0.0
+    latency: Cost = 0.0
+    bandwidth: Cost = float("inf")
+    activation_bytes: Cost = 0.0
+    pending_bytes: Cost | None = None
+    join_weight_gradients: bool | Sequence[bool] | np.ndarray = False
+    weight_bytes: Cost = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks signs, and fills in the halves."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            array = np.asarray(value, np.float64)
+            least = "above 0" if field.name == "bandwidth" else "finite and at least 0"
+            fine = array > 0 if field.name == "bandwidth" else np.isfinite(array)
+            if not (fine & (array >= 0)).all() or array.ndim > 2:
+                rule = f"must be {least}: a number, one per stage, or a table"
+                raise ValueError(requirement(f"Costs({field.name}=...)", rule, value))
+        half = np.asarray(self.backward, np.float64) / 2
+        for name in ("backward_inputs", "backward_params"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, half)
+        if self.pending_bytes is None:
+            twice = PENDING * np.asarray(self.activation_bytes, np.float64)
+            object.__setattr__(self, "pending_bytes", twice)
+
+    def table(self, name: str, stages: int, micro_batches: int) -> np.ndarray:
+        """One cost for each stage (or neighbouring pair of stages) and micro-batch.
+
+        Raises:
+          ValueError: It was given for another number of stages or micro-batches.
+        """
+        rows = stages - 1 if name in BETWEEN else stages
+        array = np.asarray(getattr(self, name), np.float64)
+        shape = (rows, micro_batches)
+        wide = array[:, None] if array.ndim == 1 else array
+        if array.ndim and wide.shape not in (shape, (rows, 1)):
+            of = "pairs of neighbouring stages" if name in BETWEEN else "stages"
+            rule = f"must have one number for each of {rows} {of}, or {shape} of them"
+            got = f"shape {array.shape}"
+            raise ValueError(requirement(f"Costs({name}=...)", rule, got))
+        return np.broadcast_to(wide, shape)
+
+    def joined(self, stages: int) -> tuple[bool, ...]:
+        """Whether each stage joins its weight gradients.
+
+        Raises:
+          ValueError: It was given for another number of stages.
+        """
+        table = self.table("join_weight_gradients", stages, 1)
+        return tuple((table[:, 0] > 0).tolist())
+
+    @classmethod
+    def measured(cls, timeline: Timeline, **others: Any) -> "Costs":
+        """Takes the medians of a run's actions, per stage and kind, and its latencies.
+
+        Of a run by `timed` also the bytes that its stages kept of a micro-batch.
+
+        Args:
+          timeline: Of a run; its first micro-batch is left out where there are others.
+          others: Costs that a timeline does not show, such as those of messages; or
+            that are to take the place of what it shows.
+
+        Raises:
+          ValueError: A stage has no forward passes.
+
+        Example:
+          >>> from jdist.pipeline.schedules import gpipe
+          >>> from jdist.pipeline.simulate.simulate import simulate
+          >>> run = simulate(gpipe(2, 4), Costs(forward=[3, 4], backward=[5, 6]))
+          >>> Costs.measured(run).backward
+          array([5., 6.])
+        """
+        columns = timeline.columns
+        stages = int(columns.stage.max()) + 1
+        split = columns.index_of(W, stages, int(columns.micro_batch.max()) + 1) >= 0
+        halved = split[columns.stage, columns.micro_batch]
+        warm = columns.micro_batch > (0 if columns.micro_batch.any() else -1)
+        masks = {
+            "forward": columns.kind == F,
+            "backward": (columns.kind == B) & ~halved,
+            "backward_inputs": (columns.kind == B) & halved,
+            "backward_params": columns.kind == W,
+        }
+        seconds = timeline.end - timeline.start
+        found: dict[str, Any] = {"latency": timeline.latencies}
+        for name, mask in masks.items():
+            rows = [
+                seconds[mask & warm & (columns.stage == stage)]
+                for stage in range(stages)
+            ]
+            if name == "forward" and not all(map(len, rows)):
+                rule = f"must have {KINDS[F]} actions at each of its {stages} stages"
+                raise ValueError(requirement("Costs.measured(timeline)", rule, "none"))
+            if all(map(len, rows)):
+                found[name] = np.array([np.median(row) for row in rows])
+        if timeline.stage_bytes is not None:
+            kept = timeline.stage_bytes
+            joined = np.array(timeline.joined or [False] * stages)
+            waits = joined | np.isin(np.arange(stages), columns.stage[halved])
+            found["activation_bytes"] = kept.activation
+            # Of a stage that ran whole it is not known what a W would wait with.
+            guess = PENDING * kept.activation
+            found["pending_bytes"] = np.where(waits, kept.pending, guess)
+            found["join_weight_gradients"] = joined
+        return cls(**found | others)

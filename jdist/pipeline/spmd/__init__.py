@@ -1,0 +1,1 @@
+"""A whole pipeline as one SPMD program."""

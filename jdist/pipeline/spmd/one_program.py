@@ -1,0 +1,292 @@
+"""The whole pipeline as one SPMD program: equal stages on the devices of a mesh.
+
+The parameters of a stage stay where they are, on the device of its worker: seen
+together they are arrays that are divided over the mesh, and so are the gradients. One
+process may have all the devices, or each of several processes (`jax.distributed`) some
+of them, and all call the program with the same batch.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist._compat import map_shards
+from jdist._errors import requirement
+from jdist._tree import is_none
+from jdist.pipeline.run.arguments import check_not_traced
+from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.places import Places
+from jdist.pipeline.run.update import Found, News, Update
+from jdist.pipeline.spmd.feed import Lots, Spread, lots
+from jdist.pipeline.spmd.program import Feed, Model, run
+from jdist.pipeline.spmd.rules import (
+    check_agreement,
+    check_params,
+    check_shares,
+    check_stages,
+    check_value,
+)
+from jdist.pipeline.spmd.table import tabulate
+from jdist.pipeline.stages.array_spec import Kind
+from jdist.pipeline.stages.shapes import entry_of
+from jdist.pipeline.stages.wiring import Wiring
+
+
+class OneProgram:
+    """Runs all stages of a pipeline as one program; see `Pipeline`.
+
+    Args:
+      wiring: Which value goes where.
+      places: Who runs what; the devices are those of the mesh.
+      mesh: A device for each worker.
+      loss: The loss function.
+      with_square: Whether |g|^2 over all stages is wanted.
+
+    Raises:
+      ValueError: The stages, or the shares of the workers, are not equal.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        places: Places,
+        mesh: Mesh,
+        loss: PipelineLoss,
+        with_square: bool,
+    ) -> None:
+        check_stages(wiring)
+        check_shares(places.schedule)
+        self._places = places
+        self._stages = wiring.stages
+        self._compiled = wiring.stages[0].compiled(frozenset(), "SPMD")
+        self._mesh = mesh
+        self._loss = loss
+        self._with_square = with_square
+        self._table = tabulate(places.schedule)
+        self._spread = Spread(places, mesh)
+        self._programs: dict[Any, _Program] = {}
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._everywhere = jax.jit(lambda rows: rows, out_shardings=everywhere)
+
+    def __call__(
+        self, params: Sequence[Any], batch: Any, weights: Any, update: Update | None
+    ) -> Found:
+        """The loss of a batch and the gradients of this process's stages.
+
+        Raises: what `Pipeline.value_and_grad` raises; ValueError if the optimizers
+          scale the loss.
+        """
+        if update is not None and update.loss_scale is not None:
+            rule = "must not scale the loss where one program runs all stages"
+            remedy = (
+                "Give a list of devices, or names of workers, in place of the mesh."
+            )
+            call = "Pipeline(optimizer=...)"
+            got = f"{update.loss_scale}"
+            raise ValueError(requirement(call, rule, got, remedy))
+        masters = update.unrounded if update is not None else lambda stage: False
+        unrounded = any(map(masters, range(len(self._stages))))
+        program, arguments = self._prepared(params, batch, weights, unrounded)
+        loss, grads, square = program.run(*arguments)
+        found: list[Any] = [None] * len(self._stages)
+        for index, rank in enumerate(self._places.own):
+            for chunk, stage in enumerate(self._table.stages[rank]):
+                own = _like(_here(grads[chunk], index), program.shapes)
+                found[stage] = own if masters(stage) else _rounded(own, program.shapes)
+        news = News(_here(square, 0), None)
+        return Found(_here(loss, 0), found, news, [None] * len(found))
+
+    def lower(
+        self, params: Sequence[Any], batch: Any, weights: Any = None
+    ) -> jax.stages.Lowered:
+        """The program, for a look at what is compiled and what it needs."""
+        program, arguments = self._prepared(params, batch, weights)
+        return program.run.lower(*arguments)
+
+    def check_alone(self, call: str) -> None:
+        """Refuses what only a process with all the devices can do.
+
+        Raises:
+          ValueError: Other processes have some of them.
+        """
+        if len(self._places.own) < self._places.schedule.workers:
+            rule = "must be called where one process has all devices of the mesh"
+            got = f"the devices of workers {list(self._places.own)} alone"
+            remedy = "Evaluate by a pipeline over rpc's workers."
+            raise ValueError(requirement(call, rule, got, remedy))
+
+    def _prepared(
+        self,
+        params: Sequence[Any],
+        batch: Any,
+        weights: Any,
+        unrounded: bool = False,
+    ) -> tuple["_Program", tuple[list[Any], Feed]]:
+        check_not_traced("Pipeline(.., mesh)", params, batch, weights)
+        count = self._places.schedule.micro_batches
+        cut = lots(batch, weights, count, self._loss.kind)
+        own = {int(j): params[j] for j in self._table.stages[self._places.own].flat}
+        program = self._program(own, batch, cut, unrounded)
+        whole = [
+            jax.tree.map(lambda *parts: self._spread.together(parts), *trees)
+            for trees in self._by_chunk(own)
+        ]
+        return program, (whole, self._feed(batch, cut, program.read))
+
+    def _by_chunk(self, own: Mapping[int, Any]) -> list[list[Any]]:
+        """For each chunk the parameters of this process's workers."""
+        stages = self._table.stages[self._places.own].T
+        return [[own[int(j)] for j in chunk] for chunk in stages]
+
+    def _feed(self, batch: Any, cut: Lots, read: Sequence[str]) -> Feed:
+        spread, end = self._spread, len(self._stages)
+
+        def entry(name: str, taker: int) -> Any:
+            worker = self._places.worker(taker, 0)
+            if worker in self._places.own:
+                self._places.check(name, batch[name], worker, taker)
+            return jax.tree.map(
+                lambda x: spread.only(worker, _kind(x, cut), lambda: cut.of(x)),
+                batch[name],
+            )
+
+        return Feed(
+            entry(self._stages[0].inputs[0], 0),
+            {name: entry(name, end) for name in read},
+            spread.together([cut.weights] * len(self._places.own)),
+            spread.together([cut.totals] * len(self._places.own)),
+        )
+
+    # --- once for all batches of equal shapes ---
+
+    def _program(
+        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+    ) -> "_Program":
+        leaves, structure = jax.tree.flatten((own, batch))
+        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        signature = kinds, structure, str(cut.weights.dtype), unrounded
+        # At each step: one process may know the shapes while another one does not.
+        self._agree(own, batch, cut)
+        if signature not in self._programs:
+            self._programs[signature] = self._made(own, batch, cut, unrounded)
+        return self._programs[signature]
+
+    def _made(
+        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+    ) -> "_Program":
+        shapes = {j: jax.tree.map(_shape, tree) for j, tree in own.items()}
+        check_params(shapes)
+        stage, number = self._stages[0], min(own)
+        lot = jax.tree.map(lambda x: _shape(x, cut.order.shape[1:]), batch)
+        value = entry_of(lot, stage.inputs[0], "stage 0")
+        check_value(number, stage, shapes[number], value)
+        name = self._stages[-1].outputs[0]
+        read = self._loss.entries_read({name: value}, lot)
+        axis = self._mesh.axis_names[0]
+        model = Model(
+            self._table,
+            self._compiled,
+            self._loss.passes(lot, read),
+            name,
+            self._loss.kind,
+            axis,
+            self._with_square,
+            unrounded,
+        )
+
+        def on_device(params: Sequence[Any], feed: Feed) -> Any:
+            given = [_like(tree, shapes[number]) for tree in params]
+            loss, grads, square = run(model, given, feed)
+            return loss, jax.tree.map(jnp.atleast_1d, grads), square
+
+        each, same = PartitionSpec(axis), PartitionSpec()
+        mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
+        return _Program(read, shapes[number], jax.jit(mapped))
+
+    def _agree(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> None:
+        """Before each step: what differs between processes would abort or hang them."""
+        processes = [device.process_index for device in self._mesh.devices.flat]
+        if len({*processes}) == 1:
+            return
+        # Stages are alike, which is checked next: one stands for all of a process.
+        kinds = jax.tree.map(_shape, (own[min(own)], batch))
+        text = f"{self._places.schedule} {self._loss.kind} {kinds} {cut.order.shape}"
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+        rows = self._spread.together([digest[None]] * len(self._places.own))
+        found = np.asarray(self._everywhere(rows).addressable_data(0))
+        check_agreement(
+            {p: bytes(row).hex() for p, row in zip(processes, found, strict=True)}
+        )
+
+
+def one_program_on(
+    where: Any,
+    wiring: Wiring,
+    places: Places,
+    loss: PipelineLoss,
+    max_norm: float | None,
+) -> OneProgram | None:
+    """The program, if the pipeline is given a mesh; else None.
+
+    Raises: what `OneProgram` raises; ValueError if the loss has auxiliary outputs.
+    """
+    if not isinstance(where, Mesh):
+        return None
+    if loss.has_aux:
+        rule = "must be False where one program runs all stages"
+        remedy = "Give a list of devices, or names of workers, in place of the mesh."
+        raise ValueError(requirement("Pipeline(has_aux=...)", rule, True, remedy))
+    return OneProgram(wiring, places, where, loss, max_norm is not None)
+
+
+class _Program(NamedTuple):
+    """What is compiled for batches and parameters of some shapes.
+
+    Attributes:
+      read: The entries of the batch that the loss reads.
+      shapes: Of a stage's parameters.
+      run: `(params, feed) -> (loss, grads, square)`, jitted; all over the mesh.
+    """
+
+    read: tuple[str, ...]
+    shapes: Any
+    run: Any
+
+
+def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    shape = np.shape(x) if rows is None else (*rows, *np.shape(x)[1:])
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+
+def _kind(x: Any, cut: Lots) -> Kind:
+    return Kind((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
+
+
+def _like(tree: Any, shapes: Any) -> Any:
+    """Scalars again what crosses the program's border with an axis of one."""
+    return jax.tree.map(
+        lambda x, shape: x if x is None or shape.shape else x.reshape(()),
+        tree,
+        shapes,
+        is_leaf=is_none,
+    )
+
+
+def _rounded(tree: Any, shapes: Any) -> Any:
+    """A gradient in the dtypes of its parameters."""
+    return jax.tree.map(
+        lambda x, shape: None if x is None else x.astype(shape.dtype),
+        tree,
+        shapes,
+        is_leaf=is_none,
+    )
+
+
+def _here(tree: Any, index: int) -> Any:
+    """The part of arrays that is on this process's device of that number."""
+    return jax.tree.map(lambda x: x.addressable_data(index), tree)

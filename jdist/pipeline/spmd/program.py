@@ -1,0 +1,374 @@
+"""What one device does in the SPMD form of a pipeline: a loop over the clocks.
+
+    at each clock    what the tables say: F, loss, B, or W of one micro-batch
+                     then messages to the workers that are `distance` further on
+
+All devices run the same program, and each turns to its own actions. A conditional
+would be the natural form, but its branches have to hand on what they do not touch, the
+sums of gradients for instance, and may copy it. A loop of no turn or one does the same,
+and what it carries stays where it is. Collectives stand outside of what only some
+devices do: whether messages travel at a clock is the same on all of them.
+
+Between a forward pass and its backward pass lie the segment's residuals, which hold no
+parameter and nothing made of parameters only, in slots that were assigned ahead.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import reduction
+from jdist._tree import is_none, split_inexact, wide_dtype
+from jdist.optim.clipping import square, sum_of
+from jdist.pipeline.run.loss import LossPasses
+from jdist.pipeline.run.stage_run import Share
+from jdist.pipeline.schedule.actions import B, F, W
+from jdist.pipeline.spmd.table import INPUTS, NOTHING, Row, Table
+from jdist.reduction import Partial
+from jdist.segment import Residuals, Rest, Segment
+
+
+class Feed(NamedTuple):
+    """What comes from the batch: on every device arrays of the same shapes, and on
+    those that need it the numbers."""
+
+    values: Any
+    """The first stage's input, `(micro_batches, rows, ...)`."""
+    entries: dict[str, Any]
+    """What the loss reads, likewise."""
+    weights: jax.Array
+    """Of the examples, `(micro_batches, rows)`; 0 where a row is padding."""
+    totals: jax.Array
+    """The sums of the micro-batches' weights, `(micro_batches,)`."""
+
+
+class Message(NamedTuple):
+    """What stages send each other."""
+
+    value: Any
+    """A stage's output, or the cotangent of one."""
+    share: Share | None
+    """Beside a cotangent, for max and min: what its micro-batch counts for."""
+
+
+class State(NamedTuple):
+    """What a device carries from clock to clock."""
+
+    mail: Message
+    """What waits for its action, by slot; in the last one what is to be sent."""
+    activations: list[jax.Array]
+    """The residuals of forward passes, by slot."""
+    rests: tuple[list[jax.Array], Share | None]
+    """What split backward passes have left, by slot."""
+    partials: list[Partial]
+    """The gradient so far of each of the device's stages."""
+    loss: Partial
+    """Of the losses computed here."""
+
+
+class Model(NamedTuple):
+    """What is the same on all devices and at all clocks.
+
+    Attributes:
+      table: The schedule.
+      segment: Of every stage.
+      loss: Of `{name: output}`.
+      name: Of the last stage's output.
+      kind: The reduction.
+      axis: Of the mesh.
+      with_square: Whether |g|^2 over all stages is wanted.
+      unrounded: Whether gradients stay in the precision of their sums, for masters.
+    """
+
+    table: Table
+    segment: Segment
+    loss: LossPasses
+    name: str
+    kind: str
+    axis: str
+    with_square: bool
+    unrounded: bool = False
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """Worker and chunk of the last stage."""
+        worker, chunk = np.argwhere(self.table.stages == self.table.stages.max())[0]
+        return int(worker), int(chunk)
+
+
+def run(
+    model: Model, params: Sequence[Any], feed: Feed
+) -> tuple[jax.Array, list[Any], jax.Array | None]:
+    """What one device does; to be mapped over the mesh.
+
+    Args:
+      model: See there.
+      params: Of each of the device's stages.
+      feed: What it takes from the batch.
+
+    Returns:
+      The loss of the batch; the gradients of the device's stages; and the sum of |g|^2
+      over all stages, if it is wanted.
+    """
+    rank = jax.lax.axis_index(model.axis)
+    device = _Device(model, params, feed, rank)
+
+    def clock(state: State, at: tuple[Row, jax.Array]) -> tuple[State, None]:
+        row, travels = at
+        return device.turn(state, Row(*(x[rank] for x in row)), travels), None
+
+    clocks = jax.tree.map(jnp.asarray, (model.table.row, model.table.travels))
+    state, _ = jax.lax.scan(clock, device.start(), clocks)
+    grads = [
+        reduction.finish(part, model.kind, part.gradient if model.unrounded else own)[1]
+        for part, own in zip(state.partials, params, strict=True)
+    ]
+    # One device has computed the losses.
+    loss = jax.tree.map(
+        lambda x: jax.lax.psum(jnp.where(rank == model.last[0], x, 0), model.axis),
+        state.loss,
+    )
+    squares = _square(model, grads) if model.with_square else None
+    return reduction.finish(loss, model.kind, None)[0], grads, squares
+
+
+def _square(model: Model, grads: Sequence[Any]) -> jax.Array:
+    """Added in the order of the stages."""
+    nothing = jnp.zeros((), jnp.float32)
+    own = [sum_of([nothing, *map(square, jax.tree.leaves(g))]) for g in grads]
+    squares = jax.lax.all_gather(own, model.axis)
+    place = {stage: at for at, stage in np.ndenumerate(model.table.stages)}
+    ordered = [place[stage] for stage in sorted(place)]
+    return sum_of([squares[chunk][worker] for worker, chunk in ordered])
+
+
+class _Device:
+    """The actions of a device, each from state to state."""
+
+    def __init__(
+        self, model: Model, params: Sequence[Any], feed: Feed, rank: jax.Array
+    ) -> None:
+        self._model = model
+        self._params = params
+        self._feed = feed
+        self._rank = rank
+        # How to read residuals and rests: found where they are made.
+        self._plan: Any = None
+        self._split: Any = None
+
+    def start(self) -> State:
+        """Empty slots, and sums of nothing."""
+        model, slots = self._model, self._model.table.slots
+        first: Feed = jax.tree.map(lambda x: x[0], self._feed)
+        value = first.values
+        residuals, rest, d_params = jax.eval_shape(self._passes, value)
+        called = model.loss.both
+        found, *_ = jax.eval_shape(
+            called, {model.name: value}, first.entries, first.weights
+        )
+        share = Share(found.value, found.weight) if self._shares_travel else None
+        counted = share or _share_of(first.totals)
+        message = Message(value, share)
+        return State(
+            _empty(message, slots.mail),
+            _empty(residuals, slots.activations),
+            _empty((rest, share), slots.rests),
+            [
+                reduction.empty(
+                    Partial(counted.value, d_own, counted.weight), model.kind
+                )
+                for d_own in d_params
+            ],
+            reduction.empty(found, model.kind),
+        )
+
+    @property
+    def _shares_travel(self) -> bool:
+        """For max and min a stage must know which micro-batches hold the extreme."""
+        return self._model.kind in ("max", "min")
+
+    def _passes(self, value: Any) -> Any:
+        """What each kind of action leaves, for its shapes."""
+        segment, own = self._model.segment, self._params[0]
+        residuals = segment.forward(own, None, (value,), None)[1]
+        rest: list[Any] = []
+        if INPUTS in self._model.table.kinds:
+            found = segment.backward_inputs(own, residuals, (value, None))[1]
+            rest = _computed(found)
+        d_params = [jax.tree.map(_wide, split_inexact(p)[0]) for p in self._params]
+        return list(residuals.arrays), rest, d_params
+
+    def turn(self, state: State, at: Row, travels: jax.Array) -> State:
+        """One clock: an action at most, and then messages."""
+        acts = {
+            F: self._forward,
+            B: self._backward,
+            INPUTS: self._backward_inputs,
+            W: self._backward_params,
+        }
+        for chunk, own in enumerate(self._params):
+            for kind in (kind for kind in acts if kind in self._model.table.kinds):
+                act = partial(acts[kind], chunk, own)
+                wanted = (at.kind == kind) & (at.chunk == chunk)
+                state = when(wanted, act, at, state)
+        worker, chunk = self._model.last
+        ended = (at.kind == F) & (at.chunk == chunk) & (self._rank == worker)
+        state = when(ended, self._lose, at, state)
+        for number in range(len(self._model.table.distances)):
+            pass_on = partial(self._pass_on, number)
+            state = when(travels[number] != 0, pass_on, at, state)
+        return state
+
+    def _forward(self, chunk: int, own: Any, at: Row, state: State) -> State:
+        from_batch = take(self._feed.values, at.micro_batch)
+        value = jax.tree.map(
+            lambda a, b: jnp.where(at.mail == NOTHING, a, b),
+            from_batch,
+            take(state.mail.value, at.mail),
+        )
+        (output, _), residuals = self._model.segment.forward(own, None, (value,), None)
+        self._plan, kept = residuals.plan, list(residuals.arrays)
+        state = state._replace(activations=put(state.activations, at.activation, kept))
+        mail = state.mail._replace(value=put(state.mail.value, at.result, output))
+        return state._replace(mail=mail)
+
+    def _lose(self, at: Row, state: State) -> State:
+        """The losses of a micro-batch; their cotangent takes the output's place."""
+        feed, name = self._feed, self._model.name
+        entries, weights = take((feed.entries, feed.weights), at.micro_batch)
+        found, d_values, _ = self._model.loss.both(
+            {name: take(state.mail.value, at.result)}, entries, weights
+        )
+        share = Share(found.value, found.weight) if self._shares_travel else None
+        return state._replace(
+            mail=put(state.mail, at.result, Message(d_values[name], share)),
+            loss=reduction.combine(state.loss, found, self._model.kind),
+        )
+
+    def _backward(self, chunk: int, own: Any, at: Row, state: State) -> State:
+        cotangent, residuals = self._called_back(at, state)
+        d_own, d_inputs = self._model.segment.backward(
+            own, residuals, (cotangent.value, None)
+        )
+        state = self._added(state, at, chunk, d_own, cotangent.share)
+        return _answered(state, at, d_inputs, cotangent)
+
+    def _backward_inputs(self, chunk: int, own: Any, at: Row, state: State) -> State:
+        cotangent, residuals = self._called_back(at, state)
+        d_inputs, rest = self._model.segment.backward_inputs(
+            own, residuals, (cotangent.value, None)
+        )
+        self._split = rest.split
+        left = _computed(rest), cotangent.share
+        state = state._replace(rests=put(state.rests, at.rest, left))
+        return _answered(state, at, d_inputs, cotangent)
+
+    def _backward_params(self, chunk: int, own: Any, at: Row, state: State) -> State:
+        computed, share = take(state.rests, at.rest)
+        groups = jax.tree.leaves(own), take(state.activations, at.activation)
+        given = iter(computed)
+        arrays = [
+            next(given) if group >= len(groups) else groups[group][place]
+            for group, place in self._split.wiring.places
+        ]
+        d_own = self._model.segment.backward_params(Rest(self._split, tuple(arrays)))
+        return self._added(state, at, chunk, d_own, share)
+
+    def _called_back(self, at: Row, state: State) -> tuple[Message, Residuals]:
+        kept = take(state.activations, at.activation)
+        return take(state.mail, at.mail), Residuals(self._plan, tuple(kept))
+
+    def _added(
+        self, state: State, at: Row, chunk: int, d_own: Any, share: Share | None
+    ) -> State:
+        """Earlier micro-batches first: the order of sums is the schedule's."""
+        counted = share or _share_of(take(self._feed.totals, at.micro_batch))
+        before = state.partials[chunk]
+        joined = reduction.combine(before, _partial(d_own, counted), self._model.kind)
+        partials = [*state.partials[:chunk], joined, *state.partials[chunk + 1 :]]
+        return state._replace(partials=partials)
+
+    def _pass_on(self, number: int, at: Row, state: State) -> State:
+        """A collective: all devices come here at the same clocks."""
+        table = self._model.table
+        distance, workers = table.distances[number], len(table.stages)
+        receivers = np.flatnonzero(table.row.receive[:, :, number].max(0) != NOTHING)
+        pairs = [(int(w - distance) % workers, int(w)) for w in receivers]
+        arrived = jax.tree.map(
+            lambda x: jax.lax.ppermute(x, self._model.axis, pairs),
+            take(state.mail, at.result),
+        )
+
+        def deliver(at: Row, state: State) -> State:
+            return state._replace(mail=put(state.mail, at.receive[number], arrived))
+
+        return when(at.receive[number] != NOTHING, deliver, at, state)
+
+
+def when(
+    wanted: jax.Array, act: Callable[[Row, State], State], at: Row, state: State
+) -> State:
+    """`act(at, state)` if it is wanted: a loop of one turn, or of none.
+
+    XLA takes out of a loop what is the same in all turns, and then it would be done
+    without being wanted. So all places are counted from the number of the turn, 0.
+    """
+    turns = wanted.astype(jnp.int32)
+
+    def turn(number: jax.Array, state: State) -> State:
+        return act(Row(*(place + number for place in at)), state)
+
+    return jax.lax.fori_loop(jnp.int32(0), turns, turn, state)
+
+
+def put(slots: Any, slot: jax.Array, value: Any) -> Any:
+    """The slots with a value in one of them."""
+    return jax.tree.map(
+        lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, slot, 0), slots, value
+    )
+
+
+def take(slots: Any, slot: jax.Array) -> Any:
+    """The value in a slot."""
+    return jax.tree.map(
+        lambda s: jax.lax.dynamic_index_in_dim(s, slot, 0, keepdims=False), slots
+    )
+
+
+def _empty(value: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), value)
+
+
+def _answered(state: State, at: Row, d_inputs: Any, cotangent: Message) -> State:
+    """The cotangent of the stage's input is its message; zeros where none flows."""
+    _, (d_value,), _ = d_inputs
+    value = jax.tree.map(
+        lambda d, x: jnp.zeros_like(x) if d is None else d,
+        d_value,
+        cotangent.value,
+        is_leaf=is_none,
+    )
+    mail = put(state.mail, at.result, cotangent._replace(value=value))
+    return state._replace(mail=mail)
+
+
+def _computed(rest: Rest) -> list[Any]:
+    """What a rest has that is neither a parameter nor among the residuals."""
+    places = rest.split.wiring.places
+    return [x for x, (group, _) in zip(rest.arrays, places, strict=True) if group > 1]
+
+
+def _share_of(total: jax.Array) -> Share:
+    return Share(jnp.zeros_like(total), total)
+
+
+def _partial(d_own: Any, share: Share) -> Partial:
+    return Partial(share.value, jax.tree.map(_wide, d_own), share.weight)
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(wide_dtype(leaf.dtype))

@@ -1,0 +1,146 @@
+"""What one program for all stages needs: stages that are equal."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import jax
+
+from jdist._errors import requirement
+from jdist._tree import is_inexact
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.stages.array_spec import kinds_of
+from jdist.pipeline.stages.shapes import describe, outputs_of
+from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.stages.wiring import BATCH, Wiring
+from jdist.segment._contents import contents_of
+
+_STAGES = "Pipeline(stages, .., mesh)"
+_REMEDY = (
+    "Or give a list of devices, or names of workers, in place of the mesh: there "
+    "stages may differ."
+)
+
+
+def check_stages(wiring: Wiring) -> None:
+    """Refuses stages that one program cannot stand for.
+
+    Raises:
+      ValueError: Their functions or recomputation differ; one has a state, takes a key
+        or shares parameters; they are no chain of one value each, up to the loss.
+    """
+    first, *others = wiring.stages
+    contents = contents_of(first.fn, "Pipeline")
+    for number, stage in enumerate(others, start=1):
+        alike = contents.complete and contents_of(stage.fn, "Pipeline") == contents
+        if stage.fn is not first.fn and not alike:
+            got = f"another one in stage {number}"
+            if not contents.complete:
+                got += f", or one that cannot be compared: {contents.unread[0]}"
+            _refuse("have the same function", got)
+        if stage.recompute != first.recompute:
+            got = f"{stage.recompute!r} in stage {number}, {first.recompute!r} before"
+            _refuse("have the same `recompute`", got)
+    for number, stage in enumerate(wiring.stages):
+        if stage.stateful or stage.keyed:
+            what = "a state" if stage.stateful else "a key"
+            _refuse("have neither state nor key", f"{what} in stage {number}")
+        if stage.tied:
+            _refuse("share no parameters", f"{dict(stage.tied)} in stage {number}")
+        _check_chain(wiring, number, stage)
+    last = wiring.stages[-1].outputs
+    if tuple(wiring.loss_inputs) != tuple(last):
+        got = f"loss_inputs {wiring.loss_inputs}"
+        _refuse(f"end in the loss, which takes {last[0]!r} alone", got)
+
+
+def _check_chain(wiring: Wiring, number: int, stage: Stage) -> None:
+    if len(stage.inputs) != 1 or len(stage.outputs) != 1:
+        got = f"inputs {stage.inputs} and outputs {stage.outputs} in stage {number}"
+        _refuse("have one input and one output", got)
+    source = wiring.source[number][stage.inputs[0]]
+    if source != (number - 1 if number else BATCH):
+        where = "the batch" if source == BATCH else f"stage {source}"
+        got = f"{stage.inputs[0]!r} from {where} in stage {number}"
+        _refuse("take what the stage before puts out, the first from the batch", got)
+
+
+def check_shares(schedule: Schedule) -> None:
+    """Refuses a schedule that does not put equal shares on all workers.
+
+    Raises:
+      ValueError: It gives a stage several workers, or one worker more stages than
+        another.
+    """
+    call = "Pipeline(schedule, .., mesh)"
+    shares = [0] * schedule.workers
+    for stage, workers in enumerate(schedule.placement):
+        if len(workers) > 1:
+            rule = "must give each stage one worker"
+            got = f"workers {workers} for stage {stage}"
+            raise ValueError(requirement(call, rule, got, _REMEDY))
+        shares[workers[0]] += 1
+    if len(set(shares)) > 1:
+        rule = "must give each worker equally many stages"
+        raise ValueError(requirement(call, rule, f"{shares}", _REMEDY))
+
+
+def check_params(params: Mapping[int, Any]) -> None:
+    """Refuses parameters that differ between the stages of this process.
+
+    Args:
+      params: By stage.
+
+    Raises:
+      ValueError: Their structure, or the shape or dtype of a leaf.
+    """
+    first = min(params)
+    expected = describe(params[first])
+    for number, tree in params.items():
+        if kinds_of(tree) != kinds_of(params[first]):
+            got = f"{describe(tree)} in stage {number}"
+            _refuse(f"have parameters like those of stage {first}, {expected}", got)
+
+
+def check_value(number: int, stage: Stage, params: Any, value: Any) -> None:
+    """Refuses a stage that does not put out what it takes.
+
+    Args:
+      number: Of the stage.
+      stage: One for all.
+      params: Its parameters.
+      value: Shapes of the first stage's input, for one micro-batch.
+
+    Raises:
+      ValueError: The output is of another structure, shape or dtype; or it is not
+        floating.
+    """
+    name = stage.inputs[0]
+    found = outputs_of(number, stage, (params, None), {name: value})
+    if kinds_of(found) != kinds_of(value):
+        rule = f"put out what they take, {name!r}: {describe(value)}"
+        _refuse(rule, f"{describe(found)} from stage {number}")
+    fixed = [leaf.dtype for leaf in jax.tree.leaves(value) if not is_inexact(leaf)]
+    if fixed:
+        _refuse("pass on floating values", f"{name!r} of {fixed[0]}")
+
+
+def check_agreement(texts: Mapping[int, str]) -> None:
+    """Refuses processes that would run different programs, and so wait for ever.
+
+    Args:
+      texts: What each process runs, as a digest, by its number.
+
+    Raises:
+      ValueError: They differ.
+    """
+    first = texts[min(texts)]
+    others = [number for number in sorted(texts) if texts[number] != first]
+    if others:
+        rule = "must have parameters and a batch of the same shapes, and the same "
+        rule += "schedule and reduction, in all processes"
+        raise ValueError(requirement("Pipeline(.., mesh)", rule, f"others in {others}"))
+
+
+def _refuse(rule: str, got: str) -> NoReturn:
+    rule = f"must {rule} where one program runs all of them"
+    raise ValueError(requirement(_STAGES, rule, got, _REMEDY))

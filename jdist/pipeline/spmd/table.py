@@ -1,0 +1,225 @@
+"""A schedule as tables of numbers: what each device of one SPMD program does, and when.
+
+In one program all devices walk through the same clocks, and each looks up what is its
+own part. What another executor decides when a value arrives is decided here, ahead: the
+slot where a value lies between the clock that makes it and the one that uses it. Slots
+are used again as soon as they are free, so that a worker needs as many as its schedule
+keeps alive at most.
+
+A message goes a fixed distance, `(receiver - sender) mod workers`: 1 from stage to
+stage in a row, workers - 1 on the way back, and both ways in a V. One permutation of
+the devices serves all messages of a distance. `travels` says at which clocks there is
+one: at the others no device has to wait for another.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdist.pipeline.schedule.actions import KINDS, B, F, W
+from jdist.pipeline.schedule.schedule import Schedule
+
+INPUTS = len(KINDS)
+"""Kind of a backward pass that a W follows: the cotangents of the inputs alone."""
+
+NOTHING = -1
+
+
+class Row(NamedTuple):
+    """What workers do at each clock: int32, `(clocks, workers)`, -1 for nothing.
+
+    In a program one worker's numbers at one clock, as JAX's arrays.
+    """
+
+    kind: Any
+    """F, B (without a W), `INPUTS` or W."""
+    chunk: Any
+    """Which of the worker's own stages."""
+    micro_batch: Any
+    mail: Any
+    """Slot of the value or cotangent that is needed; -1: it comes from the batch."""
+    activation: Any
+    """Slot of what the backward pass needs."""
+    rest: Any
+    """Slot of what a split backward pass leaves for W."""
+    result: Any
+    """Slot for what the action makes: where the worker itself needs it (after a forward
+    pass of the last stage the loss puts its cotangent there), or the last slot of all,
+    from which it is sent."""
+    receive: Any
+    """`(clocks, workers, distances)`: slot for what arrives at the end of the clock."""
+
+
+class Slots(NamedTuple):
+    """How many slots every worker has."""
+
+    mail: int
+    """Values and cotangents that wait for their action, and one to be sent."""
+    activations: int
+    """Of micro-batches between F and the last of B and W."""
+    rests: int
+    """Of micro-batches between B and W."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Table:
+    """A schedule, ready for one program.
+
+    Attributes:
+      row: What every worker does at every clock.
+      travels: Whether a message of each distance is sent, int32, `(clocks, distances)`.
+      distances: How far messages go.
+      stages: The stages of each worker in ascending order, `(workers, chunks)`.
+      kinds: Those that occur.
+      slots: How many there are.
+    """
+
+    row: Row
+    travels: np.ndarray
+    distances: tuple[int, ...]
+    stages: np.ndarray
+    kinds: tuple[int, ...]
+    slots: Slots
+
+
+class _Messages(NamedTuple):
+    """What passes between stages: by whom and at which clock it is made and used."""
+
+    sender: np.ndarray
+    made: np.ndarray
+    receiver: np.ndarray
+    used: np.ndarray
+
+
+def tabulate(schedule: Schedule) -> Table:
+    """The tables of a schedule.
+
+    Args:
+      schedule: Each stage has one worker, and all workers have equally many stages.
+
+    Example:
+      >>> from jdist.pipeline.schedules import one_f_one_b
+      >>> table = tabulate(one_f_one_b(3, 8))
+      >>> table.distances, table.slots
+      ((1, 2), Slots(mail=3, activations=3, rests=0))
+      >>> table.row.kind[:7, 1].tolist()  # waits, 1F0, 1F1, waits, 1B0, 1F2, 1B1
+      [-1, 0, 0, -1, 1, 0, 1]
+    """
+    workers = np.array([ranks[0] for ranks in schedule.placement])
+    stages = np.argsort(workers, kind="stable").reshape(schedule.workers, -1)
+    clocks = [_clocks_of(schedule, kind) for kind in range(len(KINDS))]
+    sent = _messages(workers, clocks)
+    far = (sent.receiver - sent.sender) % schedule.workers
+    distances = tuple(np.unique(far[far > 0]).tolist())
+    row = _actions(schedule, stages, len(distances))
+    travels = np.zeros((schedule.clocks, len(distances)), np.int32)
+    slot, waiting = assign_slots(sent.receiver, sent.made, sent.used)
+    row.mail[sent.used, sent.receiver] = slot
+    here = far == 0
+    row.result[row.kind != NOTHING] = waiting
+    row.result[sent.made[here], sent.receiver[here]] = slot[here]
+    for number, distance in enumerate(distances):
+        there = far == distance
+        row.receive[sent.made[there], sent.receiver[there], number] = slot[there]
+        travels[sent.made[there], number] = 1
+    activations, rests = _kept(schedule, row, workers, clocks)
+    kinds = tuple(np.unique(row.kind[row.kind != NOTHING]).tolist())
+    slots = Slots(waiting + 1, activations, rests)
+    return Table(row, travels, distances, stages, kinds, slots)
+
+
+def assign_slots(
+    worker: np.ndarray, begin: np.ndarray, end: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """A slot on its worker for each of some things, no two in one at a time.
+
+    A thing is made at the clock `begin` and used last at `end`; the next may be made at
+    that clock, which is after the use.
+
+    Returns:
+      The slots, int32; and how many there are: as many as a worker has things at a
+      time, at most. (The lowest free slot, in the order of the beginnings, is an
+      optimal colouring of an interval graph.)
+
+    Example:
+      >>> begin, end = np.array([0, 1, 3]), np.array([3, 2, 4])
+      >>> slots, count = assign_slots(np.zeros(3, int), begin, end)
+      >>> slots.tolist(), count
+      ([0, 1, 0], 2)
+    """
+    slots = np.zeros(len(begin), np.int32)
+    free: dict[int, list[int]] = {}
+    held: dict[int, list[tuple[int, int]]] = {}
+    opened: dict[int, int] = {}
+    for index in np.lexsort((end, begin)):
+        own = int(worker[index])
+        free.setdefault(own, [])
+        waiting = held.setdefault(own, [])
+        while waiting and waiting[0][0] <= begin[index]:
+            heapq.heappush(free[own], heapq.heappop(waiting)[1])
+        if not free[own]:
+            heapq.heappush(free[own], opened.get(own, 0))
+            opened[own] = opened.get(own, 0) + 1
+        slots[index] = heapq.heappop(free[own])
+        heapq.heappush(waiting, (int(end[index]), int(slots[index])))
+    return slots, max(opened.values(), default=0)
+
+
+def _clocks_of(schedule: Schedule, kind: int) -> np.ndarray:
+    """The clock of each stage and micro-batch's action, or -1."""
+    shape = (schedule.stages, schedule.micro_batches)
+    index = schedule.columns.index_of(kind, *shape)
+    return np.where(index < 0, NOTHING, schedule.clock[index])
+
+
+def _messages(workers: np.ndarray, clocks: list[np.ndarray]) -> _Messages:
+    """Values for the next stage; cotangents for the one before, the first from a loss
+    that follows the last stage's forward pass."""
+    forward, backward, _ = clocks
+    own = np.broadcast_to(workers[:, None], forward.shape)
+    made = [forward[:-1], backward[1:], forward[-1:]]
+    used = [forward[1:], backward[:-1], backward[-1:]]
+    sender = [own[:-1], own[1:], own[-1:]]
+    receiver = [own[1:], own[:-1], own[-1:]]
+    return _Messages(*map(_flat, (sender, made, receiver, used)))
+
+
+def _flat(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([part.ravel() for part in parts])
+
+
+def _actions(schedule: Schedule, stages: np.ndarray, distances: int) -> Row:
+    """The rows with the actions in them, and no slot yet."""
+    shape = (schedule.clocks, schedule.workers)
+    tables = [np.full(shape, NOTHING, np.int32) for _ in Row._fields[:-1]]
+    tables.append(np.full((*shape, distances), NOTHING, np.int32))
+    row = Row._make(tables)
+    columns = schedule.columns
+    place = schedule.clock, columns.worker_of_each()
+    split = schedule.split[columns.stage, columns.micro_batch]
+    row.kind[place] = np.where((columns.kind == B) & split, INPUTS, columns.kind)
+    chunk = np.empty(stages.size, np.int32)
+    chunk[stages] = np.arange(stages.shape[1])
+    row.chunk[place] = chunk[columns.stage]
+    row.micro_batch[place] = columns.micro_batch
+    return row
+
+
+def _kept(
+    schedule: Schedule, row: Row, workers: np.ndarray, clocks: list[np.ndarray]
+) -> tuple[int, int]:
+    """Assigns the slots of activations and rests; how many there are of each."""
+    counts = []
+    for kind, table in ((F, row.activation), (B, row.rest)):
+        chosen = np.ones_like(schedule.split) if kind == F else schedule.split
+        own = np.broadcast_to(workers[:, None], chosen.shape)[chosen]
+        begin = clocks[kind][chosen]
+        end = np.maximum(clocks[B], clocks[W])[chosen]
+        slot, count = assign_slots(own, begin, end)
+        for clock in clocks[kind:]:
+            there = clock[chosen] != NOTHING
+            table[clock[chosen][there], own[there]] = slot[there]
+        counts.append(count)
+    return counts[0], counts[1]

@@ -1,0 +1,1 @@
+"""Stages: pure functions with named inputs and outputs, also from modules."""

@@ -1,0 +1,284 @@
+"""Parameters that several stages share: each of them has a copy of its own.
+
+The gradient of a shared parameter is the sum over its stages, in their order. Every
+stage gets the parts of all and adds them up itself, and the same optimizer makes the
+same step of them: the copies stay equal, bit for bit.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._tree import path_of, wide_dtype
+from jdist.optim import Optimizer
+from jdist.pipeline.run.places import Places
+from jdist.pipeline.run.stage_channels import Parcel, Post, moved, receive
+from jdist.pipeline.stages.array_spec import kinds_of
+from jdist.pipeline.stages.shapes import describe
+from jdist.pipeline.stages.stage import Stage
+
+_CALL = "Stage(tied=...)"
+
+
+class Tied:
+    """Which parameters are shared, as the stages say.
+
+    Args:
+      stages: All of them, in order.
+
+    Raises:
+      ValueError: Only one stage has a parameter of some name.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        groups: dict[str, dict[int, str]] = {}
+        for number, stage in enumerate(stages):
+            for path, name in stage.tied.items():
+                groups.setdefault(name, {})[number] = path
+        for name, group in groups.items():
+            if len(group) < 2:
+                rule = f"must have the name {name!r} at two stages or more"
+                raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
+        self._groups = groups
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def check(
+        self,
+        params: Sequence[Any],
+        optimizers: Sequence[Optimizer],
+        post: Post,
+    ) -> None:
+        """Refuses copies that are not equal, or would not stay so; on all processes.
+
+        Ends the call by its `agree`.
+
+        Args:
+          params: Of each stage of this process.
+          optimizers: Of each stage.
+          post: The call in which all processes compare theirs.
+
+        Raises:
+          ValueError: A path is unknown; copies differ in shape, dtype or value; their
+            stages have different optimizers.
+          Exception: Another process has failed.
+        """
+        for group in self._groups.values():
+            if len({id(optimizers[j]) for j in group}) > 1:
+                which = f"the stages {list(group)}, which share parameters"
+                rule = f"must be one and the same object for {which}"
+                call = "Pipeline(optimizer=...)"
+                raise ValueError(requirement(call, rule, "different ones"))
+        mine = [
+            [name, j, *_described(params[j], j, path)]
+            for name, group in self._groups.items()
+            for j, path in group.items()
+            if params[j] is not None
+        ]
+        told = post.agree(mine)
+        reports = sorted((report for some in told for report in some), key=_order)
+        first: dict[str, Any] = {}
+        for name, stage, copy, complaint in reports:
+            if complaint:
+                raise ValueError(complaint)
+            _check_equal(first.setdefault(name, (stage, copy)), (stage, copy))
+
+    def summed(
+        self, params: Mapping[int, Any], grads: list[Any], places: Places, post: Post
+    ) -> list[Any]:
+        """The gradients, with the sum over all copies in the place of each copy's.
+
+        Args:
+          params: Of each stage of this process.
+          grads: Of each stage; None for those of other processes.
+          places: Where they are.
+          post: Brings the parts to the other stages.
+
+        Raises:
+          ValueError: A path is unknown, or copies differ in shape or dtype.
+        """
+        if not self._groups:
+            return grads
+        found = list(grads)
+        parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
+        sums: dict[int, dict[str, list[Any]]] = {j: {} for j in params}
+        for name, group in self._groups.items():
+            own = {j: parts[j][name] for j in group if j in params}
+            told = self._exchanged(name, own, places, post) if own else {}
+            for j in own:
+                sums[j][name] = [told[s] for s in group]
+        for j, tree in params.items():
+            found[j] = self.with_sums(j, tree, grads[j], sums[j])
+        return found
+
+    def names(self, stage: int) -> list[str]:
+        """Names of what a stage shares with others."""
+        return [name for name, group in self._groups.items() if stage in group]
+
+    def stages(self, name: str) -> list[int]:
+        """The stages that share what has this name, in order."""
+        return list(self._groups[name])
+
+    def parts(self, stage: int, params: Any, gradient: Any) -> dict[str, Any]:
+        """A stage's gradients of its copies, by name.
+
+        Args:
+          stage: Its number.
+          params: Its parameters.
+          gradient: Its gradient.
+
+        Raises:
+          ValueError: A path is unknown.
+        """
+        structure = _structure(params)
+        leaves = structure.flatten_up_to(gradient)
+        found = {}
+        for name in self.names(stage):
+            indices = _indices(structure, stage, self._groups[name][stage])
+            found[name] = {below: leaves[i] for below, i in indices.items()}
+        return found
+
+    def with_sums(
+        self, stage: int, params: Any, gradient: Any, parts: Mapping[str, Sequence[Any]]
+    ) -> Any:
+        """A stage's gradient, with the sum over all copies in the place of its own.
+
+        Args:
+          stage: Its number.
+          params: Its parameters.
+          gradient: Its gradient.
+          parts: By name, those of all stages that share it, in order.
+        """
+        if not parts:
+            return gradient
+        structure = _structure(params)
+        leaves = structure.flatten_up_to(gradient)
+        first = jax.tree.leaves(params)[0]
+        device = first.device if isinstance(first, jax.Array) else None
+        for name, copies in parts.items():
+            total = _sum([moved(copy, device) for copy in copies])
+            indices = _indices(structure, stage, self._groups[name][stage])
+            for below, i in indices.items():
+                leaves[i] = total[below]
+        return structure.unflatten(leaves)
+
+    def counted(self, stage: int, params: Any, gradient: Any) -> Any:
+        """What of a stage's gradient the norm counts: a shared one at its first stage.
+
+        Args:
+          stage: Its number.
+          params: Its parameters.
+          gradient: Its gradient.
+        """
+        structure = _structure(params)
+        leaves = structure.flatten_up_to(gradient)
+        for group in self._groups.values():
+            if stage in group and stage != min(group):
+                for i in _indices(structure, stage, group[stage]).values():
+                    leaves[i] = None
+        return leaves
+
+    def _exchanged(
+        self, name: str, own: Mapping[int, Any], places: Places, post: Post
+    ) -> dict[int, Any]:
+        """The parts of all stages of a group."""
+        placement = places.schedule.placement
+        group = self._groups[name]
+        involved = sorted({worker for j in group for worker in placement[j]})
+        for j, part in own.items():
+            sender = min(placement[j])
+            if sender not in places.own:
+                continue  # Another replica tells it.
+            for worker in involved:
+                if worker not in places.own and worker not in placement[j]:
+                    post.put(Parcel("T", -1, name, j, sender), worker, part)
+        parts = {}
+        for j in group:
+            parcel = Parcel("T", -1, name, j, min(placement[j]))
+            here = places.own[0]
+            part = own[j] if j in own else receive(post, parcel, here, "tied gradients")
+            parts[j] = part
+            one, another = next(iter(parts.items())), (j, part)
+            _check_alike(one[0], kinds_of(one[1]), another[0], kinds_of(another[1]))
+        return parts
+
+
+def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]:
+    """Kind and digest of every leaf of a copy, by name; and what is wrong."""
+    try:
+        found = _indices(_structure(params), stage, path)
+    except ValueError as error:
+        return {}, str(error)
+    leaves = jax.tree.leaves(params)
+    copy = {}
+    for name, i in found.items():
+        array = np.asarray(leaves[i])
+        digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
+        copy[name] = [list(array.shape), str(array.dtype), digest]
+    return copy, ""
+
+
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+@functools.lru_cache(maxsize=256)
+def _indices(structure: Any, stage: int, path: str) -> dict[str, int]:
+    """Numbers of the leaves at a path or below it, by what follows the path."""
+    numbered = structure.unflatten(range(structure.num_leaves))
+    names = {path_of(keys): i for keys, i in jax.tree.leaves_with_path(numbered)}
+    found = {
+        name.removeprefix(path): i
+        for name, i in sorted(names.items())
+        if name == path or name.startswith(f"{path}/")
+    }
+    if not found:
+        rule = f"must name parameters of stage {stage}, which has {sorted(names)}"
+        raise ValueError(requirement(_CALL, rule, repr(path)))
+    return found
+
+
+def _order(report: Sequence[Any]) -> tuple[str, int]:
+    name, stage, *_ = report
+    return name, stage
+
+
+def _check_equal(first: tuple[int, Any], second: tuple[int, Any]) -> None:
+    (one, copy), (stage, other) = first, second
+    kinds = [
+        {name: _text(shape, dtype) for name, (shape, dtype, _) in c.items()}
+        for c in (copy, other)
+    ]
+    _check_alike(one, kinds[0], stage, kinds[1])
+    for name in copy:
+        if copy[name] != other[name]:
+            rule = f"must begin with equal values at the stages {one} and {stage}"
+            got = f"different ones at {name.lstrip('/') or 'the path itself'}"
+            raise ValueError(requirement(_CALL, rule, got))
+
+
+def _text(shape: Sequence[int], dtype: str) -> str:
+    return describe(jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype)))
+
+
+def _check_alike(first: int, kinds: Any, stage: int, others: Any) -> None:
+    if kinds != others:
+        rule = f"must be copies of one shape and dtype: stage {first} has {kinds}"
+        raise ValueError(requirement(_CALL, rule, f"{others} at stage {stage}"))
+
+
+@jax.jit
+def _sum(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Their sum, the first stage's first, in 32 bits at least; rounded once."""
+
+    def added(*copies: jax.Array) -> jax.Array:
+        wide = [copy.astype(wide_dtype(copy.dtype)) for copy in copies]
+        return functools.reduce(jax.numpy.add, wide).astype(copies[0].dtype)
+
+    return jax.tree.map(added, *parts)

@@ -1,0 +1,142 @@
+"""Which value comes from where and goes where: the names of a pipeline, checked."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdist._errors import requirement
+from jdist.pipeline.stages.stage import Stage
+
+BATCH = -1
+"""In the place of a stage: the value is an entry of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The named values of a pipeline of n stages, and of the loss, which is number n.
+
+    Attributes:
+      stages: In the order of their numbers; a value is put out by one and taken by
+        later ones.
+      loss_inputs: Names of what the loss function is given.
+      source: Of each stage and of the loss, by the name of an input: the stage that
+        puts it out, or `BATCH`.
+      consumers: Of each stage, by the name of an output: the numbers of those that
+        take it, the loss's among them, in order.
+    """
+
+    stages: tuple[Stage, ...]
+    loss_inputs: tuple[str, ...]
+    source: list[dict[str, int]]
+    consumers: list[dict[str, tuple[int, ...]]]
+
+    @property
+    def named(self) -> str:
+        """The names of all values, for the comparison of pipelines."""
+        pairs = (
+            f"{', '.join(stage.inputs)} -> {', '.join(stage.outputs)}"
+            for stage in self.stages
+        )
+        return f"stages {'; '.join(pairs)}; loss of {', '.join(self.loss_inputs)}"
+
+    def from_batch(self, number: int) -> frozenset[str]:
+        """Names of the inputs of a stage, or of the loss, that the batch has."""
+        found = self.source[number].items()
+        return frozenset(name for name, source in found if source == BATCH)
+
+
+def wire(stages: Sequence[Stage], loss_inputs: Sequence[str] | None = None) -> Wiring:
+    """Finds for every value where it comes from and where it goes.
+
+    Args:
+      stages: In order.
+      loss_inputs: Names of what the loss function is given; by default the outputs of
+        the last stage.
+
+    Raises:
+      ValueError: A name is put out twice, is taken before it is put out, or is put out
+        for nobody.
+
+    Example:
+      >>> encode = Stage(lambda w, x: (x, x), inputs=("x",), outputs=("h", "skip"))
+      >>> middle = Stage(lambda w, h: h, inputs=("h",), outputs=("m",))
+      >>> decode = Stage(lambda w, m, s: m + s, inputs=("m", "skip"), outputs=("y",))
+      >>> wiring = wire([encode, middle, decode])
+      >>> wiring.source[2], wiring.consumers[0]
+      ({'m': 1, 'skip': 0}, {'h': (1,), 'skip': (2,)})
+    """
+    if not stages:
+        raise ValueError(requirement("Pipeline(stages)", "must not be empty", "[]"))
+    wanted = tuple(stages[-1].outputs if loss_inputs is None else loss_inputs)
+    producer = _producers(stages)
+    taken = [*(tuple(stage.inputs) for stage in stages), wanted]
+    source = [
+        {name: _source(producer, name, number, len(stages)) for name in names}
+        for number, names in enumerate(taken)
+    ]
+    consumers = [
+        {
+            name: tuple(number for number, names in enumerate(taken) if name in names)
+            for name in stage.outputs
+        }
+        for stage in stages
+    ]
+    _check_consumed(consumers, source)
+    return Wiring(tuple(stages), wanted, source, consumers)
+
+
+def _producers(stages: Sequence[Stage]) -> dict[str, int]:
+    producer: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name in stage.outputs:
+            if name in producer:
+                rule = f"must put out each value once, {name!r} comes from stage "
+                got = f"stage {number} too"
+                call = "Pipeline(stages)"
+                raise ValueError(requirement(call, rule + str(producer[name]), got))
+            producer[name] = number
+    return producer
+
+
+def _source(producer: dict[str, int], name: str, number: int, stages: int) -> int:
+    source = producer.get(name, BATCH)
+    if source < number:
+        return source
+    taker = "the loss" if number == stages else f"stage {number}"
+    rule = f"must put out a value before it is taken: {taker} takes {name!r}"
+    got = f"{name!r} from stage {source}"
+    remedy = "Order the stages, or rename an entry of the batch of that name."
+    raise ValueError(requirement("Pipeline(stages)", rule, got, remedy))
+
+
+def _check_consumed(
+    consumers: list[dict[str, tuple[int, ...]]], source: list[dict[str, int]]
+) -> None:
+    call, stages = "Pipeline(stages)", len(consumers)
+    for number, found in enumerate(consumers):
+        for name, takers in found.items():
+            if takers:
+                continue
+            # What is taken from the batch may be this value, written otherwise.
+            taken = {
+                other: taker
+                for taker in range(stages, number, -1)
+                for other, where in source[taker].items()
+                if where == BATCH
+            }
+            for close in difflib.get_close_matches(name, taken, 1):
+                taker = (
+                    "the loss" if taken[close] == stages else f"stage {taken[close]}"
+                )
+                rule = f"must put out what {taker} takes, {close!r}, or not put out "
+                rule += f"{name!r}, which nothing takes"
+                got = f"{name!r} from stage {number} and {close!r} for {taker}"
+                remedy = "Write both names alike."
+                raise ValueError(requirement(call, rule, got, remedy))
+            rule = "must take every value that is put out"
+            got = f"{name!r} of stage {number}, which neither a later stage takes nor "
+            got += "the loss"
+            remedy = "Drop it, or name it in `loss_inputs`."
+            if taken:
+                remedy += f" Of the batch they take {sorted(taken)}."
+            raise ValueError(requirement(call, rule, got, remedy))

@@ -1,0 +1,1 @@
+"""What every room of rpc builds on: errors, options, ids, deadlines, futures."""

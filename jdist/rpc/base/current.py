@@ -1,0 +1,190 @@
+"""The current worker: looked up per thread of control, never a process-wide singleton.
+
+A process may hold several workers. Which one acts is part of the running call, kept in
+one context variable. A function called by rpc runs in a fresh context, so nothing of
+the caller leaks into it even when both share a thread.
+"""
+
+import contextlib
+import contextvars
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from jdist._errors import requirement
+from jdist.rpc.base.deadline import NEVER, Deadline
+from jdist.rpc.base.errors import RpcError
+
+if TYPE_CHECKING:
+    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.calls.execution import Execution
+
+
+class Scope(NamedTuple):
+    """What a thread of control acts as, and for how long.
+
+    Attributes:
+      agent: The worker.
+      deadline: That of the call being executed.
+      execution: The call being executed, if it is one.
+      depth: How many calls lie below this one on the same thread's stack.
+    """
+
+    agent: "Agent"
+    deadline: Deadline = NEVER
+    execution: "Execution | None" = None
+    depth: int = 0
+
+
+scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
+    "jdist.rpc.scope", default=None
+)
+_workers: dict[str, "Agent"] = {}
+_lock = threading.Lock()
+_becoming = False
+_inherited: tuple[str, ...] = ()
+"""The workers of the process from which this one was forked."""
+
+NOT_INITIALIZED = (
+    "RPC has not been initialized. Call rpc.init_rpc first, or work within "
+    "rpc.local_cluster. (Current RPC agent is not set! Did you initialize the RPC "
+    "framework, or was it shut down?)"
+)
+
+
+@contextlib.contextmanager
+def becoming() -> Iterator[None]:
+    """Within it, this process is getting its workers, and nobody else may do so.
+
+    Raises:
+      RpcError: It has workers already. (torch's "is already initialized".)
+    """
+    global _becoming
+    with _lock:
+        if _workers or _becoming:
+            names = ", ".join(sorted(_workers)) or "another thread is about to"
+            remedy = "Call rpc.shutdown() before initializing again."
+            raise RpcError(
+                f"RPC is already initialized in this process: {names}. {remedy}"
+            )
+        _becoming = True
+    try:
+        yield
+    finally:
+        _becoming = False
+
+
+def add(agents: "list[Agent]") -> None:
+    """Makes workers known to this process."""
+    with _lock:
+        _workers.update({agent.info.name: agent for agent in agents})
+
+
+def remove(agents: "list[Agent]") -> None:
+    """Forgets workers; any number of times."""
+    with _lock:
+        for agent in agents:
+            if _workers.get(agent.info.name) is agent:
+                del _workers[agent.info.name]
+
+
+def agent() -> "Agent":
+    """The worker as which the calling code acts.
+
+    Raises:
+      RpcError: There is none, it was shut down, or there are several to choose from.
+    """
+    current = scope.get()
+    if current is not None:
+        if current.agent.closed:
+            raise RpcError(why_none())
+        return current.agent
+    only = tuple(_workers.values())
+    if len(only) == 1:
+        return only[0]
+    if not only:
+        raise RpcError(why_none())
+    names = ", ".join(sorted(_workers))
+    raise RpcError(
+        f"This process has several workers ({names}), and this thread has not said "
+        "which one it is. Say `with rpc.use_worker(name):` around what it does."
+    )
+
+
+def why_none() -> str:
+    """Why this process has no worker."""
+    if not _inherited:
+        return NOT_INITIALIZED
+    names = ", ".join(_inherited)
+    return (
+        f"This process was forked from that of {names}, whose connections and threads "
+        "stay there: it cannot call as that worker. Call in the parent, or have the "
+        "child become a worker of its own by rpc.init_rpc. (rpc.spawn starts processes "
+        "that are workers.)"
+    )
+
+
+def _leave_to_parent() -> None:
+    """In a child that was just forked: the workers are its parent's.
+
+    They count as closed: what the child inherited of them, such as references and
+    futures, does nothing.
+    """
+    global _lock, _becoming, _inherited
+    inherited = scope.get()
+    agents = list(_workers.values())
+    if inherited is not None and inherited.agent not in agents:
+        agents.append(inherited.agent)
+    for agent in agents:
+        agent.closed = True
+    _inherited = tuple(sorted(agent.info.name for agent in agents)) or _inherited
+    _lock = threading.Lock()
+    _becoming = False
+    _workers.clear()
+    scope.set(None)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def deadline() -> Deadline:
+    """The deadline of the call being executed, if this is one."""
+    current = scope.get()
+    return NEVER if current is None else current.deadline
+
+
+@contextlib.contextmanager
+def use_worker(name: str) -> Iterator[None]:
+    """Within it, this thread of control acts as the worker `name` of this process.
+
+    Raises:
+      ValueError: This process has no worker of that name.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a", "b"]), rpc.use_worker("b"):
+      ...     rpc.get_worker_info().name
+      'b'
+    """
+    chosen = _workers.get(name)
+    if chosen is None:
+        rule = f"must be a worker of this process, one of {sorted(_workers)}"
+        raise ValueError(requirement("use_worker(name)", rule, name))
+    with acting_as(chosen):
+        yield
+
+
+@contextlib.contextmanager
+def acting_as(chosen: "Agent") -> Iterator[None]:
+    """Within it, this thread of control acts as that worker, as part of its call."""
+    before = scope.get()
+    if before is not None and before.agent is chosen:
+        yield
+        return
+    inherited = NEVER if before is None else before.deadline
+    token = scope.set(Scope(chosen, inherited))
+    try:
+        yield
+    finally:
+        scope.reset(token)

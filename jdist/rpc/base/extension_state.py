@@ -1,0 +1,53 @@
+"""What parts built upon rpc keep for a worker, and what they are told of it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.worker_info import WorkerInfo
+
+Gone = Callable[[WorkerInfo, str], None]
+"""Told a worker, and why it is not there any more."""
+
+
+class Parts(dict[str, Any]):
+    """The parts of one worker, by the names of their packages.
+
+    A part with a method `counts` adds what that returns to `rpc.debug_info`.
+
+    Args:
+      crew: Lends threads to listeners.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__()
+        self._crew = crew
+        self._on_gone: list[Gone] = []
+        self._on_close: list[Callable[[], None]] = []
+
+    def on_gone(self, listener: Gone) -> None:
+        """Has `listener(worker, reason)` called for each that is lost or leaves.
+
+        On a thread of its own, after calls to that worker have ended.
+        """
+        self._on_gone.append(listener)
+
+    def on_close(self, listener: Callable[[], None]) -> None:
+        """Has `listener()` called when this worker ends."""
+        self._on_close.append(listener)
+
+    def gone(self, worker: WorkerInfo, reason: str) -> None:
+        """A worker is lost or has left."""
+        for listener in tuple(self._on_gone):
+            self._crew.run(functools.partial(listener, worker, reason))
+
+    def close(self) -> None:
+        """This worker ends."""
+        for listener in tuple(self._on_close):
+            listener()
+
+    def counts(self) -> dict[str, Any]:
+        """For `rpc.debug_info`."""
+        counting = (getattr(part, "counts", None) for part in self.values())
+        return {key: n for counts in counting if counts for key, n in counts().items()}

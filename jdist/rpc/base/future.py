@@ -1,0 +1,330 @@
+"""A value that is not there yet.
+
+A future is cheap: one lock, and nothing more until somebody waits. Whoever completes it
+gets the callbacks back and runs them, so that a thread with other duties can first pass
+those on.
+"""
+
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from jdist._errors import requirement
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import exceeded, resolve
+from jdist.rpc.base.errors import RpcError, RpcTimeout
+
+T = TypeVar("T")
+U = TypeVar("U")
+_log = logging.getLogger("jdist.rpc")
+
+
+class Source(Protocol):
+    """Where the value of a future comes from, if somebody has to fetch it there."""
+
+    def attend(self, future: "Future[Any]", until: float | None) -> bool:
+        """Fetches it on this thread, for a moment; whether the future is completed."""
+
+    def expect(self, future: "Future[Any]") -> None:
+        """Somebody counts on it from now on: it must be fetched without delay."""
+
+    def settled(self, future: "Future[Any]") -> None:
+        """It is completed: nobody counts on it any more."""
+
+
+class Future(Generic[T]):
+    """The result of an asynchronous call, or one that you complete yourself.
+
+    Callbacks run in the context in which they were added: as the same worker and under
+    the same deadline. Their order is unspecified. A future cannot be sent to another
+    worker; send its value.
+
+    Source: `torch.futures.Future`. Unlike there, an exception keeps its type through
+    `then`, and `wait` may have a timeout.
+
+    Example:
+      >>> future = Future()
+      >>> child = future.then(lambda done: done.value() + 1)
+      >>> future.set_result(2)
+      >>> child.wait()
+      3
+    """
+
+    __slots__ = (
+        "__weakref__", "_callbacks", "_cancelled", "_done", "_error", "_home",
+        "_lock", "_source", "_traceback", "_value", "_waiters",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = False
+        self._cancelled = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._traceback: Any = None
+        self._waiters: list[Callable[[], object]] | None = None
+        self._callbacks: list[Callable[[], None]] | None = None
+        self._source: Source | None = None
+        self._home = current.scope.get()
+
+    def done(self) -> bool:
+        """Whether a value or an exception is there."""
+        return self._done
+
+    def wait(self, timeout: float = -1) -> T:
+        """The value, once it is there.
+
+        Args:
+          timeout: Seconds, 0 for no limit. By default that of the call that this is
+            the result of; for a future of your own no limit. In a function called by
+            rpc, that call's deadline ends the wait in any case.
+
+        Raises:
+          RpcTimeout: It took longer. The future itself is not affected.
+          Exception: Whatever the future was completed with.
+        """
+        if not self._done:
+            limit = resolve(timeout, 0, current.deadline())
+            if not self._sleep(limit.at):
+                raise RpcTimeout(f"{exceeded(limit)} while waiting for a future.")
+        return self.value()
+
+    def value(self) -> T:
+        """The value of a completed future.
+
+        Raises:
+          RpcError: It is not completed.
+          Exception: It was completed with this exception.
+        """
+        if self._error is not None:
+            # The traceback of where it arose, not of every place that asked.
+            raise self._error.with_traceback(self._traceback)
+        if not self._done:
+            raise RpcError("The future has no value yet. Call wait() first.")
+        return cast(T, self._value)
+
+    def then(self, callback: "Callable[[Future[T]], U]") -> "Future[U]":
+        """A future of what `callback(self)` returns once this one is completed.
+
+        Raises:
+          TypeError: `callback` cannot be called.
+        """
+        _check_callback("Future.then(callback)", callback)
+        child: Future[U] = Future()
+
+        def run() -> None:
+            try:
+                result = callback(self)
+            except BaseException as error:
+                child.set_exception(error)
+                if _is_interrupt(error):
+                    raise
+            else:
+                child.set_result(result)
+
+        self._when_done(run)
+        return child
+
+    def add_done_callback(self, callback: "Callable[[Future[T]], object]") -> None:
+        """Calls `callback(self)` once completed; at once if it is.
+
+        Nobody receives an exception of the callback: it is logged. `then` keeps it.
+
+        Raises:
+          TypeError: `callback` cannot be called.
+        """
+        _check_callback("Future.add_done_callback(callback)", callback)
+
+        def run() -> None:
+            try:
+                callback(self)
+            except BaseException as error:
+                if _is_interrupt(error):
+                    raise
+                _log.exception("A callback of a future raised an exception.")
+
+        self._when_done(run)
+
+    def set_result(self, value: T) -> None:
+        """Completes the future with a value and runs the callbacks.
+
+        Raises:
+          RpcError: It is completed already.
+        """
+        self._set(value, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Completes the future with an exception, which `wait` will raise.
+
+        Raises:
+          TypeError: `error` is not an exception.
+          RpcError: The future is completed already.
+        """
+        _check_exception(error)
+        self._set(None, error)
+
+    def _set(self, value: T | None, error: BaseException | None) -> None:
+        callbacks = complete(self, value, error)
+        if callbacks is None:
+            if self._cancelled:
+                return  # who asked has gone; the result has no reader
+            raise RpcError("Future can only be marked completed once.")
+        run_all(callbacks)
+
+    def _when_done(self, run: Callable[[], None]) -> None:
+        context = contextvars.copy_context()
+        if self._home is not None and current.scope.get() is None:
+            context.run(current.scope.set, self._home)
+        self._call_when_done(lambda: context.run(run))
+
+    def _call_when_done(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            done, source = self._done, self._source
+            if not done:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+        if done:
+            callback()
+        elif source is not None:
+            source.expect(self)
+
+    def _sleep(self, until: float | None) -> bool:
+        """Blocks until completed; False when the moment came first."""
+        if attend(self, until):
+            return True
+        waiter = threading.Lock()
+        waiter.acquire()
+        if watch(self, waiter.release):
+            return True
+        seconds = -1.0 if until is None else max(0.0, until - time.monotonic())
+        if waiter.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            return True
+        unwatch(self, waiter.release)
+        return self._done
+
+
+def complete(
+    future: Future[T],
+    value: T | None,
+    error: BaseException | None,
+    cancelled: bool = False,
+) -> list[Callable[[], None]] | None:
+    """Completes `future`; the callbacks that the caller must now run.
+
+    None when it was completed before. Threads that wait go on at once. After
+    `cancelled`, results that come later are dropped without complaint.
+    """
+    with future._lock:
+        if future._done:
+            return None
+        future._cancelled = cancelled
+        future._value = value
+        if error is not None:
+            future._error, future._traceback = error, error.__traceback__
+        future._done = True
+        source, future._source = future._source, None
+        waiters, future._waiters = future._waiters, None
+        callbacks, future._callbacks = future._callbacks, None
+    if waiters:
+        for wake in waiters:
+            wake()
+    if source is not None:
+        source.settled(future)
+    return callbacks or []
+
+
+def error_of(future: Future[Any]) -> BaseException | None:
+    """The exception of a completed future, not raised: that would change it.
+
+    Each raise adds the frames it comes through, and keeps all that is in them.
+    """
+    return future._error
+
+
+def cancel(future: Future[Any], error: BaseException) -> None:
+    """Completes `future` with `error` unless it is; a later result is dropped."""
+    run_all(complete(future, None, error, cancelled=True) or [])
+
+
+def run_all(callbacks: list[Callable[[], None]]) -> None:
+    """Runs callbacks; one that raises keeps none of the others from running."""
+    for number, callback in enumerate(callbacks, 1):
+        try:
+            callback()
+        except BaseException:
+            run_all(callbacks[number:])
+            raise
+
+
+def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) -> bool:
+    """Has `wake` called on completion; True, without a call, if it is completed.
+
+    Unlike a callback, `wake` runs on whichever thread completes the future, in no
+    particular context: it must not block.
+
+    Args:
+      future: The future.
+      wake: What to call.
+      counts: Whether the value must be fetched without delay; not if this very thread
+        is about to fetch it.
+    """
+    with future._lock:
+        if future._done:
+            return True
+        if future._waiters is None:
+            future._waiters = []
+        future._waiters.append(wake)
+        source = future._source
+    if counts and source is not None:
+        source.expect(future)
+    return False
+
+
+def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
+    """Takes back a `watch`."""
+    with future._lock:
+        if future._waiters is not None and wake in future._waiters:
+            future._waiters.remove(wake)
+
+
+def await_done(future: Future[Any], until: float | None) -> bool:
+    """Blocks until completed; False when the moment came first."""
+    return future._sleep(until)
+
+
+def attend(future: Future[Any], until: float | None) -> bool:
+    """Fetches the value on this thread, for a moment; whether it is there."""
+    source = future._source
+    if source is None:
+        return future._done
+    return source.attend(future, until)
+
+
+def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
+    """Runs `callback` once completed, outside any context; it may take its time."""
+    future._call_when_done(callback)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether it is a Ctrl-C, which must end the program as well.
+
+    Python raises it on the main thread alone; anywhere else a callback raised it.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and on_main
+
+
+def _check_exception(error: object) -> None:
+    if not isinstance(error, BaseException):
+        rule = "must be an exception"
+        raise TypeError(requirement("Future.set_exception(error)", rule, error))
+
+
+def _check_callback(call: str, callback: object) -> None:
+    if not callable(callback):
+        rule = "must be a function of one future (incompatible function arguments)"
+        raise TypeError(requirement(call, rule, callback))

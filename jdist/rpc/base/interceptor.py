@@ -1,0 +1,59 @@
+"""The one hook that rpc offers to parts built upon it.
+
+Distributed autograd registers an interceptor; rpc itself knows nothing of gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.worker_info import WorkerInfo
+
+
+class Invocation(NamedTuple):
+    """A function about to be called on another worker (or being called here)."""
+
+    kind: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def unpack(cls, kind: str, body: Any) -> "Invocation":
+        """The call that arrived.
+
+        Raises:
+          ProtocolError: It is none.
+        """
+        if type(body) is tuple and len(body) == 3:
+            function, args, kwargs = body
+            if callable(function) and type(args) is tuple and type(kwargs) is dict:
+                return cls(kind, function, args, kwargs)
+        raise ProtocolError("A call has a function, arguments and keywords.")
+
+
+class Interceptor(Protocol):
+    """Looks at every user-level call on its way out, at the callee, and back."""
+
+    def request(
+        self, to: WorkerInfo, call: Invocation
+    ) -> tuple[Invocation, dict[str, Any]]:
+        """On the caller, before encoding: the call to send, and metadata for it."""
+
+    def execute(
+        self,
+        caller: WorkerInfo,
+        call: Invocation,
+        meta: dict[str, Any],
+        run: Callable[[Invocation], Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """On the callee: runs the call by `run`; its result and the reply's metadata.
+
+        The result may be a Future when the function is an async_execution one.
+        """
+
+    def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
+        """On the caller, after decoding: the value that the user gets."""
+
+    def local(self, value: Any) -> Any:
+        """On the owner of a reference: what `to_here` gives for the value."""

@@ -1,0 +1,135 @@
+"""What a worker may be told beside its name: timeouts, threads, keys, limits."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jdist._errors import requirement
+from jdist.rpc.base import device_maps
+from jdist.rpc.wire.transfer import Transfer
+
+DEFAULT_TIMEOUT = 60.0
+LONGEST_POLLING = 0.01
+"""Beyond that sleeping costs next to nothing. Deadlines are kept that much late."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RpcOptions:
+    """Settings of one worker; the defaults suit a trusted machine or a small cluster.
+
+    Attributes:
+      timeout: Seconds that a call may take when it does not say; 0 for no limit.
+      join_timeout: Seconds to wait for the other workers in `init_rpc`.
+      heartbeat_interval: Seconds between two signs of life to the coordinator.
+      heartbeat_timeout: Seconds of silence after which a worker counts as frozen. Signs
+        of life need the interpreter: it must be longer than the longest C function
+        that keeps its lock (such as sorting a large list; XLA and NumPy release it).
+      threads: Most asynchronous calls that run at once. Others wait in order in the
+        callee's memory, of which their arguments take what they took on the wire: a
+        caller that sends faster than they run limits itself, by waiting for futures.
+        Their threads start on demand. Not limited are synchronous calls, which have a
+        thread per connection, what the library itself sends, such as backward passes,
+        and the calls that a called function makes: it may have a place and wait.
+      key: The cluster's secret; by default that in `JDIST_CLUSTER_KEY`.
+      host: Where this worker listens; by default the address of this machine on the
+        way to the coordinator.
+      device: The JAX device on which arrays arrive; by default JAX's own default.
+      device_maps: By the name of a callee, on which of its devices arrays of certain
+        devices of this worker arrive: `{"worker1": {0: 1}}`. A device is its place in
+        `jax.local_devices()`, or, of this worker, the device itself. Results come back
+        by the inverse. Arrays on other devices arrive on the callee's `device`.
+      tls: Certificates for connections between machines.
+      insecure: Allows plain connections between machines.
+      allow_pickle: Lets values that have no other way travel as pickles. Whoever
+        knows the key can then run any code here.
+      limits: Limits on the size of messages.
+      polling: Seconds that a thread which awaits a message looks for it before it
+        sleeps, while messages come that fast; 0 for never. It saves the time that
+        waking takes and occupies a core meanwhile. Idle connections are not polled.
+      transfer: Has large arrays go from device to device where both workers say so; by
+        default everything goes by the wire. Its port asks nobody for the key.
+      leaks: What a graceful shutdown does when values of this worker are held by others
+        although all references were given up: "warn" or "error".
+
+    Raises:
+      TypeError: A number of seconds is not a number; `device_maps` are no maps.
+      ValueError: A number is negative or too large, or the heartbeat's timeout is not
+        longer than its interval; a device map has a device twice.
+
+    Source: `torch.distributed.rpc.TensorPipeRpcBackendOptions`.
+
+    Example:
+      >>> RpcOptions(timeout=5.0).timeout
+      5.0
+    """
+
+    timeout: float = DEFAULT_TIMEOUT
+    join_timeout: float = 60.0
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 15.0
+    threads: int = 512
+    key: str | bytes | None = dataclasses.field(default=None, repr=False)
+    host: str | None = None
+    device: Any = None
+    device_maps: Mapping[str, Mapping[Any, int]] = dataclasses.field(
+        default_factory=dict
+    )
+    tls: Any = None
+    insecure: bool = False
+    allow_pickle: bool = False
+    limits: Any = None
+    polling: float = 500e-6
+    transfer: Transfer | None = None
+    leaks: str = "warn"
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "join_timeout", "polling"):
+            check_seconds(f"RpcOptions({name}=...)", getattr(self, name))
+        if self.polling > LONGEST_POLLING:
+            rule = f"must be at most {LONGEST_POLLING} s: who polls occupies a core"
+            raise ValueError(requirement("RpcOptions(polling=...)", rule, self.polling))
+        interval, silence = self.heartbeat_interval, self.heartbeat_timeout
+        check_seconds("RpcOptions(heartbeat_interval=...)", interval)
+        check_seconds("RpcOptions(heartbeat_timeout=...)", silence)
+        if not 0 < interval < silence:
+            rule = f"must be longer than the interval ({interval} s) between beats"
+            raise ValueError(
+                requirement("RpcOptions(heartbeat_timeout=...)", rule, silence)
+            )
+        if self.threads < 2:
+            rule = "must be at least 2: one reads while another runs a call"
+            raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
+        device_maps.check(self.device_maps)
+        check_transfer(self.transfer)
+        if self.leaks not in ("warn", "error"):
+            rule = 'must be "warn" or "error"'
+            raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))
+
+
+def check_transfer(transfer: object) -> None:
+    """Refuses what is neither None nor a `Transfer`."""
+    if not isinstance(transfer, Transfer | None):
+        rule = "must be an rpc.Transfer or None"
+        raise TypeError(requirement("RpcOptions(transfer=...)", rule, transfer))
+
+
+def check_seconds(call: str, seconds: object) -> None:
+    """Refuses what is not a finite, non-negative number of seconds.
+
+    The messages keep the words that torch's users search for.
+    """
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        rule = "must be a number of seconds (incompatible constructor arguments)"
+        raise TypeError(requirement(call, rule, seconds))
+    if not seconds >= 0 or math.isinf(seconds):
+        rule = "must be finite: RPC Timeout must be non-negative"
+        raise ValueError(requirement(call, rule, seconds, "0 means no limit."))
+
+
+def check_options(call: str, options: object) -> None:
+    """Refuses what is no `RpcOptions`."""
+    if not isinstance(options, RpcOptions):
+        rule = "must be an instance of RpcOptions"
+        remedy = "It takes the place of torch's Argument rpc_backend_options."
+        raise TypeError(requirement(call, rule, options, remedy))

@@ -1,0 +1,1 @@
+"""Calls between workers: the caller's side and the callee's side."""

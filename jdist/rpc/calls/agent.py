@@ -1,0 +1,427 @@
+"""A worker: calls that go out, calls that come in, and what both need."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from jdist.rpc.base import current, deadline
+from jdist.rpc.base.deadline import DEFAULT, Deadline, moment
+from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.base.extension_state import Parts
+from jdist.rpc.base.future import Future, call_when_done, run_all
+from jdist.rpc.base.interceptor import Interceptor
+from jdist.rpc.base.options import RpcOptions
+from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.timer import Alarm
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.callee import NESTED, Callee, Handler
+from jdist.rpc.calls.cancellation import Tickets
+from jdist.rpc.calls.execution import Execution
+from jdist.rpc.calls.outstanding_calls import Ledger, Operation
+from jdist.rpc.calls.peer import Peer
+from jdist.rpc.calls.remote_exception import rebuild
+from jdist.rpc.calls.request import Exchange, Outgoing, Receive, Request
+from jdist.rpc.calls.serving import Serving
+from jdist.rpc.codec import Codec
+from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.group.directory import Directory
+from jdist.rpc.group.peer_record import Listing
+from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
+from jdist.rpc.wire.frame import ERROR, REPLY, Frame
+from jdist.rpc.wire.in_process import Hub, InProcessTransport
+from jdist.rpc.wire.relief import Relief
+from jdist.rpc.wire.shared_connection import Line
+
+if TYPE_CHECKING:
+    from jdist.rpc.group.coordinator import Coordinator
+    from jdist.rpc.group.membership import Group
+    from jdist.rpc.rref.references import References
+
+
+class Agent:
+    """One worker of a group.
+
+    Parts built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
+    `codec`; what users call is in `jdist.rpc`.
+
+    Args:
+      info: Its name and rank.
+      transport: Its way to the others; owned by the agent from now on.
+      functions: What others may call.
+      options: See there.
+
+    Attributes:
+      device: The JAX device on which arrays arrive; None for JAX's default.
+      codec: Values to frames and back.
+      ledger: The calls under way.
+      directory: The group.
+      default_timeout: Of calls that do not say, in seconds; 0 for no limit.
+      interceptor: Looks at every user-level call, or None.
+      ending: Whether its shutdown has begun to take it out of the group.
+      closed: Whether it was shut down.
+      group: Its membership, once it has joined.
+      coordinator: That of its group, on rank 0.
+      references: What it has of other workers, and they of it.
+      parts: What parts built upon rpc keep for it.
+    """
+
+    group: "Group"
+    references: "References"
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        transport: Transport,
+        functions: FunctionTable,
+        options: RpcOptions,
+    ) -> None:
+        self.info = info
+        self.options = options
+        self.device = getattr(transport, "device", options.device)
+        self.codec = Codec(functions, options.allow_pickle)
+        self.ledger = Ledger()
+        self.directory = Directory(info)
+        self.crew = Crew(f"{info.name} rpc", options.threads)
+        self.alarm = Alarm(f"{info.name} deadlines", self._expire)
+        self.relief = Relief(f"{info.name} relief")
+        self.default_timeout = options.timeout
+        self.interceptor: Interceptor | None = None
+        self.hint: Callable[[Peer], str] = lambda peer: ""
+        self.ending = False
+        self.closed = False
+        self.coordinator: Coordinator | None = None
+        self.callee = Callee(self)
+        self.parts = Parts(self.crew)
+        self._transport = transport
+        self._tickets = Tickets(self)
+        self._lock = threading.Lock()
+        self._incoming: dict[Channel, Serving] = {}
+        self._watched: list[Line] = []
+        # Calls to oneself need no socket, but refuse what a socket refuses.
+        self._loopback = InProcessTransport(info.name, Hub(), options.device)
+        for way in (self._loopback, transport):
+            if isinstance(way, InProcessTransport):
+                way.answerer = self._answer_in_thread_of_caller
+            way.serve(self._serve)
+
+    @property
+    def address(self) -> Any:
+        """Where the others reach this worker."""
+        return self._transport.address
+
+    def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
+        """Has `handler(caller, body, meta)` answer requests of this kind.
+
+        It returns a value, a `Reply` with metadata, or a Future of one.
+
+        Args:
+          kind: Of the requests.
+          handler: What answers them.
+          limited: Whether it runs functions of the user's: no more of them run for
+            programs at a time than `RpcOptions.threads` says. What the library sends
+            itself must not wait behind these.
+
+        Raises:
+          ValueError: The kind has a handler.
+        """
+        self.callee.register(kind, handler, limited)
+
+    def set_interceptor(self, interceptor: Interceptor | None) -> None:
+        """Has `interceptor` look at every user-level call, or nobody."""
+        self.interceptor = interceptor
+
+    # --- the group ---
+
+    def meet(self, members: Iterable[Listing]) -> None:
+        """This worker belongs to a group now, with these, itself among them."""
+        peers = []
+        for listing in members:
+            if listing.info == self.info:
+                self.info = listing.info
+                assert self.info.number is not None
+                self.references.begin(self.info.number)
+            peers.append(self.peer(listing))
+        self.directory.complete(peers)
+
+    def peer(self, listing: Listing) -> Peer:
+        """The ways to a worker."""
+        info, identity, address = listing
+        lent = (self.crew, self.relief)
+        if info == self.info:
+            return Peer(info, info.name, None, self._loopback, *lent)
+        return Peer(info, identity, address, self._transport, *lent)
+
+    def part(self, peer: Peer, reason: str) -> None:
+        """A worker has gone: whoever waits for it, or works for it, is told."""
+        name, number = peer.info.name, peer.info.number
+        peer.close(reason)
+        with self._lock:
+            channels = [one for one in self._incoming if one.peer == peer.identity]
+        for channel in channels:
+            channel.close(reason)
+        # The thread that reads a channel for one call at a time is running that call,
+        # and does not see it close. A function cannot be stopped: nobody waits for it.
+        for execution in self.ledger.served():
+            if execution.caller.number == number:
+                execution.cancel(f"{name!r} is gone: {reason}")
+                self.ledger.end(execution)
+        self.references.gone(peer.info, reason)
+        self.parts.gone(peer.info, reason)
+
+    def watch(self, line: Line) -> None:
+        """Has the deadlines of a line kept that leads to no worker."""
+        self._watched.append(line)
+
+    # --- calling ---
+
+    def call(
+        self,
+        to: Any,
+        kind: str,
+        body: Any,
+        timeout: float = DEFAULT,
+        meta: dict[str, Any] | None = None,
+    ) -> Any:
+        """Asks `to` and waits for the answer.
+
+        Args:
+          to: A name, a rank or a WorkerInfo.
+          kind: What the callee has registered.
+          body: Anything encodable.
+          timeout: Seconds; -1 for the default, 0 for no limit.
+          meta: Small values by name that travel beside the body.
+
+        Raises:
+          RpcTimeout: No answer came in time.
+          WorkerLost: The callee is gone.
+          Exception: Whatever the handler raised.
+        """
+        return self.exchange(self.outgoing(to, kind, body, timeout, meta))
+
+    def call_async(
+        self,
+        to: Any,
+        kind: str,
+        body: Any,
+        timeout: float = DEFAULT,
+        meta: dict[str, Any] | None = None,
+    ) -> Future[Any]:
+        """Asks `to`; the answer will be in the future, as will the errors of `call`."""
+        return self.request(self.outgoing(to, kind, body, timeout, meta))
+
+    def outgoing(
+        self,
+        to: Any,
+        kind: str,
+        body: Any,
+        timeout: float,
+        meta: dict[str, Any] | None = None,
+        operation: Operation | None = None,
+    ) -> Outgoing:
+        """A request, with its destination looked up and its deadline computed."""
+        if self.closed:
+            raise RpcError(current.why_none())
+        peer = self.directory.find(to)
+        limit = deadline.resolve(timeout, self.default_timeout, current.deadline())
+        operation = operation or Operation(kind)
+        return Outgoing(peer, kind, body, meta or {}, limit, operation)
+
+    def exchange(self, outgoing: Outgoing) -> Any:
+        """Sends a request on a channel of its own and waits for the answer."""
+        peer, kind, body, meta, limit, operation, receive, _ = outgoing
+        parcel = Parcel(peer.info, meta, operation)
+        tree, leaves = self.encode(body, parcel)
+        waiting = Exchange(peer, limit, operation)
+        scope = current.scope.get()
+        execution = None if scope is None else scope.execution
+
+        def end() -> None:
+            waiting.release("the call was interrupted")
+            if execution is not None:
+                execution.end(waiting)
+            self.ledger.end(waiting)
+
+        try:
+            try:
+                self.ledger.send(waiting)
+                if execution is not None:
+                    meta = meta | self._tickets.give(waiting, peer)
+                    execution.begin(waiting)
+                self.alarm.set(waiting.run((kind, meta, tree, leaves)))
+            finally:
+                end()
+        except BaseException as error:
+            end()  # again: an interrupt may have kept the first one from its end
+            self.undelivered(parcel)
+            if isinstance(error, ChannelClosed):
+                if waiting.given_up is not None:
+                    raise RpcTimeout(waiting.given_up) from error
+                raise self.lost(peer, operation, str(error)) from error
+            if isinstance(error, TimeoutError):
+                raise self.timed_out(peer, operation, limit) from error
+            raise
+        answer = waiting.answer
+        assert answer is not None
+        if answer.kind != REPLY:
+            self.undelivered(parcel)
+        return self.value_of(answer, receive, peer.info)
+
+    def request(self, outgoing: Outgoing) -> Future[Any]:
+        """Sends a request on the shared channel; its future."""
+        parcel = Parcel(outgoing.peer.info, outgoing.meta, outgoing.operation)
+        tree, leaves = self.encode(outgoing.body, parcel)
+        scope = current.scope.get()
+        execution = None if scope is None else scope.execution
+        request = Request(self, outgoing, parcel, execution)
+        meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
+        if execution is not None:
+            meta[NESTED] = True
+        frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
+        peer = outgoing.peer
+        try:
+            self.ledger.send(request)
+            if not self._submit(request, peer.line, frame):
+                # Connecting may take long, and this call must not.
+                self.crew.run(lambda: self._connect_and_submit(request, peer, frame))
+        except BaseException:
+            self.ledger.end(request)
+            self.undelivered(request.parcel)
+            raise
+        return request.future
+
+    def _submit(self, request: Request, line: Line | None, frame: Frame) -> bool:
+        """Sends a request on the shared channel; False if that is not open."""
+        if line is None or line.closed is not None:
+            return False
+        try:
+            request.submit(line, frame)
+        except NotSent:
+            return False
+        self.alarm.set(request.deadline.at)
+        return True
+
+    def _connect_and_submit(self, request: Request, peer: Peer, frame: Frame) -> None:
+        error: BaseException
+        try:
+            # The first one may have closed without having been noticed.
+            for _ in range(2):
+                line = peer.open_line(request.deadline)
+                if self._submit(request, line, frame):
+                    return
+            raise ChannelClosed(line.closed or "its connection closed")
+        except ChannelClosed as closed:
+            error = self.lost(peer, request.operation, str(closed))
+        except TimeoutError:
+            error = self.timed_out(peer, request.operation, request.deadline)
+        except Exception as other:  # noqa: BLE001 - it becomes the future's
+            error = other
+        run_all(request.end(None, error))
+
+    # --- answers ---
+
+    def encode(self, value: Any, parcel: Parcel) -> tuple[Any, list[Any]]:
+        """The tree and leaves of a value that is about to be sent in a call."""
+        try:
+            return self.codec.encode(value, parcel)
+        except BaseException:
+            self.undelivered(parcel)
+            raise
+
+    def undelivered(self, parcel: Parcel) -> None:
+        """The call that this was part of has failed."""
+        self.references.undelivered(parcel)
+        for callback in parcel.if_lost:
+            callback()
+
+    def value_of(
+        self, frame: Frame, receive: Receive | None, callee: WorkerInfo
+    ) -> Any:
+        """What an answer says; raises what it says was raised."""
+        parcel = Parcel(callee, frame.meta)
+        try:
+            value = self.codec.decode(frame.tree, frame.leaves, parcel)
+        except BaseException:
+            self.references.decline(frame.tree, callee)
+            raise
+        if frame.kind == REPLY:
+            return value if receive is None else receive(value, frame.meta)
+        if frame.kind != ERROR:
+            raise ProtocolError(f"An answer of kind {frame.kind!r} is none.")
+        raise rebuild(value, self.codec.functions)
+
+    def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
+        """The error for a call whose channel closed."""
+        # The others close their channels to a worker that leaves before it does itself.
+        if self.ending or self.closed:
+            return RpcError(f"RPC was shut down on this worker during {operation}.")
+        expelled = self.group.expelled()
+        if expelled is not None:
+            return WorkerLost(self.info.name, str(operation), expelled)
+        known = peer.departed or f"its connection closed ({reason})"
+        return WorkerLost(peer.info.name, str(operation), known)
+
+    def timed_out(
+        self, peer: Peer, operation: Operation, limit: Deadline
+    ) -> RpcTimeout:
+        """The error for a call whose deadline came, with what the callee is doing."""
+        return RpcTimeout(
+            f"{deadline.exceeded(limit)} and will now be marked with an error: "
+            f"{operation} to {peer.info.name!r}.{self.hint(peer)}"
+        )
+
+    # --- serving ---
+
+    def _serve(self, channel: Channel) -> None:
+        caller = self.directory.caller(channel.peer, moment(self.options.join_timeout))
+        if caller is None or self.closed:
+            channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
+            return
+        serving = Serving(self, channel, caller, self._no_longer_serves)
+        with self._lock:
+            self._incoming[channel] = serving
+        serving.read()
+
+    def _no_longer_serves(self, channel: Channel) -> None:
+        with self._lock:
+            self._incoming.pop(channel, None)
+
+    def _answer_in_thread_of_caller(
+        self, caller: str, frame: Frame, depth: int
+    ) -> Frame | Execution:
+        info = self.directory.caller(caller, moment(self.options.join_timeout))
+        if info is None or self.closed:
+            raise ChannelClosed(f"{self.info.name!r} does not know {caller!r}")
+        execution = self.callee.execution_of(info, frame)
+        try:
+            self.callee.begin(execution)
+            answer = self.callee.execute(execution, frame, depth)
+            if answer is execution:
+                call_when_done(execution.answer, lambda: self.ledger.end(execution))
+            else:
+                self.ledger.end(execution)
+            return answer
+        except BaseException:
+            self.ledger.end(execution)
+            raise
+
+    # --- time and end ---
+
+    def _expire(self, now: float) -> float | None:
+        lines = [*self._watched, *(peer.line for peer in self.directory.peers())]
+        moments = [line.expire(now) for line in lines if line is not None]
+        moments += [peer.expire(now) for peer in self.directory.peers()]
+        return min((at for at in moments if at is not None), default=None)
+
+    def close(self) -> None:
+        """Ends it at once: channels, threads, sockets. Any number of times."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        self.parts.close()
+        for peer in self.directory.peers():
+            peer.close("this worker was shut down")
+        for part in (self._transport, self._loopback, self.alarm, self.relief):
+            part.close()
+        self.crew.close(timeout=1.0)

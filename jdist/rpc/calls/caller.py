@@ -1,0 +1,209 @@
+"""Calling functions on other workers: what `rpc` is for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.profiler import TraceAnnotation
+
+from jdist._errors import requirement
+from jdist.rpc.base import current, waiting
+from jdist.rpc.base.arguments import named, positional
+from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.future import Future
+from jdist.rpc.base.interceptor import Interceptor, Invocation
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.async_execution import check_result, is_asynchronous
+from jdist.rpc.calls.callee import Reply
+from jdist.rpc.calls.execution import Execution
+from jdist.rpc.calls.outstanding_calls import Operation
+from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.codec.method import Method
+from jdist.rpc.wire.frame import CALL
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT,
+) -> Any:
+    """Calls `func(*args, **kwargs)` on the worker `to` and returns its result.
+
+    The function travels by name: it must be importable on the callee, and allowed
+    there (see `init_rpc`). Arrays arrive as what they are, a JAX array on the callee's
+    device. Nested calls are given up with the outer one.
+
+    Args:
+      to: Name, rank or WorkerInfo; it may be this worker itself.
+      func: A function, a class, or a method of an importable class.
+      args: Positional arguments, in a tuple or a list.
+      kwargs: Keyword arguments, by their names.
+      timeout: Seconds; -1 for the default, 0 for no limit. Within a called function
+        the outer call's deadline holds in any case.
+
+    Returns:
+      What the function returned, of the same types.
+
+    Raises:
+      RpcTimeout: It took longer. The callee is told to stop where that is possible.
+      WorkerLost: The callee died, froze or left.
+      ForbiddenFunction: The callee does not allow the function.
+      TypeError: `func` cannot be called; `args` is neither a tuple nor a list, as in
+        `args=(x)`; `kwargs` is no mapping from strings.
+      Exception: What the function raised, as its own type, with the remote traceback
+        as a note.
+
+    Source: `torch.distributed.rpc.rpc_sync`.
+
+    Example:
+      >>> import numpy as np
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     rpc.rpc_sync("worker1", max, args=(2, 3))
+      3
+    """
+    agent = current.agent()
+    return agent.exchange(
+        outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_sync")
+    )
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT,
+) -> Future[Any]:
+    """As `rpc_sync`, but returns at once, with a future of the result.
+
+    Calls run on the callee side by side, in no particular order. The future can be
+    dropped: the call is made all the same. Arrays among the arguments may be read until
+    the call is answered, so do not write to them before.
+
+    Raises:
+      TypeError, ValueError, ForbiddenFunction: The call itself is wrong. All else that
+        `rpc_sync` raises is raised by the future.
+
+    Source: `torch.distributed.rpc.rpc_async`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     future = rpc.rpc_async("worker1", max, args=(2, 3))
+      ...     future.wait()
+      3
+    """
+    agent = current.agent()
+    future = agent.request(
+        outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_async")
+    )
+    waiting.collect(future)
+    return future
+
+
+def install(agent: Agent) -> None:
+    """Lets `agent` answer calls of functions."""
+
+    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+        return execute(agent, caller, Invocation.unpack(CALL, body), meta)
+
+    agent.register(CALL, answer, limited=True)
+
+
+def execute(
+    agent: Agent, caller: WorkerInfo, call: Invocation, meta: dict[str, Any]
+) -> Any:
+    """Runs a call that has arrived: a value, a Future, or a Reply with metadata.
+
+    Raises:
+      Exception: Whatever the function raised.
+    """
+    if isinstance(call.function, Method):
+        call = call._replace(function=call.function.bound())
+    _execution().operation = Operation(call.kind, call.function)
+    if agent.interceptor is None:
+        return run(call)
+    return _intercepted(agent.interceptor, caller, call, meta)
+
+
+def _execution() -> Execution:
+    """The call that this thread is running."""
+    scope = current.scope.get()
+    assert scope is not None
+    assert scope.execution is not None
+    return scope.execution
+
+
+def run(call: Invocation) -> Any:
+    """Runs the function: its value, or its future where it is marked as asynchronous.
+
+    Raises:
+      TypeError: The function returned a future without being marked, or none although
+        it is; and whatever it raised.
+    """
+    function = call.function
+    with TraceAnnotation(_label(function)):
+        result = function(*call.args, **call.kwargs)
+    if is_asynchronous(function):
+        check_result(function, result)
+    elif isinstance(result, Future):
+        # Wrapped so that it is refused as a value, not taken for a deferred answer.
+        return Reply(result, {})
+    return result
+
+
+def _intercepted(
+    interceptor: Interceptor, caller: WorkerInfo, call: Invocation, meta: dict[str, Any]
+) -> Any:
+    value, answer_meta = interceptor.execute(caller, call, meta, run)
+    if isinstance(value, Future):
+        # What the answer is made of is given up with it.
+        _execution().defer(value)
+        return value.then(lambda done: Reply(done.value(), answer_meta))
+    if type(value) is Reply:  # a future that is none of ours to wait for
+        return value
+    return Reply(value, answer_meta)
+
+
+def outgoing(
+    agent: Agent,
+    to: Any,
+    kind: str,
+    func: Any,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+    verb: str,
+) -> Outgoing:
+    """A call of a function, as a request of this kind.
+
+    Raises:
+      TypeError: `func` cannot be called, or `args` or `kwargs` is none.
+    """
+    if not callable(func):
+        rule = "function should be callable"
+        remedy = f"Give the function itself: `{verb}(to, fn, args=(x, y))`."
+        raise TypeError(requirement(f"{verb}(func)", rule, repr(func), remedy))
+    body = (func, positional(verb, args), named(verb, kwargs))
+    found = agent.outgoing(to, kind, body, timeout, None, Operation(verb, func))
+    interceptor = agent.interceptor
+    if interceptor is None:
+        return found
+    info = found.peer.info
+    call, meta = interceptor.request(info, Invocation(kind, *body))
+    return Outgoing(
+        found.peer,
+        kind,
+        (call.function, call.args, call.kwargs),
+        meta,
+        found.deadline,
+        found.operation,
+        lambda value, meta: interceptor.reply(info, value, meta),
+    )
+
+
+def _label(function: Callable[..., Any]) -> str:
+    return "rpc " + getattr(function, "__qualname__", "call")

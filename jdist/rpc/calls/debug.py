@@ -1,0 +1,72 @@
+"""Asking what workers are doing, and who waits for whom."""
+
+import contextvars
+from typing import Any
+
+from jdist.rpc.base.errors import RpcError
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.outstanding_calls import describe
+from jdist.rpc.calls.peer import Peer
+
+_KIND = "debug.activity"
+_PATIENCE = 0.2
+_MOST = 5
+
+
+def install(agent: Agent) -> None:
+    """Lets `agent` say what it does, and ask when one of its calls takes too long."""
+
+    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> str:
+        return "; ".join(activity(agent)[:_MOST])
+
+    agent.register(_KIND, answer)
+    agent.hint = lambda peer: _hint(agent, peer)
+
+
+def activity(agent: Agent) -> list[str]:
+    """What a worker is executing and what it is waiting for, one line each."""
+    served = (entry for entry in agent.ledger.served() if entry.operation.verb != _KIND)
+    sent = (entry for entry in agent.ledger.sent() if entry.operation.verb != _KIND)
+    lines = [f"executes {describe(entry)}" for entry in served]
+    return lines + [f"waits for {describe(entry)}" for entry in sent]
+
+
+def information(agent: Agent) -> dict[str, Any]:
+    """See `rpc.debug_info`."""
+    ledger, crew = agent.ledger, agent.crew
+    served = ledger.served()
+    return {
+        "agent.thread_pool_size": crew.ceiling,
+        "agent.num_idle_threads": crew.idle,
+        "agent.client_active_calls": len(ledger.sent()),
+        "agent.server_active_calls": len(served),
+        "agent.server_active_async_calls": sum(entry.deferred for entry in served),
+        "agent.activity": activity(agent),
+        "group.workers": [worker.name for worker in agent.group.workers()],
+        "group.lost": agent.group.lost(),
+        **agent.references.counts(),
+        **agent.parts.counts(),
+    }
+
+
+def _hint(agent: Agent, peer: Peer) -> str:
+    """What `peer` is doing, if it can say so quickly; for the message of a timeout."""
+    if agent.closed or peer.departed:
+        return ""
+
+    def ask() -> str | None:
+        if not peer.asking.try_take():
+            return None
+        # Not under the deadline that has just passed.
+        context = contextvars.Context()
+        asked = context.run(agent.call, peer.info, _KIND, None, timeout=_PATIENCE)
+        return str(asked)
+
+    try:
+        told = peer.asking.hold(ask)
+    except (RpcError, ValueError):
+        return f" Asked what it is doing, {peer.info.name!r} did not answer."
+    if told is None:
+        return ""
+    return f" It {told}." if told else f" By then {peer.info.name!r} was idle."

@@ -1,0 +1,166 @@
+"""The calls under way on one worker, for debugging and for a graceful end.
+
+Every call is entered twice: by its caller, from before it is sent until its callbacks
+have run, and by its callee, from its arrival until its answer is sent. So a message in
+flight is always on somebody's ledger, and when all ledgers are empty there is none.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.errors import RpcTimeout
+
+_OVERDUE = 60.0
+"""Seconds after its deadline for which a graceful end waits for a call: its function
+may be about to return."""
+
+
+class Operation(NamedTuple):
+    """What is done, worded only when somebody asks."""
+
+    verb: str
+    function: Any = None
+
+    def __str__(self) -> str:
+        return self.verb if self.function is None else f"{self.verb}({self.name})"
+
+    @property
+    def name(self) -> str:
+        """The function's name, or the verb where there is no function."""
+        if self.function is None:
+            return self.verb
+        return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+
+class Entry(Protocol):
+    """One call under way, seen from one side."""
+
+    @property
+    def peer(self) -> str:
+        """Name of the worker on the other side."""
+
+    @property
+    def operation(self) -> Operation:
+        """What is called."""
+
+    @property
+    def since(self) -> float:
+        """When it began, in `time.monotonic()` seconds."""
+
+    @property
+    def deadline(self) -> Deadline:
+        """When it must be over."""
+
+
+class Ledger:
+    """Enters calls when they begin and strikes them out when they end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._empty = threading.Condition(self._lock)
+        self._sent: set[Any] = set()
+        self._served: set[Any] = set()
+        self._begun = 0
+        self._watched = 0
+
+    def send(self, entry: Entry) -> None:
+        """A call goes out."""
+        with self._lock:
+            self._begun += 1
+            self._sent.add(entry)
+
+    def serve(self, entry: Entry) -> None:
+        """A call came in."""
+        with self._lock:
+            self._begun += 1
+            self._served.add(entry)
+
+    def end(self, entry: Entry) -> None:
+        """The call is over, on this side; any number of times."""
+        with self._lock:
+            self._sent.discard(entry)
+            self._served.discard(entry)
+            if self._watched and not self._sent and not self._served:
+                self._empty.notify_all()
+
+    def sent(self) -> list[Any]:
+        """The calls of this worker that are not answered yet."""
+        with self._lock:
+            return list(self._sent)
+
+    def served(self) -> list[Any]:
+        """The calls that this worker is executing for others and for itself."""
+        with self._lock:
+            return list(self._served)
+
+    def when_empty(self, deadline: Deadline, check: Callable[[], None]) -> int:
+        """Waits until no call is under way; how many have ever begun, at that moment.
+
+        Args:
+          deadline: Of the wait.
+          check: Called at the beginning and after each `wake`; ends the wait by raising
+            an exception.
+
+        Raises:
+          RpcTimeout: Some still are at the deadline, or long after their own deadlines;
+            the message names them.
+        """
+        begun = time.monotonic()
+        with self._lock:
+            self._watched += 1
+            try:
+                while True:
+                    check()
+                    if not self._sent and not self._served:
+                        return self._begun
+                    if deadline.remaining() == 0:
+                        raise RpcTimeout(
+                            f"Calls were still under way after {deadline.timeout:.2f} "
+                            f"seconds: {self._describe()}."
+                        )
+                    patience = self._patience(begun)
+                    if patience is not None and patience <= 0:
+                        raise RpcTimeout(
+                            f"Calls were still under way {_OVERDUE:g} seconds after "
+                            "their own deadlines, when nothing waits for them any "
+                            f"more: {self._describe()}."
+                        )
+                    left = (deadline.remaining(), patience)
+                    self._empty.wait(
+                        min((s for s in left if s is not None), default=None)
+                    )
+            finally:
+                self._watched -= 1
+
+    def _patience(self, begun: float) -> float | None:
+        """Seconds until every call is long overdue; None if one may take for ever."""
+        ends = [entry.deadline.at for entry in (*self._sent, *self._served)]
+        if None in ends:
+            return None
+        last = max((at for at in ends if at is not None), default=begun)
+        return max(last, begun) + _OVERDUE - time.monotonic()
+
+    def at_rest(self) -> int | None:
+        """How many calls have ever begun; None while one is under way."""
+        with self._lock:
+            return None if self._sent or self._served else self._begun
+
+    def wake(self) -> None:
+        """Has those who wait in `when_empty` check again."""
+        with self._lock:
+            self._empty.notify_all()
+
+    def _describe(self) -> str:
+        ways = [("waiting for", self._sent), ("serving", self._served)]
+        return "; ".join(
+            f"{way} {describe(entry)}" for way, entries in ways for entry in entries
+        )
+
+
+def describe(entry: Entry) -> str:
+    """One call in words, such as `rpc_sync(add) of 'b' since 0.2 s`."""
+    seconds = time.monotonic() - entry.since
+    return f"{entry.operation} of {entry.peer!r} since {seconds:.1f} s"

@@ -1,0 +1,191 @@
+"""The channels from one worker to one other.
+
+A synchronous call has a channel to itself while it lasts, so that its callee's thread
+runs it and answers with no hand-over on either side. Idle channels are kept, the last
+used first. All asynchronous calls share one channel.
+"""
+
+import itertools
+import threading
+import time
+from typing import Any, Protocol
+
+from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
+from jdist.rpc.wire.relief import Relief
+from jdist.rpc.wire.shared_connection import Line
+
+_IDLE_SECONDS = 10.0
+"""After which a channel that no call uses is closed, unless it is the only one."""
+
+
+class Lane:
+    """A channel for one call at a time.
+
+    Attributes:
+      channel: The channel.
+      numbers: Of its requests.
+      unused: Whether it was opened for the call that has it.
+      idle_since: When its last call ended.
+    """
+
+    __slots__ = ("channel", "idle_since", "numbers", "unused")
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.numbers = itertools.count(1)
+        self.unused = True
+        self.idle_since = 0.0
+
+
+class Caller(Protocol):
+    """What takes a lane."""
+
+    lane: Lane | None
+
+
+class Peer:
+    """What one worker knows of another, and its ways there.
+
+    Args:
+      info: The other worker.
+      identity: The name that it proves; in an elastic group no other ever has it.
+      address: Where it listens, for `transport`.
+      transport: Connects to it.
+      crew: Lends the thread that reads the shared channel.
+      relief: Looks after the reading of that channel.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        identity: str,
+        address: Any,
+        transport: Transport,
+        crew: Crew,
+        relief: Relief,
+    ) -> None:
+        self.info = info
+        self.identity = identity
+        self.asking = Turn()
+        self.line: Line | None = None
+        self.departed: str | None = None
+        self._address = address
+        self._transport = transport
+        self._crew = crew
+        self._relief = relief
+        self._idle: list[Lane] = []
+        self._busy: set[Lane] = set()
+        self._lock = threading.Lock()
+        self._opening = Turn()
+
+    @property
+    def device_maps(self) -> DeviceMaps:
+        """On which devices this worker's arrays arrive, there among others."""
+        return self._transport.device_maps
+
+    def take(self, caller: Caller, deadline: Deadline) -> Lane:
+        """A channel for one synchronous call, to be given back or dropped.
+
+        It is `caller.lane` before it is returned, so that no interrupt loses it.
+
+        Raises: what `Transport.connect` raises.
+        """
+        while self._take_idle(caller):
+            assert caller.lane is not None
+            if caller.lane.channel.usable():
+                return caller.lane
+            # The peer, or what lies between, has closed it since.
+            self.drop(caller.lane, "it was closed while no call used it")
+            caller.lane = None
+        caller.lane = lane = Lane(self._connect(deadline))
+        with self._lock:
+            if self.departed is None:
+                self._busy.add(lane)
+        self._check_present(lane.channel)
+        return lane
+
+    def _take_idle(self, caller: Caller) -> bool:
+        with self._lock:
+            if not self._idle:
+                return False
+            # An interrupt may leave it with both; the one that drops it closes it.
+            caller.lane = lane = self._idle[-1]
+            lane.unused = False
+            self._busy.add(lane)
+            self._idle.pop()
+            return True
+
+    def give(self, lane: Lane) -> float | None:
+        """The call is over and its answer was received; when to `expire` channels."""
+        lane.idle_since = time.monotonic()
+        with self._lock:
+            self._busy.discard(lane)
+            self._idle.append(lane)
+            several = len(self._idle) > 1
+        return lane.idle_since + _IDLE_SECONDS if several else None
+
+    def drop(self, lane: Lane, reason: str) -> None:
+        """The call was given up; closing its channel is how the callee learns it."""
+        with self._lock:
+            self._busy.discard(lane)
+        lane.channel.close(reason)
+
+    def expire(self, now: float) -> float | None:
+        """Closes the channels that were idle for long; when to look again.
+
+        Each has a thread and a descriptor on both sides. The one used last is kept.
+        """
+        with self._lock:
+            spare, last = self._idle[:-1], self._idle[-1:]
+            old = [lane for lane in spare if lane.idle_since + _IDLE_SECONDS <= now]
+            kept = [lane for lane in spare if lane not in old]
+            self._idle = kept + last
+        for lane in old:
+            lane.channel.close("no call used it")
+        return min((lane.idle_since + _IDLE_SECONDS for lane in kept), default=None)
+
+    def open_line(self, deadline: Deadline) -> Line:
+        """The shared channel, connected at the first call.
+
+        Raises: what `Transport.connect` raises.
+        """
+
+        def opened() -> Line:
+            self._opening.take(deadline.at, "another call was still connecting")
+            line = self.line
+            if line is None or line.closed is not None:
+                channel = self._connect(deadline)
+                line = self.line = Line(channel, self._crew, self._relief)
+                self._check_present(channel)
+            return line
+
+        return self._opening.hold(opened)
+
+    def close(self, reason: str) -> None:
+        """The worker is gone: everything under way ends with `reason`."""
+        with self._lock:
+            self.departed = self.departed or reason
+            lanes = [*self._busy, *self._idle]
+            self._idle.clear()
+        for lane in lanes:
+            lane.channel.close(reason)
+        self._transport.abandon(self.identity, reason)
+        line = self.line
+        if line is not None:
+            line.close(reason)
+
+    def _connect(self, deadline: Deadline) -> Channel:
+        if self.departed is not None:
+            raise ChannelClosed(self.departed)
+        return self._transport.connect(self.identity, self._address, deadline.at)
+
+    def _check_present(self, channel: Channel) -> None:
+        """Closes a channel that was being opened while the worker departed."""
+        if self.departed is not None:
+            channel.close(self.departed)
+            raise ChannelClosed(self.departed)

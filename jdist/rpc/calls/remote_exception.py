@@ -1,0 +1,223 @@
+"""Exceptions that cross from one worker to another, as their own type.
+
+`describe` runs where the exception was raised and makes plain values of it; `rebuild`
+runs at the caller. A type is rebuilt only if the caller allows its name, and only if
+the rebuilt exception says the same as the original; else a `RemoteError` tells it all.
+"""
+
+import traceback
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError, RemoteError
+from jdist.rpc.codec.functions import FunctionTable, own_name
+
+T = TypeVar("T")
+
+_LONGEST = 100_000
+"""Characters of a text, and contents of arguments: beyond, an error would be a load."""
+
+_DEEPEST = 20
+_SCALARS = frozenset({type(None), bool, int, float, np.bool_, np.int32, np.int64})
+_SCALARS |= {np.float32, np.float64}
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "type": (str,),
+    "text": (str,),
+    "args": (tuple, type(None)),
+    "state": (dict,),
+    "notes": (list,),
+    "traceback": (str,),
+    "worker": (str,),
+}
+
+
+def describe(error: BaseException, worker: str) -> dict[str, Any]:
+    """All that is to be known of an exception, as values that the codec takes.
+
+    Arguments and attributes that are not plain scalars, texts and containers of them
+    stay behind; an exception with such arguments arrives as a `RemoteError`. Causes
+    and contexts are part of the traceback's text.
+
+    Args:
+      error: The exception.
+      worker: Name of the worker that raised it; empty for an exception that is sent as
+        a value, which gets no note about where it came from.
+
+    Example:
+      >>> describe(KeyError("w"), "worker1")["text"]
+      "'w'"
+    """
+    # Each part is read on its own: `args`, `__dict__` and `__notes__` may be properties
+    # or hold anything, and an exception that cannot be described must be told all the
+    # same, or its caller would wait for an answer that never comes.
+    state: dict[str, Any] = {}
+    notes: list[str] = []
+    return {
+        "type": own_name(type(error)) or type(error).__name__,
+        "text": _text(error),
+        "args": _attempt(lambda: _arguments(error), None),
+        "state": _attempt(lambda: _state(error), state),
+        "notes": _attempt(lambda: _notes(error), notes),
+        "traceback": _traceback(error),
+        "worker": worker,
+    }
+
+
+def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
+    """The exception again: its own type, or `RemoteError` where that cannot be.
+
+    Its own type it is if `functions` lets one name it and the rebuilt exception has
+    the text of the original. Attributes `remote_worker` and `remote_traceback` say
+    where it was first raised, and for every worker that it came through there is a
+    note with the traceback there. `KeyboardInterrupt` and its like arrive as
+    `RemoteError`: nobody pressed a key here.
+
+    Args:
+      description: As `describe` made it.
+      functions: Which types may be rebuilt: those it allows, Python's own, and those
+        of `jax.errors` and NumPy.
+
+    Raises:
+      ProtocolError: `description` is not what `describe` makes.
+    """
+    _check(description)
+    error = _own_type(description, functions) or RemoteError(_told(description))
+    worker, trace = description["worker"], description["traceback"]
+    notes = list(description["notes"])
+    if worker:
+        origin = {"remote_worker": worker, "remote_traceback": trace}
+        earlier = description["state"].keys() & origin.keys()
+        verb = "Passed on by" if earlier else "Raised on"
+        notes.append(f"{verb} worker {worker!r}:\n{trace}")
+        origin |= {name: description["state"][name] for name in earlier}
+        vars(error).update(origin)
+    if notes:
+        vars(error)["__notes__"] = notes
+    return error
+
+
+def _attempt(read: Callable[[], T], otherwise: T) -> T:
+    try:
+        return read()
+    except BaseException:  # noqa: BLE001 - the exception is told without this part
+        return otherwise
+
+
+def _arguments(error: BaseException) -> tuple[Any, ...] | None:
+    args = error.args
+    if isinstance(error, OSError) and error.filename is not None:
+        # Its constructor takes more than it keeps in `args`.
+        args = (error.errno, error.strerror, error.filename, None, error.filename2)
+    return args if _is_plain(args) else None
+
+
+def _state(error: BaseException) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(error).items()
+        if type(name) is str and not _is_special(name) and _is_plain(value)
+    }
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", [])
+    return [_cut(note) for note in notes if isinstance(note, str)]
+
+
+def _own_type(
+    description: dict[str, Any], functions: FunctionTable
+) -> Exception | None:
+    args = description["args"]
+    try:
+        kind = functions.resolve(description["type"])
+    except ForbiddenFunction:
+        return None
+    if args is None or not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    try:
+        if kind.__module__ == "jax.errors":
+            # Some want a tracer, which stays behind; made like this none is missed.
+            error = kind.__new__(kind, *args)
+        else:
+            error = kind(*args)
+        if type(error) is not kind:
+            return None
+        # Straight into the dictionary: a frozen dataclass, too, may be an exception.
+        vars(error).update(description["state"])
+    except Exception:  # noqa: BLE001 - a constructor may fail in any way: told in words
+        return None
+    return error if _text(error) == description["text"] else None
+
+
+def _told(description: dict[str, Any]) -> str:
+    # torch's words, up to the name of the type.
+    return (
+        "Failed to create original exception type. Original exception on remote side "
+        f"was {description['type']}: {description['text']}\n{description['traceback']}"
+    )
+
+
+def _check(description: Any) -> None:
+    if not isinstance(description, dict) or description.keys() != _FIELDS.keys():
+        raise ProtocolError("A remote exception's description has other fields.")
+    for name, kinds in _FIELDS.items():
+        if type(description[name]) not in kinds:
+            raise ProtocolError(f"A remote exception's {name} is of another type.")
+    if not all(type(note) is str for note in description["notes"]):
+        raise ProtocolError("A remote exception's notes must be texts.")
+    if any(type(k) is not str or _is_special(k) for k in description["state"]):
+        raise ProtocolError("A remote exception's attributes must have ordinary names.")
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") or hasattr(Exception, name)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return _cut(str(error))
+    except BaseException as broken:  # noqa: BLE001 - its own __str__ may raise anything
+        return f"<no text: its __str__ raised {type(broken).__name__}>"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        told = traceback.TracebackException.from_exception(error)
+        told.__notes__ = None  # They travel by themselves.
+        return _cut("".join(told.format()))
+    except BaseException as broken:  # noqa: BLE001 - the same __str__, and attributes
+        return f"<no traceback: making it raised {type(broken).__name__}>"
+
+
+def _cut(text: str) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of scalars, texts and containers alone, and is not big."""
+    room = _LONGEST
+    rest = [(value, 0)]
+    while rest:
+        item, depth = rest.pop()
+        kind = type(item)
+        room -= 1
+        if kind in (str, bytes):
+            room -= len(item)
+        elif kind in (tuple, list, dict):
+            if len(item) > room or depth == _DEEPEST:
+                return False
+            inner = chain(item, item.values()) if kind is dict else item
+            rest += ((part, depth + 1) for part in inner)
+        elif kind not in _SCALARS:
+            return False
+        if room < 0:
+            return False
+    return True

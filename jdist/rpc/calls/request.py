@@ -1,0 +1,216 @@
+"""Calls that this worker makes: one that a thread waits for, and one with a future."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jdist.rpc.base.deadline import Deadline, to_meta
+from jdist.rpc.base.errors import RpcTimeout
+from jdist.rpc.base.future import Future, complete, run_all
+from jdist.rpc.calls.outstanding_calls import Operation
+from jdist.rpc.calls.peer import Lane, Peer
+from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.wire.channel import ChannelClosed, NotSent
+from jdist.rpc.wire.frame import Frame
+from jdist.rpc.wire.shared_connection import Callbacks, Line
+
+if TYPE_CHECKING:
+    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.calls.execution import Execution
+
+Receive = Callable[[Any, dict[str, Any]], Any]
+"""What is made of the value and the metadata of an answer."""
+
+
+class Outgoing(NamedTuple):
+    """What to send, and to whom.
+
+    Of an asynchronous call `ended` is told the error, or None. It runs on the thread
+    that learns of it, before anything else, and must not wait.
+    """
+
+    peer: Peer
+    kind: str
+    body: Any
+    meta: dict[str, Any]
+    deadline: Deadline
+    operation: Operation
+    receive: Receive | None = None
+    ended: Callable[[BaseException | None], None] | None = None
+
+
+class Exchange:
+    """A synchronous call: a thread waits on a channel of its own."""
+
+    __slots__ = (
+        "_peer", "answer", "deadline", "given_up", "lane", "operation", "since",
+        "take_back",
+    )  # fmt: skip
+
+    def __init__(self, peer: Peer, deadline: Deadline, operation: Operation) -> None:
+        self._peer = peer
+        self.deadline = deadline
+        self.operation = operation
+        self.since = time.monotonic()
+        self.lane: Lane | None = None
+        self.answer: Frame | None = None
+        self.given_up: str | None = None
+        self.take_back: Callable[[], None] | None = None
+
+    @property
+    def peer(self) -> str:
+        """Name of the callee."""
+        return self._peer.info.name
+
+    def give_up(self, reason: str) -> None:
+        """The call within which this one is made was cancelled."""
+        self.given_up = reason
+        lane = self.lane
+        if lane is not None:
+            lane.channel.close(reason)
+        if self.take_back is not None:
+            self.take_back()
+
+    def run(self, request: tuple[str, dict[str, Any], Any, list[Any]]) -> float | None:
+        """Sends a request of this kind, metadata, tree and leaves, and has its answer.
+
+        Returns:
+          What `Peer.give` returns.
+
+        Raises: what `Peer.take` and `Channel.exchange` raise.
+        """
+        while True:
+            lane = self._peer.take(self, self.deadline)
+            if self.given_up is not None:
+                raise ChannelClosed(self.given_up)
+            try:
+                return self._exchange(lane, request)
+            except NotSent as error:
+                if lane.unused or self.given_up is not None:
+                    raise
+                # It had closed while no call used it, so this one may use another.
+                self.release(f"it was closed: {error}")
+
+    def _exchange(
+        self, lane: Lane, request: tuple[str, dict[str, Any], Any, list[Any]]
+    ) -> float | None:
+        kind, meta, tree, leaves = request
+        meta = meta | to_meta(self.deadline)
+        frame = Frame(kind, next(lane.numbers), meta, tree, leaves)
+        try:
+            self.answer = lane.channel.exchange(frame, self.deadline.at)
+        except TimeoutError:
+            self.release("the call was given up at its deadline")
+            raise
+        except ValueError:
+            self._peer.give(lane)  # refused before a byte was sent
+            self.lane = None
+            raise
+        until = self._peer.give(lane)
+        self.lane = None
+        return until
+
+    def release(self, reason: str) -> None:
+        """Closes the channel if the call still has one; any number of times."""
+        if self.lane is not None:
+            self._peer.drop(self.lane, reason)
+            self.lane = None
+
+
+class Request:
+    """An asynchronous call: a future waits, and a line has it among others."""
+
+    __slots__ = (
+        "_agent",
+        "_ended",
+        "_execution",
+        "_line",
+        "_number",
+        "_peer",
+        "_receive",
+        "deadline",
+        "future",
+        "operation",
+        "parcel",
+        "since",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        agent: "Agent",
+        outgoing: Outgoing,
+        parcel: Parcel,
+        execution: "Execution | None",
+    ) -> None:
+        self.parcel = parcel
+        self._peer = outgoing.peer
+        self.operation = outgoing.operation
+        self.deadline = outgoing.deadline
+        self.since = time.monotonic()
+        self.future: Future[Any] = Future()
+        self._agent = agent
+        self._receive = outgoing.receive
+        self._ended = outgoing.ended
+        self._execution = execution
+        self._line: Line | None = None
+        self._number = 0
+
+    @property
+    def peer(self) -> str:
+        """Name of the callee."""
+        return self._peer.info.name
+
+    def submit(self, line: Line, frame: Frame) -> None:
+        """Sends it; from here on exactly one of the three ends below comes.
+
+        Raises:
+          ValueError: The frame is beyond the limits.
+        """
+        self._line = self.future._source = line
+        self._number = line.submit(
+            self, frame.kind, frame.meta, frame.tree, frame.leaves
+        )
+        if self._execution is not None and not self.future.done():
+            self._execution.begin(self)
+            if self.future.done():
+                self._execution.end(self)
+
+    def answered(self, frame: Frame) -> Callbacks:
+        """See `Pending`."""
+        try:
+            value = self._agent.value_of(frame, self._receive, self._peer.info)
+        except BaseException as error:  # noqa: BLE001 - it becomes the future's
+            return self.end(None, error)
+        return self.end(value, None)
+
+    def disconnected(self, reason: str) -> Callbacks:
+        """See `Pending`."""
+        return self.end(None, self._agent.lost(self._peer, self.operation, reason))
+
+    def expired(self) -> Callbacks:
+        """See `Pending`."""
+        return [self._time_out]
+
+    def give_up(self, reason: str) -> None:
+        """The call within which this one is made was cancelled."""
+        if self._line is not None and self._line.withdraw(self._number):
+            run_all(self.end(None, RpcTimeout(reason)))
+
+    def end(self, value: Any, error: BaseException | None) -> Callbacks:
+        """Completes the future; the callbacks that remain to be run."""
+        if self._ended is not None:
+            self._ended(error)
+        callbacks = complete(self.future, value, error)
+        if error is not None:
+            self._agent.undelivered(self.parcel)
+        if self._execution is not None:
+            self._execution.end(self)
+        if not callbacks:
+            self._agent.ledger.end(self)
+            return []
+        # What callbacks begin must be on the ledger before this call leaves it.
+        return [*callbacks, lambda: self._agent.ledger.end(self)]
+
+    def _time_out(self) -> None:
+        error = self._agent.timed_out(self._peer, self.operation, self.deadline)
+        run_all(self.end(None, error))

@@ -1,0 +1,85 @@
+"""Flax NNX modules, without importing Flax: who has a module has imported it already.
+
+Flax is no dependency of rpc. Nothing else in `jdist.rpc` knows its names.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jdist._errors import requirement
+from jdist.rpc.codec.functions import own_name
+
+_METHODS = frozenset(("__call__", "eval", "train"))
+
+
+class StandIn:
+    """An object in the place of a module, which it calls in a way of its own.
+
+    What others may call of it is what they may call of the module.
+    """
+
+    def original(self) -> Any:
+        """The module, or one of the same class."""
+        raise NotImplementedError
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """What takes the place of the module's method of this name."""
+        raise NotImplementedError
+
+
+def is_module(value: Any) -> bool:
+    """Whether `value` is an NNX module."""
+    # Another thread may be half-way through importing it.
+    module = getattr(sys.modules.get("flax.nnx"), "Module", None)
+    return module is not None and isinstance(value, module)
+
+
+def refusal(value: Any) -> str:
+    """Why a value of Flax's own cannot travel, and what can; "" for any other value."""
+    nnx = sys.modules.get("flax.nnx")
+    names = ("GraphDef", "Pytree", "State", "Variable")
+    kinds = tuple([getattr(nnx, name) for name in names if hasattr(nnx, name)])
+    if not isinstance(value, kinds):
+        return ""
+    kind = f"a {type(value).__module__}.{type(value).__qualname__}"
+    if is_module(value):
+        rule = "must not be a Flax NNX module, which belongs to one worker"
+        remedy = (
+            "Make it there, `rpc.remote_module(to, factory, args)`; or send its "
+            "arrays, `nnx.to_pure_dict(nnx.state(module))`."
+        )
+    else:
+        rule = "must not be a part of a Flax NNX module"
+        remedy = (
+            "The arrays of a state travel as `nnx.to_pure_dict(state)`; there "
+            "`nnx.replace_by_pure_dict` puts them into a state."
+        )
+    return requirement("rpc(value)", rule, kind, remedy)
+
+
+def method(value: Any, name: str) -> Callable[..., Any] | None:
+    """The method of a module if Flax itself defines it and it is harmless, else None.
+
+    These are the calls of Flax's layers, and `train` and `eval`.
+    """
+    if name not in _METHODS or not is_module(value):
+        return None
+    # Of the class, not of the object, which could have an attribute of this name.
+    found = getattr(type(value), name, None)
+    if found is None or not (own_name(found) or "").startswith("flax.nnx."):
+        return None
+    return found.__get__(value)
+
+
+def variables(module: Any) -> dict[str, Any]:
+    """Each `nnx.Param` of a module by its path, `"layers.0.kernel"`; a shared one once.
+
+    The order is that of the paths, and does not change from run to run.
+    """
+    nnx = sys.modules["flax.nnx"]
+    return {
+        ".".join(map(str, path)): found
+        for path, found in nnx.iter_graph(module)
+        if isinstance(found, nnx.Param)
+    }

@@ -1,0 +1,1 @@
+"""The group of workers: rendezvous, membership, liveness and collectives."""

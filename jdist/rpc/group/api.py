@@ -1,0 +1,185 @@
+"""What a worker can ask about itself and its group, and how it ends."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import DEFAULT, resolve
+from jdist.rpc.base.options import check_seconds
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls import debug
+from jdist.rpc.group import lifecycle
+from jdist.rpc.group.rendezvous import fresh_key
+
+
+def get_worker_info(name: str | None = None) -> WorkerInfo:
+    """Name and rank of a worker; by default of this one.
+
+    Raises:
+      RpcError: The group has no worker of that name.
+
+    Source: `torch.distributed.rpc.get_worker_info`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a", "b"]):
+      ...     rpc.get_worker_info("b")
+      WorkerInfo(name='b', id=1)
+    """
+    agent = current.agent()
+    return agent.info if name is None else agent.directory.find(name).info
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the group by rank.
+
+    Those that have gone are among them in a group of fixed size, and are not in an
+    elastic one.
+    """
+    return current.agent().group.workers()
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of this worker's calls in seconds; 0 means no limit."""
+    return current.agent().default_timeout
+
+
+def set_default_timeout(seconds: float) -> None:
+    """Sets the default timeout of this worker's calls; those under way keep theirs.
+
+    Raises:
+      TypeError: Not a number of seconds.
+      ValueError: Negative or infinite. 0 means no limit.
+
+    Source: `torch.distributed.rpc._set_rpc_timeout`.
+    """
+    check_seconds("set_default_timeout(seconds)", seconds)
+    current.agent().default_timeout = seconds
+
+
+def all_gather(
+    obj: Any,
+    names: Iterable[str] | None = None,
+    timeout: float = DEFAULT,
+    tag: str = "",
+) -> dict[str, Any]:
+    """Every worker's `obj` by name, once all of them have called this.
+
+    Workers that meet several times in the same set meet in the order of their calls.
+    All of them must come for the same: `all_gather` or `barrier`, with the same tag.
+    Several threads of a worker may do the same at a time, and meet in any order.
+
+    In an elastic group, all are those who belong to it when the first of them calls
+    this; one that leaves is not waited for. Who is named is waited for, also if it has
+    still to join, and must not leave.
+
+    Args:
+      obj: Anything that can be sent.
+      names: The workers that take part, this one among them; by default all.
+      timeout: Seconds; -1 for the default, 0 for no limit.
+      tag: Says what it is for, and must be the same on all of them. Where the order of
+        calls could differ between workers, a tag makes the difference an error. At most
+        200 characters.
+
+    Raises:
+      CollectiveMismatch: They came for different collectives, or one of them waits in
+        `shutdown` and nothing runs that could make it take part. It is raised on all
+        of them, also on one that comes late, and the next one is in step again.
+      RpcTimeout: Some did not come in time; the message says who. It is raised on all,
+        likewise.
+      RpcError: One of them had no value that can be sent; likewise.
+      WorkerLost: One of them died, froze or left the group.
+      TypeError, ValueError: `obj` cannot be sent, which all of them are told; `names`
+        are not of the group, or do not contain this worker.
+
+    Source: `torch.distributed.rpc.api._all_gather`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a"]):
+      ...     rpc.all_gather(7)
+      {'a': 7}
+    """
+    return current.agent().group.all_gather(obj, names, timeout, "all_gather", tag)
+
+
+def barrier(
+    names: Iterable[str] | None = None, timeout: float = DEFAULT, tag: str = ""
+) -> None:
+    """Waits until all workers, or those of `names`, have called this.
+
+    Takes and raises what `all_gather` does; nothing is swallowed.
+
+    Source: `torch.distributed.rpc.api._barrier`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a"]):
+      ...     rpc.barrier()
+    """
+    current.agent().group.all_gather(None, names, timeout, "barrier", tag)
+
+
+def debug_info() -> dict[str, Any]:
+    """What this worker is doing, in numbers and words.
+
+    Returns:
+      By name: threads (`agent.thread_pool_size`, `agent.num_idle_threads`), calls
+      waiting and being served (`agent.client_active_calls`,
+      `agent.server_active_calls`, of these without a thread
+      `agent.server_active_async_calls`), all of them in words (`agent.activity`: who
+      waits for whom), and the group (`group.workers`, `group.lost`). Of references:
+      values here that others hold (`num_owner_rrefs`), how many times (`num_forks`),
+      those of others that are held here (`num_user_rrefs`), not yet confirmed
+      (`num_pending_users`), waited for by calls (`num_pending_futures`), and given away
+      but not yet arrived (`num_forks_under_way`).
+
+    Source: `torch.distributed.rpc._get_debug_info`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a"]):
+      ...     rpc.debug_info()["agent.client_active_calls"]
+      0
+    """
+    return debug.information(current.agent())
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Ends this worker. Threads, sockets and memory are gone afterwards, in any case.
+
+    In an elastic group only this worker ends, and the others go on: it waits until no
+    call to it or from it is under way. Rank 0 leaves last: it waits for all others.
+
+    Args:
+      graceful: Wait until all workers have called this and all calls are done, those
+        too that others have begotten. Otherwise go at once: calls of others to this
+        worker end with WorkerLost.
+      timeout: Seconds for a graceful end. By default there is no limit but that the
+        others live, because a worker that only serves waits here for as long as they
+        work: who dies or freezes ends the wait, and so do calls that are still under
+        way a minute after their own deadlines.
+
+    Raises:
+      RpcError: RPC has not been initialized.
+      RpcTimeout: The others were not ready in time; the message says who, or which
+        calls are under way. This worker has ended nevertheless.
+      WorkerLost: A worker of the group was lost, before or meanwhile; likewise. In an
+        elastic group only the coordinator.
+      CollectiveMismatch: Other workers wait for this one in `all_gather` or `barrier`,
+        and no call is under way that could make it take part; likewise.
+
+    Source: `torch.distributed.rpc.shutdown`.
+    """
+    agent = current.agent()
+    lifecycle.leave(agent, graceful, resolve(timeout, 0, current.deadline()))
+
+
+def new_cluster_key() -> str:
+    """A new secret for a cluster: 256 random bits, for `JDIST_CLUSTER_KEY`.
+
+    Example:
+      >>> len(new_cluster_key())
+      64
+    """
+    return fresh_key()

@@ -1,0 +1,364 @@
+"""The coordinator: where workers meet, wait for each other, and are missed.
+
+It runs beside the worker of rank 0, over a transport of its own. Every worker keeps one
+control channel to it as long as it belongs to the group; when that closes without a
+word, the worker is lost, and everybody is told.
+
+Those who meet come to the first gathering of the same names that still expects them. So
+workers that meet several times meet in the order of their calls, whoever joined when.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.errors import ProtocolError, RpcTimeout
+from jdist.rpc.base.options import RpcOptions
+from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.timer import Alarm
+from jdist.rpc.group.barrier_round import SHUTDOWN, Gathering, Key, part_of, patience
+from jdist.rpc.group.liveness import Pace, held_up_for, silent_for
+from jdist.rpc.group.member import Member
+from jdist.rpc.group.roster import Answers, Roster
+from jdist.rpc.group.stalemate import Stalemate
+from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
+from jdist.rpc.wire.frame import REPLY, Frame
+
+NAME = ":coordinator:"
+"""Of the coordinator's transport; no harm if a worker has the same."""
+
+_ENDING = "this group is ending; try again"
+_MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
+"""What comes of a request that is not made as it should be."""
+
+
+class Coordinator:
+    """Serves the control channels of a group.
+
+    Args:
+      transport: Where the workers reach it; owned by the coordinator from now on.
+      roster: Who belongs to the group; owned likewise.
+      options: The pace of the heartbeat.
+      beats: Whether to expect signs of life.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        roster: Roster,
+        options: RpcOptions,
+        beats: bool = True,
+    ) -> None:
+        self._transport = transport
+        self._options = options
+        self._roster = roster
+        self._gatherings: dict[Key, list[Gathering]] = {}
+        self._stalemate = Stalemate()
+        self._leaving: str | None = None
+        self._lock = threading.Lock()
+        self._fewer = threading.Condition(self._lock)
+        self._crew = Crew("rpc coordinator", 1024)
+        self._alarm = Alarm("rpc coordinator deadlines", self._expire)
+        self._pace: Pace | None = None
+        transport.on_refused = self._refused
+        transport.serve(self._serve)
+        if beats:
+            self._pace = Pace(
+                "rpc coordinator heartbeat",
+                options.heartbeat_interval,
+                self._listen,
+                options.heartbeat_timeout,  # what follows shows when it goes on
+            )
+
+    @property
+    def address(self) -> Any:
+        """Where workers reach it."""
+        return self._transport.address
+
+    def wait_until_alone(self, seconds: float) -> None:
+        """Waits until all others have gone, at most so long."""
+        with self._lock:
+            self._fewer.wait_for(lambda: not self._roster.present(), seconds)
+
+    def wait_for_leavers(self, deadline: Deadline) -> None:
+        """For rank 0 of an elastic group: waits until all others have left.
+
+        Nobody is let in from now on: who comes means the next group at this place.
+
+        Raises:
+          RpcTimeout: Some have not left; the message says who.
+        """
+        with self._lock:
+            for member in self._roster.close():
+                member.channel.close(_ENDING)
+            self._leaving = self._roster.present()[0].info.name
+            self._suspect()
+            if self._fewer.wait_for(self._is_last, deadline.remaining()):
+                return
+            others = [one.info.name for one in self._roster.present()][1:]
+        raise RpcTimeout(
+            f"shutdown timed out after {deadline.timeout:.2f} seconds: rank 0 of an "
+            f"elastic group leaves last. Still there: {', '.join(others)}."
+        )
+
+    def wait_until_told(self, seconds: float) -> None:
+        """After a failure: waits until everybody came and was told, at most so long."""
+        with self._lock:
+            self._fewer.wait_for(self._roster.all_told, seconds)
+
+    def close(self, reason: str) -> None:
+        """Ends the group for everybody; to those who are still in it, with `reason`."""
+        with self._lock:
+            self._post(self._roster.fail(reason))
+            for member in self._roster.present():
+                member.post(Frame("group.end", 0, {"reason": reason}, None, []))
+        if self._pace is not None:
+            self._pace.close()
+        self._alarm.close()
+        self._crew.close(timeout=1.0)  # once all farewells are sent
+        self._transport.close()
+
+    # --- requests ---
+
+    def _serve(self, channel: Channel) -> None:
+        member: Member | None = None
+        try:
+            while True:
+                frame = channel.receive()
+                if member is not None:
+                    member.heard = time.monotonic()
+                    self._answer(member, frame)
+                elif frame.kind == "group.join":
+                    member = self._join(channel, frame)
+        except (ChannelClosed, ProtocolError, *_MALFORMED) as error:
+            channel.close(str(error))
+            if member is not None:
+                self._gone(member, f"its connection closed ({error})")
+
+    def _join(self, channel: Channel, frame: Frame) -> Member:
+        info, address = Roster.info(frame.meta), frame.meta["address"]
+        member = Member(info, address, channel, self._crew)
+        with self._lock:
+            if self._roster.is_ending(member.info):
+                # It was in this group and left it. The next one will be at this place.
+                raise ChannelClosed(_ENDING)
+        member.number = frame.id
+        member.until = patience(frame.meta["timeout"])
+        with self._lock:
+            self._post(self._roster.add(member, frame.meta["world_size"]))
+            self._fewer.notify_all()
+        self._alarm.set(member.until)
+        return member
+
+    def _refused(self, text: str) -> None:
+        """Tells those who wait for others: they may have come, with another key."""
+        with self._lock:
+            self._post(self._roster.refused(text))
+
+    def _answer(self, member: Member, frame: Frame) -> None:
+        if member.gone is not None:  # it thaws before its channel is closed
+            raise ChannelClosed(member.gone)
+        if frame.kind == "group.beat":
+            member.post(Frame(REPLY, frame.id, {}, None, []))
+        elif frame.kind == "group.alive":
+            probe = int(frame.meta["probe"])
+            self._hear(frame, lambda: self._roster.lives(member, probe), member)
+        elif frame.kind == "group.known":
+            newcomer = int(frame.meta["number"])
+            self._hear(frame, lambda: self._roster.knows(member, newcomer), member)
+        elif frame.kind == "group.gather":
+            self._gather(member, frame)
+        elif frame.kind == "group.rest":
+            number, begun = int(frame.meta["round"]), frame.meta["begun"]
+            member.post(Frame(REPLY, frame.id, {}, None, []))
+            self._quiet(member, number, None if begun is None else int(begun))
+        elif frame.kind == "group.leave":
+            member.left = True
+            self._gone(member, "it has left the group")
+            member.post(Frame(REPLY, frame.id, {}, None, []))
+
+    def _hear(self, frame: Frame, heard: Callable[[], Answers], member: Member) -> None:
+        member.post(Frame(REPLY, frame.id, {}, None, []))
+        with self._lock:
+            self._post(heard())
+
+    def _gather(self, member: Member, frame: Frame) -> None:
+        key, part = part_of(member, frame)
+        with self._lock:
+            if not self._roster.has(member):
+                raise ProtocolError(f"{member.info.name!r} was not let in.")
+            gathering = self._gathering(key, member.info.name)
+            gathering.add(member.info.name, part)
+            for missing in gathering.missing():
+                gone = self._roster.gone(missing)
+                if gone is not None:
+                    gathering.lose(missing, gone)
+            gathering.expire(time.monotonic(), self._whereabouts)
+            self._settle(key, gathering)
+            self._suspect()
+        self._alarm.set(part.until)
+
+    def _gathering(self, key: Key, name: str) -> Gathering:
+        """The one to which this worker comes now."""
+        known = self._gatherings.setdefault(key, [])
+        for gathering in known:
+            if gathering.expects(name):
+                return gathering
+        names = key.names
+        if names is None:
+            names = tuple(sorted(one.info.name for one in self._roster.present()))
+        known.append(Gathering(names, numbered=not self._roster.elastic))
+        return known[-1]
+
+    def _settle(self, key: Key, gathering: Gathering) -> None:
+        """Sends the answers that are due; keeps a decided gathering until all came."""
+        self._post(gathering.take_answers())
+        if not gathering.decided:
+            return
+        # Who comes late to an elastic group's meets those who have come instead.
+        gone = all(part.member.gone is not None for part in gathering.parts)
+        over = self._roster.elastic and (gathering.lost or gone)
+        for name in gathering.missing():
+            if over or not self._roster.is_present(name):
+                gathering.excuse(name)
+        if not gathering.missing():
+            self._gatherings[key].remove(gathering)
+            if not self._gatherings[key]:
+                del self._gatherings[key]
+
+    # --- collectives that can never be complete ---
+
+    def _whereabouts(self) -> dict[str, str]:
+        """What workers wait in, by name; the operation in words."""
+        found = {} if self._leaving is None else {self._leaving: SHUTDOWN}
+        # A program's collective hides the shutdown in which another thread waits.
+        for _, gathering in sorted(self._open(), key=lambda one: not one[0].ends):
+            for part in gathering.parts:
+                found[part.member.info.name] = str(part.purpose)
+        return found
+
+    def _suspect(self) -> None:
+        """Has it found out whether collectives wait for workers that only shut down."""
+        members, waits = self._roster.present(), frozenset[Any]()
+        if self._stuck() and {m.info.name for m in members} <= {*self._whereabouts()}:
+            parts = [part for _, gathering in self._open() for part in gathering.parts]
+            waits = frozenset((part.member, part.request) for part in parts)
+        self._post(self._stalemate.look(members, waits, time.monotonic()))
+        self._alarm.set(self._stalemate.again)
+
+    def _quiet(self, member: Member, number: int, begun: int | None) -> None:
+        with self._lock:
+            now = time.monotonic()
+            certain, questions = self._stalemate.heard(member, number, begun, now)
+            self._post(questions)
+            self._alarm.set(self._stalemate.again)
+            if not certain:
+                return
+            found, stuck = self._whereabouts(), self._stuck()
+            ending = [(key, one) for key, one in self._open() if key.ends]
+            told = [part.member.info.name for _, g in stuck for part in g.parts]
+            for key, gathering in [*stuck, *ending]:
+                gathering.mismatch(found)
+                for name in told:  # in its own collective: it may still end in order
+                    gathering.excuse(name)
+                self._settle(key, gathering)
+            self._suspect()
+
+    def _open(self) -> list[tuple[Key, Gathering]]:
+        return [pair for pair in self._all_gatherings() if not pair[1].decided]
+
+    def _stuck(self) -> list[tuple[Key, Gathering]]:
+        """The collectives that miss a worker which waits in its shutdown."""
+        ending = {
+            part.member.info.name
+            for key, gathering in self._open()
+            for part in gathering.parts
+            if key.ends
+        }
+        if self._leaving is not None:
+            ending.add(self._leaving)
+        return [
+            (key, gathering)
+            for key, gathering in self._open()
+            if not key.ends and ending.intersection(gathering.missing())
+        ]
+
+    # --- losses ---
+
+    def _gone(self, member: Member, reason: str) -> None:
+        with self._lock:
+            if member.gone is not None:
+                return
+            member.gone = reason
+            belonged = self._roster.has(member)
+            if not member.left:
+                self._blame_itself()
+            if self._roster.remove(member):
+                kind = "group.left" if member.left else "group.lost"
+                meta = {"number": member.info.number, "reason": reason}
+                for other in self._roster.present():
+                    other.post(Frame(kind, 0, meta, None, []))
+            if belonged:
+                self._miss(member, reason)
+            self._post(self._roster.advance())
+            self._suspect()
+            self._fewer.notify_all()
+
+    def _blame_itself(self) -> None:
+        """Tells rank 0's worker, if this process was stopped, why it is left alone.
+
+        The others have closed their connections because they took it for lost.
+        """
+        held_up = None if self._pace is None else held_up_for(self._pace, self._options)
+        if held_up is None:
+            return
+        told = Frame("group.expelled", 0, {"reason": held_up}, None, [])
+        self._post([(one, told) for one in self._roster.present() if not one.info.id])
+
+    def _miss(self, member: Member, reason: str) -> None:
+        """Those who meet will do so without it, or not at all."""
+        name = member.info.name
+        for key, gathering in self._all_gatherings():
+            if key.names is not None or not member.left:
+                gathering.lose(name, reason)
+            gathering.excuse(name)
+            self._settle(key, gathering)
+
+    def _all_gatherings(self) -> list[tuple[Key, Gathering]]:
+        pairs = self._gatherings.items()
+        return [(key, gathering) for key, several in pairs for gathering in several]
+
+    def _is_last(self) -> bool:
+        return len(self._roster.present()) < 2
+
+    def _listen(self, now: float, held_up: bool) -> None:
+        with self._lock:
+            members = self._roster.present()
+        for member in members:
+            silence = now - member.heard
+            if held_up:
+                member.heard = now
+            elif silence > self._options.heartbeat_timeout:
+                reason = silent_for(silence)
+                self._gone(member, reason)
+                member.channel.close(reason)
+
+    # --- time ---
+
+    def _expire(self, now: float) -> float | None:
+        with self._lock:
+            self._post(self._roster.expire(now))
+            moments = [self._roster.until()]
+            for key, gathering in self._all_gatherings():
+                gathering.expire(now, self._whereabouts)
+                self._settle(key, gathering)
+                moments.append(gathering.until())
+            self._suspect()
+            moments.append(self._stalemate.again)
+        return min((at for at in moments if at is not None), default=None)
+
+    def _post(self, answers: Answers) -> None:
+        for member, frame in answers:
+            member.post(frame)

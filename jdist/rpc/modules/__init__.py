@@ -1,0 +1,1 @@
+"""Modules that live on a worker and are used from others."""

@@ -1,0 +1,171 @@
+"""Modules that live on a worker and are used from others."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jdist._errors import requirement
+from jdist.rpc.base import current
+from jdist.rpc.base.arguments import named, positional
+from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.base.errors import RpcError
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls import caller
+from jdist.rpc.calls.async_execution import is_asynchronous
+from jdist.rpc.modules import parameters
+from jdist.rpc.rref.proxy import Proxy
+from jdist.rpc.rref.reference import RRef
+
+TRAINABLE = "rpc.trainable_module"
+"""Under which a worker has what makes a trainable module, if something offers it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class RemoteModule:
+    """A module on another worker, or on this one, called as if it were here.
+
+    `module(x)` calls it and waits; `module.rpc_sync(timeout=...)`, `rpc_async` and
+    `remote` call it, or its methods, as the proxies of `RRef` do. It can be sent in
+    calls and returned from them: it travels as its reference. `remote_module` makes
+    one.
+
+    Attributes:
+      module_rref: The reference to the module.
+
+    Source: `torch.distributed.nn.RemoteModule`. There `forward(x)` and
+    `forward_async(x)` are what `module(x)` and `module.rpc_async()(x)` are here, and
+    `get_module_rref` is `module_rref`.
+    """
+
+    module_rref: RRef[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments.
+
+        Raises:
+          RpcTimeout, WorkerLost: As `rpc_sync`.
+          Exception: What the module raised, as its own type.
+        """
+        return self.rpc_sync()(*args, **kwargs)
+
+    def rpc_sync(self, timeout: float = DEFAULT) -> Proxy:
+        """Calls it, `module.rpc_sync(2.0)(x)`, or a method: `.rpc_sync().encode(x)`."""
+        return self.module_rref.rpc_sync(timeout)
+
+    def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but each call returns a Future of the result."""
+        return self.module_rref.rpc_async(timeout)
+
+    def remote(self, timeout: float = DEFAULT) -> Proxy:
+        """As `rpc_sync`, but each call returns an RRef of the result, on the owner."""
+        return self.module_rref.remote(timeout)
+
+    def parameters(
+        self, recurse: bool = True, timeout: float = DEFAULT
+    ) -> dict[str, RRef[Any]]:
+        """References to its parameters, by their paths.
+
+        Each refers to a *cell* on the owner with the attribute `value`, so that an
+        optimizer there can replace the value and the module computes with the new one.
+        For a trainable module the cells are variables of `jdist.autograd`, for another
+        Flax NNX module of the class `Parameter`, one for each `nnx.Param`; a parameter
+        that several layers share is listed once. Any other object has a method
+        `parameters()` that returns its cells by their names.
+
+        Args:
+          recurse: Whether those of submodules are listed too.
+          timeout: Seconds; -1 for the default, 0 for no limit.
+
+        Raises:
+          TypeError: The object has no parameters.
+          ForbiddenFunction: Its method `parameters` is in a module not allowed.
+        """
+        rref = self.module_rref
+        call = (parameters.listed, (rref, recurse))
+        return caller.rpc_sync(rref.owner(), *call, timeout=timeout)
+
+    def remote_parameters(
+        self, recurse: bool = True, timeout: float = DEFAULT
+    ) -> list[RRef[Any]]:
+        """The references that `parameters` returns, in the order of the paths.
+
+        Those of a trainable module are what `autograd.DistributedOptimizer` takes.
+
+        Source: `torch.distributed.nn.RemoteModule.remote_parameters`.
+        """
+        return list(self.parameters(recurse, timeout).values())
+
+    def train(self, mode: bool = True) -> "RemoteModule":
+        """Sets it to training, as its own method `train` does; returns this object.
+
+        Args:
+          mode: False for evaluation.
+        """
+        if not mode:
+            return self.eval()
+        self.rpc_sync().train()
+        return self
+
+    def eval(self) -> "RemoteModule":
+        """Sets it to evaluation, as its own method `eval` does; returns this object."""
+        self.rpc_sync().eval()
+        return self
+
+    def __repr__(self) -> str:
+        return f"RemoteModule({self.module_rref})"
+
+
+def remote_module(
+    to: str | int | WorkerInfo,
+    factory: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT,
+    *,
+    trainable: bool = False,
+) -> RemoteModule:
+    """Has the worker `to` make a module, or any other object, and keep it.
+
+    It is made when this returns. What a Flax NNX module needs that cannot travel, such
+    as `nnx.Rngs`, the factory makes there. JAX arrays that the factory makes are on the
+    worker's device, unless it says otherwise. The object lives as long as a reference
+    to it or to one of its parameters does.
+
+    Args:
+      to: Name, rank or WorkerInfo; it may be this worker itself.
+      factory: A function or class that returns the object.
+      args: Its positional arguments, in a tuple or a list.
+      kwargs: Its keyword arguments, by their names.
+      timeout: Seconds for making it; -1 for the default, 0 for no limit.
+      trainable: Whether calls within a context of `jdist.autograd` are recorded there,
+        as `autograd.module` does: the parameters of the Flax NNX module that the
+        factory returns become variables, and its statistics and random streams go on
+        from call to call.
+
+    Raises:
+      TypeError, ValueError, ForbiddenFunction: The call itself is wrong; or what is to
+        be trainable is no Flax NNX module.
+      RpcError: It is to be trainable, and `jdist.autograd` has not been imported.
+      RpcTimeout, WorkerLost: As `rpc_sync`.
+      Exception: What the factory raised, as its own type.
+
+    Source: `torch.distributed.nn.RemoteModule`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     words = rpc.remote_module("worker1", list, args=(("b", "a"),))
+      ...     words.rpc_sync().sort()
+      ...     words.rpc_async(timeout=2.0).index("b").wait()
+      1
+    """
+    if not callable(factory) or is_asynchronous(factory):
+        rule = "must be a function or class that returns the module, not a future of it"
+        raise TypeError(requirement("remote_module(factory)", rule, factory))
+    call = "remote_module"
+    making = (factory, positional(call, args), named(call, kwargs))
+    create = current.agent().parts.get(TRAINABLE) if trainable else parameters.create
+    if create is None:
+        what = "`remote_module(trainable=True)` is a part of jdist.autograd."
+        raise RpcError(f"{what} Import it where the module is used.")
+    return RemoteModule(caller.rpc_sync(to, create, making, timeout=timeout))

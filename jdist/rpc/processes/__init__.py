@@ -1,0 +1,1 @@
+"""Starting workers: spawned processes and clusters within one process."""

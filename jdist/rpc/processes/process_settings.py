@@ -1,0 +1,277 @@
+"""How the processes that jdist starts are set up before JAX is: decided here.
+
+The parent decides (`plan`); the child applies what is not an environment variable in
+`jdist/rpc/processes/trampoline.py`, before the first line of the user's program, and
+can tell what came of it (`applied`). The parent's own process is never touched.
+
+The allocator is set by glibc's environment variables rather than by `mallopt`: they
+hold from the first allocation, survive `exec`, and mean the same three numbers.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from jdist._errors import requirement
+
+VARIABLE = "JDIST_PROCESS_SETTINGS"
+"""Name of the variable in which a child finds what was applied to it."""
+
+# A block under 1 GiB comes from the heap and not from a mapping of its own; freed
+# memory at the heap's top is kept; one arena serves all threads.
+_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_ARENA_MAX": "1",
+}
+_LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_LEAN = {"XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"}
+_KERNEL_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_LIBRARY_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_NOT_GLIBC = "not applied: the C library is not glibc"
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """What `spawn` and `launch` set up in the processes that they start.
+
+    docs/launch.md gives what each setting was measured to bring. A variable that the
+    user's environment already has is left as it is.
+
+    Attributes:
+      batch_scheduling: Run under the scheduling class `SCHED_BATCH` (Linux): a thread
+        that wakes up does not interrupt the one that computes. Without it gloo's
+        collectives wait for the scheduler's tick when a process has one core.
+      keep_freed_memory: Let glibc's allocator keep freed memory instead of returning
+        and re-faulting it for each large array. Resident memory does not shrink.
+      large_pages: Let glibc's allocator (2.35 or newer) ask Linux for pages of 2 MiB in
+        place of 4 KiB: a product reads its matrices with fewer page table walks, and
+        fresh memory has fewer faults. Resident memory is rounded up to such pages.
+      lean_programs: In a process that has one core, let XLA's CPU compiler order each
+        program for little memory. Its default serves threads that work side by side:
+        of products that do not depend on each other all come first, and their results
+        lie in memory until each is added to its sum.
+      callback_threads: Least size of XLA's thread pool (`PJRT_NPROC`). Each callback
+        that blocks inside a jitted function occupies one of its threads, and with none
+        left nothing runs any more. 0 leaves XLA's own: the number of cores.
+      share_cores: Divide the cores among the thread pools of BLAS and OpenMP
+        (`OMP_NUM_THREADS` and its kin).
+
+    Raises:
+      ValueError: `callback_threads` is negative.
+
+    Example:
+      >>> ProcessSettings(callback_threads=0).batch_scheduling
+      True
+    """
+
+    batch_scheduling: bool = True
+    keep_freed_memory: bool = True
+    large_pages: bool = True
+    lean_programs: bool = True
+    callback_threads: int = 8
+    share_cores: bool = True
+
+    def __post_init__(self) -> None:
+        if self.callback_threads < 0:
+            rule = "must be at least 0, which leaves the size to XLA"
+            call = "ProcessSettings(callback_threads=...)"
+            raise ValueError(requirement(call, rule, self.callback_threads))
+
+
+OFF = ProcessSettings(
+    batch_scheduling=False,
+    keep_freed_memory=False,
+    large_pages=False,
+    lean_programs=False,
+    callback_threads=0,
+    share_cores=False,
+)
+"""Leaves every process as its parent is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What one child is given.
+
+    Attributes:
+      variables: Environment variables to add.
+      batch: Whether to change the scheduling class.
+      cores: The only cores it may use; empty for those of its parent.
+      notes: What becomes of each setting, in words; completed by the child.
+    """
+
+    variables: Mapping[str, str]
+    batch: bool
+    cores: tuple[int, ...]
+    notes: Mapping[str, str]
+
+
+def plan(
+    settings: ProcessSettings,
+    nprocs: int,
+    cores: tuple[int, ...] = (),
+    environment: Mapping[str, str] = os.environ,
+) -> Plan:
+    """Decides for one of `nprocs` processes.
+
+    Args:
+      settings: What is wanted.
+      nprocs: How many processes share this machine.
+      cores: The cores that this one is to be pinned to; empty for no pinning.
+      environment: The user's variables, which win over the settings.
+
+    Returns:
+      The plan. A setting that this platform lacks is left out and its note says why.
+    """
+    usable = len(cores) or max(1, len(available_cores()) // nprocs)
+    notes = {"cores": ",".join(map(str, cores)) or "not pinned"}
+    variables: dict[str, str] = {}
+    for setting, (group, note) in _groups(settings, cores, usable).items():
+        kept = [f"{name}={environment[name]}" for name in group if name in environment]
+        said = f"as the environment has it: {' '.join(kept)}" if kept else note
+        notes[setting] = said
+        variables |= {k: v for k, v in group.items() if k not in environment}
+    return Plan(variables, settings.batch_scheduling, cores, notes)
+
+
+Group = tuple[Mapping[str, str], str]
+"""The variables of a setting, none where it is not applied, and what to say of it."""
+
+
+def _groups(
+    settings: ProcessSettings, cores: tuple[int, ...], usable: int
+) -> dict[str, Group]:
+    found: dict[str, Group] = {}
+    if settings.keep_freed_memory:
+        found["allocator"] = _allocator()
+    if settings.large_pages:
+        found["pages"] = _pages()
+    if settings.lean_programs and usable == 1:
+        found["programs"] = _programs()
+    if settings.callback_threads:
+        pool = str(max(settings.callback_threads, len(cores) or len(available_cores())))
+        found["callback threads"] = {"PJRT_NPROC": pool}, pool
+    if settings.share_cores:
+        threads = str(usable)
+        found["library threads"] = dict.fromkeys(_LIBRARY_THREADS, threads), threads
+    return found
+
+
+def _allocator() -> Group:
+    return (_ALLOCATOR, "keeps freed memory") if _glibc() else ({}, _NOT_GLIBC)
+
+
+def _pages() -> Group:
+    version = _glibc()
+    if not version:
+        return {}, _NOT_GLIBC
+    if version < (2, 35):
+        return {}, "not applied: glibc is older than 2.35"
+    try:
+        offered = "[never]" not in _KERNEL_PAGES.read_text()
+    except OSError:
+        offered = False
+    if not offered:
+        return {}, "not applied: Linux gives none"
+    return _LARGE_PAGES, "of 2 MiB where possible"
+
+
+def _programs() -> Group:
+    # XLA ends a process that gives it a flag that it does not know.
+    release = tuple(int(n) for n in metadata.version("jaxlib").split(".")[:2])
+    if release >= (0, 13):
+        return {}, "not applied: a newer jaxlib"
+    return _LEAN, "in little memory"
+
+
+def _glibc() -> tuple[int, ...]:
+    """The version of the C library if it is glibc, else empty."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except (AttributeError, ValueError, OSError):
+        return ()
+    return tuple(int(n) for n in version.split(".")) if name == "glibc" else ()
+
+
+def applied() -> dict[str, str]:
+    """What was applied to this process before its program began, for reports.
+
+    Returns:
+      Each setting with its value, or with the reason why it was not applied. Empty in
+      a process that jdist did not start.
+
+    Example:
+      >>> applied()
+      {}
+    """
+    return json.loads(os.environ.get(VARIABLE, "{}"))
+
+
+def available_cores() -> list[int]:
+    """The cores that this process may use, one per physical core first.
+
+    Two hardware threads of one core share its arithmetic units: processes pinned to
+    them would slow each other down, so they come last.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(os.cpu_count() or 1))
+    allowed = sorted(os.sched_getaffinity(0))
+    return sorted(allowed, key=lambda core: (_place_in_core(core), core))
+
+
+def _place_in_core(core: int) -> int:
+    """0 for the first hardware thread of a physical core, 1 for the second."""
+    try:
+        siblings = Path(_SIBLINGS.format(core)).read_text()
+    except OSError:
+        return 0
+    return _listed(siblings).index(core)
+
+
+def _listed(text: str) -> list[int]:
+    """The kernel's way of writing sets: `"0,4-5"` is 0, 4 and 5."""
+    ends = [part.split("-") for part in text.strip().split(",")]
+    return [n for end in ends for n in range(int(end[0]), int(end[-1]) + 1)]
+
+
+def share_out(
+    call: str, nprocs: int, each: int, cores: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Gives each of `nprocs` processes `each` cores of its own.
+
+    Args:
+      call: Function and argument, for the messages.
+      nprocs: How many processes.
+      each: Cores per process; 0 pins nobody.
+      cores: The cores to share out; those of this process if None.
+
+    Returns:
+      The cores of each process.
+
+    Raises:
+      ValueError: A negative number, or there are not enough cores.
+      NotImplementedError: This platform cannot pin processes.
+
+    Example:
+      >>> share_out("spawn(pin=...)", 2, 2, cores=[0, 1, 2, 3, 4])
+      [(0, 1), (2, 3)]
+    """
+    if each < 0:
+        rule = "must be a number of cores per process, or 0 for no pinning"
+        raise ValueError(requirement(call, rule, each))
+    if each and not hasattr(os, "sched_setaffinity"):
+        rule = f"must be 0 here: {sys.platform} cannot pin a process to a core"
+        raise NotImplementedError(requirement(call, rule, each))
+    cores = available_cores() if cores is None else cores
+    if nprocs * each > len(cores):
+        rule = f"must leave {nprocs} processes cores of their own"
+        got = f"{each} per process, with {len(cores)} cores to use"
+        remedy = "Start fewer processes or do not pin them."
+        raise ValueError(requirement(call, rule, got, remedy))
+    return [tuple(cores[i * each : (i + 1) * each]) for i in range(nprocs)]

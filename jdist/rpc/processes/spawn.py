@@ -1,0 +1,323 @@
+"""`spawn`: one function in N fresh processes of this machine.
+
+The processes are started as programs of their own, not by `multiprocessing`: its
+children import the main module, and with it usually JAX, before anything can be set up
+for them, take their environment from the parent's, outlive a parent that is killed,
+and leave a tracker process behind. What is the same: nothing is inherited, functions
+and arguments travel as pickles, the main module is imported under the name
+`__mp_main__`, so that what stands under `if __name__ == "__main__":` does not run.
+"""
+
+import math
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal, Self, overload
+
+from jdist._errors import requirement
+from jdist.rpc.base.arguments import positional
+from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
+from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
+from jdist.rpc.processes.process_settings import (
+    OFF,
+    Plan,
+    ProcessSettings,
+    plan,
+    share_out,
+)
+from jdist.rpc.processes.supervisor import (
+    GRACE,
+    Ending,
+    Program,
+    Supervisor,
+    interpreter,
+    require_posix,
+)
+
+_SPAWNED = Path(__file__).with_name("spawned.py")
+_AT = {False: "before its function returned", True: "after its function had returned"}
+
+
+@overload
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int = ...,
+    *,
+    settings: ProcessSettings | None = ...,
+    pin: int = ...,
+    timeout: float | None = ...,
+    grace: float = ...,
+    join: Literal[True] = ...,
+) -> list[Any]: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int = ...,
+    *,
+    settings: ProcessSettings | None = ...,
+    pin: int = ...,
+    timeout: float | None = ...,
+    grace: float = ...,
+    join: Literal[False],
+) -> "Processes": ...
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 2,
+    *,
+    settings: ProcessSettings | None = ProcessSettings(),  # noqa: B008 - frozen
+    pin: int = 0,
+    timeout: float | None = None,
+    grace: float = GRACE,
+    join: bool = True,
+) -> "list[Any] | Processes":
+    """Calls `fn(rank, *args)` in `nprocs` fresh processes and returns their results.
+
+    Each process finds `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`
+    and a fresh `JDIST_CLUSTER_KEY` in its environment, which is all that
+    `rpc.init_rpc(f"worker{rank}")` needs, and JAX's coordinator address for
+    `jax.distributed.initialize` (docs/launch.md lists all variables). Its standard
+    input is empty; its output goes where this process's goes.
+
+    The first process that fails ends the others: SIGTERM, and SIGKILL after the grace
+    period. So does any exception here, such as Ctrl-C. If this process is killed, they
+    are killed at once. What they started themselves ends with them.
+
+    Args:
+      fn: A function that pickle can name: defined at the top level of a module, or of
+        the program itself if that guards its start by `if __name__ == "__main__":`.
+      args: Its arguments after the rank, in a tuple or a list; picklable.
+      nprocs: How many processes.
+      settings: What is set up in them before JAX is; None for nothing.
+      pin: How many cores each process gets for itself (True is 1); 0 for no pinning.
+      timeout: Seconds that the whole may take; None for no limit.
+      grace: Seconds between SIGTERM and SIGKILL.
+      join: False returns at once, with the `Processes` to wait for.
+
+    Returns:
+      What `fn` returned, by rank; it must be picklable. With `join=False`, the
+      processes.
+
+    Raises:
+      ProcessFailed: A process raised, or ended without a result; the first one, with
+        its rank and its traceback.
+      RpcTimeout: The timeout passed. All processes were ended.
+      ValueError: An argument is out of range, or pickle cannot name or carry it.
+      TypeError: `fn` cannot be called; `args` is neither a tuple nor a list, as in
+        `args=(x)`.
+      RuntimeError: Called while the main module of a spawned process is imported.
+      Unavailable: Not a POSIX system.
+
+    Source: `torch.multiprocessing.spawn`.
+
+    Example:
+      >>> import math
+      >>> spawn(math.pow, args=(2,), nprocs=3)
+      [0.0, 1.0, 4.0]
+    """
+    require_posix("spawn")
+    check_count("spawn(nprocs=...)", nprocs)
+    if timeout is not None:
+        check_duration("spawn(timeout=...)", timeout, least=sys.float_info.min)
+    check_duration("spawn(grace=...)", grace)
+    cores = share_out("spawn(pin=...)", nprocs, pin)
+    plans = [plan(settings or OFF, nprocs, each) for each in cores]
+    processes = Processes(_request(fn, args), plans, timeout, grace)
+    if not join:
+        return processes
+    try:
+        return processes.join()
+    except KeyboardInterrupt as interruption:
+        # Its traceback ends here: where this library waited is of no interest.
+        raise interruption.with_traceback(None) from None
+
+
+class Processes:
+    """The processes of one `spawn(join=False)`.
+
+    As a context manager it ends those that still run. Without `join` and `close` they
+    end with this process.
+
+    Attributes:
+      pids: Their process ids, by rank.
+    """
+
+    def __init__(
+        self, request: bytes, plans: Sequence[Plan], timeout: float | None, grace: float
+    ) -> None:
+        self._timeout = timeout
+        self._results: list[Any] | None = None
+        self._failure: RpcError | None = None
+        with ExitStack() as stack:
+            self._outcomes = [stack.enter_context(TemporaryFile()) for _ in plans]
+            meeting = Rendezvous(
+                nprocs=len(plans),
+                port=stack.enter_context(ReservedPort()).port,
+                jax_port=stack.enter_context(ReservedPort()).port,
+                key=fresh_key(),
+            )
+            self._supervisor = stack.enter_context(Supervisor(grace))
+            with TemporaryFile() as file:
+                file.write(request)
+                file.flush()
+                for rank in range(len(plans)):
+                    self._start(rank, file.fileno(), meeting, plans[rank])
+            self._resources = stack.pop_all()
+        self.pids = tuple(child.pid for child in self._supervisor.children)
+
+    def _start(
+        self, rank: int, request: int, meeting: Rendezvous, settings: Plan
+    ) -> None:
+        descriptors = (request, self._outcomes[rank].fileno())
+        arguments = [str(number) for number in (rank, *descriptors)]
+        program = Program(
+            name=f"rank {rank}",
+            command=[*interpreter(), str(_SPAWNED), *arguments],
+            environment={**os.environ, **meeting.variables(rank)},
+            plan=settings,
+            descriptors=descriptors,
+        )
+        self._supervisor.start(program)
+
+    def join(self, timeout: float | None = None) -> list[Any]:
+        """Waits for all of them; later calls give the same answer at once.
+
+        Args:
+          timeout: Seconds to wait; None for what `spawn` was given.
+
+        Returns:
+          What the function returned, by rank.
+
+        Raises:
+          ProcessFailed: As `spawn`.
+          RpcTimeout: As `spawn`.
+          RpcError: They were ended by `close`.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        with self:
+            if self._results is None and self._failure is None:
+                self._await(timeout)
+        if self._failure:
+            raise self._failure
+        return list(self._results or ())
+
+    def close(self) -> None:
+        """Ends those that still run, waits for them, and releases everything."""
+        if self._results is None and self._failure is None:
+            self._failure = RpcError("The processes were ended before they had results")
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def _await(self, timeout: float | None) -> None:
+        if not self._supervisor.wait(timeout):
+            self._failure = self._timed_out(timeout)
+            return
+        outcomes = [self._outcome(rank) for rank in range(len(self.pids))]
+        self._failure = self._first_failure(outcomes)
+        if self._failure is None:
+            self._results = [outcome["value"] for outcome in outcomes]
+
+    def _timed_out(self, timeout: float | None) -> RpcTimeout:
+        children = enumerate(self._supervisor.children)
+        ranks = ", ".join(str(rank) for rank, child in children if not child.ending)
+        return RpcTimeout(
+            f"spawn ran for more than set timeout of {timeout} s: rank {ranks} had not "
+            "ended. All processes were ended."
+        )
+
+    def _first_failure(self, outcomes: list[dict[str, Any]]) -> ProcessFailed | None:
+        """What went wrong first: complaints of its peers may have reached us before."""
+        found = []
+        for rank, child in enumerate(self._supervisor.children):
+            outcome, ending = outcomes[rank], child.ending or Ending(0)
+            if "error" in outcome:
+                what, moment = "failed", outcome["moment"]
+            elif child is self._supervisor.failure or not (outcome or ending.failed):
+                what, moment = f"{ending} {_AT[bool(outcome)]}", ending.moment
+            else:
+                continue
+            trace = outcome.get("error", "")
+            found.append((moment, ProcessFailed(rank, child.pid, what, trace)))
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+    def _outcome(self, rank: int) -> dict[str, Any]:
+        """What a process left behind; empty if it ended before it left anything."""
+        file = self._outcomes[rank]
+        file.seek(0)
+        try:
+            return pickle.load(file)
+        except (EOFError, pickle.UnpicklingError):
+            return {}
+        except Exception as error:
+            error.add_note(f"While reading what rank {rank} returned.")
+            raise
+
+
+def _request(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """The call and what a process needs to find the function, as bytes."""
+    if not callable(fn):
+        raise TypeError(requirement("spawn(fn=...)", "must be callable", repr(fn)))
+    main = _main_module()
+    if getattr(fn, "__module__", "") == "__main__" and not main:
+        rule = "must be defined in a module or a program, not in an interactive session"
+        raise ValueError(requirement("spawn(fn=...)", rule, fn))
+    rule, remedy = "must be a function that pickle can name", "Define it in a module."
+    _pickled(fn, requirement("spawn(fn=...)", rule, fn, remedy))
+    rule = "must be values that pickle can carry"
+    given = positional("spawn", args)
+    call = _pickled((fn, given), requirement("spawn(args=...)", rule, given))
+    path = [folder or os.getcwd() for folder in sys.path]
+    # The keys are those of `multiprocessing.spawn.prepare`.
+    return pickle.dumps(({"sys_path": path, "sys_argv": sys.argv, **main}, call))
+
+
+def _main_module() -> dict[str, str]:
+    """How the main module is imported again; empty for an interactive session."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None) or ""
+    if getattr(main, "preparing", False) and file == str(_SPAWNED):
+        raise RuntimeError(
+            "`spawn` was called while a spawned process imported the main module. "
+            'Guard the start of the program by `if __name__ == "__main__":`.'
+        )
+    if name := getattr(getattr(main, "__spec__", None), "name", None):
+        return {"init_main_from_name": name}
+    return (
+        {"init_main_from_path": os.path.abspath(file)} if Path(file).is_file() else {}
+    )
+
+
+def _pickled(value: object, refusal: str) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{refusal} Pickle says: {error}.") from error
+
+
+def check_duration(call: str, seconds: object, least: float = 0.0) -> None:
+    """Refuses what is not a finite number of seconds.
+
+    Raises:
+      TypeError: Not a number.
+      ValueError: Less than `least`, infinite or NaN.
+    """
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise TypeError(requirement(call, "must be a number of seconds", repr(seconds)))
+    if not least <= seconds < math.inf:
+        rule = "must be finite and positive" if least else "must be finite, at least 0"
+        raise ValueError(requirement(call, rule, seconds))

@@ -1,0 +1,279 @@
+"""Starting, watching and ending the processes of one run: `spawn` and `launch` alike.
+
+Three promises. The first process that fails ends the others. When the supervisor's own
+process is gone, however it died, they are gone too (the lifeline, see trampoline.py).
+When a process ends, whatever it started and left in its process group is ended with
+it: no orphan and no zombie stays.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.spawn import get_command_line
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from jdist._errors import Unavailable
+from jdist.rpc.processes.process_settings import Plan
+
+GRACE = 5.0
+"""Seconds between the request to end and the order."""
+
+_TRAMPOLINE = Path(__file__).with_name("trampoline.py")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended.
+
+    Attributes:
+      code: What it returned, or minus the signal that killed it.
+      moment: When, in `time.monotonic()` seconds.
+
+    Example:
+      >>> str(Ending(-9)), Ending(-9).status
+      ('was killed by SIGKILL', 137)
+    """
+
+    code: int
+    moment: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended in any way but with 0."""
+        return self.code != 0
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that killed it, if one did."""
+        if self.code >= 0:
+            return None
+        with suppress(ValueError):
+            return signal.Signals(-self.code).name
+        return f"signal {-self.code}"
+
+    @property
+    def status(self) -> int:
+        """As a shell would say it: 128 + the number of the signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def __str__(self) -> str:
+        """What became of it, after a name."""
+        if self.signal:
+            return f"was killed by {self.signal}"
+        return f"ended with exit code {self.code}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What to run, and in what surroundings.
+
+    Attributes:
+      name: For messages and thread names.
+      command: Executable and arguments.
+      environment: All its variables, but for those of the plan.
+      plan: Its process settings.
+      descriptors: Further file descriptors that it inherits.
+      captured: Whether its output and errors go to pipes that the caller reads.
+    """
+
+    name: str
+    command: Sequence[str]
+    # Not in the representation, which may be logged: the cluster's key is among them.
+    environment: Mapping[str, str] = dataclasses.field(repr=False)
+    plan: Plan
+    descriptors: tuple[int, ...] = ()
+    captured: bool = False
+
+
+class Child:
+    """One process that was started.
+
+    Attributes:
+      name: As the program has it.
+      pid: Its process id, and that of its process group.
+      output: Its standard output, where captured.
+      errors: Its standard error, where captured.
+      ending: How it ended; None while it runs.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.name = program.name
+        self.ending: Ending | None = None
+        far, near = os.pipe()
+        self._lifeline = open(near, "wb", buffering=0)  # noqa: SIM115 - until it ends
+        try:
+            self._process = _start(program, far)
+        except BaseException:
+            self._lifeline.close()
+            raise
+        finally:
+            os.close(far)
+        self.pid = self._process.pid
+        self.output: IO[bytes] | None = self._process.stdout
+        self.errors: IO[bytes] | None = self._process.stderr
+
+    def await_end(self) -> None:
+        """Blocks until it has ended; its id stays taken until `bury`."""
+        if hasattr(os, "waitid"):
+            # No such child: this program ignores SIGCHLD, or waits for any child. How
+            # it ended is then unknown and counts as 0, as in `subprocess`.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            self._process.wait()
+
+    def bury(self) -> Ending:
+        """Ends what is left of its group and releases its id; after `await_end`."""
+        self.send(signal.SIGKILL)
+        self.ending = Ending(self._process.wait())
+        self._lifeline.close()
+        return self.ending
+
+    def send(self, number: int) -> None:
+        """Sends a signal to it and to all that it started."""
+        # PermissionError: macOS answers so for a group of which only a zombie is left.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def _start(program: Program, lifeline: int) -> subprocess.Popen[bytes]:
+    plan = {
+        "lifeline": lifeline,
+        "batch": program.plan.batch,
+        "cores": program.plan.cores,
+        "notes": dict(program.plan.notes),
+    }
+    # -I -S: nothing of the user's is imported before the program itself is started.
+    first = [interpreter()[0], "-I", "-S", str(_TRAMPOLINE), json.dumps(plan)]
+    stream = subprocess.PIPE if program.captured else None
+    return subprocess.Popen(
+        [*first, *program.command],
+        env={**program.environment, **program.plan.variables},
+        stdin=subprocess.DEVNULL,
+        stdout=stream,
+        stderr=stream,
+        pass_fds=(lifeline, *program.descriptors),
+        process_group=0,
+    )
+
+
+def interpreter() -> list[str]:
+    """This Python with the options it was started with (-W, -X, -O and the like)."""
+    # Everything before `-c ...`, which is what multiprocessing wants run.
+    command = get_command_line()
+    return [os.fsdecode(part) for part in command[: command.index("-c")]]
+
+
+def require_posix(call: str) -> None:
+    """Refuses where there are no process groups, signals and inherited descriptors."""
+    if os.name != "posix":
+        message = f"`{call}` needs Linux, macOS or another POSIX system, not "
+        raise Unavailable(message + sys.platform)
+
+
+class Supervisor:
+    """Owns the processes of one run; leaving its `with` block ends what still runs.
+
+    Attributes:
+      children: In the order in which they were started.
+      failure: The first child that failed by itself; None if there is none.
+    """
+
+    def __init__(self, grace: float = GRACE) -> None:
+        self.children: list[Child] = []
+        self.failure: Child | None = None
+        self._grace = grace
+        self._ending = False
+        # Ctrl-C may leave a condition taken that is entered by `with`, but not a lock.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._watchers: list[threading.Thread] = []
+
+    def start(self, program: Program) -> Child | None:
+        """Starts a process; none any more once the others are being ended.
+
+        Raises:
+          OSError: The system cannot start another process.
+        """
+        with self._lock:
+            if self._ending:
+                return None
+            child = Child(program)
+            self.children.append(child)
+        name = f"jdist-watch-{program.name}"
+        watcher = threading.Thread(
+            target=self._watch, args=(child,), name=name, daemon=True
+        )
+        self._watchers.append(watcher)
+        watcher.start()
+        return child
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until every process has ended; False if `timeout` seconds passed."""
+        if timeout is not None:  # Longer than three centuries Python refuses to wait.
+            timeout = min(timeout, threading.TIMEOUT_MAX)
+        with self._lock:
+            return self._changed.wait_for(self._all_ended, timeout)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Ends all: a signal first, SIGKILL after the grace period; returns when done.
+
+        May be called by any thread, any number of times. If it is interrupted, they
+        are killed at once.
+        """
+        try:
+            with self._lock:
+                if not self._ending:
+                    self._ending = True
+                    self._signal_all(number)
+            self.wait(self._grace)
+        finally:
+            with self._lock:
+                self._signal_all(signal.SIGKILL)
+        self.wait()
+
+    def close(self) -> None:
+        """Ends what still runs and joins the threads that watched."""
+        self.stop()
+        for watcher in self._watchers:
+            watcher.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _watch(self, child: Child) -> None:
+        child.await_end()
+        # Under the lock, so that nobody signals an id which is somebody else's by now.
+        with self._lock:
+            ending = child.bury()
+            is_first = ending.failed and not self._ending
+            if is_first:
+                self.failure = child
+            self._changed.notify_all()
+        if is_first:
+            self.stop()
+
+    def _signal_all(self, number: int) -> None:
+        for child in self.children:
+            if child.ending is None:
+                child.send(number)
+
+    def _all_ended(self) -> bool:
+        return all(child.ending is not None for child in self.children)

@@ -1,0 +1,102 @@
+"""A channel between two workers, and the transports that make channels.
+
+The process transport and the in-process one both fulfil these two protocols; nothing
+above this line knows which one it has.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.wire.frame import Frame
+
+
+class ChannelClosed(ConnectionError):
+    """The channel is closed: by the peer, by its death, or by this side.
+
+    The text is the reason as far as this side knows it.
+    """
+
+
+class NotSent(ChannelClosed):
+    """The channel was closed before any byte of this frame was sent.
+
+    The frame may be sent on another channel: the other side has not seen it.
+    """
+
+
+class Channel(Protocol):
+    """Two-way, ordered, reliable until it closes.
+
+    `send` may be called by many threads, `receive` by one at a time. All deadlines
+    are absolute, in `time.monotonic()` seconds; None waits for ever.
+    """
+
+    peer: str
+    """Name of the worker on the other side, proved by the handshake."""
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        """Sends one frame.
+
+        Raises ChannelClosed (NotSent if nothing of it was sent), TimeoutError,
+        ValueError (limits).
+        """
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """The next frame. Raises ChannelClosed, TimeoutError, ProtocolError.
+
+        After a TimeoutError in the middle of a frame the channel is closed.
+        """
+
+    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
+        """The next frame; or, where that may take long, how to receive it.
+
+        For a thread that cannot wait. Same errors as `receive`, but after a
+        TimeoutError the channel is as before.
+        """
+
+    def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
+        """Sends a request and returns its answer; nobody else uses the channel.
+
+        Same errors as `send` and `receive`. Answers to earlier requests (given up
+        before) are dropped.
+        """
+
+    def usable(self) -> bool:
+        """Whether it is open; asked while it is idle, when nothing may come."""
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """Closes both directions; any thread, any number of times.
+
+        A thread blocked in `send` or `receive` gets ChannelClosed(reason) at once.
+        """
+
+
+class Transport(Protocol):
+    """Listens for one worker and connects it to others."""
+
+    address: Any
+    """Where others reach this worker: msgpack-able, given to their `connect`."""
+
+    device_maps: DeviceMaps
+    """On which of their devices this worker's arrays arrive."""
+
+    on_refused: Callable[[str], None] | None
+    """Told in words of each peer that could not prove the key; set before `serve`."""
+
+    def connect(self, peer: str, address: Any, deadline: float | None) -> Channel:
+        """A new channel to the worker `peer` listening at `address`.
+
+        Raises ChannelClosed (nobody listens), TimeoutError, AuthenticationError (also
+        when the listener proves to be another worker than `peer`), ProtocolError, and
+        RpcError where one of the two may open no more files.
+        """
+
+    def abandon(self, peer: str, reason: str) -> None:
+        """Ends with `reason` every attempt to connect to `peer`, now and later."""
+
+    def serve(self, on_channel: Callable[[Channel], None]) -> None:
+        """Begins to accept: `on_channel(channel)` runs on a thread of its own each."""
+
+    def close(self) -> None:
+        """Stops accepting, closes every channel, joins its threads."""

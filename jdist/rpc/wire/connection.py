@@ -1,0 +1,397 @@
+"""A channel over a stream of bytes: frames in, frames out, whatever happens between.
+
+One system call sends a small frame and one receives it, often together with the next
+ones: what arrives goes into a buffer, and frames are parsed out of that. A large body
+bypasses the buffer and is received into its final memory.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+
+from jdist._compat import let_go
+from jdist._errors import requirement
+from jdist.rpc.base.device_maps import DeviceMaps, Table
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.turn import Turn
+from jdist.rpc.wire import memory
+from jdist.rpc.wire.channel import ChannelClosed, NotSent
+from jdist.rpc.wire.duplicates import Duplicates
+from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Frame
+from jdist.rpc.wire.framing import (
+    PREFIX_BYTES,
+    Header,
+    Limits,
+    Packed,
+    allocate,
+    assemble,
+    pack,
+    parse_header,
+    parse_prefix,
+)
+from jdist.rpc.wire.memory import MemoryPool
+from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
+
+_BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
+_BRIEF = _BUFFER // 2  # Larger frames are no matter of a moment.
+_ANY_SIZE = sys.maxsize
+T = TypeVar("T")
+
+
+class Terms(NamedTuple):
+    """What holds on every connection of one worker.
+
+    Attributes:
+      limits: How much the peer may announce.
+      device: Where received JAX arrays are placed; None for JAX's default.
+      device_maps: Where those arrive that are sent.
+      stall: Seconds without a byte in the middle of a frame, after which the peer is
+        taken for frozen and the channel closed.
+    """
+
+    limits: Limits = Limits()
+    device: jax.Device | None = None
+    device_maps: DeviceMaps | None = None
+    stall: float = 60.0
+
+
+class Connection:
+    """A `jdist.rpc.wire.channel.Channel` over a byte stream.
+
+    Args:
+      stream: Connected, and the peer's identity proved.
+      peer: The name that it proved.
+      terms: See there.
+      pool: Memory for large arrays, when both sides can use it on this stream.
+      on_close: Called once, when the connection has given back its socket.
+    """
+
+    def __init__(
+        self,
+        stream: ByteStream,
+        peer: str,
+        terms: Terms,
+        pool: MemoryPool | None = None,
+        on_close: Callable[["Connection"], None] | None = None,
+    ) -> None:
+        self.peer = peer
+        self._stream = stream
+        self._terms = terms
+        self._pool = pool
+        self._on_close = on_close
+        self._reason: str | None = None
+        self._released = False
+        self._sending = Turn()
+        self._receiving = Turn()
+        self._ending = threading.Lock()
+        self._requests = Duplicates()
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._start = self._end = 0  # Of what was received and not yet parsed.
+
+    def __repr__(self) -> str:
+        state = "open" if self._reason is None else f"closed: {self._reason}"
+        return f"<Connection to {self.peer!r}, {state}>"
+
+    # --- sending ---
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        """Sends one frame; see `Channel.send`."""
+        let_go()  # The answer may then come in the memory of an earlier one.
+        packed, descriptors = self._pack(frame)
+
+        def put() -> None:
+            self._sending.take(deadline, "another thread was still sending")
+            try:
+                if self._reason is not None:
+                    raise NotSent(self._reason)
+                pieces: list[bytes | memoryview] = [packed.head, *packed.body]
+                self._stream.send(pieces, deadline, descriptors)
+            except TimeoutError as error:
+                # Without a byte sent the channel is as good as before.
+                if isinstance(error, CutOff):
+                    self._cut(f"a frame was cut off: {error}")
+                raise
+            except ChannelClosed as error:
+                raise self._ended(error) from error
+            except BaseException:
+                self._cut("sending was interrupted")
+                raise
+
+        try:
+            self._in_turn(self._sending, put)
+        finally:
+            if descriptors:
+                memory.close_all(descriptors)
+
+    def devices(self, kind: str) -> Table | None:
+        """On which devices the arrays of frames of this kind arrive; None: on one."""
+        maps = self._terms.device_maps
+        return None if maps is None else maps.towards(self.peer, kind)
+
+    def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
+        devices = self.devices(frame.kind)
+        apart = None if self._pool is None else memory.THRESHOLD
+        packed = pack(frame, apart, devices)
+        descriptors: list[int] = []
+        if packed.apart:
+            assert self._pool is not None
+            descriptors = self._lend(self._pool, packed.apart)
+            if not descriptors:
+                packed = pack(frame, None, devices)
+        try:
+            self._check_size(packed, len(frame.leaves))
+        except ValueError:
+            memory.close_all(descriptors)
+            raise
+        return packed, descriptors
+
+    def _check_size(self, packed: Packed, leaves: int) -> None:
+        header = len(packed.head) - PREFIX_BYTES
+        body = sum(map(len, packed.body))
+        if packed.apart:
+            body += sum(map(len, packed.apart))
+        most = self._terms.limits
+        if (
+            header <= most.header_bytes
+            and body <= most.body_bytes
+            and leaves <= most.leaves
+        ):
+            return
+        for what, size, limit in (
+            ("a header of", header, most.header_bytes),
+            ("arrays of together", body, most.body_bytes),
+            ("a number of arrays of", leaves, most.leaves),
+        ):
+            if size > limit:
+                rule = f"must have {what} at most {limit}"
+                remedy = "Send it in parts, or raise the limit on every worker."
+                raise ValueError(requirement("rpc(value)", rule, size, remedy))
+
+    @staticmethod
+    def _lend(pool: MemoryPool, leaves: list[memoryview]) -> list[int]:
+        """A descriptor for each leaf, or none at all."""
+        if len(leaves) > MOST_DESCRIPTORS:
+            return []
+        descriptors: list[int] = []
+        for leaf in leaves:
+            descriptor = pool.lend(leaf)
+            if descriptor is None:
+                memory.close_all(descriptors)
+                return []
+            descriptors.append(descriptor)
+        return descriptors
+
+    # --- receiving ---
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """The next frame; see `Channel.receive`."""
+        frame = self._receive(deadline, _ANY_SIZE)
+        assert frame is not None
+        return frame
+
+    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
+        """The next frame if it is small; see `Channel.receive_brief`."""
+        return self._receive(deadline, _BRIEF) or self.receive
+
+    def _receive(self, deadline: float | None, most: int) -> Frame | None:
+        """The next frame; None, and nothing is consumed, if it is larger than that."""
+        let_go()  # Nothing is kept from the other side while this one waits.
+
+        def get() -> Frame | None:
+            self._receiving.take(deadline, "another thread was still receiving")
+            try:
+                return self._new(deadline, most)
+            except ChannelClosed as error:
+                raise self._ended(error) from error
+            except ProtocolError as error:
+                self._cut(f"it sent what is no frame: {error}")
+                raise
+            except TimeoutError:
+                raise
+            except BaseException:
+                # Bytes may have come and not been counted: a frame would have no begin.
+                self._cut("receiving was interrupted")
+                raise
+
+        return self._in_turn(self._receiving, get)
+
+    def _new(self, deadline: float | None, most: int) -> Frame | None:
+        """The next frame that is not a request received before."""
+        while True:
+            if most < _ANY_SIZE and self._await_whole(deadline) > most:
+                return None
+            frame = self._next(deadline)
+            if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
+                return frame
+
+    def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
+        """Sends a request and returns its answer; see `Channel.exchange`."""
+        self.send(frame, deadline)
+        while True:
+            answer = self.receive(deadline)
+            if answer.kind in ANSWERS and answer.id <= frame.id:
+                if answer.id == frame.id:
+                    return answer
+                continue  # The answer to a request that was given up.
+            reason = f"it sent {answer.kind!r} {answer.id} for an answer to {frame.id}"
+            self.close(reason)
+            raise ProtocolError(f"Worker {self.peer!r}: {reason}.")
+
+    def _await_whole(self, deadline: float | None) -> int:
+        """The size of the next frame, which has arrived as a whole if it is brief."""
+        self._await_begin(deadline)
+        start = self._fill(PREFIX_BYTES, deadline, stalls=False)
+        prefix = self._buffer[start : start + PREFIX_BYTES]
+        sizes = parse_prefix(prefix, self._terms.limits)
+        whole = PREFIX_BYTES + sizes.header + sizes.body
+        if whole <= _BRIEF:
+            self._fill(whole, deadline, stalls=False)
+        return whole
+
+    def _await_begin(self, deadline: float | None) -> None:
+        self._check_open()
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) > _BUFFER:
+                self._buffer = memoryview(bytearray(_BUFFER))  # One header was larger.
+            self._end = self._stream.receive_into(self._buffer, deadline)
+
+    def _next(self, deadline: float | None) -> Frame:
+        self._await_begin(deadline)
+        limits = self._terms.limits
+        try:
+            sizes = parse_prefix(self._parse(PREFIX_BYTES, deadline), limits)
+            header = parse_header(self._parse(sizes.header, deadline), sizes, limits)
+            buffers = allocate(header)
+            self._receive_body(buffers, sizes.body, deadline)
+            apart = self._claim(header) if sizes.apart else ()
+            return assemble(header, buffers, self._terms.device, apart)
+        except TimeoutError as error:
+            if deadline is not None and time.monotonic() >= deadline:
+                self._cut("the deadline passed in the middle of a frame")
+                raise
+            what = f"nothing came for {self._terms.stall:g} s in the middle of a frame"
+            raise ChannelClosed(what) from error
+
+    def _parse(self, size: int, deadline: float | None) -> memoryview:
+        """The next `size` bytes, valid until more is received."""
+        start = self._start
+        if size > self._end - start:
+            start = self._fill(size, deadline, stalls=True)
+        self._start = start + size
+        return self._buffer[start : start + size]
+
+    def _fill(self, size: int, deadline: float | None, stalls: bool) -> int:
+        """Has as many bytes in the buffer; where they begin. They stay unparsed."""
+        if size > self._end - self._start:
+            self._make_room(size)
+        while size > self._end - self._start:
+            free = self._buffer[self._end :]
+            until = self._patience(deadline) if stalls else deadline
+            self._end += self._stream.receive_into(free, until)
+        return self._start
+
+    def _make_room(self, size: int) -> None:
+        kept = self._buffer[self._start : self._end]
+        if size > len(self._buffer):
+            # A header within the limits, which were checked before.
+            self._buffer = memoryview(bytearray(size))
+        elif self._start == 0 or self._start + size <= len(self._buffer):
+            return
+        self._buffer[: len(kept)] = bytes(kept)
+        self._start, self._end = 0, len(kept)
+
+    def _receive_body(
+        self, buffers: list[memoryview], size: int, deadline: float | None
+    ) -> None:
+        if size <= _BRIEF:
+            rest = self._parse(size, deadline)
+            for buffer in buffers:
+                buffer[:] = rest[: len(buffer)]
+                rest = rest[len(buffer) :]
+            return
+        for buffer in buffers:
+            there = min(len(buffer), self._end - self._start)
+            buffer[:there] = self._buffer[self._start : self._start + there]
+            self._start += there
+            rest = buffer[there:]
+            while rest:
+                until = self._patience(deadline)
+                rest = rest[self._stream.receive_into(rest, until, whole=True) :]
+
+    def _claim(self, header: Header) -> list[memoryview]:
+        """The memory behind the descriptors that came with this frame."""
+        if self._pool is None or len(self._stream.descriptors) < len(header.apart):
+            raise ProtocolError("A frame came without its memory descriptors.")
+        taken = [self._stream.descriptors.popleft() for _ in header.apart]
+        try:
+            return [memory.receive(taken.pop(0), size) for size in header.apart]
+        finally:
+            memory.close_all(taken)
+
+    def _patience(self, deadline: float | None) -> float:
+        stalled = time.monotonic() + self._terms.stall
+        return stalled if deadline is None else min(deadline, stalled)
+
+    # --- ending ---
+
+    def usable(self) -> bool:
+        """Whether it is open; see `Channel.usable`."""
+        return self._reason is None and self._stream.silent()
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """Closes both directions; see `Channel.close`."""
+        self._cut(reason)
+        self._release()
+
+    def _cut(self, reason: str) -> None:
+        """Wakes everybody who uses the stream; the last one of them releases it."""
+        with self._ending:
+            if self._reason is None:
+                self._reason = reason
+                self._stream.shut()
+
+    def _ended(self, error: ChannelClosed) -> ChannelClosed:
+        self._cut(str(error))
+        return type(error)(self._reason)
+
+    def _check_open(self) -> None:
+        if self._reason is not None:
+            raise ChannelClosed(self._reason)
+
+    def _in_turn(self, turn: Turn, action: Callable[[], T]) -> T:
+        """Calls `action`, which takes the turn; what remains is done in any case."""
+        try:
+            return turn.hold(action)
+        finally:
+            if self._reason is not None:
+                self._release()
+
+    def _release(self) -> None:
+        """Gives the socket back, unless a thread is still inside the stream.
+
+        A descriptor must not be closed under a system call: its number may be another
+        file's by the time the call looks. Whoever is inside was woken by `_cut` and
+        comes here when it leaves, after it has released its lock.
+        """
+        with self._ending:
+            if self._sending.mine or self._receiving.mine:
+                return  # this very thread is inside, and was interrupted there
+            if self._released or not self._sending.hold(self._close_stream):
+                return
+        if self._on_close is not None:
+            self._on_close(self)
+
+    def _close_stream(self) -> bool:
+        def close() -> bool:
+            if not self._receiving.try_take():
+                return False
+            self._stream.close()
+            self._released = True
+            return True
+
+        return self._sending.try_take() and self._receiving.hold(close)

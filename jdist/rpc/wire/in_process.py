@@ -1,0 +1,260 @@
+"""Channels between workers of one process.
+
+Nothing is turned into bytes, but everything goes through the codec, so what the wire
+refuses is refused here too. NumPy arrays are copied and JAX arrays are put on the
+receiver's device, which is free when they are there.
+
+A synchronous call without a limit of its own runs in the caller's thread: a hand-over
+to another thread and back costs more than the whole call.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jdist.rpc.base import current
+from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.future import call_when_done
+from jdist.rpc.calls.execution import Execution
+from jdist.rpc.codec.arrays import adopt
+from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
+from jdist.rpc.wire.duplicates import Duplicates
+from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
+
+Answerer = Callable[[str, Frame, int], Frame | Execution]
+"""Runs a request, `answerer(caller, frame, depth)`: the answer, or who will have it."""
+
+# Each call nested in the caller's thread takes a dozen Python frames of the thousand
+# that the interpreter allows on one stack, and the functions' own beside.
+_DEEPEST = 16
+
+# They bear the number of the request they are about.
+_UNNUMBERED = frozenset((REPLY, ERROR, CANCEL))
+
+
+class Hub:
+    """Where the workers of one cluster in this process find each other."""
+
+    def __init__(self) -> None:
+        self.transports: dict[str, InProcessTransport] = {}
+
+
+class InProcessTransport:
+    """A `Transport` for one worker of this process.
+
+    Args:
+      name: The worker.
+      hub: Shared by those that may connect.
+      device: Where JAX arrays arrive; None leaves them where they are.
+    """
+
+    def __init__(self, name: str, hub: Hub, device: Any = None) -> None:
+        self.name = name
+        self.address = name
+        self.device = device
+        self.device_maps = DeviceMaps()
+        self.on_refused: Callable[[str], None] | None = None  # There are no strangers.
+        self.answerer: Answerer | None = None
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._on_channel: Callable[[Channel], None] | None = None
+        self._channels: set[_End] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        hub.transports[name] = self
+
+    def connect(self, peer: str, address: Any, deadline: float | None) -> Channel:
+        """See `Transport.connect`; it never waits."""
+        there = self._hub.transports.get(peer)
+        if there is None:
+            raise ChannelClosed("nobody of this name listens in this process")
+        here, across = _End(self, peer, there), _End(there, self.name, self)
+        here.other, across.other = across, here
+        self._adopt(here)
+        there._accept(across)
+        return here
+
+    def abandon(self, peer: str, reason: str) -> None:
+        """See `Transport.abandon`; connecting never waits."""
+
+    def connect_from(self, name: str) -> Channel:
+        """A channel from `name`, which has no transport in this hub, to this one."""
+        hub = Hub()
+        hub.transports[self.name] = self
+        caller = InProcessTransport(name, hub)
+        return caller.connect(self.name, None, None)
+
+    def serve(self, on_channel: Callable[[Channel], None]) -> None:
+        """See `Transport.serve`."""
+        self._on_channel = on_channel
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            self._closed = True
+            channels, threads = list(self._channels), list(self._threads)
+        if self._hub.transports.get(self.name) is self:
+            del self._hub.transports[self.name]
+        for channel in channels:
+            channel.close("the worker has ended")
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=1.0)
+
+    def _adopt(self, channel: "_End") -> None:
+        with self._lock:
+            if self._closed:
+                raise ChannelClosed("the worker has ended")
+            self._channels.add(channel)
+
+    def _accept(self, channel: "_End") -> None:
+        if self._on_channel is None:
+            raise ChannelClosed("the worker does not listen yet")
+        channel.unserved = self._start
+        self._adopt(channel)
+
+    def _start(self, channel: "_End") -> None:
+        if self._on_channel is None:
+            return
+        thread = threading.Thread(
+            target=self._serve,
+            args=(self._on_channel, channel),
+            name=f"{self.name}<-{channel.peer}",
+            daemon=True,
+        )
+        with self._lock:  # so that `close` joins only what has been started
+            self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, on_channel: Callable[[Channel], None], channel: "_End") -> None:
+        try:
+            on_channel(channel)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def forget(self, channel: "_End") -> None:
+        """The channel is closed."""
+        with self._lock:
+            self._channels.discard(channel)
+
+
+class _End:
+    """One end of a channel.
+
+    Attributes:
+      unserved: Starts the thread that reads this end, which only begins with the first
+        frame: most channels only ever carry calls that run in the caller's thread.
+    """
+
+    other: "_End"
+
+    def __init__(
+        self, here: InProcessTransport, peer: str, there: InProcessTransport
+    ) -> None:
+        self.peer = peer
+        self.unserved: Callable[[_End], None] | None = None
+        self._here = here
+        self._there = there
+        self._arrived: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._closed: str | None = None
+        self._lock = threading.Lock()
+        self._requests = Duplicates()
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        """See `Channel.send`."""
+        if self._closed is not None:
+            raise NotSent(self._closed)
+        self.other._put(_moved(frame, self._here, self._there))
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """See `Channel.receive`."""
+        while True:
+            seconds = (
+                None if deadline is None else max(0.0, deadline - time.monotonic())
+            )
+            try:
+                frame = self._arrived.get(timeout=seconds)
+            except queue.Empty:
+                raise TimeoutError("no frame arrived in time") from None
+            if frame is None:
+                self._arrived.put(None)  # for the next one who asks
+                raise ChannelClosed(self._closed or "closed")
+            if (
+                frame.kind in _UNNUMBERED
+                or not frame.id
+                or self._requests.is_new(frame.id)
+            ):
+                return frame
+
+    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
+        """See `Channel.receive_brief`; no frame takes long."""
+        return self.receive(deadline)
+
+    def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
+        """See `Channel.exchange`; may run the call in this thread."""
+        scope = current.scope.get()
+        depth = 1 if scope is None else scope.depth + 1
+        answerer = self._there.answerer
+        if answerer is None or depth > _DEEPEST or "firm" in frame.meta:
+            self.send(frame, deadline)
+            return self._answer_to(frame.id, deadline)
+        if self._closed is not None:
+            raise NotSent(self._closed)
+        moved = _moved(frame, self._here, self._there)
+        answer = answerer(self._here.name, moved, depth)
+        if isinstance(answer, Execution):
+            return self._deferred(answer, frame.id, deadline)
+        return _moved(answer, self._there, self._here)
+
+    def usable(self) -> bool:
+        """See `Channel.usable`."""
+        return self._closed is None
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """See `Channel.close`."""
+        for end, told in ((self, reason), (self.other, "closed by the other side")):
+            with end._lock:
+                first, end._closed = end._closed is None, end._closed or told
+            if first:
+                end._arrived.put(None)
+                end._here.forget(end)
+
+    def _put(self, frame: Frame) -> None:
+        self._arrived.put(frame)
+        if self.unserved is not None:
+            with self._lock:
+                start, self.unserved = self.unserved, None
+            if start is not None:
+                start(self)
+
+    def _answer_to(self, number: int, deadline: float | None) -> Frame:
+        while True:
+            frame = self.receive(deadline)
+            if frame.id == number:
+                return frame
+
+    def _deferred(
+        self, execution: Execution, number: int, deadline: float | None
+    ) -> Frame:
+        answer = execution.answer
+        call_when_done(answer, lambda: self._put(answer.value()))
+        try:
+            frame = self._answer_to(number, deadline)
+        except BaseException:
+            execution.cancel(f"{self._here.name} gave up the call")
+            raise
+        return _moved(frame, self._there, self._here)
+
+
+def _moved(
+    frame: Frame, sender: InProcessTransport, receiver: InProcessTransport
+) -> Frame:
+    if not frame.leaves:
+        return frame
+    kind, number, meta, tree, leaves, shared = frame
+    devices = sender.device_maps.towards(receiver.name, kind)
+    moved = adopt(leaves, receiver.device, devices)
+    return Frame(kind, number, meta, tree, moved, shared)

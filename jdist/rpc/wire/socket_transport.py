@@ -1,0 +1,478 @@
+"""Channels through sockets: between the processes of a machine, and between machines.
+
+Nobody is listened to before he has proved that he knows the cluster's key. Until then
+a connection costs the listener a thread and a descriptor, for a limited time, and
+there is a limit to their number.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jdist._errors import requirement
+from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.errors import AuthenticationError, RpcError
+from jdist.rpc.base.polling import Polling
+from jdist.rpc.wire import handshake, memory
+from jdist.rpc.wire.channel import Channel, ChannelClosed
+from jdist.rpc.wire.connection import Connection, Terms
+from jdist.rpc.wire.framing import Limits
+from jdist.rpc.wire.handshake import NO_BINDING, REMEDY, Ability, Identity
+from jdist.rpc.wire.sockets import (
+    LOOPBACK,
+    Address,
+    Attempt,
+    Listener,
+    dial,
+    is_loopback,
+    is_unix,
+    out_of_files,
+    parse_address,
+    same_user,
+)
+from jdist.rpc.wire.stream import ByteStream, Stream
+from jdist.rpc.wire.tls import (
+    FIRST_BYTE,
+    Credentials,
+    TlsConfig,
+    TlsStream,
+    connector_context,
+)
+from jdist.rpc.wire.transfer import Transfer
+from jdist.rpc.wire.transfer_connection import TransferConnection
+from jdist.rpc.wire.transfer_port import Port
+
+_ENDED = "this worker has ended"
+
+
+def _spare_descriptor() -> int:
+    """Given up for a moment to tell a connection that there is none left for it."""
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _no_more_files(peer: str) -> str:
+    try:
+        import resource  # not on every platform
+    except ImportError:
+        limit = ""
+    else:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = f" (their number is limited to {most})"
+    return (
+        f"This process may open no more files{limit}, and a connection to {peer!r} is "
+        f"one. {REMEDY}"
+    )
+
+
+class SocketTransport:
+    """A `jdist.rpc.wire.channel.Transport` over Unix sockets, TCP and TLS.
+
+    Listening begins with the constructor; `serve` begins to accept.
+
+    Args:
+      name: Of this worker; proved to its peers together with the key.
+      key: The cluster's secret, random bytes.
+      host: Interface to listen on.
+      port: TCP port; 0 for any free one.
+      device: Where received JAX arrays are placed; None for JAX's default.
+      limits: How much a peer may announce.
+      tls: Certificates. By default TLS is used off loopback, with a self-signed
+        certificate; a configuration given here makes TCP on loopback use TLS too.
+      insecure: Plain TCP off loopback: whoever can reach the wire can read all and
+        change all. The key must be proved nevertheless.
+
+    Attributes:
+      address: Where others reach this worker; a list of plain values.
+      device_maps: On which of their devices its arrays arrive.
+      handshake_seconds: How long a stranger may take to prove himself. Settable.
+      most_strangers: How many may be doing so at once. Others wait in the system's
+        queue. Settable.
+      crowded_seconds: While others wait, the time after which the one who has taken
+        the longest has to go. Settable.
+      polling: Seconds to look for a message before sleeping, see `Polling`; 0 for
+        never. Settable.
+      refused: Connections that ended without a proof.
+      port: Where arrays go from device to device, or None.
+      on_refused: Told in words of each peer that could not prove the key; settable.
+
+    Raises:
+      TypeError: The key is not bytes.
+      ValueError: It is too short; or `tls` and `insecure` contradict each other.
+      Unavailable: A certificate has to be made and `cryptography` is not installed.
+      OSError: The host is not of this machine, or the port is taken.
+    """
+
+    handshake_seconds = 10.0
+    most_strangers = 64
+    crowded_seconds = 1.0
+    polling = 0.0
+    on_refused: Callable[[str], None] | None = None
+
+    def __init__(
+        self,
+        name: str,
+        key: bytes,
+        host: str = LOOPBACK,
+        port: int = 0,
+        *,
+        device: jax.Device | None = None,
+        limits: Limits | None = None,
+        tls: TlsConfig | None = None,
+        insecure: bool = False,
+    ) -> None:
+        if tls is not None and insecure:
+            rule = "must not be True when certificates are given"
+            raise ValueError(requirement("SocketTransport(insecure=...)", rule, "both"))
+        self._me = Identity(name, handshake.check_key(key))
+        self.device_maps = DeviceMaps()
+        self._terms = Terms(limits or Limits(), device, self.device_maps)
+        self._insecure = insecure
+        self._forced = tls is not None
+        self._credentials = None
+        if tls is not None or not (insecure or is_loopback(host)):
+            self._credentials = Credentials(tls or TlsConfig())
+        self._listener = Listener(host, port)
+        self.address = list(self._listener.address)
+        self._pool = memory.MemoryPool() if memory.available() else None
+        self.port: Port | None = None
+        self.refused = 0
+        self._lock = threading.Lock()
+        self._strangers: dict[Stream, float] = {}  # And since when, oldest first.
+        self._room = threading.Condition(self._lock)
+        self._attempts: dict[Attempt, str] = {}  # And to which worker.
+        self._abandoned: dict[str, str] = {}
+        self._connections: set[Connection] = set()
+        self._threads: set[threading.Thread] = set()
+        self._accepting: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self._full = False
+        self._spare = _spare_descriptor()
+
+    def __enter__(self) -> "SocketTransport":
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def transfer(self, settings: Transfer) -> None:
+        """Has large arrays go from device to device; to be said before `serve`.
+
+        Raises:
+          ValueError: They would go past TLS.
+        """
+        if self._credentials is not None:
+            rule = "sends arrays unencrypted, so nothing here may be encrypted"
+            remedy = "Say insecure=True on a private network, or leave it out."
+            call = "RpcOptions(transfer=...)"
+            raise ValueError(requirement(call, rule, settings, remedy))
+        host = self._listener.address.host
+        self.port = Port(settings, self._me.name, host, self._terms.device)
+
+    # --- connecting ---
+
+    def connect(
+        self, peer: str, address: Any, deadline: float | None = None
+    ) -> Connection:
+        """A new channel; see `Transport.connect`.
+
+        Args:
+          peer: Who must listen there; empty: whoever knows the key, which is how one
+            finds the coordinator. The channel's `peer` is then the name it proved.
+          address: What the peer's `address` is, or `(host, port)`.
+          deadline: For all of it.
+        """
+        found, attempt = parse_address(address), Attempt()
+        with self._lock:
+            if self._closed.is_set():
+                raise ChannelClosed(_ENDED)
+            if peer in self._abandoned:
+                raise ChannelClosed(self._abandoned[peer])
+            self._attempts[attempt] = peer
+        try:
+            return self._connect(found, peer, deadline, attempt)
+        except (ChannelClosed, TimeoutError) as error:
+            if attempt.given_up is not None:
+                raise ChannelClosed(attempt.given_up) from error
+            raise
+        except OSError as error:
+            if out_of_files(error):
+                raise RpcError(_no_more_files(peer)) from error
+            raise
+        finally:
+            with self._lock:
+                self._attempts.pop(attempt, None)
+
+    def abandon(self, peer: str, reason: str) -> None:
+        """Ends every attempt to connect to `peer`; see `Transport.abandon`."""
+        with self._lock:
+            self._abandoned.setdefault(peer, reason)
+            under_way = [one for one, to in self._attempts.items() if to == peer]
+        for attempt in under_way:
+            attempt.give_up(reason)
+
+    def _connect(
+        self, address: Address, peer: str, deadline: float | None, attempt: Attempt
+    ) -> Connection:
+        sock = dial(address, deadline, attempt)
+        try:
+            stream = Stream(sock)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            return self._connected(stream, is_unix(sock), peer, deadline)
+        except BaseException as error:
+            stream.close()
+            if isinstance(error.__cause__, ssl.SSLError):
+                raise AuthenticationError(f"TLS was refused: {error}.") from error
+            raise
+
+    def _connected(
+        self, stream: Stream, local: bool, peer: str, deadline: float | None
+    ) -> Connection:
+        secured: ByteStream = stream
+        binding = NO_BINDING
+        if not local and self._wants_tls(stream):
+            known = self._credentials
+            context = connector_context() if known is None else known.connector
+            secured = tls = TlsStream(stream, context, False, deadline)
+            binding = tls.peer_fingerprint()
+        me = self._identity(local, binding)
+        proved = handshake.connect(secured, me, peer, deadline)
+        return self._adopt(stream, secured, proved)
+
+    def _wants_tls(self, stream: Stream) -> bool:
+        return self._forced or not (self._insecure or is_loopback(stream.peer_host()))
+
+    def _identity(self, local: bool, binding: bytes) -> Identity:
+        able = local and self._pool is not None
+        abilities = Ability.MEMORY if able else Ability.NONE
+        if self.port is not None:
+            abilities |= Ability.TRANSFER
+        return self._me._replace(abilities=abilities, binding=binding)
+
+    def _adopt(
+        self, stream: Stream, secured: ByteStream, proved: handshake.Proved
+    ) -> Connection:
+        memory_too = Ability.MEMORY in proved.abilities
+        stream.passes_descriptors = memory_too
+        if self.polling:
+            stream.polling = Polling(self.polling)
+        pool = self._pool if memory_too else None
+        made = (secured, proved.peer, self._terms, pool, self._forget)
+        if self.port is not None and Ability.TRANSFER in proved.abilities:
+            connection: Connection = TransferConnection(*made, self.port)
+        else:
+            connection = Connection(*made)
+        with self._lock:
+            self._connections.add(connection)
+        if self._closed.is_set():
+            connection.close(_ENDED)
+        return connection
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+    # --- accepting ---
+
+    def serve(self, on_channel: Callable[[Channel], None]) -> None:
+        """Begins to accept; see `Transport.serve`."""
+        if not self._closed.is_set():
+            self._accepting = self._start(self._accept, on_channel)
+
+    def close(self) -> None:
+        """Stops accepting, closes every channel, joins its threads; see `Transport`.
+
+        A thread that is still busy with somebody's function after a second is left
+        to end by itself.
+        """
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            self._room.notify_all()
+        until = time.monotonic() + 1.0
+        self._wake.close()
+        if self._accepting is not None:
+            self._accepting.join(until - time.monotonic())
+        # From here on there are no new strangers and no new connections.
+        with self._lock:
+            for stream in self._strangers:
+                stream.shut()
+            connections, threads = list(self._connections), list(self._threads)
+            attempts = list(self._attempts)
+        for attempt in attempts:
+            attempt.give_up(_ENDED)
+        for connection in connections:
+            connection.close(_ENDED)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        self._listener.close()
+        self._woken.close()
+        os.close(self._spare)
+        if self._pool is not None:
+            self._pool.close()
+        if self.port is not None:
+            self.port.close()
+
+    def _accept(self, on_channel: Callable[[Channel], None]) -> None:
+        with selectors.DefaultSelector() as selector:
+            for source in (*self._listener.sockets, self._woken):
+                selector.register(source, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for ready, _ in selector.select():
+                    if ready.fileobj is not self._woken:
+                        assert isinstance(ready.fileobj, socket.socket)
+                        self._accept_from(ready.fileobj, on_channel)
+
+    def _accept_from(
+        self, listening: socket.socket, on_channel: Callable[[Channel], None]
+    ) -> None:
+        try:
+            sock, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # Whoever knocked is gone.
+        except OSError:
+            self._make_room(listening)
+            return
+        self._full = False
+        try:
+            self._welcome(sock, on_channel)
+        except OSError:
+            self._refuse(sock)  # It was gone before it could be asked anything.
+
+    def _make_room(self, listening: socket.socket) -> None:
+        """This process may open no more files, and a connection waits for one.
+
+        First those that are proving themselves have a moment to do so, then they hold
+        descriptors for too long, and then there are none to be had: the connection is
+        told so, rather than left to wait for its deadline.
+        """
+        with self._lock:
+            crowded = bool(self._strangers)
+            if crowded and self._full:
+                self._dismiss_oldest()
+        if crowded or not self._full:
+            self._full = True
+            self._closed.wait(0.05)  # keeps the loop from spinning
+            return
+        os.close(self._spare)
+        try:
+            sock, _ = listening.accept()
+            with contextlib.suppress(OSError):  # it is gone
+                handshake.refuse(sock)
+            self._refuse(sock)
+        except OSError:
+            self._closed.wait(0.05)  # another thread took the descriptor, or it left
+        finally:
+            self._spare = _spare_descriptor()
+
+    def _welcome(
+        self, sock: socket.socket, on_channel: Callable[[Channel], None]
+    ) -> None:
+        if is_unix(sock) and not same_user(sock):
+            self._refuse(sock)
+            return
+        stream = Stream(sock)
+        with self._lock:
+            while len(self._strangers) >= self.most_strangers:
+                since = next(iter(self._strangers.values()))
+                left = since + self.crowded_seconds - time.monotonic()
+                if left <= 0 or self._closed.is_set():
+                    self._dismiss_oldest()
+                else:
+                    self._room.wait(left)
+            self._strangers[stream] = time.monotonic()
+        try:
+            self._start(self._serve, stream, is_unix(sock), on_channel)
+        except RuntimeError:  # No more threads.
+            with contextlib.suppress(OSError):  # it is gone
+                handshake.refuse(sock)
+            self._dismiss(stream)
+
+    def _refuse(self, sock: socket.socket) -> None:
+        with self._lock:
+            self.refused += 1  # Counted first: whoever sees it closed may ask.
+        sock.close()
+
+    def _dismiss_oldest(self) -> None:
+        for stream in self._strangers:
+            stream.shut()  # Its thread wakes up and closes it.
+            del self._strangers[stream]
+            return
+
+    def _dismiss(self, stream: Stream) -> None:
+        with self._lock:
+            self._strangers.pop(stream, None)
+            self.refused += 1
+            stream.close()
+            self._room.notify()
+
+    def _serve(
+        self, stream: Stream, local: bool, on_channel: Callable[[Channel], None]
+    ) -> None:
+        deadline = time.monotonic() + self.handshake_seconds
+        try:
+            origin = "this machine" if local else stream.peer_host()
+            connection = self._accepted(stream, local, deadline)
+        except (ChannelClosed, TimeoutError, RpcError) as error:
+            # The other side learns it from its own handshake.
+            self._dismiss(stream)
+            if isinstance(error, AuthenticationError) and self.on_refused is not None:
+                self.on_refused(f"{error} It came from {origin}.")
+            return
+        except BaseException:
+            self._dismiss(stream)
+            raise
+        with self._lock:
+            self._strangers.pop(stream, None)
+            self._room.notify()
+        threading.current_thread().name = f"{self._me.name}<-{connection.peer}"
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(connection.close, "its serving thread failed")
+            on_channel(connection)
+            on_failure.pop_all()
+
+    def _accepted(self, stream: Stream, local: bool, deadline: float) -> Connection:
+        secured: ByteStream = stream
+        binding = NO_BINDING
+        if not local and stream.peek(deadline) == FIRST_BYTE:
+            if self._credentials is None:
+                raise AuthenticationError("A peer began TLS, which is not set up here.")
+            binding = self._credentials.fingerprint
+            secured = TlsStream(stream, self._credentials.listener, True, deadline)
+        elif not local and self._wants_tls(stream):
+            raise AuthenticationError("A peer came without TLS.")
+        proved = handshake.accept(secured, self._identity(local, binding), deadline)
+        return self._adopt(stream, secured, proved)
+
+    def _start(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        name = f"{self._me.name} listens"
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads.discard(thread)
+            raise
+        return thread

@@ -1,0 +1,301 @@
+"""Where a worker can be reached, and the sockets that lead there.
+
+A worker listens on TCP for everybody and on a Unix socket for peers of its machine,
+which is twice as fast and can pass memory. On Linux the Unix socket's name is abstract,
+so no file is left whatever happens; elsewhere it is a file in a folder that only this
+user may enter.
+"""
+
+import contextlib
+import errno
+import functools
+import ipaddress
+import os
+import platform
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jdist._errors import requirement
+from jdist.rpc.wire.channel import ChannelClosed
+from jdist.rpc.wire.stream import leave_to_parent
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024
+_ON_LINUX = sys.platform == "linux"
+_OUTWARD = ("192.0.2.1", 9)  # RFC 5737: never a real host. Nothing is sent.
+
+
+class Address(NamedTuple):
+    """Where a worker listens.
+
+    Attributes:
+      host: Name or number of its machine, as others reach it.
+      port: TCP port.
+      machine: What only processes of one machine and one network namespace share.
+      unix: Name of its Unix socket, "@..." for an abstract one; empty: it has none.
+    """
+
+    host: str
+    port: int
+    machine: str = ""
+    unix: str = ""
+
+
+def parse_address(address: Any) -> Address:
+    """What `SocketTransport.address` gave, or `(host, port)`.
+
+    Raises:
+      ValueError: It is neither.
+
+    Example:
+      >>> parse_address(["127.0.0.1", 29500]).port
+      29500
+    """
+    fields = tuple(address) if isinstance(address, list | tuple) else ()
+    kinds = tuple(type(field) for field in fields)
+    if kinds not in ((str, int), (str, int, str, str)) or not 0 < fields[1] < 1 << 16:
+        rule = "must be (host, port) or another transport's address"
+        raise ValueError(requirement("connect(address=...)", rule, address))
+    return Address(*fields)
+
+
+class Listener:
+    """The listening sockets of one worker, not blocking.
+
+    Args:
+      host: Interface to listen on; "" or "0.0.0.0" or "::" for all.
+      port: TCP port; 0 for any free one.
+
+    Attributes:
+      sockets: To be accepted from.
+      address: For others.
+
+    Raises:
+      OSError: The host is not of this machine, or the port is taken.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._folder = ""
+        tcp = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self.sockets = [tcp]
+        self.address = Address(_reachable(host), tcp.getsockname()[1])
+        try:
+            self._listen_on_unix()
+        except OSError:
+            self.close()
+            raise
+        for listening in self.sockets:
+            listening.setblocking(False)
+            leave_to_parent(listening)
+
+    def close(self) -> None:
+        """Stops listening and leaves nothing behind; any number of times."""
+        for listening in self.sockets:
+            listening.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen_on_unix(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            return
+        if _ON_LINUX:
+            name = f"@jdist-{secrets.token_hex(16)}"
+        else:
+            self._folder = tempfile.mkdtemp(prefix="jdist-")
+            name = str(Path(self._folder) / "socket")
+        listening = socket.socket(socket.AF_UNIX)
+        self.sockets.append(listening)
+        listening.bind(_unix_name(name))
+        listening.listen(_BACKLOG)
+        self.address = self.address._replace(machine=machine(), unix=name)
+
+
+class Attempt:
+    """A connection that is being made, which another thread may give up.
+
+    Attributes:
+      given_up: Why it was, or None.
+    """
+
+    def __init__(self) -> None:
+        self.given_up: str | None = None
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def uses(self, sock: socket.socket) -> None:
+        """The socket that is about to be connected.
+
+        Raises:
+          ChannelClosed: The attempt was given up.
+        """
+        with self._lock:
+            self._socket = sock
+            if self.given_up is not None:
+                raise ChannelClosed(self.given_up)
+
+    def give_up(self, reason: str) -> None:
+        """Wakes the thread that connects; any thread, any number of times."""
+        with self._lock:
+            self.given_up = self.given_up or reason
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # it is not connected, or closed
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def dial(address: Address, deadline: float | None, attempt: Attempt) -> socket.socket:
+    """A socket connected to the worker: by Unix where it is here, else by TCP.
+
+    Raises:
+      ChannelClosed: No process listens there, or the attempt was given up.
+      TimeoutError: The machine did not answer in time.
+      OSError: This process may open no more files.
+    """
+    if address.unix and address.machine == machine():
+        found = _dial_unix(address.unix, attempt)
+        if found is not None:
+            return found
+    where = f"{address.host}:{address.port}"
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimeoutError(f"no time was left to connect to {where}")
+    try:
+        connected = _dial_tcp(address, deadline, attempt)
+    except TimeoutError as error:
+        raise TimeoutError(f"{where} did not answer in time") from error
+    except OSError as error:
+        if isinstance(error, ChannelClosed) or out_of_files(error):
+            raise
+        raise ChannelClosed(f"nobody listens at {where} ({error})") from error
+    if connected.getsockname() == connected.getpeername():
+        # TCP lets a socket connect to itself when it was given the very port it seeks.
+        connected.close()
+        raise ChannelClosed(f"nobody listens at {where} (it reached itself)")
+    return connected
+
+
+def out_of_files(error: BaseException) -> bool:
+    """Whether a socket could not be made because too many files are open."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def is_unix(sock: socket.socket) -> bool:
+    """Whether the other side is on this machine and memory can be passed to it."""
+    return sock.family == getattr(socket, "AF_UNIX", None)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent to this host never leaves the machine."""
+    try:
+        found = socket.getaddrinfo(host, None) if host else []
+    except OSError:
+        return False
+    numbers = [ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in found]
+    return bool(numbers) and all(_unmapped(number).is_loopback for number in numbers)
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket belongs to the same user.
+
+    Elsewhere than on Linux the folder's permissions have already seen to it.
+    """
+    if not _ON_LINUX:
+        return True
+    credentials = struct.Struct("3i")
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    return bool(credentials.unpack(data)[1] == os.geteuid())
+
+
+@functools.cache
+def machine() -> str:
+    """What two processes share exactly when a Unix socket can lead from one to another.
+
+    On Linux the boot and the network namespace, which abstract names belong to.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"{platform.node()}/{uuid.getnode():x}"
+
+
+def _dial_unix(name: str, attempt: Attempt) -> socket.socket | None:
+    """A connected socket, or None where TCP should be tried."""
+    unix = socket.socket(socket.AF_UNIX)
+    try:
+        attempt.uses(unix)
+        # It never waits: where the listener's queue is full, that of TCP may not be.
+        unix.setblocking(False)
+        unix.connect(_unix_name(name))
+        if same_user(unix):
+            return unix
+    except ChannelClosed:
+        unix.close()
+        raise
+    except OSError:
+        unix.close()
+        return None
+    except BaseException:
+        unix.close()
+        raise
+    unix.close()
+    return None
+
+
+def _dial_tcp(
+    address: Address, deadline: float | None, attempt: Attempt
+) -> socket.socket:
+    """A connected socket; the error of the last address of the host where none is."""
+    failed: OSError | None = None
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, there in found:
+        # The least, because 0 would be no time for any address.
+        left = None if deadline is None else max(1e-3, deadline - time.monotonic())
+        tcp = socket.socket(family, kind, protocol)
+        try:
+            attempt.uses(tcp)
+            tcp.settimeout(left)
+            tcp.connect(there)
+            return tcp
+        except (ChannelClosed, TimeoutError):
+            tcp.close()
+            raise
+        except OSError as error:
+            tcp.close()
+            failed = error
+        except BaseException:
+            tcp.close()
+            raise
+    assert failed is not None  # getaddrinfo returns at least one address, or raises
+    raise failed
+
+
+def _unix_name(name: str) -> str:
+    return "\0" + name[1:] if name.startswith("@") else name
+
+
+def _unmapped(
+    number: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    mapped = getattr(number, "ipv4_mapped", None)
+    return number if mapped is None else mapped
+
+
+def _reachable(host: str) -> str:
+    """The host as others reach it: for all interfaces, the one that leads outside."""
+    if host not in ("", "0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_OUTWARD)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return LOOPBACK  # Without a network nobody else can reach it anyway.

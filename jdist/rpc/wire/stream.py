@@ -1,0 +1,368 @@
+"""A socket as a stream of bytes with deadlines: the lowest layer of the wire.
+
+The socket blocks, because a Python socket with a timeout of its own asks `poll` before
+every call, which is a second system call on the path whose speed counts. Receiving
+is limited by the kernel (`SO_RCVTIMEO`) instead, sending by `MSG_DONTWAIT` and a
+`poll` only when the peer does not keep up.
+"""
+
+import array
+import math
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.polling import Polling
+from jdist.rpc.wire.channel import ChannelClosed, NotSent
+
+BUFFER = 1 << 20
+"""Asked for as the socket's send buffer: 1 MiB goes out without waiting for a reader.
+
+Measured between two processes, larger ones gain nothing and the usual default of
+208 KiB costs a third at 16 MiB. The kernel gives less where `wmem_max` is less.
+"""
+
+MOST_DESCRIPTORS = 64
+"""Memory descriptors that may be under way to one receiver and not claimed yet."""
+
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 15),  # seconds without a byte; macOS calls it TCP_KEEPALIVE
+    ("TCP_KEEPALIVE", 15),
+    ("TCP_KEEPINTVL", 5),  # seconds between two questions
+    ("TCP_KEEPCNT", 3),  # of them without an answer, and the connection is closed
+)
+_JOINED = 4096  # Up to here copying the pieces together is cheaper than a list of them.
+_MOST_PIECES = 1024  # IOV_MAX of Linux and macOS.
+_SPACE = socket.CMSG_SPACE(array.array("i").itemsize * MOST_DESCRIPTORS)
+
+# As plain numbers: the enumeration's members cost more than the rest of a call.
+_NOW = int(socket.MSG_DONTWAIT)
+_WHOLE = int(socket.MSG_WAITALL)
+_LOOK = int(socket.MSG_PEEK) | _NOW
+_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+
+
+class CutOff(TimeoutError):
+    """The deadline passed after a part had been sent: the stream is of no more use."""
+
+
+class ByteStream(Protocol):
+    """What a connection needs of a stream; a socket and TLS over one fulfil it."""
+
+    descriptors: deque[int]
+
+    def receive_into(
+        self, view: memoryview, deadline: float | None, whole: bool = False
+    ) -> int:
+        """Waits for at least one byte; the number of bytes written into `view`."""
+
+    def send(
+        self,
+        pieces: Sequence[bytes | memoryview],
+        deadline: float | None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Sends all pieces in order."""
+
+    def silent(self) -> bool:
+        """Whether it is open and nothing has come that was not received."""
+
+    def shut(self) -> None:
+        """Ends both directions; threads blocked in this stream wake up."""
+
+    def close(self) -> None:
+        """Gives the socket back; nobody may be using the stream any more."""
+
+
+class Stream:
+    """A connected socket.
+
+    One thread may send while another receives. Every method but `shut` raises
+    ChannelClosed when the peer is gone.
+
+    Args:
+      sock: A connected stream socket; the stream owns it from now on.
+
+    Attributes:
+      descriptors: Memory descriptors received so far and not taken yet, oldest first.
+      passes_descriptors: Set to True after the handshake on a Unix socket: from then
+        on reads look for descriptors. Before, the kernel drops what a stranger sends.
+      polling: Set after the handshake, if this stream may be polled.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        if sock.family != getattr(socket, "AF_UNIX", None):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(sock)
+        self._socket = sock
+        self._patience: float | None = None
+        self.descriptors: deque[int] = deque()
+        self.passes_descriptors = False
+        self.polling: Polling | None = None
+        leave_to_parent(self)
+
+    def receive_into(
+        self, view: memoryview, deadline: float | None, whole: bool = False
+    ) -> int:
+        """Waits for at least one byte; returns how many were written into `view`.
+
+        Args:
+          view: Where to write; not empty.
+          deadline: In `time.monotonic()` seconds; None waits for ever.
+          whole: Rather wait until `view` is full. Fewer bytes are possible still.
+
+        Raises:
+          TimeoutError: The deadline passed; nothing was received.
+          ChannelClosed: The peer closed, or `shut` was called.
+          ProtocolError: More descriptors than allowed came along.
+        """
+        if whole:
+            return self._receive(view, deadline, _WHOLE)
+        if self.polling is None:
+            return self._receive(view, deadline, 0)
+        return self._poll_and_receive(self.polling, view, deadline)
+
+    def _poll_and_receive(
+        self, polling: Polling, view: memoryview, deadline: float | None
+    ) -> int:
+        if polling.worthwhile:
+            got = polling.poll(lambda: self._receive_once(view, _NOW))
+            if got is not None:
+                return got
+        since = time.monotonic()
+        got = self._receive(view, deadline, 0)
+        polling.slept(time.monotonic() - since)
+        return got
+
+    def _receive(self, view: memoryview, deadline: float | None, flags: int) -> int:
+        if deadline is not None:
+            self._limit(deadline)
+        while True:
+            got = self._receive_once(view, flags)
+            if got is not None:
+                return got
+            self._limit(deadline, again=True)
+
+    def _receive_once(self, view: memoryview, flags: int) -> int | None:
+        """None when nothing came: at once, or when the kernel's limit was reached."""
+        try:
+            if self.passes_descriptors and not flags & ~_NOW:
+                got = self._receive_with_descriptors(view, flags)
+            else:
+                got = self._socket.recv_into(view, 0, flags)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ChannelClosed(f"its connection broke ({error})") from error
+        if got == 0:
+            raise ChannelClosed("its connection closed")
+        return got
+
+    def peek(self, deadline: float | None) -> bytes:
+        """The first byte that has come, which stays to be received.
+
+        Raises:
+          TimeoutError, ChannelClosed: As `receive_into`.
+        """
+        first = memoryview(bytearray(1))
+        self._receive(first, deadline, socket.MSG_PEEK)
+        return bytes(first)
+
+    def peer_host(self) -> str:
+        """The other side's address in numbers; TCP only."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError as error:
+            raise ChannelClosed("its connection closed") from error
+
+    def send(
+        self,
+        pieces: Sequence[bytes | memoryview],
+        deadline: float | None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Sends all pieces in order, in one system call if the peer keeps up.
+
+        Args:
+          pieces: Bytes and byte views.
+          deadline: In `time.monotonic()` seconds; None waits for ever.
+          descriptors: Open files that go with the first byte, at most
+            MOST_DESCRIPTORS of them. Unix sockets only.
+
+        Raises:
+          TimeoutError: The deadline passed; nothing was sent.
+          CutOff: The deadline passed in the middle.
+          ChannelClosed: The peer closed, or `shut` was called.
+          NotSent: Likewise, and nothing was sent.
+        """
+        if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
+            pieces = (b"".join(pieces),)
+        begun = False
+        while pieces:
+            try:
+                sent = self._send_some(pieces, descriptors)
+            except BlockingIOError:
+                self._wait_for_room(deadline, begun)
+                continue
+            except OSError as error:
+                kind = ChannelClosed if begun else NotSent
+                raise kind(f"its connection broke ({error})") from error
+            if len(pieces) == 1 and sent == len(pieces[0]):
+                return
+            begun, descriptors = True, ()
+            pieces = _rest(pieces, sent)
+
+    def silent(self) -> bool:
+        """Whether it is open and nothing has come that was not received."""
+        try:
+            self._socket.recv(1, _LOOK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def shut(self) -> None:
+        """Ends both directions; threads blocked in this stream wake up."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # The peer was faster, or the socket is closed already.
+
+    def close(self) -> None:
+        """Gives the socket and the untaken descriptors back; any number of times."""
+        self._socket.close()
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+
+    def _limit(self, deadline: float | None, again: bool = False) -> None:
+        """Lets the kernel end the next receive in time, or raises TimeoutError.
+
+        The kernel's limit is kept at a power of two not above what remains, so that
+        calls with one usual timeout set it once, and a wait of t seconds wakes about
+        log2(t) times.
+        """
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None:
+            if remaining <= 0:
+                raise TimeoutError("nothing was received in time")
+            fits = self._patience is not None and self._patience <= remaining
+            if fits and not again:
+                return
+            # frexp: remaining = m 2^e with 1/2 <= m < 1. Within a millisecond is fine.
+            remaining = 2.0 ** max(-10, min(20, math.frexp(remaining)[1] - 1))
+        if remaining == self._patience:
+            return
+        whole = math.floor(remaining or 0)
+        rest = round(((remaining or 0) - whole) * 1e6)
+        limit = struct.pack("ll", whole, rest)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        except OSError as error:
+            raise ChannelClosed(f"its connection broke ({error})") from error
+        self._patience = remaining
+
+    def _receive_with_descriptors(self, view: memoryview, flags: int) -> int:
+        flags |= _ON_EXEC
+        got, ancillary, flags, _ = self._socket.recvmsg_into((view,), _SPACE, flags)
+        if not ancillary:
+            return got
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found = array.array("i")
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+                self.descriptors.extend(found)
+        if flags & socket.MSG_CTRUNC and len(self.descriptors) < MOST_DESCRIPTORS:
+            raise ProtocolError(
+                "memory descriptors were lost: this process may open no more files, "
+                "raise the limit with `ulimit -n`"
+            )
+        if flags & socket.MSG_CTRUNC or len(self.descriptors) > MOST_DESCRIPTORS:
+            raise ProtocolError(f"more than {MOST_DESCRIPTORS} memory descriptors came")
+        return got
+
+    def _send_some(
+        self, pieces: Sequence[bytes | memoryview], descriptors: Sequence[int]
+    ) -> int:
+        if descriptors:
+            passed = array.array("i", descriptors)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
+            return self._socket.sendmsg(pieces[:_MOST_PIECES], rights, _NOW)
+        if len(pieces) == 1:
+            return self._socket.send(pieces[0], _NOW)
+        return self._socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
+
+    def _wait_for_room(self, deadline: float | None, begun: bool) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if deadline is None:
+            poll.poll()
+            return
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not poll.poll(math.ceil(remaining * 1e3)):
+            raise (CutOff if begun else TimeoutError)("the peer did not read in time")
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Has the kernel ask an idle peer for a sign of life.
+
+    What lies between drops connections that are idle for minutes, and a machine that
+    is gone closes none. The names differ by platform, and some have none of them.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def receive_exactly(stream: ByteStream, size: int, deadline: float | None) -> bytes:
+    """The next `size` bytes and not one more.
+
+    Raises:
+      TimeoutError, ChannelClosed: As `Stream.receive_into`.
+    """
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[stream.receive_into(rest, deadline, whole=True) :]
+    return bytes(data)
+
+
+def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> list[bytes | memoryview]:
+    """The pieces without their first `sent` bytes, and without empty ones."""
+    rest: list[bytes | memoryview] = []
+    for piece in pieces:
+        if sent < len(piece):
+            rest.append(memoryview(piece)[sent:] if sent else piece)
+        sent = max(0, sent - len(piece))
+    return rest
+
+
+_LIVE: weakref.WeakSet[Stream | socket.socket] = weakref.WeakSet()
+
+
+def leave_to_parent(owned: Stream | socket.socket) -> None:
+    """Has a child that this process forks close its copy of `owned` at once.
+
+    A child that kept it would keep the connection, or the port, alive after the
+    parent's death, and others would wait for a worker that is gone.
+    """
+    _LIVE.add(owned)
+
+
+def _close_in_child() -> None:
+    for owned in list(_LIVE):
+        owned.close()  # Of this process's descriptor only: nothing is shut down.
+
+
+os.register_at_fork(after_in_child=_close_in_child)

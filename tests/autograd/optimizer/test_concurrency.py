@@ -1,0 +1,196 @@
+"""Steps on common parameters come one after another; others run side by side."""
+
+import weakref
+
+import numpy as np
+import pytest
+
+from jdist import autograd, optim, rpc
+from jdist.autograd.optimizer import parameter_locks
+from jdist.autograd.optimizer.owned import OwnedOptimizer
+from jdist.autograd.optimizer.program import program
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import NEVER
+from jdist.rpc.calls.execution import Execution
+from tests.autograd import optimizer_world as world
+from tests.rpc.rref.common import close_gate, gate, settle, wait_for
+
+TURNS = 8
+
+
+def forget():
+    world.log.clear()
+
+
+def one_holds():
+    """`slow` is in its step; `same` wants the same variables, `other` does not."""
+    variables = [rpc.RRef(world.make(world.numbers(i))) for i in range(3)]
+    sets = {"slow": [0, 1], "same": [1, 0], "overlap": [1, 2], "other": [2]}
+    rrefs = {name: [variables[i] for i in indices] for name, indices in sets.items()}
+    optimizers = {
+        name: autograd.DistributedOptimizer(world.watched, mine, name, name == "slow")
+        for name, mine in rrefs.items()
+    }
+
+    def step(name):
+        gradients = [np.ones((3, 2), np.float32)] * len(rrefs[name])
+        world.step(optimizers[name], rrefs[name], gradients)
+
+    slow = world.in_thread(step, "slow")
+    assert gate("slow is in").wait(world.PATIENCE)
+    waiting = [world.in_thread(step, "same")]
+    step("other")
+    assert world.log == [("slow", "begins"), ("other", "begins"), ("other", "ends")]
+    waiting.append(world.in_thread(step, "overlap"))
+    gate("slow may end").set()
+    for join in (slow, *waiting):
+        assert join() == (None, None)
+    return list(world.log), world.values_of(variables)
+
+
+def test_who_shares_a_variable_waits():
+    """The same set in another order, and a set that overlaps; nobody else does."""
+    forget()
+    with rpc.local_cluster(["worker0"], allow=["tests"]):
+        log, values = one_holds()
+    # Between the beginning and the end of a step no other one of its variables is.
+    spans = {name: log.index((name, "begins")) for name in ("same", "overlap")}
+    assert log.index(("slow", "ends")) < min(spans.values())
+    for name, begins in spans.items():
+        assert log[begins + 1] == (name, "ends")
+    for i, (found, steps) in enumerate(zip(values, (2, 3, 2), strict=True)):
+        expected = world.numbers(i)
+        for _ in range(steps):
+            expected = expected - np.float32(1)
+        np.testing.assert_array_equal(found, expected)
+    for name in ("slow is in", "slow may end"):
+        close_gate(name)
+
+
+def gives_up():
+    """A step that waits for another one longer than it may."""
+    rref = rpc.RRef(world.make(world.numbers(1)))
+    slow = autograd.DistributedOptimizer(world.watched, [rref], "holder", True)
+    other = autograd.DistributedOptimizer(optim.sgd, [rref], lr=1.0)
+    gradient = np.full((3, 2), 2.0, np.float32)
+    holder = world.in_thread(world.step, slow, [rref], [gradient])
+    assert gate("holder is in").wait(world.PATIENCE)
+    with pytest.raises(
+        ExceptionGroup, match=r"Error running optimizer.*RpcTimeout"
+    ) as caught:
+        world.step(other, [rref], [gradient], timeout=0.05)
+    assert isinstance(caught.value.exceptions[0], rpc.RpcTimeout)
+    gate("holder may end").set()
+    assert holder() == (None, None)
+    world.step(other, [rref], [gradient])  # whoever gave up has not left a lock
+    return world.values_of([rref])
+
+
+def test_who_gives_up_steps_no_more():
+    """Neither then nor later; the next one gets its turn."""
+    with rpc.local_cluster(["worker0"], allow=["tests"]):
+        (found,) = gives_up()
+    expected = world.numbers(1) - np.float32(2) - np.float32(2)
+    np.testing.assert_array_equal(found, expected)
+    for name in ("holder is in", "holder may end"):
+        close_gate(name)
+
+
+def train(variables, order):
+    """A trainer with an optimizer of its own; whole numbers, so no sum is rounded."""
+    rrefs = [variables[i] for i in order]
+    dist_opt = autograd.DistributedOptimizer(optim.sgd, rrefs, lr=1.0)
+    rank = rpc.get_worker_info().id
+    for turn in range(TURNS):
+        gradients = [
+            np.full((2, 3), 100.0**rank * (turn + 1), np.float64) for _ in rrefs
+        ]
+        world.step(dist_opt, rrefs, gradients)
+
+
+def share(variables):
+    orders = {0: (0, 1, 2), 1: (2, 1, 0), 2: (1, 0), 3: (2, 0, 1)}
+    trainers = [
+        rpc.rpc_async(f"worker{rank}", train, args=(variables, order))
+        for rank, order in orders.items()
+    ]
+    rpc.wait_all(trainers)
+    return world.values_of(variables)
+
+
+def hogwild(start):
+    variables = world.remote_variables(
+        [(f"worker{i}", np.full((2, 3), start)) for i in (0, 1, 1)]
+    )
+    return share(variables)
+
+
+def test_four_trainers_lose_no_step(cluster):
+    """All share variables on two workers, each in an order of its own."""
+    start = 2.0**40
+    found = cluster.run(0, hogwild, start)
+    turns = TURNS * (TURNS + 1) // 2
+    everybody = sum(100**rank for rank in (0, 1, 3)) * turns
+    for i, trainer2 in enumerate((1, 1, 0)):
+        expected = start - everybody - trainer2 * 100**2 * turns
+        np.testing.assert_array_equal(found[i], np.full((2, 3), expected))
+    settle(cluster)
+
+
+def many_threads(threads):
+    """One optimizer, many threads."""
+    rrefs = world.remote_variables([("worker1", np.zeros((2, 3)))])
+    dist_opt = autograd.DistributedOptimizer(optim.adam, rrefs, lr=0.5)
+
+    def steps(number):
+        for _ in range(4):
+            world.step(dist_opt, rrefs, [np.full((2, 3), 3.0)])
+        return number
+
+    joins = [world.in_thread(steps, number) for number in range(threads)]
+    assert [join() for join in joins] == [(number, None) for number in range(threads)]
+    state = dist_opt.state()["worker1"]
+    return state["state/0/step"], world.values_of(rrefs)
+
+
+def test_one_optimizer_in_many_threads(cluster):
+    """Its state goes through as many steps as were made."""
+    count, (found,) = cluster.run(0, many_threads, 6)
+    assert count == 24
+    given = [[np.full((2, 3), 3.0)]] * 24
+    opt = optim.adam(lr=0.5)
+    *_, (expected,) = world.local_steps(opt, [np.zeros((2, 3))], given)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_an_optimizer_keeps_no_variable_alive():
+    """Nor does the lock that it takes for a step."""
+    with rpc.local_cluster(["worker0"], allow=["tests"]):
+        variable = world.make(world.numbers(1))
+        rref = rpc.RRef(variable)
+        dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=1.0)
+        assert parameter_locks.locks_of([variable]) == [variable.step_lock]
+        alive = weakref.ref(variable)
+        del variable, rref, dist_opt
+        assert wait_for(lambda: alive() is None)
+
+
+def test_a_step_whose_caller_is_gone():
+    """It had its turn too late: nothing changes."""
+    with rpc.local_cluster(["worker0"], allow=["tests"]):
+        variable = world.make(world.numbers(1))
+        owned = OwnedOptimizer(program(optim.sgd, (), {"lr": 1.0}), {0: variable})
+        scope = current.scope.get()
+        execution = Execution(scope.agent.info, "optimizer.step", NEVER)
+        execution.cancel("'worker7' is gone")
+        token = current.scope.set(scope._replace(execution=execution))
+        try:
+            with pytest.raises(
+                rpc.RpcTimeout, match="Nothing was changed: 'worker7' is gone"
+            ):
+                owned.step({variable: world.numbers(2)}, None, {})
+            with pytest.raises(rpc.RpcTimeout, match="Nothing was changed"):
+                owned.write(owned.read())
+        finally:
+            current.scope.reset(token)
+        np.testing.assert_array_equal(variable.value, world.numbers(1))

@@ -1,0 +1,249 @@
+"""Pictures of graphs: the four of the design note, over both transports."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from jdist import autograd, rpc
+from jdist.autograd.picture.graph_node import Vertex, checked
+from jdist.autograd.picture.svg import layout
+from tests.autograd.recording_world import add, leaf, mul, name, nested
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def shown(found):
+    """A graph in words: for each worker its functions, and arrows between them."""
+    labels = found.labels()
+    functions = [
+        (vertex.worker, label)
+        for vertex, label in zip(found.vertices, labels, strict=True)
+    ]
+    arrows = {(labels[a], labels[b]) for a, b in found.arcs()}
+    return functions, arrows
+
+
+def first(draw):
+    """(i) and (iv): t3 = remote add(t1, t2), t5 = mul(t3, t4)."""
+    t1, t2, t4 = leaf(1), leaf(2), leaf(4)
+    with autograd.context() as context_id:
+        t3 = rpc.rpc_sync(name(1), add, args=(t1, t2))
+        t5 = autograd.apply(mul, t3, t4)
+        names = {t1: "t1", t2: "t2", t4: "t4"}
+        return draw(autograd.graph(context_id, [t5], names=names))
+
+
+def test_the_first_picture_and_its_dependency_counts(cluster):
+    """(iv): send1 1, mul 1 on worker 0; send2, add and recv1 on worker 1."""
+    functions, arrows = cluster.run(0, first, shown)
+    assert functions == [
+        ("worker0", "t1 (1)"),
+        ("worker0", "t2 (1)"),
+        ("worker0", "send1 (1)"),
+        ("worker0", "recv2 (1)"),
+        ("worker0", "t4 (1)"),
+        ("worker0", "mul (1)"),
+        ("worker1", "recv1 (2)"),
+        ("worker1", "add (1)"),
+        ("worker1", "send2 (1)"),
+    ]
+    assert arrows == {
+        ("t1 (1)", "send1 (1)"),
+        ("t2 (1)", "send1 (1)"),
+        ("send1 (1)", "recv1 (2)"),
+        ("recv1 (2)", "add (1)"),
+        ("add (1)", "send2 (1)"),
+        ("send2 (1)", "recv2 (1)"),
+        ("recv2 (1)", "mul (1)"),
+        ("t4 (1)", "mul (1)"),
+    }
+
+
+MERMAID = """\
+flowchart LR
+  subgraph w0["worker0"]
+    n0(["t1 (1)"])
+    n1(["t2 (1)"])
+    n2[/"send1 (1)"/]
+    n3[\\"recv2 (1)"\\]
+    n4(["t4 (1)"])
+    n5["mul (1)"]
+  end
+  subgraph w1["worker1"]
+    n6[\\"recv1 (2)"\\]
+    n7["add (1)"]
+    n8[/"send2 (1)"/]
+  end
+  n0 --> n2
+  n1 --> n2
+  n8 -.-> n3
+  n3 --> n5
+  n4 --> n5
+  n2 -.-> n6
+  n6 --> n7
+  n7 --> n8
+"""
+
+
+def test_as_mermaid(cluster):
+    assert cluster.run(0, first, autograd.Graph.mermaid) == MERMAID
+
+
+def test_as_svg(cluster):
+    picture = ElementTree.fromstring(cluster.run(0, first, autograd.Graph.svg))
+    boxes = [box for box in picture.iter(SVG + "rect") if box.get("class") != "lane"]
+    lanes = [box for box in picture.iter(SVG + "rect") if box.get("class") == "lane"]
+    texts = {text.text for text in picture.iter(SVG + "text")}
+    arrows = [path for path in picture.iter(SVG + "path") if path.get("marker-end")]
+    dashed = [path for path in arrows if path.get("stroke-dasharray")]
+    assert (len(boxes), len(lanes), len(arrows), len(dashed)) == (9, 2, 8, 2)
+    assert {"worker0", "worker1", "mul (1)", "send2 (1)", "t4 (1)"} < texts
+
+
+def second():
+    """(ii): local d = a + b, e = b * c, backward from d."""
+    a, b, c = leaf(1), leaf(2), leaf(3)
+    with autograd.context() as context_id:
+        d, e = autograd.apply(add, a, b), autograd.apply(mul, b, c)
+        names = {a: "a", b: "b", c: "c"}
+        return shown(autograd.graph(context_id, [d], [e], names))
+
+
+def test_the_second_picture(cluster):
+    """What the root does not reach has no dependencies: add 1, mul 0."""
+    functions, arrows = cluster.run(1, second)
+    assert [label for _, label in functions] == [
+        "a (1)", "b (1)", "add (1)", "c (0)", "mul (0)",
+    ]  # fmt: skip
+    assert arrows == {
+        ("a (1)", "add (1)"),
+        ("b (1)", "add (1)"),
+        ("b (1)", "mul (0)"),
+        ("c (0)", "mul (0)"),
+    }
+
+
+def third(mode):
+    """(iii): both operations remote, one result unused."""
+    a, b, c = leaf(1), leaf(2), leaf(3)
+    with autograd.context() as context_id:
+        d = rpc.rpc_sync(name(1), add, args=(a, b))
+        rpc.rpc_sync(name(1), mul, args=(b, c))
+        names = {a: "a", b: "b", c: "c"}
+        return shown(autograd.graph(context_id, [d], names=names, mode=mode))
+
+
+def test_the_third_picture(cluster):
+    """FAST takes the unused result for used; SMART does not wait for it."""
+    functions, arrows = cluster.run(0, third, "fast")
+    assert functions == [
+        ("worker0", "a (1)"),
+        ("worker0", "b (2)"),
+        ("worker0", "send1 (1)"),
+        ("worker0", "c (1)"),
+        ("worker0", "send2 (1)"),
+        ("worker0", "recv3 (1)"),
+        ("worker0", "recv4 (0)"),
+        ("worker1", "recv1 (2)"),
+        ("worker1", "recv2 (2)"),
+        ("worker1", "add (1)"),
+        ("worker1", "send3 (1)"),
+        ("worker1", "mul (1)"),
+        ("worker1", "send4 (1)"),
+    ]
+    assert ("send4 (1)", "recv4 (0)") in arrows
+    assert len(arrows) == 12
+    functions, _ = cluster.run(0, third, "smart")
+    waited_for = [label for _, label in functions if not label.endswith("(0)")]
+    assert waited_for == [
+        "a (1)", "b (1)", "send1 (1)", "recv3 (1)", "recv1 (2)", "add (1)", "send3 (1)",
+    ]  # fmt: skip
+
+
+def over_all():
+    with autograd.context() as context_id:
+        value = rpc.rpc_sync(name(1), nested, args=(leaf(1), leaf(2), 2))
+        return autograd.graph(context_id, [value])
+
+
+def test_workers_that_are_reached_through_others(cluster):
+    """Each message is one arrow; all workers are there, in the order of their ranks."""
+    found = cluster.run(3, over_all)
+    workers = list(dict.fromkeys(vertex.worker for vertex in found.vertices))
+    assert workers == ["worker0", "worker1", "worker2", "worker3"]
+    messages = [
+        (found.vertices[a].message_id, found.vertices[b].message_id)
+        for a, b in found.arcs()
+        if found.vertices[b].kind == "receive"
+    ]
+    assert len(messages) == 6
+    assert all(one == other != 0 for one, other in messages)
+    assert {"float64[3,4] (1)"} == {
+        label
+        for vertex, label in zip(found.vertices, found.labels(), strict=True)
+        if vertex.kind == "leaf"
+    }
+
+
+def vertex(*inputs, worker="w", kind="function"):
+    return Vertex(worker, kind, "f", 0, inputs, 1)
+
+
+def test_boxes_do_not_overlap_and_arrows_lead_to_the_right():
+    rows = [vertex(worker=f"w{k % 3}") for k in range(7)]
+    rows += [vertex(k, k + 1, worker=f"w{k % 2}") for k in range(6)]
+    rows += [vertex(0, 12, worker="w2"), vertex(13, worker="w0")]
+    arcs = [(a, b) for b, row in enumerate(rows) for a in row.inputs]
+    places, lanes = layout(rows, arcs)
+    assert len(set(places)) == len(rows)
+    corners = sorted((place.x, place.y) for place in places)
+    for one in corners:
+        for other in corners:
+            apart = abs(one[0] - other[0]) >= 140 or abs(one[1] - other[1]) >= 30
+            assert one == other or apart
+    assert all(places[a].x + 140 < places[b].x for a, b in arcs)
+    for row, place in zip(rows, places, strict=True):
+        (lane,) = (lane for lane in lanes if lane.worker == row.worker)
+        assert lane.top < place.y < place.y + 30 < lane.top + lane.height
+
+
+def test_names_are_escaped():
+    rows = (Vertex('a"<b>', "leaf", '<x>&"#', 0, (), 1),)
+    found = autograd.Graph(1, rows)
+    ElementTree.fromstring(found.svg())
+    assert "<x>" not in found.svg()
+    assert '"&60;x&62;' not in found.mermaid()
+    assert "#60;x#62;" in found.mermaid()
+
+
+def test_an_empty_context_has_an_empty_picture(threads):
+    with autograd.context() as context_id:
+        found = autograd.graph(context_id)
+    assert found.vertices == ()
+    assert found.mermaid() == "flowchart LR\n"
+    ElementTree.fromstring(found.svg())
+
+
+def test_what_is_refused(threads):
+    with autograd.context() as context_id:
+        with pytest.raises(ValueError, match=r"graph\(mode=...\).*'smart', 'fast'"):
+            autograd.graph(context_id, mode="slow")
+        with pytest.raises(TypeError, match=r"graph\(roots=...\)` must be recorded"):
+            autograd.graph(context_id, [1.0])
+        with pytest.raises(TypeError, match=r"graph\(values=...\)` must be recorded"):
+            autograd.graph(context_id, values=[leaf(1)])
+    with pytest.raises(autograd.ContextNotFound, match=f"with id: {context_id}"):
+        autograd.graph(context_id)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None, [1], [("w", "leaf")], [("w", "none", "x", 0, (), 0)],
+        [("w", "leaf", "x", 0, (0,), 0)], [("w", "leaf", "x", 0, (-1,), 0)],
+        [("w", "leaf", "x", "0", (), 0)], [("w", "leaf", "x", 0, ("0",), 0)],
+    ],
+)  # fmt: skip
+def test_parts_of_others_are_checked(rows):
+    with pytest.raises(rpc.ProtocolError, match=r"graph|function"):
+        checked(rows)

@@ -1,0 +1,134 @@
+"""Batches that are read one by one: their weights, their end, and what is refused."""
+
+import numpy as np
+import pytest
+
+from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
+
+CALL = "train"
+
+
+def batch(rows, start=0.0):
+    return {"x": np.arange(rows, dtype=np.float32) + start}
+
+
+def stream(batches, weights=None, limit=None, kind="mean", groups=(1,), kept=None):
+    supply = Supply(batches, weights, CALL)
+    kept = kept or (lambda micro: True)
+    return BatchStream(supply, limit, kind, groups, kept, True, CALL)
+
+
+def read(found):
+    micro = 0
+    while found.reaches(micro):
+        micro += 1
+    return found
+
+
+def test_it_reads_what_is_asked_for_and_forgets():
+    seen = []
+
+    def batches():
+        for i in range(4):
+            seen.append(i)
+            yield batch(2 + i, start=10.0 * i), np.full(2 + i, 0.5 + i)
+
+    found = stream(batches(), kept=lambda micro: micro != 2)
+    assert (seen, found.length) == ([], None)
+    assert found.reaches(1)
+    assert seen == [0, 1]
+    assert found.reaches(0)
+    assert seen == [0, 1]
+    assert found[1].batch["x"].tolist() == [10.0, 11.0, 12.0]
+    found.forget(1)
+    found.forget(1)
+    assert not found.reaches(7)
+    assert found.length == 4
+    for gone in (1, 2):
+        with pytest.raises(KeyError, match=str(gone)):
+            found[gone]
+    ratio = np.array(found.totals) / [2 * 0.5, 3 * 1.5, 4 * 2.5, 5 * 3.5]
+    assert set(ratio.tolist()) == {1.0}  # The first total is a power of two.
+
+
+def test_parts_go_on_where_the_one_before_ended():
+    supply = Supply([batch(1, i) for i in range(5)], None, CALL)
+    lengths = []
+    while supply.more():
+        part = BatchStream(supply, 2, "mean", (1,), lambda micro: True, False, CALL)
+        assert part.reaches(0)
+        assert part[0].batch["x"].tolist() == [2.0 * len(lengths)]
+        lengths.append(read(part).length)
+        assert part.checksums == {}
+    assert lengths == [2, 2, 1]
+
+
+def test_checksums_tell_contents_and_order():
+    parts = [batch(3, i) for i in range(3)]
+    same, again = (read(stream(list(parts))).checksums for _ in range(2))
+    assert same == again
+    assert sorted(same) == ["entry 'x'", "weights"]
+    swapped = read(stream([parts[1], parts[0], parts[2]])).checksums
+    assert swapped["entry 'x'"] != same["entry 'x'"]
+    assert swapped["weights"] == same["weights"]
+
+
+def test_weights_of_a_sum_are_as_they_were_given():
+    given = [np.array([3.0, 0.25]), np.array([1e9])]
+    found = stream([batch(2), batch(1)], given, kind="sum")
+    read(found)
+    assert [found[i].weights.tolist() for i in (0, 1)] == [[3.0, 0.25], [1e9]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "groups", "message"),
+    [
+        ([1, 0, 0, 2], (2,), None),
+        ([1, 0, 0, 2, 3], (2,), None),
+        ([0, 1, 1], (1,), "all be zero .* of an update. Got zeros in batch 0"),
+        ([1, 1, 0, 0, 1], (2,), "Got zeros in the batches 2 to 3"),
+        ([1, 1, 1, 0], (3,), "Got zeros in batch 3"),
+        ([1, 0, 0, 1, 1, 1], (3, 2), None),
+        ([1, 1, 0, 0, 1, 1], (3, 2), "Got zeros in the batches 2 to 3"),
+    ],
+)
+def test_an_update_needs_an_example_that_counts(weights, groups, message):
+    given = [np.full(2, w, np.float32) for w in weights]
+    found = stream([batch(2)] * len(given), given, groups=groups)
+    if message is None:
+        totals = np.array(read(found).totals)
+        assert np.array_equal(totals / totals.max(), np.array(weights) / max(weights))
+        return
+    with pytest.raises(ValueError, match=message):
+        read(found)
+
+
+@pytest.mark.parametrize(
+    ("batches", "weights", "error", "message"),
+    [
+        (3, None, TypeError, r"train\(batches\)` must be an iterable.*Got a int"),
+        ([batch(1)], 3, TypeError, r"train\(weights=...\)` must be an iterable"),
+        ([], None, ValueError, "must have one batch at least"),
+        ([batch(1)] * 2, [[1.0]], ValueError, "each of the 2 batches. Got 1"),
+        (iter([batch(1)] * 3), [[1.0]], ValueError, "each of the 2 batches. Got 1"),
+        (iter([batch(1)]), [[1.0]] * 2, ValueError, "each of the 1 batches. Got 2"),
+        ([(batch(1), [1.0])], [[1.0]], ValueError, "None where batches are pairs"),
+        ([(batch(1), 1, 2)], None, TypeError, "pairs of .* weights. Got a tuple of 3"),
+        ([[1.0]], None, TypeError, "must be a dict of named arrays"),
+        ([batch(2)], [[1.0]], ValueError, "one number for each of the 2 examples"),
+    ],
+)
+def test_what_is_refused(batches, weights, error, message):
+    with pytest.raises(error, match=message):
+        read(stream(batches, weights))
+
+
+def test_what_an_iterator_raises_says_where():
+    def batches():
+        yield batch(2)
+        yield batch(2)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        read(stream(batches()))
+    assert caught.value.__notes__ == ["It was raised when batch 2 was read."]

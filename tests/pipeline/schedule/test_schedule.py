@@ -1,0 +1,221 @@
+"""A schedule's rules, each broken once; its views; and when its actions happen."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jdist.pipeline.schedule.actions import Action, Columns, ScheduleError
+from jdist.pipeline.schedule.schedule import Schedule, Updates
+from jdist.pipeline.schedules import forward_only, one_f_one_b, pipedream, zero_bubble
+
+GOOD = [["0F0", "0F1", "0B0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1", "1W1"]]
+
+
+def test_what_the_broken_ones_are_made_of_is_right():
+    """Rules hold before they are broken."""
+    assert Schedule.of(GOOD).validate().clocks == 6
+
+
+def refused(made, rule, worker, action, match):
+    """`made` is a schedule, or lists to make one of."""
+    with pytest.raises(ScheduleError, match=match) as caught:
+        (made if isinstance(made, Schedule) else Schedule.of(made)).validate()
+    found = (caught.value.rule, caught.value.worker, str(caught.value.action))
+    assert found == (rule, worker, action)
+
+
+def test_complete_a_missing_backward_pass():
+    programs = [["0F0", "0F1", "0B0"], ["1F0", "1B0", "1F1", "1B1"]]
+    refused(programs, "complete", 0, "0B1", "is missing")
+
+
+def test_complete_an_action_twice():
+    programs = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1", "1F1"]]
+    refused(programs, "complete", 1, "1F1", "more than once")
+
+
+def test_complete_a_weight_gradient_twice():
+    programs = [["0F0", "0B0", "0W0", "0W0"]]
+    refused(programs, "complete", 0, "0W0", "more than once")
+
+
+def test_complete_on_the_wrong_worker():
+    schedule = Schedule.of([["0F0", "0B0"], ["1F0", "1B0"]])
+    schedule = replace(schedule, placement=((0,), (0,)))
+    refused(schedule, "complete", 1, "1F0", "another worker")
+
+
+def test_complete_beyond_the_last_micro_batch():
+    schedule = replace(Schedule.of([["0F0", "0F1", "0B0", "0B1"]]), micro_batches=1)
+    schedule = replace(schedule, given_clock=np.arange(4))
+    refused(schedule, "complete", 0, "0F1", "1 stages, 1 batches")
+
+
+def test_complete_a_backward_pass_in_a_forward_only_one():
+    schedule = replace(Schedule.of([["0F0", "0B0"]]), forward_only=True)
+    refused(schedule, "complete", 0, "0B0", "forward-only")
+
+
+def test_complete_a_neighbour_that_is_nowhere():
+    """Seen too when only clocks are asked for, since there are none."""
+    columns = Columns.of([[Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 1, 0)]])
+    with pytest.raises(ScheduleError, match=r"never produces.*waits for") as caught:
+        _ = Schedule("mine", 1, ((0,), (1,)), columns).clocks
+    assert (caught.value.rule, str(caught.value.action)) == ("complete", "0B0")
+
+
+def test_numbers_beyond_reason():
+    """Refused before tables of so many rows and columns are made, and at once."""
+    with pytest.raises(ScheduleError, match=r"complete.*0F2.*missing of 1 stages"):
+        Schedule.of([["0F0", "0F1", "0B0", "0B1", "0F999999999"]])
+    with pytest.raises(ScheduleError, match="4294967296 is beyond what 32 bits hold"):
+        Schedule.of([[Action("F", 2**32, 0)]])
+    with pytest.raises(ScheduleError, match=r"one action.*beyond what 32 bits hold"):
+        Schedule.of([["0F0", "0B0"]], clock=[[0, 2**40]])
+    schedule = replace(Schedule.of([["0F0", "0B0"]]), micro_batches=10**12)
+    with pytest.raises(
+        ScheduleError, match=r"complete.*0F1.*1000000000000 micro-batch"
+    ):
+        schedule.validate()
+
+
+def test_one_action_two_at_one_clock():
+    clock = [[0, 1, 3, 3], [1, 2, 4, 5]]
+    programs = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    schedule = Schedule.of(programs, clock=clock)
+    refused(schedule, "one action", 0, "0B1", "clock of its own")
+
+
+def test_one_action_before_the_first_clock():
+    schedule = Schedule.of([["0F0", "0B0"]], clock=[[-1, 0]])
+    refused(schedule, "one action", 0, "0F0", "clock of its own")
+
+
+@pytest.mark.parametrize(
+    ("programs", "clock", "worker", "action", "match"),
+    [
+        ([["0F0", "0B0"], ["1F0", "1B0"]], [[1, 3], [1, 2]], 1, "1F0", "stage before"),
+        ([["0F0", "0B0"], ["1F0", "1B0"]], [[0, 2], [1, 2]], 0, "0B0", "stage after"),
+        ([["0B0", "0F0"]], [[0, 1]], 0, "0B0", "its own F"),
+        ([["0F0", "0W0", "0B0"]], [[0, 1, 2]], 0, "0W0", "its own B"),
+    ],
+)
+def test_dependencies(programs, clock, worker, action, match):
+    schedule = Schedule.of(programs, clock=clock)
+    refused(schedule, "dependencies", worker, action, match)
+
+
+def test_dependencies_in_a_circle():
+    """Worker 0 wants a backward pass that worker 1 cannot have begun."""
+    programs = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    with pytest.raises(ScheduleError, match="in a circle") as caught:
+        Schedule.of(programs)
+    found = (caught.value.rule, caught.value.worker, str(caught.value.action))
+    assert found == ("dependencies", 0, "0B0")
+
+
+def test_live_activations():
+    """GPipe's order under 1F1B's bound."""
+    order = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    schedule = replace(Schedule.of(order), activation_bound=(2, 1))
+    refused(schedule, "live activations", 1, "1F1", r"exceeds the bounds \(2, 1\)")
+
+
+def test_live_activations_until_the_weight_gradient():
+    """With W deferred, B frees nothing and leaves cotangents beside activations."""
+    order = [["0F0", "0B0", "0F1", "0B1", "0W0", "0W1"]]
+    for bound, action in ((1, "0B0"), (2, "0F1"), (3, "0B1")):
+        refused(
+            replace(Schedule.of(order), activation_bound=(bound,)),
+            "live activations", 0, action, "exceeds",
+        )  # fmt: skip
+    assert Schedule.of(order).peak_activations == (4,)
+    assert Schedule.of(order).peak_in_flight == (1,)
+    order = [["0F0", "0B0", "0W0", "0F1", "0B1"]]
+    assert Schedule.of(order).peak_activations == (2,)
+
+
+def test_clock_count():
+    schedule = replace(one_f_one_b(3, 4), clock_bound=11)
+    refused(schedule, "clock count", 0, "0B3", "after the last of 11 clocks")
+
+
+def test_bad_text_is_refused():
+    for text in ("0X1", "F1", "0F", "0f1", "0F1 ", "-1F0"):
+        with pytest.raises(ValueError, match="a stage, one of F, B, W"):
+            Action.parse(text)
+
+
+def test_nothing_to_do_is_refused():
+    with pytest.raises(ValueError, match="at least one action"):
+        Schedule.of([[], []])
+
+
+def test_a_stage_on_two_workers_needs_a_placement():
+    programs = [["0F0", "0B0"], ["0F1", "0B1"]]
+    with pytest.raises(ValueError, match=r"stage 0 has not exactly one worker.*\(0, 1"):
+        Schedule.of(programs)
+    schedule = Schedule.of(programs, placement=((0, 1),)).validate()
+    assert [schedule.worker(0, i) for i in range(4)] == [0, 1, 0, 1]
+
+
+def test_every_stage_needs_a_worker():
+    with pytest.raises(
+        ValueError, match=r"a worker for each stage. Got \(\(0,\), \(\)\)"
+    ):
+        Schedule.of([["0F0", "1F0"]], placement=((0,), ()))
+
+
+def test_every_action_needs_a_clock():
+    with pytest.raises(ValueError, match=r"one number for each action.*\[\[0\]\]"):
+        Schedule.of([["0F0", "0B0"]], clock=[[0]])
+
+
+def test_schedules_and_their_errors_travel():
+    """By pickle, as to the processes that run them."""
+    schedule = pipedream(3, 5, replicas=(2, 1, 1))
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    error = ScheduleError("complete", "is missing", 3, Action("B", 2, 7))
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert str(error) == "rule 'complete' (worker 3, action 2B7): is missing"
+    assert (again.worker, again.action) == (3, Action("B", 2, 7))
+    assert str(ScheduleError("complete", "nothing")) == "rule 'complete': nothing"
+
+
+def test_updates_are_checked():
+    with pytest.raises(ValueError, match=r"Updates\(every=...\).*at least 1. Got 0"):
+        Updates(every=0)
+    with pytest.raises(ValueError, match="'latest', 'entry' or 'previous'"):
+        Updates(uses="newest")
+
+
+def test_columns_and_lists_say_the_same():
+    """Both ways round, with a worker that has nothing to do."""
+    lists = [[Action.parse(a) for a in program] for program in [*GOOD, []]]
+    columns = Columns.of(lists)
+    assert [columns.actions(w) for w in range(columns.workers)] == lists
+    assert [columns.worker(i) for i in range(len(columns))] == [0] * 5 + [1] * 5
+    assert columns == Columns.of(lists)
+    assert columns != Columns.of([lists[1], lists[0], []])
+    assert columns != "columns"
+    with pytest.raises(ValueError, match="read-only"):
+        columns.kind[0] = 1
+
+
+def test_schedules_are_equal_by_content():
+    assert one_f_one_b(2, 3) == one_f_one_b(2, 3)
+    assert one_f_one_b(2, 3) != one_f_one_b(2, 4)
+    assert one_f_one_b(2, 3) != pipedream(2, 3)
+    assert one_f_one_b(2, 3) != 3
+    assert repr(zero_bubble(2, 3)) == (
+        "<Schedule ZB-H1: 2 stages, 2 workers, 3 micro-batches, 18 actions>"
+    )
+
+
+def test_which_backward_passes_are_split():
+    schedule = Schedule.of(GOOD)
+    assert schedule.split.tolist() == [[True, False], [False, True]]
+    assert not forward_only(2, 3).split.any()

@@ -1,0 +1,259 @@
+"""Threads on demand, and what happens at their ceiling."""
+
+import threading
+
+import pytest
+
+from jdist import rpc
+from jdist.rpc.base.thread_pool import Crew
+from tests.rpc.hosts import in_threads, names, results
+from tests.rpc.sockets import nothing_left
+
+PATIENCE = 60
+RAN = "RPC ran for more than set timeout"
+
+
+class Tasks:
+    """Tasks that begin, and end when they are told to."""
+
+    def __init__(self):
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.threads = set()
+
+    def __call__(self):
+        self.threads.add(threading.get_ident())
+        self.begun.release()
+        assert self.go_on.wait(PATIENCE)
+
+
+@pytest.fixture
+def crew():
+    with nothing_left():
+        made = Crew("crew", 3)
+        yield made
+        assert made.close(PATIENCE) == []
+
+
+def await_begun(tasks, count):
+    for _ in range(count):
+        assert tasks.begun.acquire(timeout=PATIENCE)
+
+
+def run_in_place(crew, task):
+    """Has a task run that takes a place, as a call of the user's does."""
+
+    def run():
+        try:
+            task()
+        finally:
+            crew.leave()
+
+    if crew.enter(task):
+        crew.run(run)
+
+
+def test_limited_tasks_wait_at_the_ceiling_and_others_do_not(crew):
+    tasks, urgent = Tasks(), Tasks()
+    for _ in range(5):
+        run_in_place(crew, tasks)
+    await_begun(tasks, 3)
+    assert crew.idle == 0
+    assert not tasks.begun.acquire(timeout=0.05)
+    crew.run(urgent)
+    await_begun(urgent, 1)
+    urgent.go_on.set()
+    tasks.go_on.set()
+    await_begun(tasks, 2)
+
+
+def test_an_idle_thread_is_used_again(crew):
+    seen = []
+    done = threading.Semaphore(0)
+
+    def note():
+        seen.append(threading.get_ident())
+        done.release()
+
+    for _ in range(20):
+        crew.run(note)
+        assert done.acquire(timeout=PATIENCE)
+        with_room(crew)
+    assert len(set(seen)) == 1
+
+
+def with_room(crew):
+    """Waits until the one thread is idle again."""
+    pause = threading.Event()
+    while crew.idle < 3:
+        pause.wait(0.001)
+
+
+def test_a_task_that_raises_is_logged_and_the_thread_goes_on(crew, caplog):
+    done = threading.Event()
+
+    def fail():
+        raise SystemExit("not out of a thread that serves others")
+
+    crew.run(fail)
+    crew.run(done.set)
+    assert done.wait(PATIENCE)
+    assert crew.close(PATIENCE) == []
+    assert "not out of a thread" in caplog.text
+
+
+def test_after_the_end_a_task_runs_at_once():
+    crew, seen = Crew("crew", 3), []
+    crew.close(PATIENCE)
+    crew.run(lambda: seen.append(threading.current_thread()))
+    assert seen == [threading.current_thread()]
+
+
+_gate = threading.Event()
+
+
+def wait_at_gate():
+    assert _gate.wait(PATIENCE)
+    return True
+
+
+def ask_another():
+    return rpc.rpc_async("worker2", max, args=(1, 2)).wait()
+
+
+def test_calls_beyond_the_ceiling_wait_their_turn():
+    _gate.clear()
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(3), options=options, allow=["tests"]):
+        slow = [rpc.rpc_async("worker1", wait_at_gate) for _ in range(10)]
+        # Deadlines are kept although nobody is free to serve.
+        late = [
+            rpc.rpc_async("worker1", max, args=(1, 2), timeout=0.1) for _ in range(5)
+        ]
+        for future in late:
+            with pytest.raises(rpc.RpcTimeout, match=RAN):
+                future.wait()
+        assert not any(future.done() for future in slow)
+        _gate.set()
+        assert rpc.wait_all(slow) == [True] * 10
+
+
+def test_calls_at_the_ceiling_get_their_answers():
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(3), options=options, allow=["tests"]):
+        futures = [rpc.rpc_async("worker1", ask_another) for _ in range(20)]
+        assert rpc.wait_all(futures) == [2] * 20
+
+
+def test_a_place_goes_on_to_who_waits(crew):
+    """From a task, and from a thread that took it for itself; none is lost or made."""
+    ran = []
+    for _ in range(3):
+        assert crew.enter(lambda: ran.append("unused"))
+    for number in range(4):
+        assert not crew.enter(lambda number=number: ran.append(number))
+    done = threading.Semaphore(0)
+    run_in_place(crew, done.release)
+    assert not done.acquire(timeout=0.05)
+    crew.leave()
+    assert done.acquire(timeout=PATIENCE)
+    assert ran == [0, 1, 2, 3]
+    crew.leave()
+    crew.leave()
+    tasks = Tasks()
+    for _ in range(4):
+        run_in_place(crew, tasks)
+    await_begun(tasks, 3)
+    assert not tasks.begun.acquire(timeout=0.05)
+    tasks.go_on.set()
+    await_begun(tasks, 1)
+
+
+def test_without_a_thread_who_gives_the_place_back_runs_what_waits(crew, monkeypatch):
+    """No call is lost when the system has no thread left to give."""
+    ran = []
+    for _ in range(3):
+        assert crew.enter(lambda: None)
+    for number in range(2):
+        assert not crew.enter(lambda number=number: ran.append(number))
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    crew.leave()
+    assert ran == [0, 1]
+    crew.leave()
+    crew.leave()
+
+
+def test_calls_that_call_back_end_although_every_place_is_taken():
+    """Calls that have all places wait for calls in the other direction."""
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(2), options=options, allow=["tests"]):
+        futures = [
+            rpc.rpc_async("worker1", wait_for, args=("worker0", 40)) for _ in range(2)
+        ]
+        assert rpc.wait_all(futures) == [[2] * 40] * 2
+
+
+def wait_for(caller, count):
+    return rpc.wait_all([rpc.rpc_async(caller, max, args=(1, 2)) for _ in range(count)])
+
+
+def call_back(caller, count):
+    """Both kinds of call to who called, which do what they ask for themselves."""
+    nested = [rpc.rpc_async(caller, max, args=(1, i)) for i in range(count)]
+    return sum(rpc.wait_all(nested)) + rpc.rpc_sync(caller, ask, args=(2,))
+
+
+def ask(depth):
+    """Calls back and forth, each asynchronous and within the other."""
+    here = rpc.get_worker_info().id
+    if depth == 0:
+        return here
+    return here + rpc.rpc_async(1 - here, ask, args=(depth - 1,)).wait()
+
+
+def call_at_once(count):
+    here = rpc.get_worker_info().id
+    asked = [
+        rpc.rpc_async(1 - here, call_back, args=(f"worker{here}", i % 3))
+        for i in range(count)
+    ]
+    return rpc.wait_all(asked)
+
+
+def test_both_ways_calls_that_call_back_end():
+    """Many more each way than there are places, all of them waiting for the others."""
+    options = rpc.RpcOptions(threads=3)
+    with rpc.local_cluster(names(2), options=options, allow=["tests"]):
+        start = in_threads(names(2))
+        found = results([start(rank, call_at_once, 50) for rank in (0, 1)])
+    # The one called back is the caller, then the other one, then the caller again.
+    nested = [0, 1, 2]
+    for rank, told in enumerate(found):
+        ends = 2 * rank + (1 - rank)
+        assert told == [nested[i % 3] + ends for i in range(50)]
+
+
+def test_the_librarys_own_messages_need_no_place():
+    """References and synchronous calls, while functions that wait have every place."""
+    _gate.clear()
+    options = rpc.RpcOptions(threads=2)
+    with rpc.local_cluster(names(3), options=options, allow=["tests"]):
+        made = rpc.remote("worker1", max, args=(3, 4))
+        assert made.to_here() == 4
+        slow = [rpc.rpc_async("worker1", wait_at_gate) for _ in range(10)]
+        with rpc.use_worker("worker2"):
+            slow += [rpc.rpc_async("worker1", wait_at_gate) for _ in range(10)]
+        assert made.to_here() == 4
+        assert rpc.rpc_sync("worker2", fetch, args=(made,)) == 4
+        assert rpc.rpc_sync("worker1", max, args=(1, 2), timeout=PATIENCE) == 2
+        assert not any(future.done() for future in slow)
+        _gate.set()
+        assert rpc.wait_all(slow) == [True] * 20
+
+
+def fetch(reference):
+    return reference.to_here()

@@ -1,0 +1,331 @@
+"""Who may join a group, of both kinds, and who is told what; without any channels."""
+
+import itertools
+
+import pytest
+
+from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
+from jdist.rpc.group.elastic_roster import ElasticRoster
+from jdist.rpc.group.fixed_roster import FixedRoster
+from jdist.rpc.group.member import Member
+from jdist.rpc.wire.frame import ERROR, REPLY
+
+_numbers = itertools.count(1)
+
+
+class Line:
+    """A channel of which only the name matters."""
+
+    def __init__(self, peer):
+        self.peer = peer
+
+
+def member(name, rank):
+    """One that asks to join; nothing is sent to it."""
+    made = Member(WorkerInfo(name, rank), None, Line(name), Crew("nobody", 2))
+    made.number = next(_numbers)
+    return made
+
+
+def told(answers):
+    """What was told, to whom, in order."""
+    return [(to.info.name, frame.kind) for to, frame in answers]
+
+
+def leave(roster, one, left=True):
+    """What everybody is told because one has gone, beside that."""
+    one.left, one.gone = left, "left" if left else "killed"
+    return roster.remove(one), roster.advance()
+
+
+# --- a fixed size ---
+
+
+def complete_group():
+    roster, members = FixedRoster(2), [member("first", 0), member("second", 1)]
+    answers = [roster.add(one, 2) for one in members]
+    assert [told(each) for each in answers] == [[], [("first", "group.probe")]]
+    answers = roster.lives(members[0], probe_in(answers[1]))
+    assert told(answers) == [("first", REPLY), ("second", REPLY)]
+    return roster, members
+
+
+def probe_in(answers):
+    """The number of a probe that was sent."""
+    return answers[0][1].meta["probe"]
+
+
+def test_who_left_may_come_back_under_another_name():
+    """The process of rank 1 has left, and is early for the next group."""
+    roster, (_, second) = complete_group()
+    second.left = True
+    assert roster.is_ending(WorkerInfo("again", 1))
+    assert roster.is_ending(WorkerInfo("second", 0))
+    assert not roster.is_ending(WorkerInfo("stranger", 0))
+
+
+def test_nobody_comes_back_to_a_group_that_is_whole():
+    """A double is told so at once."""
+    roster, (_, second) = complete_group()
+    assert not roster.is_ending(WorkerInfo("again", 1))
+    ((_, refusal),) = roster.add(member("again", 1), 2)
+    assert "Rank 1 is not unique: second and again have it." in refusal.meta["error"]
+    second.gone = "killed"
+    ((_, refusal),) = roster.add(member("second", 1), 2)
+    assert "Nobody takes the place of one who is lost" in refusal.meta["error"]
+
+
+def test_who_died_while_joining_is_replaced():
+    """Before its end was noticed: nobody is told that the name is not unique."""
+    roster, dead, successor = FixedRoster(2), member("a", 1), member("a", 1)
+    assert roster.add(dead, 2) == []
+    assert told(roster.add(successor, 2)) == [("a", "group.probe")]
+    assert roster.until() is None
+    assert leave(roster, dead, left=False) == (False, [])
+    answers = roster.add(member("b", 0), 2)
+    assert told(answers) == [("a", "group.probe")]
+    answers = roster.lives(successor, probe_in(answers))
+    assert told(answers) == [("b", REPLY), ("a", REPLY)]
+    assert answers[1][0] is successor
+
+
+def test_a_group_is_complete_when_all_live():
+    """One who died unnoticed is replaced, although all seemed to be there."""
+    roster, dead, first = FixedRoster(3), member("a", 1), member("b", 0)
+    last = member("c", 2)
+    assert roster.add(dead, 3) == roster.add(first, 3) == []
+    answers = roster.add(last, 3)
+    assert told(answers) == [("a", "group.probe"), ("b", "group.probe")]
+    assert roster.lives(first, probe_in(answers)) == []
+    assert leave(roster, dead, left=False) == (False, [])
+    assert not roster.complete
+    old, successor = probe_in(answers), member("a", 1)
+    answers = roster.add(successor, 3)
+    assert told(answers) == [("b", "group.probe"), ("c", "group.probe")]
+    for one in (first, last):  # That is no answer to this probe.
+        assert roster.lives(one, old) == []
+    assert roster.lives(first, probe_in(answers)) == []
+    answers = roster.lives(last, probe_in(answers))
+    assert told(answers) == [("b", REPLY), ("a", REPLY), ("c", REPLY)]
+
+
+def test_somebody_is_silent():
+    roster, frozen, last = FixedRoster(2), member("a", 0), member("b", 1)
+    last.until = 7.0
+    roster.add(frozen, 2)
+    roster.add(last, 2)
+    answers = roster.expire(7.0)
+    assert {one for one, _ in answers} == {frozen, last}
+    assert answers[0][1].meta["error"].endswith("Here: a (0), b (1). Silent: a.")
+
+
+def test_strangers_are_told_of_while_some_are_missing():
+    """Each once, a bounded number, to those who wait and those who come later."""
+    roster, members = FixedRoster(3), [member(f"w{rank}", rank) for rank in range(3)]
+    assert roster.add(members[0], 3) == []
+    tellings = [
+        told(roster.refused(f"stranger {number}.")) for number in [0, 0, *range(1, 20)]
+    ]
+    once = [("w0", "group.stranger")]
+    assert tellings == [once, [], *[once] * 7, *[[]] * 12]
+    later = roster.add(members[1], 3)
+    assert told(later) == [("w1", "group.stranger")] * 8
+    texts = [frame.meta["text"] for _, frame in later]
+    assert texts == [f"stranger {number}." for number in range(8)]
+    for one in members[:2]:
+        one.until = 5.0
+    refusals = roster.expire(6.0)
+    assert told(refusals) == [("w0", ERROR), ("w1", ERROR)]
+    assert refusals[0][1].meta["error"].endswith(" ".join(texts))
+    assert roster.refused("another.") == []
+
+
+def test_who_lives_keeps_its_name():
+    roster, first, double = FixedRoster(3), member("a", 1), member("a", 2)
+    other = member("b", 2)
+    assert roster.add(first, 3) == []
+    probe = probe_in(roster.add(double, 3))
+    assert roster.add(other, 3) == []  # The double's rank is not taken yet.
+    assert roster.lives(first, probe - 1) == []
+    answers = roster.lives(first, probe)
+    assert {one for one, _ in answers} == {first, double, other}
+    for _, frame in answers:
+        assert "Workers 1 and 2 share the same name." in frame.meta["error"]
+    assert roster.all_told()
+
+
+def test_a_double_is_refused_when_the_others_are_complete():
+    roster, first, last = FixedRoster(2), member("a", 0), member("b", 1)
+    double = member("b", 1)
+    roster.add(first, 2)
+    probe = probe_in(roster.add(last, 2))
+    again = probe_in(roster.add(double, 2))
+    answers = roster.lives(first, probe)
+    assert told(answers) == [("a", REPLY), ("b", REPLY), ("b", ERROR)]
+    assert answers[2][0] is double
+    assert roster.lives(last, again) == []
+    assert roster.failure is None
+
+
+def test_doubles_wait_no_longer_than_they_want():
+    roster, first, double = FixedRoster(2), member("a", 0), member("a", 1)
+    double.until = 5.0
+    roster.add(first, 2)
+    roster.add(double, 2)
+    assert roster.until() == 5.0
+    assert roster.expire(4.9) == []
+    answers = roster.expire(5.0)
+    assert {one for one, _ in answers} == {first, double}
+    assert all(frame.meta["timeout"] for _, frame in answers)
+
+
+@pytest.mark.parametrize(
+    ("make", "theirs", "text"),
+    [
+        (lambda: FixedRoster(2), 0, "b was given none, the coordinator a world_size"),
+        (ElasticRoster, 2, "b was given a world_size of 2, the coordinator none"),
+    ],
+)
+def test_the_two_kinds_are_not_mixed(make, theirs, text):
+    roster, newcomer = make(), member("b", 1)
+    ((one, refusal),) = roster.add(newcomer, theirs)
+    assert one is newcomer
+    assert "RPC group mixes statically and dynamically" in refusal.meta["error"]
+    assert text in refusal.meta["error"]
+
+
+# --- an elastic one ---
+
+
+def elastic(*names):
+    """An elastic group of these, by rank."""
+    roster, members = ElasticRoster(), []
+    for rank, name in enumerate(names):
+        members.append(member(name, rank))
+        let_in(roster, members[-1])
+    return roster, members
+
+
+def let_in(roster, newcomer):
+    """All say that they know the newcomer; what is told at the end."""
+    answers = roster.add(newcomer, 0)
+    for other in roster.present():
+        if other is not newcomer:
+            assert not any(one is newcomer for one, _ in answers)
+            answers = roster.knows(other, newcomer.info.number)
+    return answers
+
+
+def test_a_newcomer_is_let_in_when_all_know_it():
+    roster, (a, b) = elastic("a", "b")
+    c = member("c", 2)
+    assert told(roster.add(c, 0)) == [("a", "group.coming"), ("b", "group.coming")]
+    assert roster.knows(a, c.info.number) == []
+    assert roster.knows(a, c.info.number) == []
+    assert not roster.is_present("c")
+    answers = roster.knows(b, c.info.number)
+    assert told(answers) == [("c", REPLY), ("a", "group.came"), ("b", "group.came")]
+    rows = answers[0][1].meta["members"]
+    assert [row[:3] for row in rows] == [["a", 0, 0], ["b", 1, 1], ["c", 2, 2]]
+
+
+def test_one_after_the_other_and_rank_0_first():
+    roster, late, b, c = ElasticRoster(), member("a", 0), member("b", 1), member("c", 2)
+    assert roster.add(c, 0) == roster.add(b, 0) == []
+    assert told(roster.add(late, 0)) == [("a", REPLY), ("a", "group.coming")]
+    answers = roster.knows(late, c.info.number)
+    assert told(answers) == [
+        ("c", REPLY),
+        ("a", "group.came"),
+        ("a", "group.coming"),
+        ("c", "group.coming"),
+    ]
+
+
+def test_who_goes_is_not_waited_for():
+    roster, (a, b) = elastic("a", "b")
+    c = member("c", 2)
+    roster.add(c, 0)
+    assert roster.knows(a, c.info.number) == []
+    belonged, answers = leave(roster, b, left=False)
+    assert belonged
+    assert told(answers) == [("c", REPLY), ("a", "group.came")]
+    assert [row[0] for row in answers[0][1].meta["members"]] == ["a", "c"]
+
+
+def test_a_newcomer_that_dies_makes_room_for_the_next():
+    roster, (a,) = elastic("a")
+    dead, successor = member("b", 1), member("b", 1)
+    roster.add(dead, 0)
+    assert told(roster.add(successor, 0)) == [("b", "group.probe")]
+    belonged, answers = leave(roster, dead, left=False)
+    assert belonged  # The others had been told of it.
+    assert told(answers) == [("a", "group.coming")]
+    answers = roster.knows(a, successor.info.number)
+    assert answers[0][0] is successor
+    assert roster.gone("b") is None
+
+
+def test_names_and_ranks_come_again_and_numbers_never():
+    roster, (_, b) = elastic("a", "b")
+    assert leave(roster, b) == (True, [])
+    second = member("b", 1)
+    assert told(let_in(roster, second))[0] == ("b", REPLY)
+    assert (b.info.number, second.info.number) == (1, MOST_WORKERS - 1)
+    assert second.info == b.info
+    leave(roster, second, left=False)
+    assert roster.gone("b") == "killed"
+    third = member("c", 1)
+    let_in(roster, third)
+    assert third.info.number == MOST_WORKERS - 2
+    last = member("x", MOST_WORKERS - 1)  # Its rank was somebody's number.
+    let_in(roster, last)
+    assert last.info.number == MOST_WORKERS - 3
+
+
+def test_who_lives_keeps_its_rank_and_the_group_goes_on():
+    roster, (_, b) = elastic("a", "b")
+    double = member("c", 1)
+    ((one, refusal),) = roster.lives(b, probe_in(roster.add(double, 0)))
+    assert one is double
+    assert "Rank 1 is not unique: b and c have it." in refusal.meta["error"]
+    assert told(let_in(roster, member("c", 2)))[0] == ("c", REPLY)
+
+
+def test_a_newcomer_waits_no_longer_than_it_wants():
+    roster, (a, b) = elastic("a", "b")
+    first, second = member("c", 2), member("d", 3)
+    first.until, second.until = 5.0, 6.0
+    roster.add(first, 0)
+    roster.add(second, 0)
+    roster.knows(a, first.info.number)
+    ((one, refusal),) = roster.expire(5.5)
+    assert one is first
+    assert "c was not let in in time: b did not say" in refusal.meta["error"]
+    assert refusal.meta["timeout"]
+    assert roster.until() == 6.0
+    leave(roster, first, left=False)
+    assert roster.expire(6.5)[0][0] is second
+    assert b in roster.present()
+
+
+def test_nobody_is_let_in_at_the_end():
+    roster, _ = elastic("a", "b")
+    entering, waiting = member("c", 2), member("d", 3)
+    roster.add(entering, 0)
+    roster.add(waiting, 0)
+    assert not roster.is_ending(WorkerInfo("e", 4))
+    assert roster.close() == [waiting, entering]
+    assert roster.is_ending(WorkerInfo("e", 4))
+    leave(roster, entering, left=False)
+    assert [one.info.name for one in roster.present()] == ["a", "b"]
+
+
+def test_numbers_come_to_an_end():
+    """Every worker that ever belonged has had one."""
+    roster, _ = elastic("a")
+    roster._numbers = set(range(MOST_WORKERS))
+    answers = roster.add(member("b", 1), 0)
+    assert told(answers) == [("b", ERROR)]
+    assert "has had 65536 workers" in answers[0][1].meta["error"]

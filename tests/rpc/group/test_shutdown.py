@@ -1,0 +1,408 @@
+"""Ends: graceful ones wait for all that is under way, others for nobody."""
+
+import signal
+import threading
+import time
+from typing import NamedTuple
+
+import pytest
+
+from jdist import rpc
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import NEVER, Deadline
+from jdist.rpc.calls import outstanding_calls
+from jdist.rpc.calls.outstanding_calls import Operation
+from tests.rpc import collectives
+from tests.rpc.collectives import SAME, each
+from tests.rpc.hosts import become_worker, names, results
+from tests.rpc.sockets import nothing_left
+
+PATIENCE = 60
+_counts: dict[str, int] = {}
+_lock = threading.Lock()
+_gates: dict[str, threading.Event] = {}
+
+
+def add(x, y):
+    return x + y
+
+
+def count(name):
+    with _lock:
+        _counts[name] = _counts.get(name, 0) + 1
+
+
+def taken(name):
+    return _counts.pop(name, 0)
+
+
+def chain(name, ttl):
+    """Fire and forget: nobody waits for the next one."""
+    rpc.rpc_async("worker0", count, args=(name,))
+    if ttl:
+        to = (rpc.get_worker_info().id + 1) % 4
+        rpc.rpc_async(to, chain, args=(name, ttl - 1))
+
+
+def start_chain_and_end(name, ttl):
+    chain(name, ttl)
+    rpc.shutdown()
+
+
+def callbacks(name, ttl):
+    """Fire and forget from a callback, once the call itself is over."""
+    rpc.rpc_async("worker0", count, args=(name,))
+    if ttl:
+        to = (rpc.get_worker_info().id + 1) % 4
+        rpc.rpc_async(to, add, args=(1, 1)).add_done_callback(
+            lambda done: rpc.rpc_async(to, callbacks, args=(name, ttl - 1))
+        )
+
+
+def start_callbacks_and_end(name, ttl):
+    callbacks(name, ttl)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("begin", [start_chain_and_end, start_callbacks_and_end])
+def test_it_waits_for_what_calls_have_begotten(hosts, begin):
+    for turn in range(5):
+        name = f"{begin.__name__} {turn}"
+        hosts.everywhere(become_worker)
+        hosts.everywhere(begin, name, 20)
+        assert hosts.run(0, taken, name) == 4 * 21
+
+
+@pytest.mark.parametrize("begin", [chain, callbacks])
+def test_it_waits_for_what_calls_have_begotten_in_process(begin):
+    for turn in range(5):
+        with rpc.local_cluster(names(), allow=["tests"]):
+            begin(f"local {turn}", 20)
+        assert taken(f"local {turn}") == 21
+
+
+def uneven():
+    if rpc.get_worker_info().id == 0:
+        for to in ("worker1", "worker2"):
+            futures = [rpc.rpc_async(to, add, args=(i, 1)) for i in range(30)]
+            assert rpc.wait_all(futures) == list(range(1, 31))
+    rpc.shutdown()
+
+
+def test_one_works_while_the_others_already_wait(hosts):
+    hosts.everywhere(become_worker)
+    hosts.everywhere(uneven)
+
+
+def gate(name):
+    return _gates.setdefault(name, threading.Event())
+
+
+def wait_at(name):
+    assert gate(name).wait(PATIENCE)
+
+
+def call_and_forget(name):
+    rpc.rpc_async("worker1", wait_at, args=(name,))
+
+
+def end_with_error(kind, timeout):
+    with pytest.raises(kind) as caught:
+        rpc.shutdown(timeout=timeout)
+    with pytest.raises(rpc.RpcError, match=r"^RPC has not been initialized"):
+        rpc.get_worker_info()
+    return str(caught.value)
+
+
+def test_calls_that_do_not_end(hosts):
+    hosts.everywhere(become_worker)
+    hosts.run(0, call_and_forget, "slow")
+    text = hosts.run(0, end_with_error, rpc.RpcTimeout, 0.2)
+    assert "Calls were still under way after 0.20 seconds: waiting for" in text
+    assert "rpc_async(wait_at) of 'worker1'" in text
+    hosts.run(1, open_gate, "slow")
+    results([hosts.start(rank, rpc.shutdown, graceful=False) for rank in (1, 2, 3)])
+
+
+def open_gate(name):
+    gate(name).set()
+
+
+class Leaked(NamedTuple):
+    """A call whose end was lost by a mistake of ours."""
+
+    deadline: Deadline
+    peer: str = "worker1"
+    operation: Operation = Operation("rpc_sync", max)
+    since: float = 0.0
+
+
+def leak_and_end(seconds):
+    """A graceful end without a limit of its own."""
+    outstanding_calls._OVERDUE = 0.05
+    leaked = Leaked(Deadline(time.monotonic() + seconds, seconds))
+    current.agent().ledger.send(leaked)
+    try:
+        return end_with_error(rpc.RpcTimeout, 0)
+    finally:
+        outstanding_calls._OVERDUE = 60.0
+
+
+@pytest.mark.parametrize("seconds", [-1000.0, 0.1])
+def test_a_call_whose_end_was_lost_holds_nobody_for_ever(hosts, seconds):
+    """Not the worker that has it, and not the others, which end in order."""
+    hosts.everywhere(become_worker)
+    others = [hosts.start(rank, rpc.shutdown) for rank in (0, 1, 2)]
+    text = hosts.run(3, leak_and_end, seconds)
+    assert "still under way 0.05 seconds after their own deadlines" in text
+    assert "waiting for rpc_sync(max) of 'worker1' since" in text
+    assert results(others) == [None] * 3
+
+
+def test_a_call_without_a_deadline_is_waited_for():
+    """As it asked for; with a limit of its own the end names it."""
+    entered = outstanding_calls.Ledger()
+    entered.serve(Leaked(NEVER))
+    entered.send(Leaked(Deadline(0.0, 1.0)))
+    limit = Deadline(time.monotonic() + 0.1, 0.1)
+    with pytest.raises(rpc.RpcTimeout, match=r"after 0.10 seconds: .*serving rpc_sync"):
+        entered.when_empty(limit, lambda: None)
+
+
+def test_others_that_do_not_come(hosts):
+    hosts.everywhere(become_worker)
+    text = hosts.run(2, end_with_error, rpc.RpcTimeout, 0.1)
+    assert "shutdown timed out in _all_gather after 0.10 seconds on 'worker2'" in text
+    assert "Did not arrive: worker0, worker1, worker3" in text
+    results([hosts.start(rank, rpc.shutdown, graceful=False) for rank in (0, 1, 3)])
+
+
+def test_an_end_of_ones_own(hosts):
+    """The others go on, calls to the one that left fail, and it is not lost."""
+    hosts.everywhere(become_worker)
+    hosts.run(3, rpc.shutdown, graceful=False)
+    with pytest.raises(
+        rpc.WorkerLost, match=r"Lost worker 'worker3' during rpc_sync\(add\)"
+    ):
+        hosts.run(1, rpc.rpc_sync, "worker3", add, (1, 2))
+    with pytest.raises(rpc.WorkerLost, match="'worker3' during barrier: it has left"):
+        hosts.run(1, rpc.barrier)
+    assert hosts.run(1, rpc.rpc_sync, "worker2", add, (1, 2)) == 3
+    assert hosts.run(1, lost_workers) == {}
+    results([hosts.start(rank, rpc.shutdown) for rank in range(3)])
+
+
+def lost_workers():
+    return rpc.debug_info()["group.lost"]
+
+
+def test_the_coordinators_worker_leaves(hosts):
+    hosts.everywhere(become_worker)
+    hosts.run(0, rpc.shutdown, graceful=False)
+    assert hosts.run(1, rpc.rpc_sync, "worker2", add, (1, 2)) == 3
+    with pytest.raises(
+        rpc.WorkerLost, match="Lost worker 'worker0' during barrier: as c"
+    ):
+        hosts.run(1, rpc.barrier)
+    for rank in (1, 2, 3):
+        with pytest.raises(
+            rpc.WorkerLost, match="Lost worker 'worker0' during shutdown"
+        ):
+            hosts.run(rank, rpc.shutdown)
+    for rank in range(4):
+        with pytest.raises(rpc.RpcError, match=r"^RPC has not been initialized"):
+            hosts.run(rank, rpc.get_worker_info)
+
+
+def waiting_caller(name):
+    future = rpc.rpc_async("worker1", wait_at, args=(name,))
+    rpc.shutdown(graceful=False)
+    with pytest.raises(rpc.RpcError, match="RPC was shut down on this worker during"):
+        future.wait()
+    open_gate(name)
+
+
+def test_a_future_of_a_worker_that_has_ended(hosts):
+    hosts.everywhere(become_worker)
+    hosts.run(0, waiting_caller, "ended")
+    hosts.run(1, open_gate, "ended")
+    results([hosts.start(rank, rpc.shutdown, graceful=False) for rank in (1, 2, 3)])
+
+
+def end_from_within():
+    rpc.shutdown(graceful=False)
+
+
+def test_a_called_function_may_end_its_worker(hosts):
+    hosts.everywhere(become_worker)
+    with pytest.raises(rpc.WorkerLost, match="Lost worker 'worker3'"):
+        hosts.run(0, rpc.rpc_sync, "worker3", end_from_within)
+    with pytest.raises(rpc.RpcError, match=r"^RPC has not been initialized"):
+        hosts.run(3, rpc.get_worker_info)
+    results([hosts.start(rank, rpc.shutdown) for rank in range(3)])
+
+
+def worker_that_forgets(rank):
+    become_worker()
+    rpc.barrier()
+    if rank == 1:
+        return rank  # and the interpreter ends, with rpc's threads still there
+    for _ in range(2):
+        with pytest.raises(rpc.WorkerLost, match="Lost worker 'worker1'"):
+            rpc.barrier()
+    with pytest.raises(rpc.WorkerLost, match="'worker1' during shutdown"):
+        rpc.shutdown()
+    return rank
+
+
+def test_a_forgotten_end_does_not_hang_the_interpreter():
+    assert rpc.spawn(worker_that_forgets, nprocs=3, timeout=240) == [0, 1, 2]
+
+
+def cluster_that_raises(begun):
+    with rpc.local_cluster(["a", "b"], allow=["tests"]):
+        begun.append(rpc.rpc_async("b", wait_at, args=("never",)))
+        raise KeyError("body")
+
+
+def test_a_body_that_raises_ends_the_cluster_at_once():
+    begun = []
+    with nothing_left():
+        with pytest.raises(KeyError, match="body"):
+            cluster_that_raises(begun)
+        gate("never").set()
+        # Which of the two ended first is not settled.
+        either = "RPC was shut down on this worker|Lost worker 'b'"
+        with pytest.raises(rpc.RpcError, match=either):
+            begun[0].wait()
+
+
+def test_clusters_in_this_process_leave_nothing():
+    with nothing_left():
+        for _ in range(5):
+            with rpc.local_cluster(names(), allow=["tests"]):
+                assert rpc.rpc_sync("worker1", add, args=(1, 2)) == 3
+                assert rpc.rpc_async("worker2", add, args=(1, 2)).wait() == 3
+
+
+def test_workers_of_a_cluster_may_end_on_their_own():
+    with rpc.local_cluster(["a", "b"], allow=["tests"]):
+        with rpc.use_worker("b"):
+            rpc.shutdown(graceful=False)
+        with pytest.raises(rpc.WorkerLost, match="Lost worker 'b'"):
+            rpc.rpc_sync("b", add, args=(1, 2))
+
+
+def forget_call(name):
+    rpc.rpc_async("worker1", begin_and_wait, args=(name,), timeout=0)
+    rpc.rpc_sync("worker1", has_begun, args=(name,))
+
+
+def begin_and_wait(name):
+    gate(f"{name} begun").set()
+    wait_at(name)
+
+
+def has_begun(name):
+    assert gate(f"{name} begun").wait(PATIENCE)
+
+
+def test_a_loss_ends_the_wait_for_ones_own_calls(fresh_hosts):
+    """The call that worker1 executes does not end, but the wait for it does."""
+    made = fresh_hosts(3)
+    made.everywhere(become_worker)
+    made.run(0, forget_call, "does not end")
+    ending = made.start(1, end_with_error, rpc.WorkerLost, 0)
+    assert not ending.done(0.2)
+    made.signal(2, signal.SIGKILL)
+    assert "Lost worker 'worker2' during shutdown" in ending.result()
+    assert "Lost worker 'worker2' during shutdown" in made.run(
+        0, end_with_error, rpc.WorkerLost, 0
+    )
+
+
+# --- while others are in a collective ---
+
+
+def everyone(hosts, plans):
+    hosts.everywhere(become_worker)
+    return hosts.everywhere(each, plans)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("before", [[], [("sync", "worker1"), ("sync", "worker3")]])
+def test_one_gathers_and_the_others_shut_down(hosts, rank, before):
+    """It does not get their counts of calls as data, and all are told."""
+    plans = [[("shutdown",)] for _ in range(4)]
+    plans[rank] = [*before, ("gather",), ("shutdown",)]
+    told = everyone(hosts, plans)
+    errors = [answers[-1] for answers in told[:rank] + told[rank + 1 :]]
+    errors.append(told[rank][-2])
+    assert {kind for kind, _ in errors} == {"CollectiveMismatch"}
+    for _, text in errors:
+        assert f"'worker{rank}' is in all_gather number 1" in text
+        assert "is in shutdown" in text
+    assert len(told[rank]) == len(before) + 2
+    if rank:
+        assert told[rank][-1] == ("result", None)
+
+
+def test_two_gather_and_two_shut_down(hosts):
+    plans = [[("shutdown",)], [("barrier",)], [("shutdown",)], [("barrier",)]]
+    for ((kind, text),) in everyone(hosts, plans):
+        assert kind == "CollectiveMismatch"
+        assert "in shutdown" in text
+        assert "in barrier number 1" in text
+
+
+def test_workers_in_their_shutdown_serve_collectives(hosts):
+    """As servers do: one drives, the others wait in `shutdown`."""
+    names = [f"worker{i}" for i in range(4)]
+    plans = [[("shutdown",)] for _ in range(4)]
+    plans[0] = [("call", names), ("call", names), ("shutdown",)]
+    told = everyone(hosts, plans)
+    expected = ("result", [SAME] * 4)
+    assert told[0] == [expected, expected, ("result", None)]
+    assert told[1:] == [[("result", None)]] * 3
+
+
+def gather_beside_calls(others):
+    """This worker's program gathers, the others within calls."""
+    futures = [rpc.rpc_async(n, collectives.gather_named, args=("",)) for n in others]
+    mine = collectives.gather_named("")
+    theirs = rpc.wait_all(futures)
+    rpc.shutdown()
+    return [mine, *theirs]
+
+
+def test_a_program_gathers_with_servers(hosts):
+    hosts.everywhere(become_worker)
+    servers = [hosts.start(rank, rpc.shutdown) for rank in (0, 1, 3)]
+    others = ["worker0", "worker1", "worker3"]
+    assert hosts.run(2, gather_beside_calls, others) == [SAME] * 4
+    assert results(servers) == [None] * 3
+
+
+def wait_and_call(name, others):
+    assert gate(name).wait(PATIENCE)
+    found = gather_beside_calls(others)
+    return found
+
+
+def gather_and_end():
+    found = collectives.gather_named("")
+    rpc.shutdown()
+    return found
+
+
+def test_a_worker_that_does_not_wait_may_still_call(hosts):
+    """Nothing is given up as long as one of them computes."""
+    hosts.everywhere(become_worker)
+    servers = [hosts.start(rank, rpc.shutdown) for rank in (1, 2)]
+    others = ["worker1", "worker2"]
+    busy = hosts.start(3, wait_and_call, "busy", others)
+    waiting = hosts.start(0, rpc.rpc_sync, "worker3", open_gate, ("busy",))
+    waiting.result()
+    waiting = hosts.start(0, gather_and_end)
+    assert results([waiting, busy]) == [SAME, [SAME] * 3]
+    assert results(servers) == [None] * 2

@@ -1,0 +1,260 @@
+"""What is set up in started processes, as the system itself tells it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jdist.rpc.processes import process_settings, trampoline
+from jdist.rpc.processes.process_settings import (
+    ProcessSettings,
+    applied,
+    available_cores,
+    plan,
+    share_out,
+)
+from jdist.rpc.processes.spawn import spawn
+from tests.rpc import spawn_cases as cases
+
+GLIBC = (*process_settings._ALLOCATOR, *process_settings._LARGE_PAGES)
+VARIABLES = (*GLIBC, "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS")
+PAGES = ("of 2 MiB where possible", "not applied: Linux gives none")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    """What the machine's own environment has would win."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_settings_are_in_force_before_the_program_begins():
+    before = os.sched_getscheduler(0), os.sched_getaffinity(0), dict(os.environ)
+    cores = available_cores()[:2]
+    found = spawn(cases.settings, nprocs=len(cores), pin=True)
+    for core, seen in zip(cores, found, strict=True):
+        assert seen["class"] == os.SCHED_BATCH
+        assert seen["cores"] == {core}
+        assert seen["mapped apart"] is False
+        assert seen["variables"] == {
+            "PJRT_NPROC": "8",
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",
+        }
+        assert seen["applied"].pop("pages") in PAGES
+        assert seen["applied"] == {
+            "cores": str(core),
+            "allocator": "keeps freed memory",
+            "callback threads": "8",
+            "library threads": "1",
+            "programs": "in little memory",
+            "scheduling": "batch class",
+        }
+        assert seen["jax first"] is False
+    after = os.sched_getscheduler(0), os.sched_getaffinity(0), dict(os.environ)
+    assert after == before
+    assert applied() == {}
+
+
+def test_without_settings_a_process_is_as_its_parent():
+    (seen,) = spawn(cases.settings, nprocs=1, settings=None)
+    assert seen["class"] == os.sched_getscheduler(0)
+    assert seen["cores"] == os.sched_getaffinity(0)
+    assert seen["mapped apart"] is True
+    assert set(seen["variables"].values()) == {None}
+    assert seen["applied"] == {"cores": "not pinned"}
+
+
+def test_each_setting_has_a_switch():
+    switched = ProcessSettings(batch_scheduling=False, callback_threads=300)
+    (seen,) = spawn(cases.settings, nprocs=1, settings=switched)
+    assert seen["class"] == os.sched_getscheduler(0)
+    assert seen["variables"]["PJRT_NPROC"] == "300"
+    assert "scheduling" not in seen["applied"]
+
+
+def test_what_the_user_set_stays(monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "3")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "5")
+    (seen,) = spawn(cases.settings, nprocs=1)
+    assert seen["variables"]["PJRT_NPROC"] == "3"
+    assert seen["variables"]["MALLOC_ARENA_MAX"] == "5"
+    note = "as the environment has it: PJRT_NPROC=3"
+    assert seen["applied"]["callback threads"] == note
+
+
+def test_a_large_callback_on_one_core_ends(monkeypatch):
+    """In XLA's own pool, of one thread on one core, it waits for itself for ever."""
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")  # More devices make the pool larger.
+    ((found, expected),) = spawn(
+        cases.callback_with_large_argument, nprocs=1, pin=1, timeout=240
+    )
+    assert found == expected > 0
+
+
+def test_the_pool_is_never_made_smaller_than_xla_would():
+    cores = len(available_cores())
+    few = plan(ProcessSettings(callback_threads=1), nprocs=1, environment={})
+    assert few.variables["PJRT_NPROC"] == str(cores)
+    pinned = plan(ProcessSettings(callback_threads=1), 1, (4, 5, 6), environment={})
+    assert pinned.variables["PJRT_NPROC"] == "3"
+    assert pinned.variables["OMP_NUM_THREADS"] == "3"
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    def refuse(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(os, "confstr", refuse)
+    made = plan(ProcessSettings(), nprocs=1, environment={})
+    for setting in ("allocator", "pages"):
+        assert made.notes[setting] == "not applied: the C library is not glibc"
+    assert not set(made.variables) & set(GLIBC)
+
+
+@pytest.mark.parametrize(
+    ("library", "kernel", "note"),
+    [
+        ("glibc 2.35", "always [madvise] never", "of 2 MiB where possible"),
+        ("glibc 2.34", "always [madvise] never", "not applied: glibc is older than"),
+        ("glibc 2.41", "always madvise [never]", "not applied: Linux gives none"),
+        ("glibc 2.41", None, "not applied: Linux gives none"),
+    ],
+)
+def test_large_pages_where_library_and_kernel_have_them(
+    monkeypatch, tmp_path, library, kernel, note
+):
+    offered = tmp_path / "enabled"
+    if kernel is not None:
+        offered.write_text(kernel)
+    monkeypatch.setattr(os, "confstr", lambda name: library)
+    monkeypatch.setattr(process_settings, "_KERNEL_PAGES", offered)
+    made = plan(ProcessSettings(), nprocs=1, environment={})
+    assert made.notes["pages"].startswith(note)
+    given = note == "of 2 MiB where possible"
+    assert ("GLIBC_TUNABLES" in made.variables) is given
+    without = plan(ProcessSettings(large_pages=False), nprocs=1, environment={})
+    assert "pages" not in without.notes
+    assert "GLIBC_TUNABLES" not in without.variables
+
+
+def test_programs_are_ordered_for_little_memory_on_one_core():
+    """Eight products, each added to a sum: one of them lies in memory, or all."""
+    (lean,) = spawn(cases.bytes_of_products, nprocs=1, pin=1)
+    (plain,) = spawn(cases.bytes_of_products, nprocs=1, pin=1, settings=None)
+    assert lean == 2**16 * 4
+    assert plain == 8 * lean
+
+
+@pytest.mark.parametrize(
+    ("release", "given"), [("0.10.2", True), ("0.12.0.1", True), ("0.13.0", False)]
+)
+def test_a_flag_only_for_releases_that_know_it(monkeypatch, release, given):
+    monkeypatch.setattr(process_settings.metadata, "version", lambda name: release)
+    made = plan(ProcessSettings(), 1, (3,), environment={})
+    assert ("XLA_FLAGS" in made.variables) is given
+    assert made.notes["programs"].startswith("not applied") is not given
+    for cores, settings in (
+        ((3, 4), ProcessSettings()),
+        ((3,), ProcessSettings(lean_programs=False)),
+    ):
+        made = plan(settings, 1, cores, environment={})
+        assert "programs" not in made.notes
+        assert "XLA_FLAGS" not in made.variables
+
+
+def test_memory_of_started_processes_asks_for_large_pages():
+    """Where the kernel gives them to nobody unasked."""
+    note = plan(ProcessSettings(), nprocs=1, environment={}).notes["pages"]
+    offered = process_settings._KERNEL_PAGES
+    wanted = note == PAGES[0] and "[madvise]" in offered.read_text()
+    assert spawn(cases.asks_for_large_pages, nprocs=1) == [wanted]
+    assert spawn(cases.asks_for_large_pages, nprocs=1, settings=None) == [False]
+
+
+def test_a_missing_batch_class_is_said(monkeypatch):
+    monkeypatch.delattr(os, "SCHED_BATCH")
+    reason = f"not applied: {sys.platform} has no batch class"
+    assert trampoline.schedule_in_batches() == reason
+
+
+def test_a_class_chosen_by_somebody_else_stays(monkeypatch):
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
+    reason = "not applied: the parent's class is not the ordinary one"
+    assert trampoline.schedule_in_batches() == reason
+
+
+def test_a_forbidden_class_is_said(monkeypatch):
+    def refuse(pid, policy, param):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    reason = "not applied: Operation not permitted"
+    assert trampoline.schedule_in_batches() == reason
+
+
+def test_physical_cores_come_before_their_second_threads(monkeypatch, tmp_path):
+    for core, siblings in enumerate(["0,2", "1,3", "0,2", "1,3", "4-5", "4-5"]):
+        (tmp_path / f"{core}").write_text(f"{siblings}\n")
+    monkeypatch.setattr(process_settings, "_SIBLINGS", f"{tmp_path}/{{}}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5, 9})
+    assert available_cores() == [0, 1, 4, 9, 2, 3, 5]
+    assert share_out("pin", 3, 2) == [(0, 1), (4, 9), (2, 3)]
+
+
+def test_systems_that_cannot_pin_say_so(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(NotImplementedError, match=r"pin.* cannot pin a process"):
+        share_out("spawn(pin=...)", 2, 1)
+    assert share_out("spawn(pin=...)", 2, 0) == [(), ()]
+
+
+def test_a_negative_pool_is_refused():
+    with pytest.raises(ValueError, match=r"callback_threads.* must be at least 0"):
+        ProcessSettings(callback_threads=-1)
+
+
+@pytest.mark.parametrize("way", ["end_group_by_signal", "end_group_by_guardian"])
+def test_the_group_ends_when_the_pipe_closes(way):
+    """Both ways, also where the kernel has the better one; and before it is asked."""
+    program = (
+        "import os, subprocess, sys\n"
+        "from jdist.rpc.processes import trampoline\n"
+        f"trampoline.{way}(int(sys.argv[1]))\n"
+        'child = subprocess.Popen(["sleep", "1000"])\n'
+        "os.write(1, b'x')\n"
+        "child.wait()\n"
+    )
+    for closed_before in (False, True):
+        far, near = os.pipe()
+        if closed_before:
+            os.close(near)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(far)],
+            pass_fds=[far],
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        os.close(far)
+        with process:
+            if not closed_before:
+                assert process.stdout.read(1) == b"x"
+                os.close(near)
+            # The pipe closes when the child's child is gone too, and the guardian.
+            process.stdout.read()
+        assert process.returncode == -9
+
+
+def test_a_missing_program_is_reported_as_a_shell_does():
+    far, near = os.pipe()
+    nothing = {"lifeline": far, "batch": False, "cores": [], "notes": {}}
+    first = [sys.executable, "-I", "-S", trampoline.__file__, json.dumps(nothing)]
+    command = [*first, "no-such"]
+    done = subprocess.run(command, pass_fds=[far], capture_output=True, text=True)
+    os.close(far)
+    os.close(near)
+    assert done.returncode == 127
+    assert re.fullmatch("cannot run no-such: No such file or directory\n", done.stderr)
