@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import described
 from jdist.autograd.context import container
 from jdist.autograd.modules.replicated import is_replicated
 from jdist.autograd.optimizer import checkpoint, serving
 from jdist.autograd.optimizer.checkpoint import State
-from jdist.autograd.optimizer.owned import check_same, described
+from jdist.autograd.optimizer.owned import check_same
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of
