@@ -222,12 +222,6 @@ def _transport(
         insecure=options.insecure,
     )
     transport.polling = options.polling
-    if options.transfer is not None and name != NAME:
-        try:
-            transport.transfer(options.transfer)
-        except ValueError:
-            transport.close()
-            raise
     return transport
 
 
