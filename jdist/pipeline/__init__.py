@@ -2,7 +2,7 @@
 
 from jdist._fit import Epoch as Epoch
 from jdist._fit import over_epoch as over_epoch
-from jdist.pipeline.checkpoint import Checkpoints as Checkpoints
+from jdist.pipeline.checkpoint import PipelineCheckpoints as PipelineCheckpoints
 from jdist.pipeline.pipedream.pipedream import EpochMetrics as EpochMetrics
 from jdist.pipeline.pipedream.pipedream import PipeDream as PipeDream
 from jdist.pipeline.pipedream.weight_stashing import StashState as StashState

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
 from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
@@ -178,7 +178,7 @@ class PipeDream(Pipeline):
         batches: Iterable[Any],
         weights: Iterable[Any] | None = None,
         *,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: PipelineCheckpoints | None = None,
         save_every: int | None = None,
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
@@ -382,7 +382,9 @@ class _EpochPart(NamedTuple):
     skipped: list[int | None] | None
 
 
-def _check_saving(checkpoints: Checkpoints | None, save_every: int | None) -> None:
+def _check_saving(
+    checkpoints: PipelineCheckpoints | None, save_every: int | None
+) -> None:
     call = f"{_CALL}(save_every=...)"
     if save_every is None:
         return
