@@ -13,9 +13,9 @@ from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.stage_channels import Parcel, Post, receive
 from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.stages.array_spec import is_kind, kinds_of
+from jdist.pipeline.stages.array_spec import is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import BATCH, Wiring
+from jdist.pipeline.stages.wiring import BATCH, StageWiring
 
 
 class Shapes:
@@ -30,7 +30,9 @@ class Shapes:
       loss: The loss function.
     """
 
-    def __init__(self, wiring: Wiring, executor: Executor, loss: PipelineLoss) -> None:
+    def __init__(
+        self, wiring: StageWiring, executor: Executor, loss: PipelineLoss
+    ) -> None:
         self._wiring = wiring
         self._executor = executor
         self._loss = loss
@@ -69,7 +71,7 @@ class Shapes:
 
 
 def check_shapes(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     post: Post,
     loss: PipelineLoss,
@@ -102,7 +104,7 @@ def check_shapes(
         inputs = _given(wiring, places, post, batch, number)
         returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
-            packed = kinds_of(value)
+            packed = specs_of(value)
             for taker in wiring.consumers[number][name]:
                 parcel = Parcel("S", 0, name, taker, worker)
                 post.put(parcel, places.worker(taker, 0), packed)
@@ -110,7 +112,7 @@ def check_shapes(
 
 
 def _read(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     post: Post,
     loss: PipelineLoss,
@@ -131,7 +133,11 @@ def _read(
 
 
 def _given(
-    wiring: Wiring, places: Places, post: Post, batch: Mapping[str, Any], number: int
+    wiring: StageWiring,
+    places: Places,
+    post: Post,
+    batch: Mapping[str, Any],
+    number: int,
 ) -> dict[str, Any]:
     """The shapes of what a stage, or the loss, takes."""
     taker = "the loss" if number == places.loss else f"stage {number}"
@@ -142,7 +148,7 @@ def _given(
             continue
         parcel = Parcel("S", 0, name, number, places.worker(source, 0))
         packed = receive(post, parcel, worker, f"shapes of {name!r}")
-        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_kind)
+        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
     return found
 
 
