@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
 from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
+from jdist.pipeline.pipedream.policy import Policy, schedule_of_epoch
 from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
 from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.pipeline import Pipeline
@@ -25,7 +25,6 @@ from jdist.pipeline.run.training import PipelineState, optimizers_for
 from jdist.pipeline.run.update import scale_in, skipped_in, static_loss_scale_of
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.update_policy import Policy, schedule_of_epoch
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "PipeDream.train_epoch"
@@ -150,7 +149,7 @@ class PipeDream(Pipeline):
             rule = "must be 'mean' or 'sum'"
             raise ValueError(requirement("PipeDream(reduction=...)", rule, reduction))
         self._scaled = _is_scaled(stages, optimizer, reduction)
-        updates = schedule(1).updates
+        updates = schedule(1).update_policy
         assert updates is not None
         self._updates = updates
         check_together(stages, policy, max_norm, self._scaled)
@@ -163,7 +162,7 @@ class PipeDream(Pipeline):
         super().__init__(
             stages,
             loss_fn,
-            replace(synchronous, updates=None),
+            synchronous.synchronous(),
             workers_or_devices,
             optimizer=optimizer,
             max_norm=max_norm,
@@ -238,7 +237,7 @@ class PipeDream(Pipeline):
         """Trains on the next batches, `limit` at most, and drains."""
         stream = self._stream(supply, limit)
         stream.reaches(0)
-        schedule = OpenSchedule(self.epoch_schedule, stream)
+        schedule = OpenSchedule(self.epoch_schedule(1), stream)
         key = state.key
         step, own = state.step, None
         if key is not None:
@@ -259,7 +258,7 @@ class PipeDream(Pipeline):
         plan = EpochPlan(stream, schedule, self._updates.every, joint)
         given = self.wiring, self._places, runs, channels, loss, read
         epoch = EpochStep(*given, plan)
-        epoch.run(self.stopwatch)
+        epoch.run(self.action_timer)
         after_epoch = epoch.states(stream.totals)
         left = [run.arrays() for run in runs.values()]
         more = limit is not None and supply.more()
@@ -357,7 +356,7 @@ class PipeDream(Pipeline):
                 len(workers),
                 consistent,
                 self._scaled,
-                schedule.updates.every == 1,
+                self._updates.every == 1,
             )
             device = self._places.devices[worker]
             # A copy for each worker, because an update donates it.

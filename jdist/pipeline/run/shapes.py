@@ -13,9 +13,9 @@ from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
 from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.stages.array_spec import is_kind, kinds_of
+from jdist.pipeline.stages.array_spec import is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import BATCH, Wiring
+from jdist.pipeline.stages.wiring import BATCH, StageWiring
 
 
 class Shapes:
@@ -30,7 +30,9 @@ class Shapes:
       loss: The loss function.
     """
 
-    def __init__(self, wiring: Wiring, executor: Executor, loss: PipelineLoss) -> None:
+    def __init__(
+        self, wiring: StageWiring, executor: Executor, loss: PipelineLoss
+    ) -> None:
         self._wiring = wiring
         self._executor = executor
         self._loss = loss
@@ -69,7 +71,7 @@ class Shapes:
 
 
 def check_shapes(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     channels: StageChannels,
     loss: PipelineLoss,
@@ -102,7 +104,7 @@ def check_shapes(
         inputs = _given(wiring, places, channels, batch, number)
         returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
-            packed = kinds_of(value)
+            packed = specs_of(value)
             for taker in wiring.consumers[number][name]:
                 tag = MessageTag("S", 0, name, taker, worker)
                 channels.put(tag, places.worker(taker, 0), packed)
@@ -110,7 +112,7 @@ def check_shapes(
 
 
 def _read(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     channels: StageChannels,
     loss: PipelineLoss,
@@ -131,7 +133,7 @@ def _read(
 
 
 def _given(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     channels: StageChannels,
     batch: Mapping[str, Any],
@@ -146,7 +148,7 @@ def _given(
             continue
         tag = MessageTag("S", 0, name, number, places.worker(source, 0))
         packed = receive(channels, tag, worker, f"shapes of {name!r}")
-        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_kind)
+        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
     return found
 
 
