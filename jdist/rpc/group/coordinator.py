@@ -16,7 +16,7 @@ from typing import Any
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout
 from jdist.rpc.base.options import RpcOptions
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Alarm
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.group.barrier_round import (
@@ -67,7 +67,7 @@ class Coordinator:
         self._leaving: str | None = None
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
-        self._crew = Crew("rpc coordinator", 1024)
+        self._pool = ThreadPool("rpc coordinator", 1024)
         self._alarm = Alarm("rpc coordinator deadlines", self._expire)
         self._pace: Pace | None = None
         transport.on_refused = self._refused
@@ -125,7 +125,7 @@ class Coordinator:
         if self._pace is not None:
             self._pace.close()
         self._alarm.close()
-        self._crew.close(timeout=1.0)  # once all farewells are sent
+        self._pool.close(timeout=1.0)  # once all farewells are sent
         self._transport.close()
 
     # --- requests ---
@@ -147,7 +147,7 @@ class Coordinator:
 
     def _join(self, channel: Channel, frame: Frame) -> Member:
         info = WorkerInfo(frame.meta["name"], int(frame.meta["rank"]))
-        member = Member(info, frame.meta["address"], channel, self._crew)
+        member = Member(info, frame.meta["address"], channel, self._pool)
         with self._lock:
             if self._membership.is_ending(member.info):
                 # It was in this group and left it. The next one will be at this place.

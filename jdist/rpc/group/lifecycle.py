@@ -259,12 +259,6 @@ def _transport(
         insecure=options.insecure,
     )
     transport.polling = options.polling
-    if options.transfer is not None and name != NAME:
-        try:
-            transport.transfer(options.transfer)
-        except ValueError:
-            transport.close()
-            raise
     return transport
 
 
@@ -377,7 +371,7 @@ def _finish_alone(agent: Agent, deadline: Deadline) -> None:
     coordinator = agent.group.coordinator
     if coordinator is not None:
         coordinator.wait_for_leavers(deadline)
-    agent.ledger.when_empty(deadline, lambda: None)
+    agent.outstanding.when_empty(deadline, lambda: None)
 
 
 def _report(leaks: list[str], options: RpcOptions) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.peer_record import PeerRecord
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ERROR, Frame
@@ -64,7 +64,7 @@ class Member:
     """
 
     def __init__(
-        self, info: WorkerInfo, address: Any, channel: Channel, pool: Crew
+        self, info: WorkerInfo, address: Any, channel: Channel, pool: ThreadPool
     ) -> None:
         self.info = info
         self.address = address

@@ -47,10 +47,10 @@ def wait_for_all(agent: Agent, names: Sequence[str], deadline: Deadline) -> None
                 raise WorkerLost(name, "shutdown", reason)
 
     # A lost worker will not come, so it is useless to wait for this one's own calls.
-    group.on_lost(lambda name, reason: agent.ledger.wake())
+    group.on_lost(lambda name, reason: agent.outstanding.wake())
     before = None
     while True:
-        begun = agent.ledger.when_empty(deadline, check)
+        begun = agent.outstanding.when_empty(deadline, check)
         timeout = 0.0 if deadline.at is None else max(1e-3, deadline.remaining() or 0.0)
         counts = group.all_gather(begun, names, timeout, SHUTDOWN)
         if counts == before:
