@@ -8,7 +8,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUND = {"_errors", "_tree", "_compat"}
+GROUND = {"_errors", "_tree", "_lru_cache", "_compat"}
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
