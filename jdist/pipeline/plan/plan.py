@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -14,7 +14,7 @@ from jdist._errors import Unavailable, extra, requirement
 from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules import pipedream
-from jdist.pipeline.simulate.costs import Cost, Costs
+from jdist.pipeline.simulate.costs import Costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ class Plan:
         replicas = [len(stage.ranks) for stage in self.stages]
         return pipedream(len(self.stages), micro_batches, replicas=replicas)
 
-    def costs(self, *, reductions: bool = False, **others: Cost) -> Costs:
+    def costs(self, *, reductions: bool = False, **others: Any) -> Costs:
         """The costs of its schedule, for a simulation.
 
         Args:
