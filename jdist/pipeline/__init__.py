@@ -1,7 +1,7 @@
 """Pipelined model parallelism: schedules as data, their costs, and their execution."""
 
 from jdist._fit import Epoch, over_epoch
-from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.pipedream import EpochMetrics, PipeDream
 from jdist.pipeline.pipedream.weight_stashing import (
     StashState,
@@ -56,7 +56,6 @@ from jdist.pipeline.timed import timed
 
 __all__ = [
     "Action",
-    "Checkpoints",
     "Costs",
     "Epoch",
     "EpochMetrics",
@@ -67,6 +66,7 @@ __all__ = [
     "Module",
     "PipeDream",
     "Pipeline",
+    "PipelineCheckpoints",
     "PipelineState",
     "Plan",
     "PlannedStage",

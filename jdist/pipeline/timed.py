@@ -70,13 +70,13 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         pipe.action_timer = None
     # All come first, so that the worker that is asked is not computing.
     pipe.executor.gather(None, "comparing clocks")
-    with pipe.executor.opened("timed") as post:
+    with pipe.executor.opened("timed") as channels:
         offset = pipe.executor.clock_offset()
         own = [
             tuple(record._replace(start=record.start + offset, end=record.end + offset))
             for record in watch.records
         ]
-        gathered = post.agree((own, watch.held, watch.kept))
+        gathered = channels.agree((own, watch.held, watch.kept))
     held: dict[int, int] = {}
     for _, theirs, _ in gathered:
         held |= theirs

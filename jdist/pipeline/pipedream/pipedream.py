@@ -11,16 +11,16 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
-from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, Pass
+from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
 from jdist.pipeline.pipedream.policy import Policy, schedule_of_epoch
-from jdist.pipeline.pipedream.stashed_run import Rule, StashedRun
+from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
 from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.auxiliary import stacked
-from jdist.pipeline.run.stage_channels import Post, moved
+from jdist.pipeline.run.stage_channels import StageChannels, moved
 from jdist.pipeline.run.training import PipelineState, optimizers_for
 from jdist.pipeline.run.update import scale_in, skipped_in, static_loss_scale_of
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
@@ -154,7 +154,7 @@ class PipeDream(Pipeline):
         self._updates = updates
         check_together(stages, policy, max_norm, self._scaled)
         self.epoch_schedule = schedule
-        self.passes: list[Pass] = []
+        self.passes: list[PassRecord] = []
         self._policy = policy
         # For what `Pipeline` does: no worker idles, and nobody updates by itself.
         workers = schedule(1).workers
@@ -177,7 +177,7 @@ class PipeDream(Pipeline):
         batches: Iterable[Any],
         weights: Iterable[Any] | None = None,
         *,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: PipelineCheckpoints | None = None,
         save_every: int | None = None,
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
@@ -215,11 +215,11 @@ class PipeDream(Pipeline):
         del state  # Unless the caller keeps it, versions go when no batch needs them.
         supply: Supply | None = None
         while supply is None or supply.more():
-            with self.executor.opened("train_epoch") as post:
+            with self.executor.opened("train_epoch") as channels:
                 if supply is None:
                     _check_saving(checkpoints, save_every)
                     supply = Supply(batches, weights, _CALL)
-                after, metrics = self._part(post, held.pop(), supply, save_every)
+                after, metrics = self._part(channels, held.pop(), supply, save_every)
             held.append(after)
             found.append(metrics)
             del after
@@ -228,8 +228,12 @@ class PipeDream(Pipeline):
         return held.pop(), self._joined(found)
 
     def _part(
-        self, post: Post, state: PipelineState, supply: Supply, limit: int | None
-    ) -> tuple[PipelineState, "_Part"]:
+        self,
+        channels: StageChannels,
+        state: PipelineState,
+        supply: Supply,
+        limit: int | None,
+    ) -> tuple[PipelineState, "_EpochPart"]:
         """Trains on the next batches, `limit` at most, and drains."""
         stream = self._stream(supply, limit)
         stream.reaches(0)
@@ -238,21 +242,21 @@ class PipeDream(Pipeline):
         step, own = state.step, None
         if key is not None:
             own = jax.random.fold_in(key, step)
-        self._identify(post, step, supply, limit, stream, own)
+        self._identify(channels, step, supply, limit, stream, own)
         runs = self._stashed_runs(schedule, state, own)
         loss, skipped = self._loss, None
         if self._scaled:
             loss = loss.scaled(scale_in(state.opt_states), None)
             skipped = skipped_in(state.opt_states)
         del state
-        read = self._shapes.read(post, runs, stream[0].batch)
+        read = self._shapes.read(channels, runs, stream[0].batch)
         if not self._takes(0):
             stream.forget(0)
         joint = None
         if self._max_norm is not None or self._tied:
-            joint = JointUpdate(self._tied, self._max_norm, self._places, post)
+            joint = JointUpdate(self._tied, self._max_norm, self._places, channels)
         plan = EpochPlan(stream, schedule, self._updates.every, joint)
-        given = self.wiring, self._places, runs, post, loss, read
+        given = self.wiring, self._places, runs, channels, loss, read
         epoch = EpochStep(*given, plan)
         epoch.run(self.action_timer)
         after_epoch = epoch.states(stream.totals)
@@ -260,7 +264,7 @@ class PipeDream(Pipeline):
         more = limit is not None and supply.more()
         found = epoch.agree_on_epoch(more, left)
         self._shapes.agreed(read)
-        self.record, self.passes = epoch.passages, epoch.passes
+        self.transfer_log, self.passes = epoch.transfers, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
@@ -270,7 +274,7 @@ class PipeDream(Pipeline):
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
         after = PipelineState(step + 1, params, opt_states, states, key)
-        return after, _Part(*found, skipped)
+        return after, _EpochPart(*found, skipped)
 
     def _stream(self, supply: Supply, limit: int | None) -> BatchStream:
         placement, every = self.schedule.placement, self._updates.every
@@ -292,7 +296,7 @@ class PipeDream(Pipeline):
 
     def _identify(
         self,
-        post: Post,
+        channels: StageChannels,
         step: int,
         supply: Supply,
         limit: int | None,
@@ -307,9 +311,9 @@ class PipeDream(Pipeline):
         }
         if limit is not None:
             settings["save_every"] = limit
-        post.identify(step, settings, [first.batch], [first], key)
+        channels.identify(step, settings, [first.batch], [first], key)
 
-    def _joined(self, parts: Sequence["_Part"]) -> EpochMetrics:
+    def _joined(self, parts: Sequence["_EpochPart"]) -> EpochMetrics:
         """What the parts of an epoch have found."""
         values, weights = (
             np.concatenate([part[field] for part in parts]) for field in (0, 1)
@@ -344,7 +348,7 @@ class PipeDream(Pipeline):
             workers = self.schedule.placement[j]
             consistent = self._policy != "none"
             versions = int(schedule.kept[j, worker]) if consistent else 1
-            rule = Rule(
+            rule = VersionRule(
                 with_weight_stashing(optimizers[j], versions),
                 functools.partial(schedule.version, j),
                 functools.partial(schedule.may_have, worker),
@@ -361,7 +365,7 @@ class PipeDream(Pipeline):
         return runs
 
 
-class _Part(NamedTuple):
+class _EpochPart(NamedTuple):
     """What a part of an epoch found out; by micro-batch, and by stage.
 
     Attributes:
@@ -377,7 +381,9 @@ class _Part(NamedTuple):
     skipped: list[int | None] | None
 
 
-def _check_saving(checkpoints: Checkpoints | None, save_every: int | None) -> None:
+def _check_saving(
+    checkpoints: PipelineCheckpoints | None, save_every: int | None
+) -> None:
     call = f"{_CALL}(save_every=...)"
     if save_every is None:
         return

@@ -11,7 +11,7 @@ from jdist._errors import requirement
 from jdist.pipeline.run.executor import Executor
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import Parcel, Post, receive
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.stages.array_spec import is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
@@ -40,7 +40,7 @@ class Shapes:
 
     def read(
         self,
-        post: Post,
+        channels: StageChannels,
         runs: Mapping[tuple[int, int], StageRun],
         batch: Mapping[str, Any],
     ) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Shapes:
         if signature in self._checked:
             return self._checked[signature]
         places = self._executor.places
-        found = check_shapes(self._wiring, places, post, self._loss, trees, batch)
+        found = check_shapes(self._wiring, places, channels, self._loss, trees, batch)
         if self._executor.sees_all:
             self._checked[signature] = found
         return found
@@ -73,7 +73,7 @@ class Shapes:
 def check_shapes(
     wiring: StageWiring,
     places: Places,
-    post: Post,
+    channels: StageChannels,
     loss: PipelineLoss,
     trees: Mapping[int, tuple[Any, Any]],
     batch: Mapping[str, Any],
@@ -85,7 +85,7 @@ def check_shapes(
     Args:
       wiring: Which value goes where.
       places: Who runs what.
-      post: Brings shapes to other stages.
+      channels: Brings shapes to other stages.
       loss: The loss function.
       trees: Parameters and state of each stage of this process.
       batch: A micro-batch.
@@ -101,41 +101,41 @@ def check_shapes(
         worker = places.worker(number, 0)
         if worker not in places.own:
             continue
-        inputs = _given(wiring, places, post, batch, number)
+        inputs = _given(wiring, places, channels, batch, number)
         returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
             packed = specs_of(value)
             for taker in wiring.consumers[number][name]:
-                parcel = Parcel("S", 0, name, taker, worker)
-                post.put(parcel, places.worker(taker, 0), packed)
-    return _read(wiring, places, post, loss, batch)
+                tag = MessageTag("S", 0, name, taker, worker)
+                channels.put(tag, places.worker(taker, 0), packed)
+    return _read(wiring, places, channels, loss, batch)
 
 
 def _read(
     wiring: StageWiring,
     places: Places,
-    post: Post,
+    channels: StageChannels,
     loss: PipelineLoss,
     batch: Mapping[str, Any],
 ) -> tuple[str, ...]:
     """What the loss reads: one worker of the last stage tells the others."""
     first = places.worker(places.loss, 0)
     workers = [w for w in places.schedule.placement[-1] if w in places.own]
-    parcel = Parcel("S", 0, "", places.loss, first)
+    tag = MessageTag("S", 0, "", places.loss, first)
     if first in workers:
-        given = _given(wiring, places, post, batch, places.loss)
+        given = _given(wiring, places, channels, batch, places.loss)
         read = loss.entries_read(given, batch)
         for worker in places.schedule.placement[-1]:
-            post.put(parcel, worker, read)
+            channels.put(tag, worker, read)
     for worker in workers:
-        read = tuple(receive(post, parcel, worker, "shapes"))
+        read = tuple(receive(channels, tag, worker, "shapes"))
     return read if workers else ()
 
 
 def _given(
     wiring: StageWiring,
     places: Places,
-    post: Post,
+    channels: StageChannels,
     batch: Mapping[str, Any],
     number: int,
 ) -> dict[str, Any]:
@@ -146,8 +146,8 @@ def _given(
         if source == BATCH:
             found[name] = entry_of(batch, name, taker)
             continue
-        parcel = Parcel("S", 0, name, number, places.worker(source, 0))
-        packed = receive(post, parcel, worker, f"shapes of {name!r}")
+        tag = MessageTag("S", 0, name, number, places.worker(source, 0))
+        packed = receive(channels, tag, worker, f"shapes of {name!r}")
         found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
     return found
 

@@ -359,7 +359,7 @@ def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
         part = slice(first, first + n)
         plain, metrics = runtime.train_epoch(plain, batches[part], weights[part])
         losses += metrics.losses.tolist()
-    with pipeline.Checkpoints(tmp_path / "whole", runtime, keep=None) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path / "whole", runtime, keep=None) as saved:
         options = {"checkpoints": saved, "save_every": n}
         given = zip(batches, weights, strict=True)
         state, metrics = runtime.train_epoch(runtime.init(params), given, **options)
@@ -368,7 +368,7 @@ def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
         assert metrics.losses.tolist() == losses
         totals = np.array([own.sum() for own in weights])
         np.testing.assert_allclose(metrics.loss, np.average(losses, weights=totals))
-    with pipeline.Checkpoints(tmp_path / "cut", runtime) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path / "cut", runtime) as saved:
         options = {"checkpoints": saved, "save_every": n}
         state = runtime.init(params)
         if parts > 1:  # It ends in the second part, and goes on from the first.
@@ -394,7 +394,7 @@ def test_saving_that_is_refused(tmp_path):
     state = runtime.init(params)
     with pytest.raises(ValueError, match=r"save_every=...\)` must come with the check"):
         runtime.train_epoch(state, batches, save_every=2)
-    with pipeline.Checkpoints(tmp_path, runtime) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path, runtime) as saved:
         with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
             runtime.train_epoch(state, batches, checkpoints=saved, save_every=0)
         state, _ = runtime.train_epoch(state, batches, checkpoints=saved)
