@@ -59,14 +59,14 @@ def fit(
       >>> state.step, round(pipeline.over_epoch(found).loss, 3)
       (3, 9.844)
     """
-    with pipe.executor.opened("fit") as post:
+    with pipe.executor.opened("fit") as channels:
         check_save_every(save_every)
         saves = save_every if checkpoints is not None else 0
-        post.identify(None, {"save_every": saves})
+        channels.identify(None, {"save_every": saves})
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         supply = iter(batches)
-        post.agree(None)
+        channels.agree(None)
     return fitted(
         pipe.train_step,
         state,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist import optim, pipeline, verify
+from jdist.pipeline.pipedream import epoch as epoch_module
 from jdist.pipeline.pipedream.epoch import EpochStep
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
@@ -330,7 +331,7 @@ def test_an_iterator_that_fails_ends_the_epoch():
 
 def test_losses_are_not_fetched_all_at_the_end(monkeypatch):
     """JAX does not run ahead of the devices by more than so many micro-batches."""
-    monkeypatch.setattr("jdist.pipeline.pipedream.epoch.AHEAD", 2)
+    monkeypatch.setattr(epoch_module, "AHEAD", 2)
     params, batches, weights = problem(3, 6)
     do, waiting = EpochStep._do, []
 
