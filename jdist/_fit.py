@@ -1,4 +1,4 @@
-"""Training over many batches: metrics, the loop with its checkpoints, a progress bar."""
+"""Training over many batches: metrics, the loop with its checkpoints, its bar."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

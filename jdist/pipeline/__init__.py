@@ -1,9 +1,8 @@
 """Pipelined model parallelism: schedules as data, and what they cost."""
 
-from jdist._fit import Epoch as Epoch
+from jdist._fit import Metrics as Metrics
 from jdist._fit import over_epoch as over_epoch
 from jdist.pipeline.checkpoint import PipelineCheckpoints as PipelineCheckpoints
-from jdist.pipeline.pipedream.pipedream import EpochMetrics as EpochMetrics
 from jdist.pipeline.pipedream.pipedream import PipeDream as PipeDream
 from jdist.pipeline.pipedream.weight_stashing import StashState as StashState
 from jdist.pipeline.pipedream.weight_stashing import WeightStashing as WeightStashing
@@ -18,9 +17,7 @@ from jdist.pipeline.plan.plan import load_plan as load_plan
 from jdist.pipeline.plan.profile import Layer as Layer
 from jdist.pipeline.plan.profile import Profile as Profile
 from jdist.pipeline.plan.profile import load_profile as load_profile
-from jdist.pipeline.run.evaluation import Evaluation as Evaluation
 from jdist.pipeline.run.fit import fit as fit
-from jdist.pipeline.run.training import Metrics as Metrics
 from jdist.pipeline.run.training import PipelineState as PipelineState
 from jdist.pipeline.schedule.actions import Action as Action
 from jdist.pipeline.schedule.actions import ScheduleError as ScheduleError
