@@ -37,7 +37,7 @@ from jdist.rpc.group.api import get_rpc_timeout as get_rpc_timeout
 from jdist.rpc.group.api import get_worker_info as get_worker_info
 from jdist.rpc.group.api import get_worker_infos as get_worker_infos
 from jdist.rpc.group.api import new_cluster_key as new_cluster_key
-from jdist.rpc.group.api import set_default_timeout as set_default_timeout
+from jdist.rpc.group.api import set_rpc_timeout as set_rpc_timeout
 from jdist.rpc.group.api import shutdown as shutdown
 from jdist.rpc.group.init import init_rpc as init_rpc
 from jdist.rpc.modules.parameters import Parameter as Parameter

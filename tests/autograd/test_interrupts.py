@@ -14,7 +14,7 @@ import jdist
 from jdist import autograd, rpc
 from jdist.autograd.context.turns import in_turn
 from jdist.autograd.engine.mailbox import Mailbox
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until
 from tests.rpc.test_interrupts import interrupt
 
@@ -66,18 +66,23 @@ def test_a_mailbox_is_never_left_busy():
 
 
 def test_several_turns_are_never_left_taken():
-    turns, used, number = [Turn(), Turn()], [], 0
+    turns, used, number = [InterruptSafeLock(), InterruptSafeLock()], [], 0
     while interrupt(number, in_turn, turns, "busy", lambda: used.append(1)):
         for turn in turns:
             assert Outcome(turn.try_take).get()
-        turns, number = [Turn(), Turn()], number + 1
+        turns, number = [InterruptSafeLock(), InterruptSafeLock()], number + 1
     assert used
     assert number > 10
 
 
 def test_turns_are_given_back_where_one_is_refused():
     """By a thread that has it, and by the one that asks and has it from before."""
-    first, second, taken, done = Turn(), Turn(), threading.Event(), threading.Event()
+    first, second, taken, done = (
+        InterruptSafeLock(),
+        InterruptSafeLock(),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def hold():
         second.take(None, "busy")

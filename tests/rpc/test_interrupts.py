@@ -13,7 +13,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until
 
 PATIENCE = 60
@@ -82,7 +82,7 @@ def interrupt(number, operation, *args, within=""):
 
 def interrupt_everywhere(to, operation):
     """After each interrupt both kinds of call work, and nothing is left of it."""
-    agent, number = current.agent(), 0
+    agent, number = current.worker(), 0
     operation(to)
     while interrupt(number, operation, to):
         assert rpc.rpc_async(to, negative, args=(5,)).wait(PATIENCE) == -5
@@ -117,15 +117,15 @@ def use(turn, used):
 
 
 def test_a_turn_is_never_left_taken():
-    turn, number = Turn(), 0
+    turn, number = InterruptSafeLock(), 0
     while interrupt(number, use, turn, []):
         assert Outcome(turn.try_take).get()  # its thread ends with it, as below
-        turn, number = Turn(), number + 1
+        turn, number = InterruptSafeLock(), number + 1
     assert number > 5
 
 
 def test_a_turn_is_taken_by_one_at_a_time():
-    turn, ready, done = Turn(), threading.Event(), threading.Event()
+    turn, ready, done = InterruptSafeLock(), threading.Event(), threading.Event()
 
     def hold():
         turn.take(None, "busy")
@@ -151,7 +151,7 @@ def test_a_turn_is_taken_by_one_at_a_time():
 
 def test_a_turn_is_refused_to_who_has_it():
     """As a signal handler that calls what it interrupted; the one below keeps it."""
-    turn = Turn()
+    turn = InterruptSafeLock()
 
     def action():
         turn.take(None, "busy")

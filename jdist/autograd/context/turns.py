@@ -6,12 +6,14 @@ from typing import TypeVar
 from jdist.rpc import RpcTimeout
 from jdist.rpc.base import current
 from jdist.rpc.base.deadline import exceeded
-from jdist.rpc.base.turn import Turn, hold_all
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, hold_all
 
 T = TypeVar("T")
 
 
-def in_turn(turns: Sequence[Turn], busy: str, action: Callable[[], T]) -> T:
+def in_turn(
+    turns: Sequence[InterruptSafeLock], busy: str, action: Callable[[], T]
+) -> T:
     """Calls `action` while this thread has all these turns; given back in any case.
 
     Args:

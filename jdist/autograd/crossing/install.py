@@ -22,14 +22,14 @@ def install(agent: "Agent") -> None:
     """Lets `agent` record: contexts, and recorded values in calls and answers."""
     container = Container(agent)
     container.releases = Releases(container)
-    agent.parts[PART] = container
+    agent.extension_state[PART] = container
     boundary = Boundary(container)
     agent.codec.register(
         Recorded, "autograd.recorded", boundary.give, boundary.take, key=False
     )
     agent.codec.substitute(Variable, boundary.give_variable)
     agent.set_interceptor(boundary)
-    agent.parts[TRAINABLE] = nnx_module.create
+    agent.extension_state[TRAINABLE] = nnx_module.create
     engine.install(container)
     reference_backward.install(container)
     graph.install(container)

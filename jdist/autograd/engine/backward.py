@@ -20,7 +20,8 @@ from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT, Deadline, exceeded, resolve
 from jdist.rpc.base.errors import RpcTimeout
 from jdist.rpc.base.future import await_done
-from jdist.rpc.base.turn import hold_all
+from jdist.rpc.base.interrupt_safe_lock import hold_all
+from jdist.rpc.calls.agent import current_agent
 
 MODES = ("smart", "fast")
 
@@ -82,7 +83,7 @@ def backward(
       ...         autograd.get_gradients(context_id)[w]
       Array([6., 8.], dtype=float32)
     """
-    agent = current.agent()
+    agent = current_agent()
     reduction = Reduction(agent)
 
     def act() -> tuple[Context, dict[Variable, Any]]:

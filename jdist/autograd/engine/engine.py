@@ -26,8 +26,8 @@ from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT, Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcError
 from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
-from jdist.rpc.calls.outstanding_calls import Operation
+from jdist.rpc.base.interceptor import Operation
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.request import Outgoing
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Engine:
         self._lock = threading.Lock()
         self._ids: Ids | None = None
         self._ended: OrderedDict[int, Failure] = OrderedDict()
-        self.agent.parts.on_gone(self._on_gone)
+        self.agent.extension_state.on_gone(self._on_gone)
         self.agent.register(KIND, self._on_gradients)
         self.agent.register(END, self._on_end)
         self.agent.register(REACH, self._on_reach)
@@ -168,7 +168,7 @@ class Engine:
 
     def name_of(self, number: int) -> str:
         """Name of the worker of this number, for people."""
-        peer = self.agent.directory.numbered(number)
+        peer = self.agent.directory.of_incarnation(number)
         return f"number {number}" if peer is None else peer.info.name
 
     def _outgoing(self, part: Part, peer: int, request: Request) -> Outgoing:
@@ -196,7 +196,7 @@ class Engine:
         failure = self._ended.get(terms.pass_id)
         if failure is not None:
             part.fail(failure)
-        held = Held(number_of(caller), Future())
+        held = Held(incarnation_of(caller), Future())
         part.receive(request, held)
         return held.answer.value() if held.answer.done() else held.answer
 
@@ -228,11 +228,11 @@ class Engine:
 
 def install(container: "Container") -> None:
     """Lets the worker with these contexts take part in backward passes."""
-    container.agent.parts[PART] = Engine(container)
+    container.agent.extension_state[PART] = Engine(container)
 
 
 def of(container: "Container") -> Engine:
     """The engine of the worker with these contexts."""
-    found = container.agent.parts[PART]
+    found = container.agent.extension_state[PART]
     assert isinstance(found, Engine)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Scope
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 
 
 class Mailbox:
@@ -32,7 +32,7 @@ class Mailbox:
 
     def __init__(self, scope: Scope | None) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
-        self._turn = Turn()
+        self._turn = InterruptSafeLock()
         self._context = contextvars.Context()
         self._context.run(current.scope.set, scope)
 

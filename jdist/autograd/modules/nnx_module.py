@@ -24,8 +24,8 @@ from jdist.autograd.graph.pure import Constant
 from jdist.autograd.graph.recorded import described, record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
-from jdist.rpc.base import current
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
+from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec.nnx import StandIn, is_module
 from jdist.rpc.modules import parameters
 
@@ -89,7 +89,7 @@ def _made(factory: Callable[..., Any], args: Any, kwargs: Any) -> "Module":
     _check_module(made)
     # What arrives here is bound to the device. So must be what the module begins with,
     # or its calls are compiled again once it has met something that arrived.
-    return Module(made, device=current.agent().options.device)
+    return Module(made, device=current_agent().options.device)
 
 
 class Module(StandIn):
@@ -111,7 +111,7 @@ class Module(StandIn):
         self._state = tuple([_bound(leaf, device) for leaf in state])
         self._layouts = [layout]
         self._layout = layout
-        self._turn = Turn()
+        self._turn = InterruptSafeLock()
         kind = type(nnx_module).__name__
         forward = type(nnx_module).__call__
         self._function = _function(kind, forward, tuple(_code_of(nnx_module)))

@@ -27,13 +27,12 @@ from jdist._tree import named_leaves, wide_dtype
 from jdist.autograd.context.errors import AutogradError
 from jdist.autograd.graph.recorded import described
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT, Deadline
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 
 if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.calls.agent import Agent, current_agent
 
 Weight = float | Callable[[], float]
 """What a trainer's gradient counts for, or a function that says so at each pass."""
@@ -118,7 +117,7 @@ def replicated(
       ...     list(threads.map(train, ["a", "b"], data))
       [5.0, 5.0]
     """
-    agent = current.agent()
+    agent = current_agent()
     return _groups_of(agent).group(_names(agent, group)).add(params, weight, timeout)
 
 
@@ -137,7 +136,7 @@ def unreplicate(variable: Variable) -> None:
       ...     w = autograd.replicated(2.0, ["a"])
       ...     autograd.unreplicate(w)
     """
-    groups = current.agent().parts.get(PART)
+    groups = current_agent().extension_state.get(PART)
     if not isinstance(groups, Groups) or not groups.remove(variable):
         rule = "must be a replicated variable of this worker"
         raise ValueError(requirement("unreplicate(variable)", rule, variable))
@@ -179,7 +178,7 @@ class Group:
         self._members: dict[int, _Member] = {}
         self._made = 0
         self._passes = 0
-        self.turn = Turn()
+        self.turn = InterruptSafeLock()
         self._rows: list[int] | None = None
 
     @property
@@ -404,13 +403,13 @@ class Reduction:
     """
 
     def __init__(self, agent: "Agent") -> None:
-        groups = agent.parts.get(PART)
+        groups = agent.extension_state.get(PART)
         self._groups = groups.alive() if isinstance(groups, Groups) else []
         self._left: list[Group] = []
         self.found: dict[Variable, Any] = {}
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[InterruptSafeLock]:
         """Those of the groups, which an interrupt must not leave taken."""
         return [group.turn for group in self._groups]
 
@@ -449,12 +448,12 @@ class Reduction:
 
 def is_replicated(agent: "Agent", variable: Variable) -> bool:
     """Whether a variable of the worker is replicated."""
-    groups = agent.parts.get(PART)
+    groups = agent.extension_state.get(PART)
     return isinstance(groups, Groups) and groups.holds(variable)
 
 
 def _groups_of(agent: "Agent") -> Groups:
-    found = agent.parts.setdefault(PART, Groups(agent))
+    found = agent.extension_state.setdefault(PART, Groups(agent))
     assert isinstance(found, Groups)
     return found
 

@@ -15,8 +15,8 @@ from jdist.autograd.remote_call.callee import UnknownProgram
 from jdist.autograd.remote_call.operations import Operation, pullbacks
 from jdist.autograd.remote_call.variables import context_for
 from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.outstanding_calls import Operation as Described
+from jdist.rpc.base.interceptor import Operation as Described
+from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.rref import RRef
 from jdist.rpc.wire.frame import CALL
 
@@ -167,8 +167,12 @@ class Caller:
 
 def caller_of(agent: Agent) -> Caller:
     """What this worker knows."""
-    found = agent.parts.get(_PART)
-    return agent.parts.setdefault(_PART, Caller(agent)) if found is None else found
+    found = agent.extension_state.get(_PART)
+    return (
+        agent.extension_state.setdefault(_PART, Caller(agent))
+        if found is None
+        else found
+    )
 
 
 @contextmanager
@@ -181,7 +185,7 @@ def calling(target: Target) -> Iterator[Caller]:
       ValueError: That worker is not in this process, or was shut down.
     """
     with current.use_worker(target.caller):
-        yield caller_of(current.agent())
+        yield caller_of(current_agent())
 
 
 def _alive(target: Target) -> list[RRef]:

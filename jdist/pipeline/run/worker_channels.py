@@ -39,7 +39,7 @@ from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.stage_channels import Parcel
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.remote_exception import describe, rebuild
+from jdist.rpc.codec.remote_exception import describe, rebuild
 
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""

@@ -11,7 +11,7 @@ Gone = Callable[[WorkerInfo, str], None]
 """Told a worker, and why it is not there any more."""
 
 
-class Parts(dict[str, Any]):
+class ExtensionState(dict[str, Any]):
     """The parts of one worker, by the names of their packages.
 
     A part with a method `counts` adds what that returns to `rpc.debug_info`.

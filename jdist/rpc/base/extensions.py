@@ -1,4 +1,4 @@
-"""Parts built upon rpc give every worker of the process what they need there.
+"""Packages built upon rpc give every worker of the process what they need there.
 
 A part registers its installer when it is imported, before or after this process has
 workers. A message that only such a part can read names, in its metadata, a function of

@@ -19,7 +19,7 @@ class WorkerInfo:
     Attributes:
       name: Unique in the group: 1 to 127 of the characters `A-Za-z0-9_:-`.
       id: The worker's rank, 0 to 65535.
-      number: What tells it from another that had its name and rank before, once it
+      incarnation: What tells it from another that had its name and rank before, once it
         belongs to a group. It never comes again there, and fills the top 16 bits of
         every id. Of workers that are equal it may differ.
 
@@ -35,7 +35,7 @@ class WorkerInfo:
 
     name: str
     id: int
-    number: int | None = dataclasses.field(default=None, compare=False, repr=False)
+    incarnation: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -52,7 +52,7 @@ class WorkerInfo:
             raise ValueError(requirement("WorkerInfo(id=...)", rule, self.id))
 
 
-def number_of(member: WorkerInfo) -> int:
-    """The number of a worker that belongs to a group."""
-    assert member.number is not None
-    return member.number
+def incarnation_of(member: WorkerInfo) -> int:
+    """The incarnation of a worker that belongs to a group."""
+    assert member.incarnation is not None
+    return member.incarnation

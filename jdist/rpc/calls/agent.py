@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from jdist.rpc.base import current, deadline
 from jdist.rpc.base.deadline import DEFAULT, Deadline, moment
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.extension_state import Parts
+from jdist.rpc.base.extension_state import ExtensionState
 from jdist.rpc.base.future import Future, call_when_done, run_all
-from jdist.rpc.base.interceptor import Interceptor
+from jdist.rpc.base.interceptor import Interceptor, Operation
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import Crew
 from jdist.rpc.base.timer import Alarm
@@ -17,16 +18,15 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.callee import NESTED, Callee, Handler
 from jdist.rpc.calls.cancellation import Tickets
 from jdist.rpc.calls.execution import Execution
-from jdist.rpc.calls.outstanding_calls import Ledger, Operation
+from jdist.rpc.calls.outstanding_calls import Ledger
 from jdist.rpc.calls.peer import Peer
-from jdist.rpc.calls.remote_exception import rebuild
 from jdist.rpc.calls.request import Exchange, Outgoing, Receive, Request
 from jdist.rpc.calls.serving import Serving
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.group.directory import Directory
-from jdist.rpc.group.peer_record import Listing
+from jdist.rpc.group.peer_record import PeerRecord
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Agent:
     """One worker of a group.
 
-    Parts built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
+    Packages built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
     `codec`; what users call is in `jdist.rpc`.
 
     Args:
@@ -63,7 +63,7 @@ class Agent:
       group: Its membership, once it has joined.
       coordinator: That of its group, on rank 0.
       references: What it has of other workers, and they of it.
-      parts: What parts built upon rpc keep for it.
+      extension_state: What parts built upon rpc keep for it.
     """
 
     group: "Group"
@@ -92,7 +92,7 @@ class Agent:
         self.closed = False
         self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
-        self.parts = Parts(self.crew)
+        self.extension_state = ExtensionState(self.crew)
         self._transport = transport
         self._tickets = Tickets(self)
         self._lock = threading.Lock()
@@ -133,20 +133,20 @@ class Agent:
 
     # --- the group ---
 
-    def meet(self, members: Iterable[Listing]) -> None:
+    def meet(self, members: Iterable[PeerRecord]) -> None:
         """This worker belongs to a group now, with these, itself among them."""
         peers = []
-        for listing in members:
-            if listing.info == self.info:
-                self.info = listing.info
-                assert self.info.number is not None
-                self.references.begin(self.info.number)
-            peers.append(self.peer(listing))
+        for record in members:
+            if record.info == self.info:
+                self.info = record.info
+                assert self.info.incarnation is not None
+                self.references.begin(self.info.incarnation)
+            peers.append(self.peer(record))
         self.directory.complete(peers)
 
-    def peer(self, listing: Listing) -> Peer:
+    def peer(self, record: PeerRecord) -> Peer:
         """The ways to a worker."""
-        info, identity, address = listing
+        info, identity, address = record
         lent = (self.crew, self.relief)
         if info == self.info:
             return Peer(info, info.name, None, self._loopback, *lent)
@@ -154,7 +154,7 @@ class Agent:
 
     def part(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
-        name, number = peer.info.name, peer.info.number
+        name, number = peer.info.name, peer.info.incarnation
         peer.close(reason)
         with self._lock:
             channels = [one for one in self._incoming if one.peer == peer.identity]
@@ -163,11 +163,11 @@ class Agent:
         # The thread that reads a channel for one call at a time is running that call,
         # and does not see it close. A function cannot be stopped: nobody waits for it.
         for execution in self.ledger.served():
-            if execution.caller.number == number:
+            if execution.caller.incarnation == number:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.ledger.end(execution)
         self.references.gone(peer.info, reason)
-        self.parts.gone(peer.info, reason)
+        self.extension_state.gone(peer.info, reason)
 
     def watch(self, line: Line) -> None:
         """Has the deadlines of a line kept that leads to no worker."""
@@ -230,8 +230,8 @@ class Agent:
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
         peer, kind, body, meta, limit, operation, receive, _ = outgoing
-        parcel = Parcel(peer.info, meta, operation)
-        tree, leaves = self.encode(body, parcel)
+        message = MessageContext(peer.info, meta, operation)
+        tree, leaves = self.encode(body, message)
         waiting = Exchange(peer, limit, operation)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
@@ -253,7 +253,7 @@ class Agent:
                 end()
         except BaseException as error:
             end()  # again: an interrupt may have kept the first one from its end
-            self.undelivered(parcel)
+            self.undelivered(message)
             if isinstance(error, ChannelClosed):
                 if waiting.given_up is not None:
                     raise RpcTimeout(waiting.given_up) from error
@@ -264,16 +264,16 @@ class Agent:
         answer = waiting.answer
         assert answer is not None
         if answer.kind != REPLY:
-            self.undelivered(parcel)
+            self.undelivered(message)
         return self.value_of(answer, receive, peer.info)
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
-        parcel = Parcel(outgoing.peer.info, outgoing.meta, outgoing.operation)
-        tree, leaves = self.encode(outgoing.body, parcel)
+        message = MessageContext(outgoing.peer.info, outgoing.meta, outgoing.operation)
+        tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
-        request = Request(self, outgoing, parcel, execution)
+        request = Request(self, outgoing, message, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
         if execution is not None:
             meta[NESTED] = True
@@ -286,7 +286,7 @@ class Agent:
                 self.crew.run(lambda: self._connect_and_submit(request, peer, frame))
         except BaseException:
             self.ledger.end(request)
-            self.undelivered(request.parcel)
+            self.undelivered(request.message)
             raise
         return request.future
 
@@ -320,27 +320,27 @@ class Agent:
 
     # --- answers ---
 
-    def encode(self, value: Any, parcel: Parcel) -> tuple[Any, list[Any]]:
+    def encode(self, value: Any, message: MessageContext) -> tuple[Any, list[Any]]:
         """The tree and leaves of a value that is about to be sent in a call."""
         try:
-            return self.codec.encode(value, parcel)
+            return self.codec.encode(value, message)
         except BaseException:
-            self.undelivered(parcel)
+            self.undelivered(message)
             raise
 
-    def undelivered(self, parcel: Parcel) -> None:
+    def undelivered(self, message: MessageContext) -> None:
         """The call that this was part of has failed."""
-        self.references.undelivered(parcel)
-        for callback in parcel.if_lost:
+        self.references.undelivered(message)
+        for callback in message.if_lost:
             callback()
 
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
         """What an answer says; raises what it says was raised."""
-        parcel = Parcel(callee, frame.meta)
+        message = MessageContext(callee, frame.meta)
         try:
-            value = self.codec.decode(frame.tree, frame.leaves, parcel)
+            value = self.codec.decode(frame.tree, frame.leaves, message)
         except BaseException:
             self.references.decline(frame.tree, callee)
             raise
@@ -419,9 +419,20 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
-        self.parts.close()
+        self.extension_state.close()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
         for part in (self._transport, self._loopback, self.alarm, self.relief):
             part.close()
         self.crew.close(timeout=1.0)
+
+
+def current_agent() -> Agent:
+    """The worker as which the calling code acts.
+
+    Raises:
+      RpcError: There is none, it was shut down, or there are several to choose from.
+    """
+    found = current.worker()
+    assert isinstance(found, Agent)
+    return found

@@ -12,11 +12,11 @@ from jdist.rpc.base.current import Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.extensions import NEEDS
 from jdist.rpc.base.future import Future, call_when_done, cancel
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.waiting import collect_all
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.execution import Execution
-from jdist.rpc.calls.remote_exception import describe
-from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 
 if TYPE_CHECKING:
@@ -85,16 +85,16 @@ class Callee:
         """Enters an incoming request on the ledger."""
         caller, ticket = execution.caller, execution.ticket
         self._agent.ledger.serve(execution)
-        if ticket is not None and (caller.number, ticket) in self._taken_back:
+        if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
 
     def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
         if type(ticket) is not int:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # First noted, then looked for: on another channel it may be still to come.
-        self._taken_back.append((caller.number, ticket))
+        self._taken_back.append((caller.incarnation, ticket))
         for execution in self._agent.ledger.served():
-            same = execution.caller.number == caller.number
+            same = execution.caller.incarnation == caller.incarnation
             if same and execution.ticket == ticket:
                 execution.cancel(_taken_back_by(caller))
 
@@ -150,12 +150,12 @@ class Callee:
             raise ProtocolError(
                 f"Nothing here answers a request of kind {frame.kind!r}."
             )
-        parcel = Parcel(execution.caller, frame.meta)
-        body = self._agent.codec.decode(frame.tree, frame.leaves, parcel)
-        if not parcel.unsettled:
+        message = MessageContext(execution.caller, frame.meta)
+        body = self._agent.codec.decode(frame.tree, frame.leaves, message)
+        if not message.unsettled:
             return handler(execution.caller, body, frame.meta)
         run = functools.partial(handler, execution.caller, body, frame.meta)
-        return self._when_settled(execution, parcel.unsettled, run)
+        return self._when_settled(execution, message.unsettled, run)
 
     def _when_settled(
         self,
@@ -184,10 +184,10 @@ class Callee:
 
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:
         value, meta = result if type(result) is Reply else (result, {})
-        parcel = Parcel(execution.caller, meta, execution.operation)
-        tree, leaves = self._agent.encode(value, parcel)
-        if parcel.forks:
-            self._agent.references.answer(execution, parcel)
+        message = MessageContext(execution.caller, meta, execution.operation)
+        tree, leaves = self._agent.encode(value, message)
+        if message.forks:
+            self._agent.references.answer(execution, message)
         return Frame(REPLY, number, meta, tree, leaves)
 
     def _defer(

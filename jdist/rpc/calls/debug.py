@@ -46,7 +46,7 @@ def information(agent: Agent) -> dict[str, Any]:
         "group.workers": [worker.name for worker in agent.group.workers()],
         "group.lost": agent.group.lost(),
         **agent.references.counts(),
-        **agent.parts.counts(),
+        **agent.extension_state.counts(),
     }
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.thread_pool import Crew
-from jdist.rpc.base.turn import Turn
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.relief import Relief
@@ -71,7 +71,7 @@ class Peer:
     ) -> None:
         self.info = info
         self.identity = identity
-        self.asking = Turn()
+        self.asking = InterruptSafeLock()
         self.line: Line | None = None
         self.departed: str | None = None
         self._address = address
@@ -81,7 +81,7 @@ class Peer:
         self._idle: list[Lane] = []
         self._busy: set[Lane] = set()
         self._lock = threading.Lock()
-        self._opening = Turn()
+        self._opening = InterruptSafeLock()
 
     @property
     def device_maps(self) -> DeviceMaps:

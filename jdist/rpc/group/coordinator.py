@@ -297,7 +297,7 @@ class Coordinator:
                 self._blame_itself()
             if self._roster.remove(member):
                 kind = "group.left" if member.left else "group.lost"
-                meta = {"number": member.info.number, "reason": reason}
+                meta = {"number": member.info.incarnation, "reason": reason}
                 for other in self._roster.present():
                     other.post(Frame(kind, 0, meta, None, []))
             if belonged:

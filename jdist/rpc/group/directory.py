@@ -46,7 +46,7 @@ class Directory:
     def know(self, peer: Peer) -> None:
         """A worker is about to join; calls from it are served from now on."""
         with self._lock:
-            self._numbers[peer.info.number] = peer
+            self._numbers[peer.info.incarnation] = peer
             self._identities[peer.identity] = peer
             self._coming.append(peer)
 
@@ -92,7 +92,7 @@ class Directory:
             )
         return peer
 
-    def numbered(self, number: int) -> Peer | None:
+    def of_incarnation(self, number: int) -> Peer | None:
         """The worker of this number; None if it was gone before this one came."""
         return self._numbers.get(number)
 
@@ -122,7 +122,9 @@ class Directory:
             return self._names.get(to)
         if type(to) is WorkerInfo:
             of_name = self._names.get(to.name)
-            peer = of_name if to.number is None else self._numbers.get(to.number)
+            peer = (
+                of_name if to.incarnation is None else self._numbers.get(to.incarnation)
+            )
             return peer if peer is not None and peer.info == to else None
         if isinstance(to, int) and not isinstance(to, bool):
             return self._ranks.get(to)

@@ -18,8 +18,8 @@ from jdist.rpc.group.roster import (
     Doubt,
     Roster,
     clash,
-    listing,
     number,
+    record_row,
     refuse,
     rival_of,
 )
@@ -69,7 +69,7 @@ class ElasticRoster(Roster):
 
     def knows(self, member: Member, newcomer: int) -> Answers:
         """See `Roster.knows`."""
-        if self._entering is not None and self._entering.info.number == newcomer:
+        if self._entering is not None and self._entering.info.incarnation == newcomer:
             self._unaware.discard(member)
         return self.advance()
 
@@ -141,15 +141,15 @@ class ElasticRoster(Roster):
         number(member, free)
         self._entering = member
         self._unaware = set(self.present())
-        coming = Frame("group.coming", 0, {"member": listing(member)}, None, [])
+        coming = Frame("group.coming", 0, {"member": record_row(member)}, None, [])
         return [(other, coming) for other in self.present()]
 
     def _enter(self, member: Member) -> Answers:
         self._entering = None
-        came = Frame("group.came", 0, {"number": member.info.number}, None, [])
+        came = Frame("group.came", 0, {"number": member.info.incarnation}, None, [])
         told: Answers = [(other, came) for other in self.present()]
         self._members[member.info.name] = member
-        meta = {"members": [listing(one) for one in self.present()]}
+        meta = {"members": [record_row(one) for one in self.present()]}
         member.until = None
         return [(member, Frame(REPLY, member.number, meta, None, [])), *told]
 

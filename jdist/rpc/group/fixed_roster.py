@@ -7,8 +7,8 @@ from jdist.rpc.group.roster import (
     Doubt,
     Roster,
     clash,
-    listing,
     number,
+    record_row,
     refuse,
     rival_of,
 )
@@ -74,7 +74,7 @@ class FixedRoster(Roster):
         self.complete = True
         doubts, self._doubts = self._doubts, []
         present = self.present()
-        meta = {"members": [listing(one) for one in present]}
+        meta = {"members": [record_row(one) for one in present]}
         told = [(one, Frame(REPLY, one.number, meta, None, [])) for one in present]
         return told + [answer for doubt in doubts for answer in self.not_unique(doubt)]
 

@@ -84,7 +84,7 @@ def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
 
 
 def identity(name: str, world_size: int) -> str:
-    """What the transport of a worker is called, see `Listing.identity`."""
+    """What the transport of a worker is called, see `PeerRecord.identity`."""
     return name if world_size else f"{name[:100]}:{secrets.token_hex(8)}"
 
 

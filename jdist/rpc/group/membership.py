@@ -24,7 +24,7 @@ from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.peer import Peer
 from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for
-from jdist.rpc.group.peer_record import Listing
+from jdist.rpc.group.peer_record import PeerRecord
 from jdist.rpc.wire.channel import Channel, NotSent
 from jdist.rpc.wire.frame import REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, Line
@@ -107,7 +107,7 @@ class Group:
         if frame.kind != REPLY:
             kind = RpcTimeout if frame.meta["timeout"] else RpcError
             raise kind(str(frame.meta["error"]))
-        members = [Listing.of_row(row) for row in frame.meta["members"]]
+        members = [PeerRecord.of_row(row) for row in frame.meta["members"]]
         self._head = members[0].info.name
         self._agent.meet(members)
         if self._beats:
@@ -384,16 +384,16 @@ class Group:
             begun = self._agent.ledger.at_rest()
             self._reply("group.rest", {"round": meta["round"], "begun": begun})
         elif frame.kind == "group.coming":
-            peer = self._agent.peer(Listing.of_row(meta["member"]))
+            peer = self._agent.peer(PeerRecord.of_row(meta["member"]))
             directory.know(peer)
-            self._reply("group.known", {"number": peer.info.number})
+            self._reply("group.known", {"number": peer.info.incarnation})
         elif frame.kind == "group.came":
-            self._admit(directory.numbered(meta["number"]))
+            self._admit(directory.of_incarnation(meta["number"]))
         elif frame.kind == "group.expelled":
             with self._lock:
                 self._lost.setdefault(self._agent.info.name, str(meta["reason"]))
         elif frame.kind in ("group.lost", "group.left"):
-            peer_gone = directory.numbered(meta["number"])
+            peer_gone = directory.of_incarnation(meta["number"])
             self._part(frame.kind, peer_gone, str(meta["reason"]))
 
     def _reply(self, kind: str, meta: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from jdist.rpc.base.worker_info import WorkerInfo
 
 
-class Listing(NamedTuple):
+class PeerRecord(NamedTuple):
     """One worker of a group.
 
     Attributes:
@@ -24,16 +24,18 @@ class Listing(NamedTuple):
     def row(self) -> list[Any]:
         """As plain values."""
         info = self.info
-        return [info.name, info.id, info.number, self.identity, self.address]
+        return [info.name, info.id, info.incarnation, self.identity, self.address]
 
     @classmethod
-    def of_row(cls, row: Any) -> "Listing":
+    def of_row(cls, row: Any) -> "PeerRecord":
         """The inverse of `row`.
 
         Example:
-          >>> one = Listing(WorkerInfo("a", 0, number=7), "a:5f", ["127.0.0.1", 1])
-          >>> Listing.of_row(one.row()) == one, Listing.of_row(one.row()).info.number
+          >>> info = WorkerInfo("a", 0, incarnation=7)
+          >>> one = PeerRecord(info, "a:5f", ["127.0.0.1", 1])
+          >>> back = PeerRecord.of_row(one.row())
+          >>> back == one, back.info.incarnation
           (True, 7)
         """
-        name, rank, number, identity, address = row
-        return cls(WorkerInfo(name, rank, number), identity, address)
+        name, rank, incarnation, identity, address = row
+        return cls(WorkerInfo(name, rank, incarnation), identity, address)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.group.member import Member
-from jdist.rpc.group.peer_record import Listing
+from jdist.rpc.group.peer_record import PeerRecord
 from jdist.rpc.wire.frame import ERROR, Frame
 
 Answers = list[tuple[Member, Frame]]
@@ -209,12 +209,12 @@ def clash(newcomer: WorkerInfo, rival: WorkerInfo) -> str:
 
 def number(member: Member, value: int) -> None:
     """Gives somebody who is let in the number by which all will know it."""
-    member.info = dataclasses.replace(member.info, number=value)
+    member.info = dataclasses.replace(member.info, incarnation=value)
 
 
-def listing(member: Member) -> list[Any]:
+def record_row(member: Member) -> list[Any]:
     """What others are told of it."""
-    return Listing(member.info, member.channel.peer, member.address).row()
+    return PeerRecord(member.info, member.channel.peer, member.address).row()
 
 
 def refuse(members: list[Member], text: str, timeout: bool = False) -> Answers:

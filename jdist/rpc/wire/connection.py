@@ -17,7 +17,7 @@ from jdist._compat import let_go
 from jdist._errors import requirement
 from jdist.rpc.base.device_maps import DeviceMaps, Table
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.wire import memory
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.duplicates import Duplicates
@@ -85,8 +85,8 @@ class Connection:
         self._on_close = on_close
         self._reason: str | None = None
         self._released = False
-        self._sending = Turn()
-        self._receiving = Turn()
+        self._sending = InterruptSafeLock()
+        self._receiving = InterruptSafeLock()
         self._ending = threading.Lock()
         self._requests = Duplicates()
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -363,7 +363,7 @@ class Connection:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
 
-    def _in_turn(self, turn: Turn, action: Callable[[], T]) -> T:
+    def _in_turn(self, turn: InterruptSafeLock, action: Callable[[], T]) -> T:
         """Calls `action`, which takes the turn; what remains is done in any case."""
         try:
             return turn.hold(action)

@@ -278,7 +278,7 @@ def test_a_call_waits_for_its_turn_no_longer_than_it_may(threads):
 
     holder = Outcome(other)
     assert taken.wait(60)
-    token = current.scope.set(current.Scope(current.agent(), soon))
+    token = current.scope.set(current.Scope(current.worker(), soon))
     try:
         waiting = "while other calls had the state of Head"
         with pytest.raises(rpc.RpcTimeout, match=waiting):

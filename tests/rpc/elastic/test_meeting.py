@@ -15,7 +15,7 @@ def gather(value, names=None, timeout=60):
 
 def arrived():
     """On rank 0: how many wait at the coordinator."""
-    coordinator = current.agent().coordinator
+    coordinator = current.worker().coordinator
     with coordinator._lock:
         gatherings = [one for _, one in coordinator._all_gatherings()]
         return sum(len(one._parts) for one in gatherings if not one.decided)
@@ -26,7 +26,7 @@ def has_arrived(count):
 
 
 def kept_gatherings():
-    return len(current.agent().coordinator._all_gatherings())
+    return len(current.worker().coordinator._all_gatherings())
 
 
 def ask_from_worker0(elastic, body, *args):

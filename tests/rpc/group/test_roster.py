@@ -213,7 +213,7 @@ def let_in(roster, newcomer):
     for other in roster.present():
         if other is not newcomer:
             assert not any(one is newcomer for one, _ in answers)
-            answers = roster.knows(other, newcomer.info.number)
+            answers = roster.knows(other, newcomer.info.incarnation)
     return answers
 
 
@@ -221,10 +221,10 @@ def test_a_newcomer_is_let_in_when_all_know_it():
     roster, (a, b) = elastic("a", "b")
     c = member("c", 2)
     assert told(roster.add(c, 0)) == [("a", "group.coming"), ("b", "group.coming")]
-    assert roster.knows(a, c.info.number) == []
-    assert roster.knows(a, c.info.number) == []
+    assert roster.knows(a, c.info.incarnation) == []
+    assert roster.knows(a, c.info.incarnation) == []
     assert not roster.is_present("c")
-    answers = roster.knows(b, c.info.number)
+    answers = roster.knows(b, c.info.incarnation)
     assert told(answers) == [("c", REPLY), ("a", "group.came"), ("b", "group.came")]
     rows = answers[0][1].meta["members"]
     assert [row[:3] for row in rows] == [["a", 0, 0], ["b", 1, 1], ["c", 2, 2]]
@@ -234,7 +234,7 @@ def test_one_after_the_other_and_rank_0_first():
     roster, late, b, c = ElasticRoster(), member("a", 0), member("b", 1), member("c", 2)
     assert roster.add(c, 0) == roster.add(b, 0) == []
     assert told(roster.add(late, 0)) == [("a", REPLY), ("a", "group.coming")]
-    answers = roster.knows(late, c.info.number)
+    answers = roster.knows(late, c.info.incarnation)
     assert told(answers) == [
         ("c", REPLY),
         ("a", "group.came"),
@@ -247,7 +247,7 @@ def test_who_goes_is_not_waited_for():
     roster, (a, b) = elastic("a", "b")
     c = member("c", 2)
     roster.add(c, 0)
-    assert roster.knows(a, c.info.number) == []
+    assert roster.knows(a, c.info.incarnation) == []
     belonged, answers = leave(roster, b, left=False)
     assert belonged
     assert told(answers) == [("c", REPLY), ("a", "group.came")]
@@ -262,7 +262,7 @@ def test_a_newcomer_that_dies_makes_room_for_the_next():
     belonged, answers = leave(roster, dead, left=False)
     assert belonged  # The others had been told of it.
     assert told(answers) == [("a", "group.coming")]
-    answers = roster.knows(a, successor.info.number)
+    answers = roster.knows(a, successor.info.incarnation)
     assert answers[0][0] is successor
     assert roster.gone("b") is None
 
@@ -272,16 +272,16 @@ def test_names_and_ranks_come_again_and_numbers_never():
     assert leave(roster, b) == (True, [])
     second = member("b", 1)
     assert told(let_in(roster, second))[0] == ("b", REPLY)
-    assert (b.info.number, second.info.number) == (1, MOST_WORKERS - 1)
+    assert (b.info.incarnation, second.info.incarnation) == (1, MOST_WORKERS - 1)
     assert second.info == b.info
     leave(roster, second, left=False)
     assert roster.gone("b") == "killed"
     third = member("c", 1)
     let_in(roster, third)
-    assert third.info.number == MOST_WORKERS - 2
+    assert third.info.incarnation == MOST_WORKERS - 2
     last = member("x", MOST_WORKERS - 1)  # Its rank was somebody's number.
     let_in(roster, last)
-    assert last.info.number == MOST_WORKERS - 3
+    assert last.info.incarnation == MOST_WORKERS - 3
 
 
 def test_who_lives_keeps_its_rank_and_the_group_goes_on():
@@ -299,7 +299,7 @@ def test_a_newcomer_waits_no_longer_than_it_wants():
     first.until, second.until = 5.0, 6.0
     roster.add(first, 0)
     roster.add(second, 0)
-    roster.knows(a, first.info.number)
+    roster.knows(a, first.info.incarnation)
     ((one, refusal),) = roster.expire(5.5)
     assert one is first
     assert "c was not let in in time: b did not say" in refusal.meta["error"]

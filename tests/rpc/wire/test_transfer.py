@@ -53,7 +53,7 @@ def begin(hosts, *settings):
 
 def port():
     """Of the current worker: where arrays go from device to device."""
-    return current.agent()._transport.port
+    return current.worker()._transport.port
 
 
 def counts():

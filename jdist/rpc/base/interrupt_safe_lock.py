@@ -20,7 +20,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Turn:
+class InterruptSafeLock:
     """Lets one thread at a time do something, and knows which one."""
 
     __slots__ = ("_lock",)
@@ -74,8 +74,8 @@ class Turn:
             raise
 
 
-def hold_all(turns: Sequence[Turn], action: Callable[[], T]) -> T:
-    """As `Turn.hold`, of an action that takes several turns, each once."""
+def hold_all(turns: Sequence[InterruptSafeLock], action: Callable[[], T]) -> T:
+    """As `InterruptSafeLock.hold`, of an action that takes several turns, each once."""
     others = [turn for turn in turns if not turn.mine]  # those are their caller's
 
     def give() -> None:
