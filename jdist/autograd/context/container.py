@@ -11,10 +11,11 @@ from jdist.autograd.context.ids import Ids, maker
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc.calls.agent import current_agent
 
 if TYPE_CHECKING:
     from jdist.autograd.context.release import Releases
-    from jdist.rpc.calls.agent import Agent, current_agent
+    from jdist.rpc.calls.agent import Agent
 
 PART = "jdist.autograd"
 """Under which an agent has its container."""

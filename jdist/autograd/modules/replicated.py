@@ -30,9 +30,10 @@ from jdist.autograd.graph.variable import Variable
 from jdist.rpc.base.deadline import DEFAULT, Deadline
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
+from jdist.rpc.calls.agent import current_agent
 
 if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent, current_agent
+    from jdist.rpc.calls.agent import Agent
 
 Weight = float | Callable[[], float]
 """What a trainer's gradient counts for, or a function that says so at each pass."""
