@@ -1,10 +1,8 @@
 """What jdist relies on in JAX beyond its documented surface; JAX changes show here."""
 
 import os
-import secrets
 import subprocess
 import sys
-import time
 import weakref
 
 import jax
@@ -294,78 +292,3 @@ jax.distributed.shutdown()
         command = [sys.executable, "-c", program, str(reserved.port)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-
-
-@pytest.fixture(scope="module")
-def server():
-    """The process's server for arrays, on a name of the loopback interface."""
-    return _compat.array_server("localhost", None)
-
-
-def _later(seconds=30.0):
-    return time.monotonic() + seconds
-
-
-def _number():
-    return secrets.randbits(64)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int4", "complex128", "bool"])
-@pytest.mark.parametrize("device", [None, 3])
-def test_pulled_arrays_are_those_offered(server, dtype, device):
-    """Whatever x64 says; on the device, committed to it as `placed` does."""
-    sent = [jnp.arange(k).astype(jnp.dtype(dtype)) for k in (3, 1000)]
-    weak = jax.lax.full((7,), 2.0)
-    place = None if device is None else jax.devices("cpu")[device]
-    kinds = [_compat.array_kind(x.shape, x.dtype, x.weak_type) for x in (*sent, weak)]
-    number = _number()
-    server.offer(number, [*sent, weak], 60.0)
-    with jax.enable_x64(False):
-        got = server.pull(server.address, number, kinds, place, _later())
-    for x, y in zip((*sent, weak), got, strict=True):
-        assert (y.dtype, y.weak_type) == (x.dtype, x.weak_type)
-        assert y.committed == (device is not None)
-        assert y.devices() == {place or jax.devices()[0]}
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
-def test_it_listens_on_its_interface_only(server):
-    """JAX takes "localhost" for all interfaces; there is one server for each."""
-    assert server.address.startswith("127.0.0.1:") or server.address.startswith("[::1]")
-    assert _compat.array_server("localhost", jax.devices("cpu")[2]) is server
-
-
-def test_what_is_not_offered_does_not_come(server):
-    """Nor what was pulled before or withdrawn; the wait for it ends."""
-    kinds = [jax.typeof(jnp.arange(5.0))]
-    withdrawn, pulled = _number(), _number()
-    for number in (withdrawn, pulled):
-        server.offer(number, [jnp.arange(5.0)], 60.0)
-    server.withdraw(withdrawn)
-    server.pull(server.address, pulled, kinds, None, _later())
-    for number in (_number(), pulled, withdrawn):
-        with pytest.raises(TimeoutError, match="was not there in time"):
-            server.pull(server.address, number, kinds, None, _later(0.05))
-
-
-def test_a_pull_of_something_else_raises(server):
-    """JAX tells only when it is asked for."""
-    number = _number()
-    server.offer(number, [jnp.arange(5.0)], 60.0)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INTERNAL|INVALID"):
-        server.pull(
-            server.address, number, [jax.typeof(jnp.arange(5000.0))], None, _later()
-        )
-
-
-@pytest.mark.parametrize("spec", [None, PartitionSpec("data"), PartitionSpec()])
-def test_a_detached_copy_survives_its_original(mesh, spec):
-    """Also of an array that is whole on the very device; `device_put` shares that."""
-    array = jnp.arange(64.0)
-    if spec is not None:
-        array = jax.device_put(array, jax.NamedSharding(mesh(4), spec))
-    expected = np.array(array)
-    copy = _compat.detached(array)
-    array.delete()
-    assert len(copy.devices()) == 1
-    assert np.array_equal(np.asarray(copy), expected)

@@ -44,7 +44,3 @@ from jdist._compat.shards import varying_axes as varying_axes
 from jdist._compat.staging import device_count_of as device_count_of
 from jdist._compat.staging import thread_pool_size as thread_pool_size
 from jdist._compat.staging import unrepeatable_effect as unrepeatable_effect
-from jdist._compat.transfer import ArrayServer as ArrayServer
-from jdist._compat.transfer import array_kind as array_kind
-from jdist._compat.transfer import array_server as array_server
-from jdist._compat.transfer import detached as detached

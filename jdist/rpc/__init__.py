@@ -19,7 +19,6 @@ from jdist.rpc.base.errors import ProtocolError as ProtocolError
 from jdist.rpc.base.errors import RemoteError as RemoteError
 from jdist.rpc.base.errors import RpcError as RpcError
 from jdist.rpc.base.errors import RpcTimeout as RpcTimeout
-from jdist.rpc.base.errors import TransferFailed as TransferFailed
 from jdist.rpc.base.errors import WorkerLost as WorkerLost
 from jdist.rpc.base.future import Future as Future
 from jdist.rpc.base.options import RpcOptions as RpcOptions
@@ -52,4 +51,3 @@ from jdist.rpc.processes.spawn import spawn as spawn
 from jdist.rpc.rref import RRef as RRef
 from jdist.rpc.rref import remote as remote
 from jdist.rpc.wire.tls import TlsConfig as TlsConfig
-from jdist.rpc.wire.transfer import Transfer as Transfer

@@ -213,9 +213,9 @@ def await_ends(names):
 def await_end():
     agent = current.worker()
     until, pause = time.monotonic() + PATIENCE, threading.Event()
-    while not agent.ledger._watched and not any(
+    while not agent.outstanding._watched and not any(
         asked._purpose == "shutdown"
-        for asked in list(agent.group._line._pending.values())
+        for asked in list(agent.group._shared._pending.values())
     ):
         assert time.monotonic() < until
         pause.wait(0.005)

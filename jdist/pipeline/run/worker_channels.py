@@ -305,7 +305,7 @@ class WorkerPost:
         if self._computes_here:
             self._send(worker, body)
         else:
-            self._agent.crew.run(lambda: self._send(worker, body))
+            self._agent.pool.run(lambda: self._send(worker, body))
 
     def _send(self, worker: int, body: Any) -> None:
         agent, to = self._agent, self._names[worker]

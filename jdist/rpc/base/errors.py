@@ -79,9 +79,5 @@ class ProtocolError(RpcError):
     """Bytes that are not a message of this version, or one beyond the limits."""
 
 
-class TransferFailed(RpcError):
-    """An array that was to come from another worker's device did not."""
-
-
 class ForbiddenFunction(RpcError):
     """A function or type that this worker does not allow others to name."""

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 
 Gone = Callable[[WorkerInfo, str], None]
@@ -17,12 +17,12 @@ class ExtensionState(dict[str, Any]):
     A part with a method `counts` adds what that returns to `rpc.debug_info`.
 
     Args:
-      crew: Lends threads to listeners.
+      pool: Lends threads to listeners.
     """
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, pool: ThreadPool) -> None:
         super().__init__()
-        self._crew = crew
+        self._pool = pool
         self._on_gone: list[Gone] = []
         self._on_close: list[Callable[[], None]] = []
 
@@ -40,7 +40,7 @@ class ExtensionState(dict[str, Any]):
     def gone(self, worker: WorkerInfo, reason: str) -> None:
         """A worker is lost or has left."""
         for listener in tuple(self._on_gone):
-            self._crew.run(functools.partial(listener, worker, reason))
+            self._pool.run(functools.partial(listener, worker, reason))
 
     def close(self) -> None:
         """This worker ends."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from jdist._errors import requirement
 from jdist.rpc.base import device_maps
-from jdist.rpc.wire.transfer import Transfer
 
 DEFAULT_TIMEOUT = 60.0
 LONGEST_POLLING = 0.01
@@ -47,8 +46,6 @@ class RpcOptions:
       polling: Seconds that a thread which awaits a message looks for it before it
         sleeps, while messages come that fast; 0 for never. It saves the time that
         waking takes and occupies a core meanwhile. Idle connections are not polled.
-      transfer: Has large arrays go from device to device where both workers say so; by
-        default everything goes by the wire. Its port asks nobody for the key.
       leaks: What a graceful shutdown does when values of this worker are held by others
         although all references were given up: "warn" or "error".
 
@@ -80,7 +77,6 @@ class RpcOptions:
     allow_pickle: bool = False
     limits: Any = None
     polling: float = 500e-6
-    transfer: Transfer | None = None
     leaks: str = "warn"
 
     def __post_init__(self) -> None:
@@ -101,17 +97,9 @@ class RpcOptions:
             rule = "must be at least 2: one reads while another runs a call"
             raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
         device_maps.check(self.device_maps)
-        check_transfer(self.transfer)
         if self.leaks not in ("warn", "error"):
             rule = 'must be "warn" or "error"'
             raise ValueError(requirement("RpcOptions(leaks=...)", rule, self.leaks))
-
-
-def check_transfer(transfer: object) -> None:
-    """Refuses what is neither None nor a `Transfer`."""
-    if not isinstance(transfer, Transfer | None):
-        rule = "must be an rpc.Transfer or None"
-        raise TypeError(requirement("RpcOptions(transfer=...)", rule, transfer))
 
 
 def check_seconds(call: str, seconds: object) -> None:

@@ -20,7 +20,7 @@ _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
 
 
-class Crew:
+class ThreadPool:
     """A growing and shrinking set of threads.
 
     Args:

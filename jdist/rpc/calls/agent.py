@@ -12,15 +12,15 @@ from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.interceptor import Interceptor, Operation
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.options import RpcOptions
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Alarm
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.callee import NESTED, Callee, Handler
 from jdist.rpc.calls.cancellation import Tickets
 from jdist.rpc.calls.execution import Execution
-from jdist.rpc.calls.outstanding_calls import Ledger
+from jdist.rpc.calls.outstanding_calls import OutstandingCalls
 from jdist.rpc.calls.peer import Peer
-from jdist.rpc.calls.request import Exchange, Outgoing, Receive, Request
+from jdist.rpc.calls.request import AsyncCall, Outgoing, Receive, SyncCall
 from jdist.rpc.calls.serving import Serving
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
@@ -31,7 +31,7 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.relief import Relief
-from jdist.rpc.wire.shared_connection import Line
+from jdist.rpc.wire.shared_connection import SharedConnection
 
 if TYPE_CHECKING:
     from jdist.rpc.group.coordinator import Coordinator
@@ -80,9 +80,9 @@ class Agent:
         self.options = options
         self.device = getattr(transport, "device", options.device)
         self.codec = Codec(functions, options.allow_pickle)
-        self.ledger = Ledger()
+        self.outstanding = OutstandingCalls()
         self.directory = Directory(info)
-        self.crew = Crew(f"{info.name} rpc", options.threads)
+        self.pool = ThreadPool(f"{info.name} rpc", options.threads)
         self.alarm = Alarm(f"{info.name} deadlines", self._expire)
         self.relief = Relief(f"{info.name} relief")
         self.default_timeout = options.timeout
@@ -92,12 +92,12 @@ class Agent:
         self.closed = False
         self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
-        self.extension_state = ExtensionState(self.crew)
+        self.extension_state = ExtensionState(self.pool)
         self._transport = transport
         self._tickets = Tickets(self)
         self._lock = threading.Lock()
         self._incoming: dict[Channel, Serving] = {}
-        self._watched: list[Line] = []
+        self._watched: list[SharedConnection] = []
         # Calls to oneself need no socket, but refuse what a socket refuses.
         self._loopback = InProcessTransport(info.name, Hub(), options.device)
         for way in (self._loopback, transport):
@@ -147,7 +147,7 @@ class Agent:
     def peer(self, record: PeerRecord) -> Peer:
         """The ways to a worker."""
         info, identity, address = record
-        lent = (self.crew, self.relief)
+        lent = (self.pool, self.relief)
         if info == self.info:
             return Peer(info, info.name, None, self._loopback, *lent)
         return Peer(info, identity, address, self._transport, *lent)
@@ -162,16 +162,16 @@ class Agent:
             channel.close(reason)
         # The thread that reads a channel for one call at a time is running that call,
         # and does not see it close. A function cannot be stopped: nobody waits for it.
-        for execution in self.ledger.served():
+        for execution in self.outstanding.served():
             if execution.caller.incarnation == number:
                 execution.cancel(f"{name!r} is gone: {reason}")
-                self.ledger.end(execution)
+                self.outstanding.end(execution)
         self.references.gone(peer.info, reason)
         self.extension_state.gone(peer.info, reason)
 
-    def watch(self, line: Line) -> None:
-        """Has the deadlines of a line kept that leads to no worker."""
-        self._watched.append(line)
+    def watch(self, shared: SharedConnection) -> None:
+        """Has the deadlines of a shared connection kept that leads to no worker."""
+        self._watched.append(shared)
 
     # --- calling ---
 
@@ -232,7 +232,7 @@ class Agent:
         peer, kind, body, meta, limit, operation, receive, _ = outgoing
         message = MessageContext(peer.info, meta, operation)
         tree, leaves = self.encode(body, message)
-        waiting = Exchange(peer, limit, operation)
+        waiting = SyncCall(peer, limit, operation)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
 
@@ -240,11 +240,11 @@ class Agent:
             waiting.release("the call was interrupted")
             if execution is not None:
                 execution.end(waiting)
-            self.ledger.end(waiting)
+            self.outstanding.end(waiting)
 
         try:
             try:
-                self.ledger.send(waiting)
+                self.outstanding.send(waiting)
                 if execution is not None:
                     meta = meta | self._tickets.give(waiting, peer)
                     execution.begin(waiting)
@@ -273,43 +273,45 @@ class Agent:
         tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
-        request = Request(self, outgoing, message, execution)
+        request = AsyncCall(self, outgoing, message, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
         if execution is not None:
             meta[NESTED] = True
         frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
         peer = outgoing.peer
         try:
-            self.ledger.send(request)
-            if not self._submit(request, peer.line, frame):
+            self.outstanding.send(request)
+            if not self._submit(request, peer.shared, frame):
                 # Connecting may take long, and this call must not.
-                self.crew.run(lambda: self._connect_and_submit(request, peer, frame))
+                self.pool.run(lambda: self._connect_and_submit(request, peer, frame))
         except BaseException:
-            self.ledger.end(request)
+            self.outstanding.end(request)
             self.undelivered(request.message)
             raise
         return request.future
 
-    def _submit(self, request: Request, line: Line | None, frame: Frame) -> bool:
+    def _submit(
+        self, request: AsyncCall, shared: SharedConnection | None, frame: Frame
+    ) -> bool:
         """Sends a request on the shared channel; False if that is not open."""
-        if line is None or line.closed is not None:
+        if shared is None or shared.closed is not None:
             return False
         try:
-            request.submit(line, frame)
+            request.submit(shared, frame)
         except NotSent:
             return False
         self.alarm.set(request.deadline.at)
         return True
 
-    def _connect_and_submit(self, request: Request, peer: Peer, frame: Frame) -> None:
+    def _connect_and_submit(self, request: AsyncCall, peer: Peer, frame: Frame) -> None:
         error: BaseException
         try:
             # The first one may have closed without having been noticed.
             for _ in range(2):
-                line = peer.open_line(request.deadline)
-                if self._submit(request, line, frame):
+                shared = peer.open_shared(request.deadline)
+                if self._submit(request, shared, frame):
                     return
-            raise ChannelClosed(line.closed or "its connection closed")
+            raise ChannelClosed(shared.closed or "its connection closed")
         except ChannelClosed as closed:
             error = self.lost(peer, request.operation, str(closed))
         except TimeoutError:
@@ -397,19 +399,24 @@ class Agent:
             self.callee.begin(execution)
             answer = self.callee.execute(execution, frame, depth)
             if answer is execution:
-                call_when_done(execution.answer, lambda: self.ledger.end(execution))
+                call_when_done(
+                    execution.answer, lambda: self.outstanding.end(execution)
+                )
             else:
-                self.ledger.end(execution)
+                self.outstanding.end(execution)
             return answer
         except BaseException:
-            self.ledger.end(execution)
+            self.outstanding.end(execution)
             raise
 
     # --- time and end ---
 
     def _expire(self, now: float) -> float | None:
-        lines = [*self._watched, *(peer.line for peer in self.directory.peers())]
-        moments = [line.expire(now) for line in lines if line is not None]
+        connections = [
+            *self._watched,
+            *(peer.shared for peer in self.directory.peers()),
+        ]
+        moments = [shared.expire(now) for shared in connections if shared is not None]
         moments += [peer.expire(now) for peer in self.directory.peers()]
         return min((at for at in moments if at is not None), default=None)
 
@@ -424,7 +431,7 @@ class Agent:
             peer.close("this worker was shut down")
         for part in (self._transport, self._loopback, self.alarm, self.relief):
             part.close()
-        self.crew.close(timeout=1.0)
+        self.pool.close(timeout=1.0)
 
 
 def current_agent() -> Agent:

@@ -84,7 +84,7 @@ class Callee:
     def begin(self, execution: Execution) -> None:
         """Enters an incoming request on the ledger."""
         caller, ticket = execution.caller, execution.ticket
-        self._agent.ledger.serve(execution)
+        self._agent.outstanding.serve(execution)
         if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
 
@@ -93,7 +93,7 @@ class Callee:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # First noted, then looked for: on another channel it may be still to come.
         self._taken_back.append((caller.incarnation, ticket))
-        for execution in self._agent.ledger.served():
+        for execution in self._agent.outstanding.served():
             same = execution.caller.incarnation == caller.incarnation
             if same and execution.ticket == ticket:
                 execution.cancel(_taken_back_by(caller))
@@ -178,8 +178,8 @@ class Callee:
                 cancel(result, error)
 
         settled = collect_all(unsettled)
-        crew = self._agent.crew
-        call_when_done(settled, lambda: crew.run(lambda: context.run(begin)))
+        pool = self._agent.pool
+        call_when_done(settled, lambda: pool.run(lambda: context.run(begin)))
         return result
 
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.calls.callee import TAKE_BACK
 from jdist.rpc.calls.peer import Peer
-from jdist.rpc.calls.request import Exchange
+from jdist.rpc.calls.request import SyncCall
 
 if TYPE_CHECKING:
     from jdist.rpc.calls.agent import Agent
@@ -29,7 +29,7 @@ class Tickets:
         self._agent = agent
         self._numbers = itertools.count(1)
 
-    def give(self, waiting: Exchange, peer: Peer) -> dict[str, Any]:
+    def give(self, waiting: SyncCall, peer: Peer) -> dict[str, Any]:
         """Lets a call be taken back; the metadata that its request needs for that."""
         ticket = next(self._numbers)
         waiting.take_back = lambda: self._take_back(peer, ticket)

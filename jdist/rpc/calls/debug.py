@@ -26,20 +26,24 @@ def install(agent: Agent) -> None:
 
 def activity(agent: Agent) -> list[str]:
     """What a worker is executing and what it is waiting for, one line each."""
-    served = (entry for entry in agent.ledger.served() if entry.operation.verb != _KIND)
-    sent = (entry for entry in agent.ledger.sent() if entry.operation.verb != _KIND)
+    served = (
+        entry for entry in agent.outstanding.served() if entry.operation.verb != _KIND
+    )
+    sent = (
+        entry for entry in agent.outstanding.sent() if entry.operation.verb != _KIND
+    )
     lines = [f"executes {describe(entry)}" for entry in served]
     return lines + [f"waits for {describe(entry)}" for entry in sent]
 
 
 def information(agent: Agent) -> dict[str, Any]:
     """See `rpc.debug_info`."""
-    ledger, crew = agent.ledger, agent.crew
-    served = ledger.served()
+    outstanding, pool = agent.outstanding, agent.pool
+    served = outstanding.served()
     return {
-        "agent.thread_pool_size": crew.ceiling,
-        "agent.num_idle_threads": crew.idle,
-        "agent.client_active_calls": len(ledger.sent()),
+        "agent.thread_pool_size": pool.ceiling,
+        "agent.num_idle_threads": pool.idle,
+        "agent.client_active_calls": len(outstanding.sent()),
         "agent.server_active_calls": len(served),
         "agent.server_active_async_calls": sum(entry.deferred for entry in served),
         "agent.activity": activity(agent),

@@ -39,7 +39,7 @@ class Entry(Protocol):
         """When it must be over."""
 
 
-class Ledger:
+class OutstandingCalls:
     """Enters calls when they begin and strikes them out when they end."""
 
     def __init__(self) -> None:

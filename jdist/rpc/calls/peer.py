@@ -13,17 +13,17 @@ from typing import Any, Protocol
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.relief import Relief
-from jdist.rpc.wire.shared_connection import Line
+from jdist.rpc.wire.shared_connection import SharedConnection
 
 _IDLE_SECONDS = 10.0
 """After which a channel that no call uses is closed, unless it is the only one."""
 
 
-class Lane:
+class PooledConnection:
     """A channel for one call at a time.
 
     Attributes:
@@ -43,9 +43,9 @@ class Lane:
 
 
 class Caller(Protocol):
-    """What takes a lane."""
+    """What takes a connection."""
 
-    lane: Lane | None
+    connection: PooledConnection | None
 
 
 class Peer:
@@ -56,7 +56,7 @@ class Peer:
       identity: The name that it proves; in an elastic group no other ever has it.
       address: Where it listens, for `transport`.
       transport: Connects to it.
-      crew: Lends the thread that reads the shared channel.
+      pool: Lends the thread that reads the shared channel.
       relief: Looks after the reading of that channel.
     """
 
@@ -66,20 +66,20 @@ class Peer:
         identity: str,
         address: Any,
         transport: Transport,
-        crew: Crew,
+        pool: ThreadPool,
         relief: Relief,
     ) -> None:
         self.info = info
         self.identity = identity
         self.asking = InterruptSafeLock()
-        self.line: Line | None = None
+        self.shared: SharedConnection | None = None
         self.departed: str | None = None
         self._address = address
         self._transport = transport
-        self._crew = crew
+        self._pool = pool
         self._relief = relief
-        self._idle: list[Lane] = []
-        self._busy: set[Lane] = set()
+        self._idle: list[PooledConnection] = []
+        self._busy: set[PooledConnection] = set()
         self._lock = threading.Lock()
         self._opening = InterruptSafeLock()
 
@@ -88,52 +88,52 @@ class Peer:
         """On which devices this worker's arrays arrive, there among others."""
         return self._transport.device_maps
 
-    def take(self, caller: Caller, deadline: Deadline) -> Lane:
+    def take(self, caller: Caller, deadline: Deadline) -> PooledConnection:
         """A channel for one synchronous call, to be given back or dropped.
 
-        It is `caller.lane` before it is returned, so that no interrupt loses it.
+        It is `caller.connection` before it is returned, so that no interrupt loses it.
 
         Raises: what `Transport.connect` raises.
         """
         while self._take_idle(caller):
-            assert caller.lane is not None
-            if caller.lane.channel.usable():
-                return caller.lane
+            assert caller.connection is not None
+            if caller.connection.channel.usable():
+                return caller.connection
             # The peer, or what lies between, has closed it since.
-            self.drop(caller.lane, "it was closed while no call used it")
-            caller.lane = None
-        caller.lane = lane = Lane(self._connect(deadline))
+            self.drop(caller.connection, "it was closed while no call used it")
+            caller.connection = None
+        caller.connection = connection = PooledConnection(self._connect(deadline))
         with self._lock:
             if self.departed is None:
-                self._busy.add(lane)
-        self._check_present(lane.channel)
-        return lane
+                self._busy.add(connection)
+        self._check_present(connection.channel)
+        return connection
 
     def _take_idle(self, caller: Caller) -> bool:
         with self._lock:
             if not self._idle:
                 return False
             # An interrupt may leave it with both; the one that drops it closes it.
-            caller.lane = lane = self._idle[-1]
-            lane.unused = False
-            self._busy.add(lane)
+            caller.connection = connection = self._idle[-1]
+            connection.unused = False
+            self._busy.add(connection)
             self._idle.pop()
             return True
 
-    def give(self, lane: Lane) -> float | None:
+    def give(self, connection: PooledConnection) -> float | None:
         """The call is over and its answer was received; when to `expire` channels."""
-        lane.idle_since = time.monotonic()
+        connection.idle_since = time.monotonic()
         with self._lock:
-            self._busy.discard(lane)
-            self._idle.append(lane)
+            self._busy.discard(connection)
+            self._idle.append(connection)
             several = len(self._idle) > 1
-        return lane.idle_since + _IDLE_SECONDS if several else None
+        return connection.idle_since + _IDLE_SECONDS if several else None
 
-    def drop(self, lane: Lane, reason: str) -> None:
+    def drop(self, connection: PooledConnection, reason: str) -> None:
         """The call was given up; closing its channel is how the callee learns it."""
         with self._lock:
-            self._busy.discard(lane)
-        lane.channel.close(reason)
+            self._busy.discard(connection)
+        connection.channel.close(reason)
 
     def expire(self, now: float) -> float | None:
         """Closes the channels that were idle for long; when to look again.
@@ -142,27 +142,35 @@ class Peer:
         """
         with self._lock:
             spare, last = self._idle[:-1], self._idle[-1:]
-            old = [lane for lane in spare if lane.idle_since + _IDLE_SECONDS <= now]
-            kept = [lane for lane in spare if lane not in old]
+            old = [
+                connection
+                for connection in spare
+                if connection.idle_since + _IDLE_SECONDS <= now
+            ]
+            kept = [connection for connection in spare if connection not in old]
             self._idle = kept + last
-        for lane in old:
-            lane.channel.close("no call used it")
-        return min((lane.idle_since + _IDLE_SECONDS for lane in kept), default=None)
+        for connection in old:
+            connection.channel.close("no call used it")
+        return min(
+            (connection.idle_since + _IDLE_SECONDS for connection in kept), default=None
+        )
 
-    def open_line(self, deadline: Deadline) -> Line:
+    def open_shared(self, deadline: Deadline) -> SharedConnection:
         """The shared channel, connected at the first call.
 
         Raises: what `Transport.connect` raises.
         """
 
-        def opened() -> Line:
+        def opened() -> SharedConnection:
             self._opening.take(deadline.at, "another call was still connecting")
-            line = self.line
-            if line is None or line.closed is not None:
+            shared = self.shared
+            if shared is None or shared.closed is not None:
                 channel = self._connect(deadline)
-                line = self.line = Line(channel, self._crew, self._relief)
+                shared = self.shared = SharedConnection(
+                    channel, self._pool, self._relief
+                )
                 self._check_present(channel)
-            return line
+            return shared
 
         return self._opening.hold(opened)
 
@@ -170,14 +178,14 @@ class Peer:
         """The worker is gone: everything under way ends with `reason`."""
         with self._lock:
             self.departed = self.departed or reason
-            lanes = [*self._busy, *self._idle]
+            connections = [*self._busy, *self._idle]
             self._idle.clear()
-        for lane in lanes:
-            lane.channel.close(reason)
+        for connection in connections:
+            connection.channel.close(reason)
         self._transport.abandon(self.identity, reason)
-        line = self.line
-        if line is not None:
-            line.close(reason)
+        shared = self.shared
+        if shared is not None:
+            shared.close(reason)
 
     def _connect(self, deadline: Deadline) -> Channel:
         if self.departed is not None:

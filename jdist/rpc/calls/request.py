@@ -10,10 +10,10 @@ from jdist.rpc.base.errors import RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.message_context import MessageContext
-from jdist.rpc.calls.peer import Lane, Peer
+from jdist.rpc.calls.peer import Peer, PooledConnection
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import Frame
-from jdist.rpc.wire.shared_connection import Callbacks, Line
+from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 if TYPE_CHECKING:
     from jdist.rpc.calls.agent import Agent
@@ -39,11 +39,17 @@ class Outgoing(NamedTuple):
     ended: Callable[[BaseException | None], None] | None = None
 
 
-class Exchange:
+class SyncCall:
     """A synchronous call: a thread waits on a channel of its own."""
 
     __slots__ = (
-        "_peer", "answer", "deadline", "given_up", "lane", "operation", "since",
+        "_peer",
+        "answer",
+        "connection",
+        "deadline",
+        "given_up",
+        "operation",
+        "since",
         "take_back",
     )  # fmt: skip
 
@@ -52,7 +58,7 @@ class Exchange:
         self.deadline = deadline
         self.operation = operation
         self.since = time.monotonic()
-        self.lane: Lane | None = None
+        self.connection: PooledConnection | None = None
         self.answer: Frame | None = None
         self.given_up: str | None = None
         self.take_back: Callable[[], None] | None = None
@@ -65,9 +71,9 @@ class Exchange:
     def give_up(self, reason: str) -> None:
         """The call within which this one is made was cancelled."""
         self.given_up = reason
-        lane = self.lane
-        if lane is not None:
-            lane.channel.close(reason)
+        connection = self.connection
+        if connection is not None:
+            connection.channel.close(reason)
         if self.take_back is not None:
             self.take_back()
 
@@ -80,54 +86,56 @@ class Exchange:
         Raises: what `Peer.take` and `Channel.exchange` raise.
         """
         while True:
-            lane = self._peer.take(self, self.deadline)
+            connection = self._peer.take(self, self.deadline)
             if self.given_up is not None:
                 raise ChannelClosed(self.given_up)
             try:
-                return self._exchange(lane, request)
+                return self._exchange(connection, request)
             except NotSent as error:
-                if lane.unused or self.given_up is not None:
+                if connection.unused or self.given_up is not None:
                     raise
                 # It had closed while no call used it, so this one may use another.
                 self.release(f"it was closed: {error}")
 
     def _exchange(
-        self, lane: Lane, request: tuple[str, dict[str, Any], Any, list[Any]]
+        self,
+        connection: PooledConnection,
+        request: tuple[str, dict[str, Any], Any, list[Any]],
     ) -> float | None:
         kind, meta, tree, leaves = request
         meta = meta | to_meta(self.deadline)
-        frame = Frame(kind, next(lane.numbers), meta, tree, leaves)
+        frame = Frame(kind, next(connection.numbers), meta, tree, leaves)
         try:
-            self.answer = lane.channel.exchange(frame, self.deadline.at)
+            self.answer = connection.channel.exchange(frame, self.deadline.at)
         except TimeoutError:
             self.release("the call was given up at its deadline")
             raise
         except ValueError:
-            self._peer.give(lane)  # refused before a byte was sent
-            self.lane = None
+            self._peer.give(connection)  # refused before a byte was sent
+            self.connection = None
             raise
-        until = self._peer.give(lane)
-        self.lane = None
+        until = self._peer.give(connection)
+        self.connection = None
         return until
 
     def release(self, reason: str) -> None:
         """Closes the channel if the call still has one; any number of times."""
-        if self.lane is not None:
-            self._peer.drop(self.lane, reason)
-            self.lane = None
+        if self.connection is not None:
+            self._peer.drop(self.connection, reason)
+            self.connection = None
 
 
-class Request:
-    """An asynchronous call: a future waits, and a line has it among others."""
+class AsyncCall:
+    """An asynchronous call: a future that the shared connection completes."""
 
     __slots__ = (
         "_agent",
         "_ended",
         "_execution",
-        "_line",
         "_number",
         "_peer",
         "_receive",
+        "_shared",
         "deadline",
         "future",
         "message",
@@ -152,7 +160,7 @@ class Request:
         self._receive = outgoing.receive
         self._ended = outgoing.ended
         self._execution = execution
-        self._line: Line | None = None
+        self._shared: SharedConnection | None = None
         self._number = 0
 
     @property
@@ -160,14 +168,14 @@ class Request:
         """Name of the callee."""
         return self._peer.info.name
 
-    def submit(self, line: Line, frame: Frame) -> None:
+    def submit(self, shared: SharedConnection, frame: Frame) -> None:
         """Sends it; from here on exactly one of the three ends below comes.
 
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        self._line = self.future._source = line
-        self._number = line.submit(
+        self._shared = self.future._source = shared
+        self._number = shared.submit(
             self, frame.kind, frame.meta, frame.tree, frame.leaves
         )
         if self._execution is not None and not self.future.done():
@@ -193,7 +201,7 @@ class Request:
 
     def give_up(self, reason: str) -> None:
         """The call within which this one is made was cancelled."""
-        if self._line is not None and self._line.withdraw(self._number):
+        if self._shared is not None and self._shared.withdraw(self._number):
             run_all(self.end(None, RpcTimeout(reason)))
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
@@ -206,10 +214,10 @@ class Request:
         if self._execution is not None:
             self._execution.end(self)
         if not callbacks:
-            self._agent.ledger.end(self)
+            self._agent.outstanding.end(self)
             return []
         # What callbacks begin must be on the ledger before this call leaves it.
-        return [*callbacks, lambda: self._agent.ledger.end(self)]
+        return [*callbacks, lambda: self._agent.outstanding.end(self)]
 
     def _time_out(self) -> None:
         error = self._agent.timed_out(self._peer, self.operation, self.deadline)

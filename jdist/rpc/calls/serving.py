@@ -77,15 +77,15 @@ class Serving:
             return True
         if not self._agent.callee.needs_place(frame):
             return self._serve_aside(execution, frame)
-        crew = self._agent.crew
+        pool = self._agent.pool
         # Without a place the call waits for one, and this thread reads on: the next
         # message may be the library's own, on which those that have the places wait.
-        if not crew.enter(functools.partial(self._serve, execution, frame)):
+        if not pool.enter(functools.partial(self._serve, execution, frame)):
             return True
         try:
             return self._serve_aside(execution, frame)
         finally:
-            crew.leave()
+            pool.leave()
 
     def _serve_aside(self, execution: Execution, frame: Frame) -> bool:
         """Serves a request while others may come; whether this thread reads these."""
@@ -102,7 +102,7 @@ class Serving:
         return reads_on
 
     def _pass_on(self) -> None:
-        self._agent.crew.run(self.read)
+        self._agent.pool.run(self.read)
 
     def _serve(self, execution: Execution, frame: Frame) -> None:
         answer = self._agent.callee.execute(execution, frame)
@@ -121,7 +121,7 @@ class Serving:
         try:
             self._send(execution, answer)
         finally:
-            self._agent.ledger.end(execution)
+            self._agent.outstanding.end(execution)
 
     def _send(self, execution: Execution, answer: Frame) -> None:
         try:

@@ -5,7 +5,6 @@ from typing import Any
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.wire.frame import Missing
 
 Decoder = Callable[["Decoding", list[Any]], Any]
 """Makes the value of a node of one kind."""
@@ -74,10 +73,7 @@ class Decoding:
         """The array of this index."""
         if type(index) is not int or not 0 <= index < len(self.leaves):
             raise ProtocolError("A tree names an array that the frame does not have.")
-        leaf = self.leaves[index]
-        if type(leaf) is Missing:
-            raise leaf.error
-        return leaf
+        return self.leaves[index]
 
     def type_named(self, name: Any) -> type:
         """The class of this name.

@@ -16,7 +16,7 @@ from typing import Any
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout
 from jdist.rpc.base.options import RpcOptions
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Alarm
 from jdist.rpc.group.barrier_round import SHUTDOWN, Gathering, Key, part_of, patience
 from jdist.rpc.group.liveness import Pace, held_up_for, silent_for
@@ -59,7 +59,7 @@ class Coordinator:
         self._leaving: str | None = None
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
-        self._crew = Crew("rpc coordinator", 1024)
+        self._pool = ThreadPool("rpc coordinator", 1024)
         self._alarm = Alarm("rpc coordinator deadlines", self._expire)
         self._pace: Pace | None = None
         transport.on_refused = self._refused
@@ -117,7 +117,7 @@ class Coordinator:
         if self._pace is not None:
             self._pace.close()
         self._alarm.close()
-        self._crew.close(timeout=1.0)  # once all farewells are sent
+        self._pool.close(timeout=1.0)  # once all farewells are sent
         self._transport.close()
 
     # --- requests ---
@@ -139,7 +139,7 @@ class Coordinator:
 
     def _join(self, channel: Channel, frame: Frame) -> Member:
         info, address = Roster.info(frame.meta), frame.meta["address"]
-        member = Member(info, address, channel, self._crew)
+        member = Member(info, address, channel, self._pool)
         with self._lock:
             if self._roster.is_ending(member.info):
                 # It was in this group and left it. The next one will be at this place.

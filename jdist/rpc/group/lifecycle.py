@@ -166,7 +166,7 @@ def _finish_alone(agent: Agent, deadline: Deadline) -> None:
     """
     if agent.coordinator is not None:
         agent.coordinator.wait_for_leavers(deadline)
-    agent.ledger.when_empty(deadline, lambda: None)
+    agent.outstanding.when_empty(deadline, lambda: None)
 
 
 def _report(leaks: list[str], options: RpcOptions) -> None:
@@ -222,12 +222,6 @@ def _transport(
         insecure=options.insecure,
     )
     transport.polling = options.polling
-    if options.transfer is not None and name != NAME:
-        try:
-            transport.transfer(options.transfer)
-        except ValueError:
-            transport.close()
-            raise
     return transport
 
 

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from typing import Any
 
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import Frame
@@ -21,7 +21,7 @@ class Member:
       info: Its name and rank.
       address: Where other workers reach it.
       channel: Its control channel.
-      crew: Lends the thread that sends.
+      pool: Lends the thread that sends.
 
     Attributes:
       number: Of its request to join, until that is answered.
@@ -32,7 +32,7 @@ class Member:
     """
 
     def __init__(
-        self, info: WorkerInfo, address: Any, channel: Channel, crew: Crew
+        self, info: WorkerInfo, address: Any, channel: Channel, pool: ThreadPool
     ) -> None:
         self.info = info
         self.address = address
@@ -42,7 +42,7 @@ class Member:
         self.heard = time.monotonic()
         self.gone: str | None = None
         self.left = False
-        self._crew = crew
+        self._pool = pool
         self._lock = threading.Lock()
         self._outbox: deque[Frame] = deque()
         self._sending = False
@@ -54,7 +54,7 @@ class Member:
             if self._sending:
                 return
             self._sending = True
-        self._crew.run(self._send)
+        self._pool.run(self._send)
 
     def _send(self) -> None:
         while True:

@@ -27,7 +27,7 @@ from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for
 from jdist.rpc.group.peer_record import PeerRecord
 from jdist.rpc.wire.channel import Channel, NotSent
 from jdist.rpc.wire.frame import REPLY, Frame
-from jdist.rpc.wire.shared_connection import Callbacks, Line
+from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 Lost = Callable[[str, str], None]
 """Told the name of a lost worker, and how its loss was noticed."""
@@ -74,8 +74,10 @@ class Group:
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
-        self._line = Line(channel, agent.crew, agent.relief, self._pushed, self._closed)
-        agent.watch(self._line)
+        self._shared = SharedConnection(
+            channel, agent.pool, agent.relief, self._pushed, self._closed
+        )
+        agent.watch(self._shared)
 
     # --- joining and leaving ---
 
@@ -122,10 +124,10 @@ class Group:
         self._left = True
         if self._pace is not None:
             self._pace.close()
-        if self._line.closed is None:
+        if self._shared.closed is None:
             asked = self._ask("group.leave", {}, seconds, "shutdown")
             await_done(asked, time.monotonic() + seconds)
-        self._line.close("this worker was shut down")
+        self._shared.close("this worker was shut down")
 
     # --- meeting ---
 
@@ -308,7 +310,7 @@ class Group:
         late = limit if limit.at is None else limit._replace(at=limit.at + _GRACE)
         asked = _Asked(self, purpose, late)
         try:
-            self._line.submit(asked, kind, meta, *body)
+            self._shared.submit(asked, kind, meta, *body)
         except NotSent as error:
             run_all(asked.disconnected(str(error)))
         self._agent.alarm.set(late.at)
@@ -330,11 +332,11 @@ class Group:
         if known is not None:
             return known
         held_up = self._held_up()
-        if held_up is not None and self._line.closed is None and self._is_heard():
+        if held_up is not None and self._shared.closed is None and self._is_heard():
             # All were held up together, as by a suspended machine; or this is the
             # coordinator's worker, which hears itself and may be told in a moment.
             return self._told_to_be_lost()
-        return held_up if self._line.closed is None else self._blame_itself()
+        return held_up if self._shared.closed is None else self._blame_itself()
 
     def _told_to_be_lost(self) -> str | None:
         name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
@@ -381,7 +383,7 @@ class Group:
         elif frame.kind == "group.probe":
             self._reply("group.alive", {"probe": meta["probe"]})
         elif frame.kind == "group.quiet":
-            begun = self._agent.ledger.at_rest()
+            begun = self._agent.outstanding.at_rest()
             self._reply("group.rest", {"round": meta["round"], "begun": begun})
         elif frame.kind == "group.coming":
             peer = self._agent.peer(PeerRecord.of_row(meta["member"]))
@@ -403,7 +405,7 @@ class Group:
         def say() -> None:
             self._ask(kind, meta, timeout, "membership")
 
-        self._agent.crew.run(say)
+        self._agent.pool.run(say)
 
     def _closed(self, reason: str) -> None:
         if self._left or self._head not in self._agent.directory:
@@ -443,14 +445,14 @@ class Group:
 
     def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:
         for listener in listeners:
-            self._agent.crew.run(functools.partial(listener, name, reason))
+            self._agent.pool.run(functools.partial(listener, name, reason))
 
     def _beat(self, now: float, held_up: bool) -> None:
         silence = now - self._heard
         if held_up:
             self._heard = now
         elif silence > self._agent.options.heartbeat_timeout:
-            self._line.close(silent_for(silence))
+            self._shared.close(silent_for(silence))
             return
         timeout = self._agent.options.heartbeat_timeout
         self._ask("group.beat", {}, timeout, "heartbeat")

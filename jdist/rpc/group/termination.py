@@ -38,10 +38,10 @@ def wait_for_all(
                 raise WorkerLost(name, "shutdown", reason)
 
     # Whoever is lost will not come, so there is no use in waiting for one's own calls.
-    group.on_lost(lambda name, reason: agent.ledger.wake())
+    group.on_lost(lambda name, reason: agent.outstanding.wake())
     before = None
     while True:
-        begun = agent.ledger.when_empty(deadline, check)
+        begun = agent.outstanding.when_empty(deadline, check)
         timeout = 0.0 if deadline.at is None else max(1e-3, deadline.remaining() or 0.0)
         wave = group.all_gather(begun, names, timeout, SHUTDOWN)
         if wave == before:

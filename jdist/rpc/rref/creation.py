@@ -79,7 +79,7 @@ def remote(
         if error is not None:
             references.not_created(user_fork, f"{type(error).__name__}: {error}")
         for callback in callbacks or ():
-            agent.crew.run(callback)
+            agent.pool.run(callback)
 
     try:
         body = (name, *outgoing.body)

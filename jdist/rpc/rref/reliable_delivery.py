@@ -89,7 +89,7 @@ class ReliableDelivery:
         if waits:
             self._keeper.later(GATHERING, lambda: self._send_gathered(to, outbox))
         else:
-            self._agent.crew.run(lambda: self._empty(to, outbox))
+            self._agent.pool.run(lambda: self._empty(to, outbox))
 
     def _send_gathered(self, to: int, outbox: "_Outbox") -> None:
         with self._lock:

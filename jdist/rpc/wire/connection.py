@@ -15,7 +15,7 @@ import jax
 
 from jdist._compat import let_go
 from jdist._errors import requirement
-from jdist.rpc.base.device_maps import DeviceMaps, Table
+from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.wire import memory
@@ -127,13 +127,9 @@ class Connection:
             if descriptors:
                 memory.close_all(descriptors)
 
-    def devices(self, kind: str) -> Table | None:
-        """On which devices the arrays of frames of this kind arrive; None: on one."""
-        maps = self._terms.device_maps
-        return None if maps is None else maps.towards(self.peer, kind)
-
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
-        devices = self.devices(frame.kind)
+        maps = self._terms.device_maps
+        devices = None if maps is None else maps.towards(self.peer, frame.kind)
         apart = None if self._pool is None else memory.THRESHOLD
         packed = pack(frame, apart, devices)
         descriptors: list[int] = []

@@ -12,11 +12,10 @@ CALL = "call"
 REPLY = "reply"
 ERROR = "error"
 CANCEL = "cancel"
-TAKEN = "taken"
 
 ANSWERS = frozenset((REPLY, ERROR))
 # These bear the number of the request that they are about, so it comes again.
-UNNUMBERED = ANSWERS | {CANCEL, TAKEN}
+UNNUMBERED = ANSWERS | {CANCEL}
 
 
 class Frame(NamedTuple):
@@ -41,9 +40,3 @@ class Frame(NamedTuple):
     tree: Any
     leaves: list[Any]
     shared: bool = False
-
-
-class Missing(NamedTuple):
-    """In the place of a leaf that did not come: who needs it gets the error."""
-
-    error: Exception

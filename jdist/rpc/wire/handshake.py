@@ -65,7 +65,6 @@ class Ability(IntFlag):
 
     NONE = 0
     MEMORY = 1  # Takes large arrays as memory descriptors.
-    TRANSFER = 2  # Takes them from the sender's device.
 
 
 class Proved(NamedTuple):

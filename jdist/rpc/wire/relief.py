@@ -5,7 +5,7 @@ something does itself what follows, and then reads on; and a thread that waits f
 answer reads it itself. Meanwhile nobody reads, which is right as long as it is short: a
 call that turns out to take longer must not delay the next ones. Therefore all readings
 that were left are looked at every millisecond, and one that was left before the last
-look gets a thread of the crew.
+look gets a thread of the pool.
 """
 
 import threading

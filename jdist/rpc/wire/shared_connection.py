@@ -1,9 +1,9 @@
-"""A line: a channel on which many requests are under way at once.
+"""A shared: a channel on which many requests are under way at once.
 
 Who reads completes what the answers belong to. A thread that waits for an answer reads
 itself for as long as a short call takes, so that no thread hands over to another. When
 its answer takes longer, for the main thread, and for everybody who does not wait by
-himself, a thread of the crew reads, and leaves the reading to the next one who waits.
+himself, a thread of the pool reads, and leaves the reading to the next one who waits.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.future import Future, run_all, unwatch, watch
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.wire.frame import CANCEL, Frame
 from jdist.rpc.wire.relief import SHORTLY, Reading, Relief
@@ -25,12 +25,11 @@ from jdist.rpc.wire.relief import SHORTLY, Reading, Relief
 Callbacks = list[Callable[[], None]]
 
 _BRISK = 0.002
-"""Seconds for which a thread that waits reads itself. Then a thread of the crew does,
+"""Seconds for which a thread that waits reads itself. Then a thread of the pool does,
 which has no deadline, and can be awaited in more ways than a socket."""
 
 _AT_REST = 20
-"""Looks until somebody reads a line on which no answer is awaited: as soon as it
-closes, calls take another one."""
+"""Looks until an idle connection is read again; once closed, calls take another one."""
 
 
 class Pending(Protocol):
@@ -48,27 +47,27 @@ class Pending(Protocol):
         """The deadline came first."""
 
 
-class Line:
+class SharedConnection:
     """The requesting side of a shared channel.
 
     Args:
-      channel: Owned by the line from now on.
-      crew: Lends the thread that reads when nobody who waits does.
+      channel: Owned by the connection from now on.
+      pool: Lends the thread that reads when nobody who waits does.
       relief: Looks after the reading meanwhile.
-      on_push: Called with frames that answer no request of this line.
+      on_push: Called with frames that answer no request of this connection.
       on_closed: Called once with the reason when the channel has closed.
     """
 
     def __init__(
         self,
         channel: Channel,
-        crew: Crew,
+        pool: ThreadPool,
         relief: Relief,
         on_push: Callable[[Frame], None] | None = None,
         on_closed: Callable[[str], None] | None = None,
     ) -> None:
         self._channel = channel
-        self._crew = crew
+        self._pool = pool
         self._on_push = on_push
         self._on_closed = on_closed
         self._numbers = itertools.count(1)
@@ -152,11 +151,11 @@ class Line:
 
     def _later(self, callbacks: Callbacks) -> None:
         if callbacks:
-            self._crew.run(lambda: run_all(callbacks))
+            self._pool.run(lambda: run_all(callbacks))
 
     def _cancel(self, number: int) -> None:
         # Not on this thread: the channel may be full, which may be why time ran out.
-        self._crew.run(lambda: self._say_cancelled(number))
+        self._pool.run(lambda: self._say_cancelled(number))
 
     def _say_cancelled(self, number: int) -> None:
         try:
@@ -185,14 +184,14 @@ class Line:
         return True
 
     def expect(self, future: Future[Any]) -> None:
-        """See `Source.expect`: has the line read as long as the future is open."""
+        """See `Source.expect`: has it read as long as the future is open."""
         self._counted_on[future] = None
         if future.done():
             self.settled(future)
         elif not _may_be_interrupted():
             self._reading.relieve()
         elif self._reading.free:
-            self._crew.run(self._read_if_free)
+            self._pool.run(self._read_if_free)
 
     def settled(self, future: Future[Any]) -> None:
         """See `Source.settled`."""
@@ -257,7 +256,7 @@ class Line:
         return True
 
     def _start(self, first: Callable[[], Frame] | None = None) -> None:
-        self._crew.run(functools.partial(self._read, first or self._channel.receive))
+        self._pool.run(functools.partial(self._read, first or self._channel.receive))
 
     def _read_if_free(self) -> None:
         if self._reading.take():

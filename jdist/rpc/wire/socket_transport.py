@@ -46,9 +46,6 @@ from jdist.rpc.wire.tls import (
     TlsStream,
     connector_context,
 )
-from jdist.rpc.wire.transfer import Transfer
-from jdist.rpc.wire.transfer_connection import TransferConnection
-from jdist.rpc.wire.transfer_port import Port
 
 _ENDED = "this worker has ended"
 
@@ -100,7 +97,6 @@ class SocketTransport:
       polling: Seconds to look for a message before sleeping, see `Polling`; 0 for
         never. Settable.
       refused: Connections that ended without a proof.
-      port: Where arrays go from device to device, or None.
       on_refused: Told in words of each peer that could not prove the key; settable.
 
     Raises:
@@ -142,7 +138,6 @@ class SocketTransport:
         self._listener = Listener(host, port)
         self.address = list(self._listener.address)
         self._pool = memory.MemoryPool() if memory.available() else None
-        self.port: Port | None = None
         self.refused = 0
         self._lock = threading.Lock()
         self._strangers: dict[Stream, float] = {}  # And since when, oldest first.
@@ -162,20 +157,6 @@ class SocketTransport:
 
     def __exit__(self, *details: object) -> None:
         self.close()
-
-    def transfer(self, settings: Transfer) -> None:
-        """Has large arrays go from device to device; to be said before `serve`.
-
-        Raises:
-          ValueError: They would go past TLS.
-        """
-        if self._credentials is not None:
-            rule = "sends arrays unencrypted, so nothing here may be encrypted"
-            remedy = "Say insecure=True on a private network, or leave it out."
-            call = "RpcOptions(transfer=...)"
-            raise ValueError(requirement(call, rule, settings, remedy))
-        host = self._listener.address.host
-        self.port = Port(settings, self._me.name, host, self._terms.device)
 
     # --- connecting ---
 
@@ -256,8 +237,6 @@ class SocketTransport:
     def _identity(self, local: bool, binding: bytes) -> Identity:
         able = local and self._pool is not None
         abilities = Ability.MEMORY if able else Ability.NONE
-        if self.port is not None:
-            abilities |= Ability.TRANSFER
         return self._me._replace(abilities=abilities, binding=binding)
 
     def _adopt(
@@ -268,11 +247,7 @@ class SocketTransport:
         if self.polling:
             stream.polling = Polling(self.polling)
         pool = self._pool if memory_too else None
-        made = (secured, proved.peer, self._terms, pool, self._forget)
-        if self.port is not None and Ability.TRANSFER in proved.abilities:
-            connection: Connection = TransferConnection(*made, self.port)
-        else:
-            connection = Connection(*made)
+        connection = Connection(secured, proved.peer, self._terms, pool, self._forget)
         with self._lock:
             self._connections.add(connection)
         if self._closed.is_set():
@@ -323,8 +298,6 @@ class SocketTransport:
         os.close(self._spare)
         if self._pool is not None:
             self._pool.close()
-        if self.port is not None:
-            self.port.close()
 
     def _accept(self, on_channel: Callable[[Channel], None]) -> None:
         with selectors.DefaultSelector() as selector:

@@ -34,30 +34,17 @@ def in_one_process():
         yield Cluster("in-process", names(), in_threads(names()))
 
 
-def _started(hosts, **options):
-    starts = [hosts.start(0, become_worker, device_maps=MAPS, **options)]
-    starts += [
-        hosts.start(rank, become_worker, **options) for rank in range(1, WORKERS)
-    ]
-    for start in starts:
-        start.result()
-    return Cluster("process", names(), hosts.start)
-
-
 @pytest.fixture
 def in_processes(hosts):
-    yield _started(hosts)
+    starts = [hosts.start(0, become_worker, device_maps=MAPS)]
+    starts += [hosts.start(rank, become_worker) for rank in range(1, WORKERS)]
+    for start in starts:
+        start.result()
+    yield Cluster("process", names(), hosts.start)
     hosts.everywhere(rpc.shutdown)
 
 
-@pytest.fixture
-def past_the_wire(hosts):
-    """Every array that is not empty goes from device to device."""
-    yield _started(hosts, transfer=rpc.Transfer(least_bytes=1, cpu=True))
-    hosts.everywhere(rpc.shutdown)
-
-
-@pytest.fixture(params=["in_one_process", "in_processes", "past_the_wire"])
+@pytest.fixture(params=["in_one_process", "in_processes"])
 def mapped(request):
     """Worker 0 has maps; arrays without one arrive on device 0."""
     return request.getfixturevalue(request.param)

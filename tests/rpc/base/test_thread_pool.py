@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from jdist import rpc
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from tests.rpc.hosts import in_threads, names, results
 from tests.rpc.sockets import nothing_left
 
@@ -28,9 +28,9 @@ class Tasks:
 
 
 @pytest.fixture
-def crew():
+def pool():
     with nothing_left():
-        made = Crew("crew", 3)
+        made = ThreadPool("pool", 3)
         yield made
         assert made.close(PATIENCE) == []
 
@@ -40,34 +40,34 @@ def await_begun(tasks, count):
         assert tasks.begun.acquire(timeout=PATIENCE)
 
 
-def run_in_place(crew, task):
+def run_in_place(pool, task):
     """Has a task run that takes a place, as a call of the user's does."""
 
     def run():
         try:
             task()
         finally:
-            crew.leave()
+            pool.leave()
 
-    if crew.enter(task):
-        crew.run(run)
+    if pool.enter(task):
+        pool.run(run)
 
 
-def test_limited_tasks_wait_at_the_ceiling_and_others_do_not(crew):
+def test_limited_tasks_wait_at_the_ceiling_and_others_do_not(pool):
     tasks, urgent = Tasks(), Tasks()
     for _ in range(5):
-        run_in_place(crew, tasks)
+        run_in_place(pool, tasks)
     await_begun(tasks, 3)
-    assert crew.idle == 0
+    assert pool.idle == 0
     assert not tasks.begun.acquire(timeout=0.05)
-    crew.run(urgent)
+    pool.run(urgent)
     await_begun(urgent, 1)
     urgent.go_on.set()
     tasks.go_on.set()
     await_begun(tasks, 2)
 
 
-def test_an_idle_thread_is_used_again(crew):
+def test_an_idle_thread_is_used_again(pool):
     seen = []
     done = threading.Semaphore(0)
 
@@ -76,36 +76,36 @@ def test_an_idle_thread_is_used_again(crew):
         done.release()
 
     for _ in range(20):
-        crew.run(note)
+        pool.run(note)
         assert done.acquire(timeout=PATIENCE)
-        with_room(crew)
+        with_room(pool)
     assert len(set(seen)) == 1
 
 
-def with_room(crew):
+def with_room(pool):
     """Waits until the one thread is idle again."""
     pause = threading.Event()
-    while crew.idle < 3:
+    while pool.idle < 3:
         pause.wait(0.001)
 
 
-def test_a_task_that_raises_is_logged_and_the_thread_goes_on(crew, caplog):
+def test_a_task_that_raises_is_logged_and_the_thread_goes_on(pool, caplog):
     done = threading.Event()
 
     def fail():
         raise SystemExit("not out of a thread that serves others")
 
-    crew.run(fail)
-    crew.run(done.set)
+    pool.run(fail)
+    pool.run(done.set)
     assert done.wait(PATIENCE)
-    assert crew.close(PATIENCE) == []
+    assert pool.close(PATIENCE) == []
     assert "not out of a thread" in caplog.text
 
 
 def test_after_the_end_a_task_runs_at_once():
-    crew, seen = Crew("crew", 3), []
-    crew.close(PATIENCE)
-    crew.run(lambda: seen.append(threading.current_thread()))
+    pool, seen = ThreadPool("pool", 3), []
+    pool.close(PATIENCE)
+    pool.run(lambda: seen.append(threading.current_thread()))
     assert seen == [threading.current_thread()]
 
 
@@ -145,46 +145,46 @@ def test_calls_at_the_ceiling_get_their_answers():
         assert rpc.wait_all(futures) == [2] * 20
 
 
-def test_a_place_goes_on_to_who_waits(crew):
+def test_a_place_goes_on_to_who_waits(pool):
     """From a task, and from a thread that took it for itself; none is lost or made."""
     ran = []
     for _ in range(3):
-        assert crew.enter(lambda: ran.append("unused"))
+        assert pool.enter(lambda: ran.append("unused"))
     for number in range(4):
-        assert not crew.enter(lambda number=number: ran.append(number))
+        assert not pool.enter(lambda number=number: ran.append(number))
     done = threading.Semaphore(0)
-    run_in_place(crew, done.release)
+    run_in_place(pool, done.release)
     assert not done.acquire(timeout=0.05)
-    crew.leave()
+    pool.leave()
     assert done.acquire(timeout=PATIENCE)
     assert ran == [0, 1, 2, 3]
-    crew.leave()
-    crew.leave()
+    pool.leave()
+    pool.leave()
     tasks = Tasks()
     for _ in range(4):
-        run_in_place(crew, tasks)
+        run_in_place(pool, tasks)
     await_begun(tasks, 3)
     assert not tasks.begun.acquire(timeout=0.05)
     tasks.go_on.set()
     await_begun(tasks, 1)
 
 
-def test_without_a_thread_who_gives_the_place_back_runs_what_waits(crew, monkeypatch):
+def test_without_a_thread_who_gives_the_place_back_runs_what_waits(pool, monkeypatch):
     """No call is lost when the system has no thread left to give."""
     ran = []
     for _ in range(3):
-        assert crew.enter(lambda: None)
+        assert pool.enter(lambda: None)
     for number in range(2):
-        assert not crew.enter(lambda number=number: ran.append(number))
+        assert not pool.enter(lambda number=number: ran.append(number))
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    crew.leave()
+    pool.leave()
     assert ran == [0, 1]
-    crew.leave()
-    crew.leave()
+    pool.leave()
+    pool.leave()
 
 
 def test_calls_that_call_back_end_although_every_place_is_taken():

@@ -121,8 +121,8 @@ def stale(to, noticed):
             idle = list(there._idle)
             assert idle
             rpc.rpc_async(to, close_incoming).wait()
-            for lane in idle:
-                wait_until(lambda channel=lane.channel: not usual(channel))
+            for connection in idle:
+                wait_until(lambda channel=connection.channel: not usual(channel))
             assert rpc.rpc_sync(to, increase) == before + 1
             assert not set(idle) & set(there._idle)
     finally:
@@ -139,7 +139,7 @@ def stale_line(to):
     there = current.worker().directory.find(to)
     for number in range(20):
         before = rpc.rpc_async(to, increase).wait(PATIENCE)
-        there.line._channel._cut("sending was interrupted")
+        there.shared._channel._cut("sending was interrupted")
         assert rpc.rpc_async(to, increase).wait(PATIENCE) == before + 1, number
 
 

@@ -100,7 +100,7 @@ def test_news_of_a_predecessors_end_come_late(threads):
     running = threads.start("worker1", rpc.rpc_sync, "worker0", wait_at, ("late",))
     is_serving("worker1")
     agent.part(before, "said again")
-    (execution,) = agent.ledger.served()
+    (execution,) = agent.outstanding.served()
     assert execution.cancelled is None
     open_gate("late")
     assert running.result() == "worker0"

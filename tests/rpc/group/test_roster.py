@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jdist.rpc.base.thread_pool import Crew
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
 from jdist.rpc.group.elastic_roster import ElasticRoster
 from jdist.rpc.group.fixed_roster import FixedRoster
@@ -23,7 +23,7 @@ class Line:
 
 def member(name, rank):
     """One that asks to join; nothing is sent to it."""
-    made = Member(WorkerInfo(name, rank), None, Line(name), Crew("nobody", 2))
+    made = Member(WorkerInfo(name, rank), None, Line(name), ThreadPool("nobody", 2))
     made.number = next(_numbers)
     return made
 

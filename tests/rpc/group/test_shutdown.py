@@ -161,7 +161,7 @@ def test_a_call_whose_end_was_lost_holds_nobody_for_ever(hosts, seconds):
 
 def test_a_call_without_a_deadline_is_waited_for():
     """As it asked for; with a limit of its own the end names it."""
-    entered = outstanding_calls.Ledger()
+    entered = outstanding_calls.OutstandingCalls()
     entered.serve(Leaked(NEVER))
     entered.send(Leaked(Deadline(0.0, 1.0)))
     limit = Deadline(time.monotonic() + 0.1, 0.1)
