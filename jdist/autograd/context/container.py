@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from jdist._errors import requirement
 from jdist.autograd.context.context import Context
-from jdist.autograd.context.errors import ContextNotFound, no_context
 from jdist.autograd.context.ids import Ids, maker
+from jdist.autograd.errors import ContextNotFound, no_context
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of

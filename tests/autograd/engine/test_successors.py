@@ -6,8 +6,8 @@ import pytest
 from jdist import autograd, rpc
 from jdist.autograd.context.container import here
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.engine.local_pass import Part
-from jdist.autograd.engine.messages import Terms
+from jdist.autograd.engine.local_pass import LocalPass
+from jdist.autograd.engine.messages import PassTerms
 from jdist.autograd.graph.node import SendNode
 from jdist.rpc.base import current
 from jdist.rpc.base.deadline import NEVER
@@ -69,8 +69,8 @@ def test_the_loss_of_a_predecessor_ends_no_pass(group):
     assert before.incarnation != after.incarnation
     with autograd.context() as context_id:
         context = autograd.retrieve_context(context_id)
-        terms = Terms(context_id, 7, False, False)
-        part = Part(engines.of(here()), context, terms, None, NEVER)
+        terms = PassTerms(context_id, 7, False, False)
+        part = LocalPass(engines.of(here()), context, terms, None, NEVER)
         part._awaited = {5: SendNode(5, after, "call", (0, 0))}
         part.lost(before, "gone")
         assert part._failure is None

@@ -24,7 +24,7 @@ _ARGUMENT = "DistributedOptimizer(optimizer)"
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class CompiledOptimizer:
     """An optimizer, and its step in two forms.
 
     Attributes:
@@ -42,9 +42,9 @@ class Program:
     leaf_by_leaf: Callable[..., Any]
 
 
-def program(
+def compiled_optimizer(
     factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Program:
+) -> CompiledOptimizer:
     """The program of the optimizer that `factory(*args, **kwargs)` makes.
 
     Raises:
@@ -68,7 +68,7 @@ def _of_numbers(
     names: tuple[str, ...],
     values: tuple[Any, ...],
     types: tuple[type, ...],
-) -> Program:
+) -> CompiledOptimizer:
     """An optimizer of jdist's with numbers: nothing that it refers to changes.
 
     To look at everything there each time takes longer than a step. Types are told
@@ -81,15 +81,15 @@ def _of_numbers(
 
 def _by_contents(
     factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Program:
+) -> CompiledOptimizer:
     make = partial(factory, *args, **kwargs)
     return _CACHE.get(make, (), lambda _: _program(make))
 
 
-_CACHE: Cache[Program] = Cache("DistributedOptimizer", size=64)
+_CACHE: Cache[CompiledOptimizer] = Cache("DistributedOptimizer", size=64)
 
 
-def _program(make: Callable[[], Any]) -> Program:
+def _program(make: Callable[[], Any]) -> CompiledOptimizer:
     opt = _optimizer(make())
 
     def step(
@@ -105,7 +105,9 @@ def _program(make: Callable[[], Any]) -> Program:
 
     # A schedule is the user's code, which is read when a step is first traced.
     traced = Traced(step, _CACHE.user, contents_of(step, _CACHE.user), alone=True)
-    return Program(opt, jax.jit(opt.init), jax.jit(lambda *given: traced(*given)), step)
+    return CompiledOptimizer(
+        opt, jax.jit(opt.init), jax.jit(lambda *given: traced(*given)), step
+    )
 
 
 def _optimizer(made: Any) -> Optimizer:

@@ -22,7 +22,7 @@ from jdist._errors import requirement
 from jdist.rpc.base.errors import RpcError
 
 
-class Pool:
+class CallbackThreads:
     """Counts the calls that wait on XLA's threads.
 
     Args:
@@ -80,6 +80,6 @@ def _of_python() -> bool:
 
 
 @functools.cache
-def pool() -> Pool:
+def callback_threads() -> CallbackThreads:
     """That of this process. XLA has decided its size once it runs programs."""
-    return Pool(thread_pool_size())
+    return CallbackThreads(thread_pool_size())

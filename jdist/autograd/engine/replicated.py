@@ -24,7 +24,7 @@ from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import requirement
 from jdist._tree import named_leaves, wide_dtype
-from jdist.autograd.context.errors import AutogradError
+from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.recorded import described
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc.base.deadline import DEFAULT, Deadline
@@ -138,19 +138,19 @@ def unreplicate(variable: Variable) -> None:
       ...     autograd.unreplicate(w)
     """
     groups = current_agent().extension_state.get(PART)
-    if not isinstance(groups, Groups) or not groups.remove(variable):
+    if not isinstance(groups, ReplicaGroups) or not groups.remove(variable):
         rule = "must be a replicated variable of this worker"
         raise ValueError(requirement("unreplicate(variable)", rule, variable))
 
 
-class _Member(NamedTuple):
+class _Replica(NamedTuple):
     """A replicated variable, as one trainer has it."""
 
     variable: Variable
     weight: Weight
 
 
-class _Part(NamedTuple):
+class _Contribution(NamedTuple):
     """What one trainer brings to a pass: by variable's number, weight and leaves.
 
     Leaves are None where the pass did not reach them. Where a collective brings them,
@@ -161,7 +161,7 @@ class _Part(NamedTuple):
     leaves: dict[int, list[Any]]
 
 
-class Group:
+class ReplicaGroup:
     """The replicated variables of one group of trainers, on one of them.
 
     Args:
@@ -176,7 +176,7 @@ class Group:
     def __init__(self, agent: "Agent", names: tuple[str, ...]) -> None:
         self.names = names
         self._agent = agent
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, _Replica] = {}
         self._made = 0
         self._passes = 0
         self.turn = InterruptSafeLock()
@@ -218,7 +218,7 @@ class Group:
         pairs = zip(found[self.names[0]][1], leaves, strict=True)
         made.value = made.structure.unflatten([_like(*pair) for pair in pairs])
         self._rows = _rows([found[name][2] for name in self.names])
-        self._members[number] = _Member(made, weight)
+        self._members[number] = _Replica(made, weight)
         return made
 
     def begin(self) -> None:
@@ -246,14 +246,14 @@ class Group:
         """The pass has failed here: its meeting fails on all trainers."""
         self._refuse(error, self._tag)
 
-    def part(self, found: Mapping[Variable, Any]) -> _Part:
+    def part(self, found: Mapping[Variable, Any]) -> _Contribution:
         """What this trainer brings, of the gradients that its pass has found.
 
         Raises:
           ValueError: A weight is none.
           Exception: What the function that gives a weight has raised.
         """
-        part = _Part({}, {})
+        part = _Contribution({}, {})
         for number, member in self._members.items():
             variable = member.variable
             weight = member.weight() if callable(member.weight) else member.weight
@@ -267,7 +267,7 @@ class Group:
             )
         return part
 
-    def reduce(self, own: _Part, deadline: Deadline) -> dict[Variable, Any]:
+    def reduce(self, own: _Contribution, deadline: Deadline) -> dict[Variable, Any]:
         """The gradients of all trainers' examples; meets the others.
 
         Raises: what is said at `replicated`.
@@ -278,7 +278,7 @@ class Group:
         # Before a collective, which tells nothing, all must be there and say of what.
         leaves: Any = own.leaves if rows is None else _kinds(own.leaves)
         found = self._gather([own.weights, leaves], seconds, self._tag)
-        parts = [_Part(*found[name]) for name in self.names]
+        parts = [_Contribution(*found[name]) for name in self.names]
         self._check_numbers(parts)
         if rows is not None:
             parts = self._collected(own, parts, rows)
@@ -289,7 +289,7 @@ class Group:
                 gradients[member.variable] = _placed(member.variable, gradient)
         return gradients
 
-    def _check_numbers(self, parts: Sequence[_Part]) -> None:
+    def _check_numbers(self, parts: Sequence[_Contribution]) -> None:
         numbers = [sorted(part.weights) for part in parts]
         if any(each != numbers[0] for each in numbers):
             rule = "must be called for the same variables on all trainers"
@@ -319,8 +319,8 @@ class Group:
         return found
 
     def _collected(
-        self, own: _Part, kinds: Sequence[_Part], rows: Sequence[int]
-    ) -> list[_Part]:
+        self, own: _Contribution, kinds: Sequence[_Contribution], rows: Sequence[int]
+    ) -> list[_Contribution]:
         """The parts with their leaves, by a collective of all processes.
 
         All bring arrays of the same kinds in the same order, zeros for what is absent.
@@ -348,7 +348,9 @@ class Group:
             told = f"The replicated variables were not reduced: {error}"
             raise AutogradError(told) from error
         parts = [
-            _Part(part.weights, {n: [None] * len(x) for n, x in part.leaves.items()})
+            _Contribution(
+                part.weights, {n: [None] * len(x) for n, x in part.leaves.items()}
+            )
             for part in kinds
         ]
         for (number, place), gathered in zip(places, found, strict=True):
@@ -357,7 +359,7 @@ class Group:
         return parts
 
 
-class Groups:
+class ReplicaGroups:
     """All groups of trainers that a worker belongs to.
 
     Args:
@@ -367,14 +369,14 @@ class Groups:
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[str, ...], ReplicaGroup] = {}
 
-    def group(self, names: tuple[str, ...]) -> Group:
+    def group(self, names: tuple[str, ...]) -> ReplicaGroup:
         """That of these trainers."""
         with self._lock:
-            return self._groups.setdefault(names, Group(self._agent, names))
+            return self._groups.setdefault(names, ReplicaGroup(self._agent, names))
 
-    def alive(self) -> list[Group]:
+    def alive(self) -> list[ReplicaGroup]:
         """Those with variables, in an order that all trainers have."""
         with self._lock:
             return [group for _, group in sorted(self._groups.items()) if group.lives]
@@ -393,7 +395,7 @@ class Groups:
         return False
 
 
-class Reduction:
+class ReplicaReduction:
     """The meetings at the end of one pass; what is raised within ends them on all.
 
     Args:
@@ -405,8 +407,8 @@ class Reduction:
 
     def __init__(self, agent: "Agent") -> None:
         groups = agent.extension_state.get(PART)
-        self._groups = groups.alive() if isinstance(groups, Groups) else []
-        self._left: list[Group] = []
+        self._groups = groups.alive() if isinstance(groups, ReplicaGroups) else []
+        self._left: list[ReplicaGroup] = []
         self.found: dict[Variable, Any] = {}
 
     @property
@@ -414,7 +416,7 @@ class Reduction:
         """Those of the groups, which an interrupt must not leave taken."""
         return [group.turn for group in self._groups]
 
-    def __enter__(self) -> "Reduction":
+    def __enter__(self) -> "ReplicaReduction":
         try:
             for group in self._groups:
                 group.begin()
@@ -450,12 +452,12 @@ class Reduction:
 def is_replicated(agent: "Agent", variable: Variable) -> bool:
     """Whether a variable of the worker is replicated."""
     groups = agent.extension_state.get(PART)
-    return isinstance(groups, Groups) and groups.holds(variable)
+    return isinstance(groups, ReplicaGroups) and groups.holds(variable)
 
 
-def _groups_of(agent: "Agent") -> Groups:
-    found = agent.extension_state.setdefault(PART, Groups(agent))
-    assert isinstance(found, Groups)
+def _groups_of(agent: "Agent") -> ReplicaGroups:
+    found = agent.extension_state.setdefault(PART, ReplicaGroups(agent))
+    assert isinstance(found, ReplicaGroups)
     return found
 
 
@@ -521,7 +523,7 @@ def _kinds(leaves: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
 
 
 def _mean(
-    parts: Sequence[_Part], number: int, names: Sequence[str]
+    parts: Sequence[_Contribution], number: int, names: Sequence[str]
 ) -> list[Any] | None:
     """The weighted mean of a variable's leaves; None where no trainer has reached it.
 

@@ -16,8 +16,8 @@ from jdist._errors import requirement
 from jdist._tree import path_of
 from jdist.autograd.context.turns import in_turn
 from jdist.autograd.graph.variable import Variable
+from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
 from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
-from jdist.autograd.optimizer.program import Program
 from jdist.optim.clipping import square
 from jdist.rpc import RpcTimeout
 from jdist.rpc.base import current
@@ -34,7 +34,9 @@ class OwnedOptimizer:
       variables: By their positions among all references of the distributed optimizer.
     """
 
-    def __init__(self, program: Program, variables: Mapping[int, Variable]) -> None:
+    def __init__(
+        self, program: CompiledOptimizer, variables: Mapping[int, Variable]
+    ) -> None:
         self._program = program
         self._positions = tuple(variables)
         self._variables = tuple(variables.values())

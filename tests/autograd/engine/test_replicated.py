@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jdist import autograd, optim, rpc
-from jdist.autograd.modules.replicated import PART
+from jdist.autograd.engine.replicated import PART
 from jdist.rpc.base import current
 from tests.autograd.engine_world import numbers
 from tests.rpc.hosts import become_worker, results

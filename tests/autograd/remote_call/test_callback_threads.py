@@ -16,18 +16,21 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist._compat import thread_pool_size
-from jdist.autograd.remote_call.caller import Caller
-from jdist.autograd.remote_call.pool import Pool, pool
+from jdist.autograd.remote_call.callback_threads import (
+    CallbackThreads,
+    callback_threads,
+)
+from jdist.autograd.remote_call.caller import RemoteFunctions
 from tests.autograd import remote_functions as functions
 from tests.rpc.rref.common import PATIENCE, wait_for
 
 ELEMENTS = 1 << 21  # 16 MiB of float64.
 
 
-def occupant(pool, outcomes, release):
+def occupant(callback_threads, outcomes, release):
     """What a callback does on a thread that Python did not start."""
     try:
-        with pool.occupied("remote_call('b', f)"):
+        with callback_threads.occupied("remote_call('b', f)"):
             outcomes.put("waits")
             assert release.wait(PATIENCE)
         outcomes.put("done")
@@ -36,7 +39,7 @@ def occupant(pool, outcomes, release):
 
 
 def test_the_last_thread_is_never_given_to_a_waiting_call():
-    own, outcomes, release = Pool(size=3), queue.Queue(), threading.Event()
+    own, outcomes, release = CallbackThreads(size=3), queue.Queue(), threading.Event()
     before = threading.enumerate()
 
     def another():
@@ -61,7 +64,9 @@ def test_the_last_thread_is_never_given_to_a_waiting_call():
 
 def test_with_a_single_thread_no_call_waits_on_it():
     outcomes = queue.Queue()
-    _thread.start_new_thread(occupant, (Pool(1), outcomes, threading.Event()))
+    _thread.start_new_thread(
+        occupant, (CallbackThreads(1), outcomes, threading.Event())
+    )
     assert "Got 0 calls that wait on its 1 threads" in outcomes.get(timeout=PATIENCE)
 
 
@@ -94,9 +99,9 @@ def more_than_the_pool_holds():
     x = functions.rows(1, shape=(600, 600))
     compiled = in_a_loop.lower(x).compile()
     expected = compiled(x)
-    count, worker = pool().size + 6, rpc.get_worker_info().name
+    count, worker = callback_threads().size + 6, rpc.get_worker_info().name
     at_the_gate, gate, outcomes = queue.Queue(), threading.Event(), queue.Queue()
-    call = Caller.call
+    call = RemoteFunctions.call
 
     def late(self, *args, **kwargs):
         at_the_gate.put(None)
@@ -111,18 +116,18 @@ def more_than_the_pool_holds():
                 outcomes.put(error)
 
     threads = [threading.Thread(target=use) for _ in range(count)]
-    with mock.patch.object(Caller, "call", late):
+    with mock.patch.object(RemoteFunctions, "call", late):
         for thread in threads:
             thread.start()
         # Each of them waits, or is refused: nobody is held up behind the waiting ones.
         seen = wait_for(lambda: at_the_gate.qsize() + outcomes.qsize() == count)
-        waiting = pool().waiting
+        waiting = callback_threads().waiting
         gate.set()
         found = [outcomes.get(timeout=PATIENCE) for _ in range(count)]
         for thread in threads:
             thread.join(PATIENCE)
     assert seen
-    assert waiting < pool().size
+    assert waiting < callback_threads().size
     refused = [each for each in found if isinstance(each, Exception)]
     served = [each for each in found if not isinstance(each, Exception)]
     for error in refused:
@@ -130,7 +135,7 @@ def more_than_the_pool_holds():
     assert len(served) >= waiting
     for each in served:
         assert np.array_equal(each, expected)
-    assert pool().waiting == 0
+    assert callback_threads().waiting == 0
     assert np.array_equal(compiled(x), expected)  # Afterwards all is well.
 
 
@@ -189,7 +194,12 @@ def one_of_two(rank):
         thread.join()
     rpc.barrier(timeout=0)
     rpc.shutdown()
-    return len(os.sched_getaffinity(0)), pool().size, xla_threads(), [*outcomes.queue]
+    return (
+        len(os.sched_getaffinity(0)),
+        callback_threads().size,
+        xla_threads(),
+        [*outcomes.queue],
+    )
 
 
 @pytest.mark.skipif(

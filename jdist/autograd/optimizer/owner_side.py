@@ -6,9 +6,9 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.autograd.context import container
 from jdist.autograd.graph.variable import Variable
-from jdist.autograd.modules.nnx_module import Module
-from jdist.autograd.optimizer.owned import Gradients, OwnedOptimizer
-from jdist.autograd.optimizer.program import program
+from jdist.autograd.modules.nnx_module import TrainableModule
+from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
+from jdist.autograd.optimizer.owned_optimizer import Gradients, OwnedOptimizer
 from jdist.rpc import Parameter, ProtocolError, RRef, WorkerInfo
 from jdist.rpc.calls.agent import Agent
 
@@ -72,7 +72,7 @@ def _gradients(context_id: int) -> Gradients:
 
 def _create(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> RRef[Any]:
     factory, args, kwargs, references = body
-    steps = program(factory, args, kwargs)
+    steps = compiled_optimizer(factory, args, kwargs)
     return RRef(OwnedOptimizer(steps, _variables(references)))
 
 
@@ -87,7 +87,7 @@ def _variables(references: Mapping[int, RRef[Any]]) -> dict[int, Variable]:
             remedy = "Make one with `autograd.variable(value)` where the value is."
             if isinstance(value, Parameter):
                 remedy = "Make the module with `remote_module(..., trainable=True)`."
-            elif isinstance(value, Module):
+            elif isinstance(value, TrainableModule):
                 remedy = "Give references to each of `module.parameters().values()`."
             got = f"a {type(value).__qualname__}"
             raise TypeError(requirement(argument, rule, got, remedy))

@@ -27,7 +27,7 @@ class Pullback(NamedTuple):
     present: tuple[int, ...]
 
 
-class Batch(NamedTuple):
+class Vmap(NamedTuple):
     """Over a new axis of some arguments, which becomes the first one of all results.
 
     Attributes:
@@ -37,10 +37,10 @@ class Batch(NamedTuple):
     axes: tuple[int | None, ...]
 
 
-Operation = Pullback | Batch
+Transform = Pullback | Vmap
 
 
-def transformed(function: Flat, operations: Sequence[Operation]) -> Flat:
+def transformed(function: Flat, operations: Sequence[Transform]) -> Flat:
     """The function after these operations, in order.
 
     Example:
@@ -58,8 +58,8 @@ def transformed(function: Flat, operations: Sequence[Operation]) -> Flat:
 
 
 def shifted(
-    operations: Sequence[Operation], count: int, also: Sequence[int]
-) -> tuple[Operation, ...]:
+    operations: Sequence[Transform], count: int, also: Sequence[int]
+) -> tuple[Transform, ...]:
     """The operations of a function that has `count` more arguments in front.
 
     They are in no batch. A pullback also computes the cotangents of those of `also`,
@@ -70,21 +70,21 @@ def shifted(
       (Pullback(wanted=(1, 2), present=(1,)), Batch(axes=(None, None, None, 2)))
     """
 
-    def moved(operation: Operation) -> Operation:
-        if isinstance(operation, Batch):
-            return Batch((*(None,) * count, *operation.axes))
+    def moved(operation: Transform) -> Transform:
+        if isinstance(operation, Vmap):
+            return Vmap((*(None,) * count, *operation.axes))
         wanted, present = operation
         return Pullback((*also, *(i + count for i in wanted)), present)
 
     return tuple(map(moved, operations))
 
 
-def pullbacks(operations: Sequence[Operation]) -> int:
+def pullbacks(operations: Sequence[Transform]) -> int:
     """The order of the derivative that the operations are."""
     return sum(isinstance(operation, Pullback) for operation in operations)
 
 
-def first_pullback(operations: Sequence[Operation]) -> int:
+def first_pullback(operations: Sequence[Transform]) -> int:
     """The number of the first one."""
     return next(i for i, each in enumerate(operations) if isinstance(each, Pullback))
 

@@ -6,14 +6,14 @@ import threading
 import pytest
 
 from jdist import rpc
-from jdist.autograd.engine.mailbox import Mailbox
+from jdist.autograd.engine.mailbox import StepQueue
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Scope
 from tests.rpc.hosts import PATIENCE
 
 
 def test_steps_that_many_threads_bring_run_one_at_a_time():
-    mailbox, ran, inside = Mailbox(None), [], []
+    mailbox, ran, inside = StepQueue(None), [], []
 
     def step(number):
         inside.append(number)
@@ -35,7 +35,7 @@ def test_steps_that_many_threads_bring_run_one_at_a_time():
 
 
 def test_whoever_finds_it_busy_leaves_the_step_there():
-    mailbox, entered, ran = Mailbox(None), threading.Event(), []
+    mailbox, entered, ran = StepQueue(None), threading.Event(), []
     go_on = threading.Event()
 
     def slow():
@@ -58,7 +58,7 @@ def interrupt():
 
 
 def test_an_interrupt_leaves_the_rest_to_the_next_one():
-    mailbox, ran = Mailbox(None), []
+    mailbox, ran = StepQueue(None), []
 
     def first():
         mailbox.put(lambda: ran.append("left"))
@@ -74,7 +74,7 @@ def test_an_interrupt_leaves_the_rest_to_the_next_one():
 def test_steps_run_as_the_worker_of_the_mailbox():
     with rpc.local_cluster(["a", "b"]):
         with rpc.use_worker("b"):
-            mailbox = Mailbox(Scope(current.worker()))
+            mailbox = StepQueue(Scope(current.worker()))
         names = []
         mailbox.put(lambda: names.append(rpc.get_worker_info().name))
         assert [*names, rpc.get_worker_info().name] == ["b", "a"]

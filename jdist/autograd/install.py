@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING
 
 from jdist.autograd.context.container import PART, Container
 from jdist.autograd.context.release import Releases
-from jdist.autograd.crossing.rpc_hooks import Boundary
+from jdist.autograd.crossing.rpc_hooks import RpcHooks
 from jdist.autograd.engine import engine, reference_backward
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules import nnx_module
-from jdist.autograd.optimizer import serving as optimizers
+from jdist.autograd.optimizer import owner_side as optimizers
 from jdist.autograd.picture import graph
 from jdist.rpc.base import extensions
 from jdist.rpc.modules.remote_module import TRAINABLE
@@ -23,12 +23,12 @@ def install(agent: "Agent") -> None:
     container = Container(agent)
     container.releases = Releases(container)
     agent.extension_state[PART] = container
-    boundary = Boundary(container)
+    hooks = RpcHooks(container)
     agent.codec.register(
-        Recorded, "autograd.recorded", boundary.give, boundary.take, key=False
+        Recorded, "autograd.recorded", hooks.give, hooks.take, key=False
     )
-    agent.codec.substitute(Variable, boundary.give_variable)
-    agent.set_interceptor(boundary)
+    agent.codec.substitute(Variable, hooks.give_variable)
+    agent.set_interceptor(hooks)
     agent.extension_state[TRAINABLE] = nnx_module.create
     engine.install(container)
     reference_backward.install(container)

@@ -1,16 +1,19 @@
 """When a pass is quiet everywhere: the bookkeeping of one worker, without messages."""
 
-from jdist.autograd.engine.messages import Report, Starving
-from jdist.autograd.engine.termination_detector import Engagement, Held
+from jdist.autograd.engine.messages import StarvationReport, StarvingSend
+from jdist.autograd.engine.termination_detector import (
+    TerminationDetector,
+    UnansweredRequest,
+)
 from jdist.rpc import Future
 
 
 def held(peer):
-    return Held(peer, Future())
+    return UnansweredRequest(peer, Future())
 
 
 def test_the_first_request_engages_a_worker_and_the_others_do_not():
-    engagement = Engagement("b", root=False)
+    engagement = TerminationDetector("b", root=False)
     first, second, third = held("a"), held("c"), held("a")
     for one in (first, second, third):
         engagement.asked(one)
@@ -24,7 +27,7 @@ def test_the_first_request_engages_a_worker_and_the_others_do_not():
 
 
 def test_a_root_is_engaged_from_the_beginning():
-    engagement = Engagement("a", root=True)
+    engagement = TerminationDetector("a", root=True)
     one = held("b")
     engagement.asked(one)
     assert engagement.disengage() is None
@@ -32,7 +35,7 @@ def test_a_root_is_engaged_from_the_beginning():
 
 
 def test_gradients_can_ride_on_either_kind_of_answer():
-    engagement = Engagement("b", root=False)
+    engagement = TerminationDetector("b", root=False)
     assert not engagement.holds("a")
     engagement.asked(held("a"))
     engagement.asked(held("c"))
@@ -43,27 +46,30 @@ def test_gradients_can_ride_on_either_kind_of_answer():
     assert not engagement.holds("c")
 
 
-ONE = Starving(11, "c", "send f to c")
-OTHER = Starving(12, "d", "send g to d")
+ONE = StarvingSend(11, "c", "send f to c")
+OTHER = StarvingSend(12, "d", "send g to d")
 
 
 def test_a_worker_reports_only_what_has_changed():
-    engagement = Engagement("b", root=False)
+    engagement = TerminationDetector("b", root=False)
     engagement.waits_for(())
     assert engagement.news() == {}
     engagement.waits_for((ONE, OTHER))
-    assert engagement.news() == {"b": Report(1, (ONE, OTHER))}
+    assert engagement.news() == {"b": StarvationReport(1, (ONE, OTHER))}
     engagement.waits_for((ONE, OTHER))
     assert engagement.news() == {}
     engagement.waits_for(())
-    assert engagement.news() == {"b": Report(2, ())}
+    assert engagement.news() == {"b": StarvationReport(2, ())}
 
 
 def test_reports_of_others_are_passed_on_and_later_ones_win():
-    engagement = Engagement("b", root=False)
-    engagement.heard({"c": Report(2, ()), "d": Report(1, (OTHER,))})
-    engagement.heard({"c": Report(1, (ONE,))})
-    assert engagement.news() == {"c": Report(2, ()), "d": Report(1, (OTHER,))}
+    engagement = TerminationDetector("b", root=False)
+    engagement.heard({"c": StarvationReport(2, ()), "d": StarvationReport(1, (OTHER,))})
+    engagement.heard({"c": StarvationReport(1, (ONE,))})
+    assert engagement.news() == {
+        "c": StarvationReport(2, ()),
+        "d": StarvationReport(1, (OTHER,)),
+    }
     assert engagement.starving() == {"d": (OTHER,)}
-    engagement.heard({"d": Report(2, ())})
+    engagement.heard({"d": StarvationReport(2, ())})
     assert engagement.starving() == {}
