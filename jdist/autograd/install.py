@@ -11,11 +11,10 @@ from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules import nnx_module
 from jdist.autograd.optimizer import owner_side as optimizers
 from jdist.autograd.picture import graph
-from jdist.rpc.base import extensions
-from jdist.rpc.modules.remote_module import TRAINABLE
+from jdist.rpc.extension import TRAINABLE, extend
 
 if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.extension import Agent
 
 
 def install(agent: "Agent") -> None:
@@ -36,4 +35,4 @@ def install(agent: "Agent") -> None:
     optimizers.install(agent)
 
 
-extensions.extend(PART, install)
+extend(PART, install)

@@ -69,7 +69,7 @@ def test_several_turns_are_never_left_taken():
     turns, used, number = [InterruptSafeLock(), InterruptSafeLock()], [], 0
     while interrupt(number, in_turn, turns, "busy", lambda: used.append(1)):
         for turn in turns:
-            assert Outcome(turn.try_take).get()
+            assert Outcome(turn.try_acquire).get()
         turns, number = [InterruptSafeLock(), InterruptSafeLock()], number + 1
     assert used
     assert number > 10
@@ -85,16 +85,16 @@ def test_turns_are_given_back_where_one_is_refused():
     )
 
     def hold():
-        second.take(None, "busy")
+        second.acquire(None, "busy")
         taken.set()
         assert done.wait(PATIENCE)
-        second.give()
+        second.release()
 
     holder = Outcome(hold)
     assert taken.wait(PATIENCE)
     waiting = Outcome(in_turn, [first, second], "while it was busy", lambda: "used")
     blocked(waiting.thread)
-    assert not first.try_take()
+    assert not first.try_acquire()
     done.set()
     holder.get()
     assert waiting.get() == "used"
@@ -102,7 +102,7 @@ def test_turns_are_given_back_where_one_is_refused():
     def again():
         with pytest.raises(RuntimeError, match="this one, which was interrupted"):
             in_turn([first, second], "busy", lambda: None)
-        return first.mine, second.mine
+        return first.held, second.held
 
     assert in_turn([second], "busy", again) == (False, True)
-    assert not second.mine
+    assert not second.held

@@ -10,7 +10,7 @@ from jdist import rpc
 from jdist.autograd.context.container import here
 from jdist.autograd.crossing.rpc_hooks import META
 from jdist.rpc.base import current
-from jdist.rpc.base.extensions import NEEDS
+from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.wire.frame import CALL
 from tests.autograd.recording_world import add

@@ -110,16 +110,16 @@ def test_the_next_call_works_in_process(operation):
 
 def use(turn, used):
     def action():
-        turn.take(None, "busy")
-        used.append(turn.mine)
+        turn.acquire(None, "busy")
+        used.append(turn.held)
 
-    turn.hold(action)
+    turn.releasing(action)
 
 
 def test_a_turn_is_never_left_taken():
     turn, number = InterruptSafeLock(), 0
     while interrupt(number, use, turn, []):
-        assert Outcome(turn.try_take).get()  # its thread ends with it, as below
+        assert Outcome(turn.try_acquire).get()  # its thread ends with it, as below
         turn, number = InterruptSafeLock(), number + 1
     assert number > 5
 
@@ -128,18 +128,18 @@ def test_a_turn_is_taken_by_one_at_a_time():
     turn, ready, done = InterruptSafeLock(), threading.Event(), threading.Event()
 
     def hold():
-        turn.take(None, "busy")
+        turn.acquire(None, "busy")
         ready.set()
         assert done.wait(PATIENCE)
-        turn.give()
+        turn.release()
 
     holder = Outcome(hold)
     assert ready.wait(PATIENCE)
-    assert not turn.try_take()
-    assert not turn.mine
-    turn.give()  # of what another thread has, nothing
+    assert not turn.try_acquire()
+    assert not turn.held
+    turn.release()  # of what another thread has, nothing
     with pytest.raises(TimeoutError, match="another one has it"):
-        turn.take(0.0, "another one has it")
+        turn.acquire(0.0, "another one has it")
     waiting = Outcome(use, turn, used := [])
     blocked(waiting.thread)
     assert used == []
@@ -154,11 +154,11 @@ def test_a_turn_is_refused_to_who_has_it():
     turn = InterruptSafeLock()
 
     def action():
-        turn.take(None, "busy")
-        assert not turn.try_take()
+        turn.acquire(None, "busy")
+        assert not turn.try_acquire()
         with pytest.raises(RuntimeError, match="busy: this one, which was interrupted"):
-            turn.hold(lambda: turn.take(None, "busy"))
-        return turn.mine
+            turn.releasing(lambda: turn.acquire(None, "busy"))
+        return turn.held
 
-    assert turn.hold(action)
-    assert not turn.mine
+    assert turn.releasing(action)
+    assert not turn.held

@@ -8,14 +8,12 @@ from jdist._errors import requirement
 from jdist.autograd.context.context import Context
 from jdist.autograd.context.ids import Ids, maker
 from jdist.autograd.errors import ContextNotFound, no_context
-from jdist.rpc.base.errors import RpcError
-from jdist.rpc.base.future import Future
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.agent import current_agent
+from jdist.rpc import Future, RpcError, WorkerInfo
+from jdist.rpc.extension import current_agent, incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.release import Releases
-    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.extension import Agent
 
 PART = "jdist.autograd"
 """Under which an agent has its container."""

@@ -21,14 +21,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.autograd.context.container import Container
 from jdist.autograd.context.context import Context
-from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.future import Future, call_when_done, error_of
-from jdist.rpc.base.waiting import collect_all
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.peer import Peer
+from jdist.rpc import (
+    Future,
+    ProtocolError,
+    RpcError,
+    RpcTimeout,
+    WorkerInfo,
+    WorkerLost,
+    collect_all,
+)
+from jdist.rpc.extension import Peer, call_when_done, error_of, incarnation_of
 
 if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.extension import Agent
 
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"

@@ -27,12 +27,8 @@ from jdist.autograd.graph.eager import is_pure
 from jdist.autograd.graph.node import Edge, Reach, RecvNode, SendNode, join
 from jdist.autograd.graph.recorded import Recorded, record
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.extensions import NEEDS
-from jdist.rpc.base.interceptor import Invocation
-from jdist.rpc.base.message_context import MessageContext
-from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.codec.nnx import is_module
+from jdist.rpc import ProtocolError, WorkerInfo
+from jdist.rpc.extension import NEEDS, Invocation, MessageContext, is_module
 
 META = "autograd"
 """Under which a message's metadata has its `CrossingHeader`, as a list."""

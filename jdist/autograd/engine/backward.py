@@ -16,12 +16,17 @@ from jdist.autograd.engine.roots import roots_of
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline, exceeded, resolve
-from jdist.rpc.base.errors import RpcTimeout
-from jdist.rpc.base.future import await_done
-from jdist.rpc.base.interrupt_safe_lock import hold_all
-from jdist.rpc.calls.agent import current_agent
+from jdist.rpc import RpcTimeout
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    await_done,
+    current,
+    current_agent,
+    exceeded,
+    releasing_all,
+    resolve,
+)
 
 MODES = ("smart", "fast")
 
@@ -99,7 +104,7 @@ def backward(
             _run(part, context, agent.info.name)
             return context, reduction.reduced(limit)
 
-    context, gradients = hold_all(reduction.turns, act)
+    context, gradients = releasing_all(reduction.turns, act)
     if gradients:
         accumulate(context, gradients)
 

@@ -22,13 +22,16 @@ from jdist.autograd.engine.messages import (
     unpack_reach,
 )
 from jdist.autograd.engine.termination_detector import UnansweredRequest
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import ProtocolError, RpcError
-from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.base.interceptor import Operation
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    Operation,
+    Outgoing,
+    call_when_done,
+    current,
+    incarnation_of,
+)
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container

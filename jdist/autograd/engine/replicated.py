@@ -27,13 +27,11 @@ from jdist._tree import named_leaves, wide_dtype
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.recorded import described
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
-from jdist.rpc.calls.agent import current_agent
+from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.extension import DEFAULT, Deadline, InterruptSafeLock, current_agent
 
 if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+    from jdist.rpc.extension import Agent
 
 Weight = float | Callable[[], float]
 """What a trainer's gradient counts for, or a function that says so at each pass."""
@@ -227,7 +225,7 @@ class ReplicaGroup:
         Raises:
           AutogradError: Another one is under way.
         """
-        if not self.turn.try_take():
+        if not self.turn.try_acquire():
             raise AutogradError(
                 requirement(
                     "backward()",
@@ -240,7 +238,7 @@ class ReplicaGroup:
 
     def end(self) -> None:
         """The pass is over."""
-        self.turn.give()
+        self.turn.release()
 
     def refuse(self, error: BaseException) -> None:
         """The pass has failed here: its meeting fails on all trainers."""

@@ -18,7 +18,7 @@ from jdist.autograd.graph.nnx_state import refuse_state
 from jdist.autograd.graph.node import Edge, LeafNode
 from jdist.autograd.graph.pure import DifferentiatedTree
 from jdist.autograd.graph.recorded import Operators, Recorded, described
-from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
+from jdist.rpc.extension import InterruptSafeLock
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""

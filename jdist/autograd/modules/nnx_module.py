@@ -24,10 +24,13 @@ from jdist.autograd.graph.pure import Constant
 from jdist.autograd.graph.recorded import described, record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
-from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
-from jdist.rpc.calls.agent import current_agent
-from jdist.rpc.codec.nnx import StandIn, is_module
-from jdist.rpc.modules import parameters
+from jdist.rpc.extension import (
+    InterruptSafeLock,
+    StandIn,
+    current_agent,
+    is_module,
+    parameters,
+)
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)

@@ -18,8 +18,7 @@ from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of
 from jdist.rpc import RemoteModule, RRef, WorkerInfo
-from jdist.rpc.base.deadline import DEFAULT
-from jdist.rpc.calls.agent import current_agent
+from jdist.rpc.extension import DEFAULT, current_agent
 
 _CALL = "DistributedOptimizer"
 

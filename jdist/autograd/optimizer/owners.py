@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jdist.rpc import WorkerInfo
-from jdist.rpc.base.extensions import NEEDS
-from jdist.rpc.base.future import Future
-from jdist.rpc.calls.agent import Agent, current_agent
+from jdist.rpc import Future, WorkerInfo
+from jdist.rpc.extension import NEEDS, Agent, current_agent
 
 # An owner may be asked before it has imported autograd for its first variable.
 _META = {NEEDS: "jdist.autograd.optimizer.owner_side:install"}

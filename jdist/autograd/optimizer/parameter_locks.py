@@ -8,7 +8,7 @@ and never wait in a circle; steps on sets without a common variable run side by 
 from collections.abc import Iterable
 
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
+from jdist.rpc.extension import InterruptSafeLock
 
 BUSY = "while another step held one of the parameters"
 """What is said of a step that comes too late for its turn, see `in_turn`."""

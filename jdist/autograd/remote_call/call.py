@@ -10,10 +10,8 @@ from jdist._errors import requirement
 from jdist.autograd.remote_call.arguments import abstract_of, taken_apart
 from jdist.autograd.remote_call.caller import Target, caller_of
 from jdist.autograd.remote_call.primitive import bind
-from jdist.rpc.base.arguments import named
-from jdist.rpc.base.deadline import DEFAULT, check_timeout
-from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.agent import current_agent
+from jdist.rpc import WorkerInfo
+from jdist.rpc.extension import DEFAULT, check_timeout, current_agent, named
 
 
 def remote_call(

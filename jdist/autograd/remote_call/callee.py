@@ -37,10 +37,9 @@ from jdist.autograd.remote_call.transforms import (
     transformed,
 )
 from jdist.autograd.remote_call.variables import context_of, trees, variables_of
-from jdist.rpc.base import current
-from jdist.rpc.base.interceptor import Operation as Described
-from jdist.rpc.calls.agent import Agent, current_agent
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current, current_agent
+from jdist.rpc.extension import Operation as Described
 from jdist.segment._cache import VERSIONS, Cache
 from jdist.segment._contents import Contents, contents_of
 from jdist.segment._identity import identity_of

@@ -14,11 +14,9 @@ from jdist.autograd.remote_call.arguments import AbstractArray, Structure, abstr
 from jdist.autograd.remote_call.callee import UnknownFunction
 from jdist.autograd.remote_call.transforms import Transform, pullbacks
 from jdist.autograd.remote_call.variables import context_for
-from jdist.rpc.base import current
-from jdist.rpc.base.interceptor import Operation as Described
-from jdist.rpc.calls.agent import Agent, current_agent
-from jdist.rpc.rref import RRef
-from jdist.rpc.wire.frame import CALL
+from jdist.rpc import RRef
+from jdist.rpc.extension import CALL, Agent, current, current_agent
+from jdist.rpc.extension import Operation as Described
 
 _PART = "jdist.autograd.remote_call.caller"
 _MOST = 1024

@@ -21,7 +21,7 @@ from jdist.pipeline.run.places import Places, places_on
 from jdist.pipeline.run.stage_channels import InProcessChannels, StageChannels, ending
 from jdist.pipeline.run.worker_channels import CLOCK, WorkerChannels, mailbox_of
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.rpc.calls.agent import Agent, current_agent
+from jdist.rpc.extension import Agent, current_agent
 
 
 class Executor(Protocol):

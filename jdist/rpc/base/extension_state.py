@@ -7,6 +7,9 @@ from typing import Any
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 
+NEEDS = "needs"
+"""In the metadata of a request: `module:function` of the package that reads it."""
+
 Gone = Callable[[WorkerInfo, str], None]
 """Told a worker, and why it is not there any more."""
 

@@ -62,10 +62,10 @@ class Polling:
 
         None also while another thread of this process is polling.
         """
-        return _turn.hold(lambda: self._poll(look))
+        return _turn.releasing(lambda: self._poll(look))
 
     def _poll(self, look: Callable[[], int | None]) -> int | None:
-        if not _turn.try_take():
+        if not _turn.try_acquire():
             return None
         now = time.monotonic()
         until = now + self._seconds

@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdist.rpc.base import current, deadline, extensions
+from jdist.rpc.base import current, deadline
 from jdist.rpc.base.current import Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
-from jdist.rpc.base.extensions import NEEDS
-from jdist.rpc.base.future import Future, call_when_done, cancel
+from jdist.rpc.base.extension_state import NEEDS
+from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all
 from jdist.rpc.base.message_context import MessageContext
-from jdist.rpc.base.waiting import collect_all
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.execution import Execution
 from jdist.rpc.codec.remote_exception import describe
@@ -144,7 +143,8 @@ class Callee:
         if execution.cancelled is not None:
             raise RpcTimeout(f"The call was not begun: {execution.cancelled}.")
         if NEEDS in frame.meta:
-            extensions.need(frame.meta[NEEDS], self._agent.codec.functions)
+            # To look the name up imports the package that registers the handler.
+            self._agent.codec.functions.resolve(str(frame.meta[NEEDS]))
         handler = self._handlers.get(frame.kind)
         if handler is None:
             raise ProtocolError(

@@ -6,11 +6,11 @@ from typing import Any
 from jax.profiler import TraceAnnotation
 
 from jdist._errors import requirement
-from jdist.rpc.base import current, waiting
+from jdist.rpc.base import current
 from jdist.rpc.base.arguments import named, positional
 from jdist.rpc.base.current import RunningCall
 from jdist.rpc.base.deadline import DEFAULT
-from jdist.rpc.base.future import Future
+from jdist.rpc.base.future import Future, collect
 from jdist.rpc.base.interceptor import (
     Interceptor,
     Invocation,
@@ -103,7 +103,7 @@ def rpc_async(
     future = agent.request(
         outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_async")
     )
-    waiting.collect(future)
+    collect(future)
     return future
 
 

@@ -162,7 +162,7 @@ class Peer:
         """
 
         def opened() -> SharedConnection:
-            self._opening.take(deadline.at, "another call was still connecting")
+            self._opening.acquire(deadline.at, "another call was still connecting")
             shared = self.shared
             if shared is None or shared.closed is not None:
                 channel = self._connect(deadline)
@@ -172,7 +172,7 @@ class Peer:
                 self._check_present(channel)
             return shared
 
-        return self._opening.hold(opened)
+        return self._opening.releasing(opened)
 
     def close(self, reason: str) -> None:
         """The worker is gone: everything under way ends with `reason`."""

@@ -8,12 +8,12 @@ import warnings
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.base import current, device_maps, extensions
+from jdist.rpc.base import current, device_maps
 from jdist.rpc.base.deadline import Deadline, moment
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls import caller, debug
+from jdist.rpc.calls import caller, debug, extensions
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME, Coordinator

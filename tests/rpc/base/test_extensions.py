@@ -5,8 +5,9 @@ import threading
 import pytest
 
 from jdist import rpc
-from jdist.rpc.base import current, extensions
+from jdist.rpc.base import current
 from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.calls import extensions
 from tests.rpc.hosts import names
 
 
