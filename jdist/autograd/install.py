@@ -1,7 +1,5 @@
 """Giving every worker of this process its autograd."""
 
-from typing import TYPE_CHECKING
-
 from jdist.autograd.context.container import PART, Container
 from jdist.autograd.context.release import Releases
 from jdist.autograd.crossing.rpc_hooks import RpcHooks
@@ -11,10 +9,7 @@ from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules import nnx_module
 from jdist.autograd.optimizer import owner_side as optimizers
 from jdist.autograd.picture import graph
-from jdist.rpc.extension import TRAINABLE, extend
-
-if TYPE_CHECKING:
-    from jdist.rpc.extension import Agent
+from jdist.rpc.extension import TRAINABLE, Agent, extend
 
 
 def install(agent: "Agent") -> None:

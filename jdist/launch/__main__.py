@@ -16,12 +16,12 @@ from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import Relay
 from jdist.rpc.extension import (
     LOOPBACK,
-    Program,
+    ProcessCommand,
     Rendezvous,
     ReservedPort,
     Supervisor,
-    plan,
     require_posix,
+    resolved,
 )
 
 error_console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -110,7 +110,7 @@ def _start(
     restart: int,
 ) -> None:
     for local_rank, cores in enumerate(options.cores):
-        program = Program(
+        program = ProcessCommand(
             name=f"worker{meeting.rank(local_rank)}",
             command=options.command,
             # What a worker has written must not be lost with it.
@@ -121,7 +121,7 @@ def _start(
                 "JDIST_RESTART_COUNT": str(restart),
                 "JDIST_MAX_RESTARTS": str(options.max_restarts),
             },
-            plan=plan(options.settings, options.nproc, cores),
+            settings=resolved(options.settings, options.nproc, cores),
             captured=True,
         )
         if child := supervisor.start(program):

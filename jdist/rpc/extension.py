@@ -42,11 +42,11 @@ from jdist.rpc.group.rendezvous import (
 )
 from jdist.rpc.modules import parameters
 from jdist.rpc.modules.remote_module import TRAINABLE
-from jdist.rpc.processes.process_settings import OFF, plan, share_out
+from jdist.rpc.processes.process_settings import OFF, resolved, share_out
 from jdist.rpc.processes.supervisor import (
     GRACE,
     Child,
-    Program,
+    ProcessCommand,
     Supervisor,
     interpreter,
     require_posix,
@@ -107,11 +107,11 @@ __all__ = [  # noqa: RUF022 - by subject
     "ReservedPort",
     "fresh_key",
     "OFF",
-    "plan",
+    "resolved",
     "share_out",
     "Child",
     "GRACE",
-    "Program",
+    "ProcessCommand",
     "Supervisor",
     "interpreter",
     "require_posix",

@@ -9,11 +9,10 @@ from jdist.autograd.context.context import Context
 from jdist.autograd.context.ids import Ids, maker
 from jdist.autograd.errors import ContextNotFound, no_context
 from jdist.rpc import Future, RpcError, WorkerInfo
-from jdist.rpc.extension import current_agent, incarnation_of
+from jdist.rpc.extension import Agent, current_agent, incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.release import Releases
-    from jdist.rpc.extension import Agent
 
 PART = "jdist.autograd"
 """Under which an agent has its container."""

@@ -17,7 +17,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jdist.autograd.context.container import Container
 from jdist.autograd.context.context import Context
@@ -30,10 +30,7 @@ from jdist.rpc import (
     WorkerLost,
     collect_all,
 )
-from jdist.rpc.extension import Peer, call_when_done, error_of, incarnation_of
-
-if TYPE_CHECKING:
-    from jdist.rpc.extension import Agent
+from jdist.rpc.extension import Agent, Peer, call_when_done, error_of, incarnation_of
 
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"

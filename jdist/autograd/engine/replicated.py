@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,13 @@ from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.recorded import described
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.extension import DEFAULT, Deadline, InterruptSafeLock, current_agent
-
-if TYPE_CHECKING:
-    from jdist.rpc.extension import Agent
+from jdist.rpc.extension import (
+    DEFAULT,
+    Agent,
+    Deadline,
+    InterruptSafeLock,
+    current_agent,
+)
 
 Weight = float | Callable[[], float]
 """What a trainer's gradient counts for, or a function that says so at each pass."""

@@ -86,7 +86,7 @@ def wait_for_taken_back(count):
 
 
 def is_serving(name, count=1):
-    served = current.worker().ledger.served
+    served = current.worker().outstanding.served
     assert wait_for(lambda: [one.peer for one in served()].count(name) == count)
 
 
