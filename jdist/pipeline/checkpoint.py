@@ -18,7 +18,7 @@ from jdist._checkpoint import (
     StepFolder,
     check_same,
     chosen,
-    described,
+    descriptions,
     unworded,
     words,
 )
@@ -160,7 +160,7 @@ class StageCheckpoints(Closing):
 
     def _write(self, stage: int, step: int, tree: Any) -> None:
         leaves = _leaves(tree)
-        description = {"stages": self._saved.stages, "leaves": described(leaves)}
+        description = {"stages": self._saved.stages, "leaves": descriptions(leaves)}
         arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
         # Left by a run that ended before the other stages had that step.
         self._delete(stage, lambda other: other >= step)
@@ -185,7 +185,7 @@ class StageCheckpoints(Closing):
             rule = f"must have the {description['stages']} stages that were saved"
             raise ValueError(requirement("restore(like=...)", rule, self._saved.stages))
         saved, where = description["leaves"], f"stage {stage}: "
-        check_same("restore", saved, described(leaves), where)
+        check_same("restore", saved, descriptions(leaves), where)
         wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
         found = folder.read(step, {"arrays": wanted})["arrays"]
         structure: Any = jax.tree.structure(like)

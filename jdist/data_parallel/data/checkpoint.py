@@ -20,7 +20,7 @@ from jdist._checkpoint import (
     Closing,
     StepFolder,
     check_same,
-    described,
+    descriptions,
     struct_of,
     unworded,
     words,
@@ -200,7 +200,7 @@ def _refilled(array: jax.Array, like: Any) -> Any:
 
 
 def _description(state: TrainState) -> dict[str, str]:
-    return described(
+    return descriptions(
         {
             path: jax.ShapeDtypeStruct(leaf.shape, _array(leaf).dtype)
             for path, leaf in _leaves(state).items()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._checkpoint import described
+from jdist._checkpoint import descriptions
 from jdist._errors import requirement
 from jdist._tree import path_of
 
@@ -76,7 +76,7 @@ def structured(argument: str, kept: dict[str, Any], like: Any) -> Any:
     """
     pairs = jax.tree.leaves_with_path(like)
     wanted = {path_of(keys): leaf for keys, leaf in pairs}
-    here, there = described(wanted), described(kept)
+    here, there = descriptions(wanted), descriptions(kept)
     for path in sorted(here.keys() | there.keys()):
         want, got = (each.get(path, "no leaf") for each in (here, there))
         if want != got:
