@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
@@ -20,19 +20,6 @@ from jdist.rpc.base.errors import RpcError, RpcTimeout
 T = TypeVar("T")
 U = TypeVar("U")
 _log = logging.getLogger("jdist.rpc")
-
-
-class Source(Protocol):
-    """Where the value of a future comes from, if somebody has to fetch it there."""
-
-    def attend(self, future: "Future[Any]", until: float | None) -> bool:
-        """Fetches it on this thread, for a moment; whether the future is completed."""
-
-    def expect(self, future: "Future[Any]") -> None:
-        """Somebody counts on it from now on: it must be fetched without delay."""
-
-    def settled(self, future: "Future[Any]") -> None:
-        """It is completed: nobody counts on it any more."""
 
 
 class Future(Generic[T]):
@@ -55,7 +42,7 @@ class Future(Generic[T]):
 
     __slots__ = (
         "__weakref__", "_callbacks", "_cancelled", "_done", "_error", "_home",
-        "_lock", "_source", "_traceback", "_value", "_waiters",
+        "_lock", "_traceback", "_value", "_waiters",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,7 +54,6 @@ class Future(Generic[T]):
         self._traceback: Any = None
         self._waiters: list[Callable[[], object]] | None = None
         self._callbacks: list[Callable[[], None]] | None = None
-        self._source: Source | None = None
         self._home = current.scope.get()
 
     def done(self) -> bool:
@@ -182,20 +168,15 @@ class Future(Generic[T]):
 
     def _call_when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            done, source = self._done, self._source
-            if not done:
+            if not self._done:
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)
-        if done:
-            callback()
-        elif source is not None:
-            source.expect(self)
+                return
+        callback()
 
     def _sleep(self, until: float | None) -> bool:
         """Blocks until completed; False when the moment came first."""
-        if attend(self, until):
-            return True
         waiter = threading.Lock()
         waiter.acquire()
         if watch(self, waiter.release):
@@ -226,14 +207,11 @@ def complete(
         if error is not None:
             future._error, future._traceback = error, error.__traceback__
         future._done = True
-        source, future._source = future._source, None
         waiters, future._waiters = future._waiters, None
         callbacks, future._callbacks = future._callbacks, None
     if waiters:
         for wake in waiters:
             wake()
-    if source is not None:
-        source.settled(future)
     return callbacks or []
 
 
@@ -260,17 +238,11 @@ def run_all(callbacks: list[Callable[[], None]]) -> None:
             raise
 
 
-def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) -> bool:
+def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
     """Has `wake` called on completion; True, without a call, if it is completed.
 
     Unlike a callback, `wake` runs on whichever thread completes the future, in no
     particular context: it must not block.
-
-    Args:
-      future: The future.
-      wake: What to call.
-      counts: Whether the value must be fetched without delay; not if this very thread
-        is about to fetch it.
     """
     with future._lock:
         if future._done:
@@ -278,9 +250,6 @@ def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) 
         if future._waiters is None:
             future._waiters = []
         future._waiters.append(wake)
-        source = future._source
-    if counts and source is not None:
-        source.expect(future)
     return False
 
 
@@ -294,14 +263,6 @@ def unwatch(future: Future[Any], wake: Callable[[], object]) -> None:
 def await_done(future: Future[Any], until: float | None) -> bool:
     """Blocks until completed; False when the moment came first."""
     return future._sleep(until)
-
-
-def attend(future: Future[Any], until: float | None) -> bool:
-    """Fetches the value on this thread, for a moment; whether it is there."""
-    source = future._source
-    if source is None:
-        return future._done
-    return source.attend(future, until)
 
 
 def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:

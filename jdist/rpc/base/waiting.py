@@ -5,20 +5,16 @@ import contextvars
 import functools
 import queue
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import Deadline, exceeded, resolve
+from jdist.rpc.base.deadline import exceeded, resolve
 from jdist.rpc.base.errors import RpcTimeout
-from jdist.rpc.base.future import Future, attend, call_when_done, error_of, watch
+from jdist.rpc.base.future import Future, call_when_done, watch
 
 T = TypeVar("T")
-_TOGETHER = 0.005
-"""Seconds for which one future is awaited after the other, and for which the failure of
-a later one may thus remain unnoticed."""
 
 _collected: contextvars.ContextVar[list[Future[Any]] | None] = contextvars.ContextVar(
     "jdist.rpc.collected", default=None
@@ -47,7 +43,6 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     """
     waited = _futures("wait_all(futures)", futures)
     limit = resolve(timeout, 0, current.deadline())
-    _attend(waited, limit)
     # Not a semaphore: an interrupt of this wait would leave its inner lock taken, and
     # block the thread that completes a future (see `turn`).
     progress: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -132,16 +127,6 @@ def collect(future: Future[Any]) -> None:
     futures = _collected.get()
     if futures is not None:
         futures.append(future)
-
-
-def _attend(futures: Sequence[Future[Any]], limit: Deadline) -> None:
-    """Has this thread itself fetch what comes soon, up to the first that fails."""
-    until = time.monotonic() + _TOGETHER
-    if limit.at is not None:
-        until = min(until, limit.at)
-    for future in futures:
-        if not attend(future, until) or error_of(future) is not None:
-            return
 
 
 def _futures(call: str, futures: Iterable[Future[T]]) -> Sequence[Future[T]]:

@@ -74,9 +74,7 @@ class Group:
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
-        self._shared = SharedConnection(
-            channel, agent.pool, agent.relief, self._pushed, self._closed
-        )
+        self._shared = SharedConnection(channel, agent.pool, self._pushed, self._closed)
         agent.watch(self._shared)
 
     # --- joining and leaving ---
@@ -115,9 +113,9 @@ class Group:
         if self._beats:
             self._heard = time.monotonic()
             options = self._agent.options
-            name = f"{self._agent.info.name} heartbeat"
             memory = MEMORY * options.heartbeat_timeout
-            self._pace = Pace(name, options.heartbeat_interval, self._beat, memory)
+            interval = options.heartbeat_interval
+            self._pace = Pace(self._agent.timer, interval, self._beat, memory)
 
     def leave(self, seconds: float) -> None:
         """Tells the coordinator that this worker goes, and closes the channel."""
@@ -440,7 +438,7 @@ class Group:
                     self._gone_orderly.add(peer.info.name)
         if self.elastic:
             self._agent.directory.expel(peer)
-        self._agent.part(peer, reason)
+        self._agent.drop_peer(peer, reason)
         self._tell(listeners, peer.info.name, reason)
 
     def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:

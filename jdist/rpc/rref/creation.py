@@ -84,11 +84,10 @@ def remote(
 
     try:
         body = (name, *outgoing.body)
-        asked = agent.request(outgoing._replace(body=body, ended=ended))
+        agent.request(outgoing._replace(body=body, ended=ended))
     except BaseException:
         references.not_asked(held)
         raise
-    creation._source = asked._source
     return references.handle(
         held.rref, held=held, creation=creation, until=outgoing.deadline
     )
