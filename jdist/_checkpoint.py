@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import Unavailable, extra, requirement
+from jdist._tree import described
 
 Arrays = Mapping[str, Mapping[str, Any]]
 """By the name of a group, which can be left unread, and by name within it."""
@@ -175,16 +176,13 @@ def unworded(array: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
 
 
-def described(leaves: Mapping[str, Any]) -> dict[str, str]:
+def descriptions(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Dtype and shape of every leaf, by path, as `check_same` compares them."""
-    return {
-        path: f"{jnp.result_type(leaf)} of shape {tuple(jnp.shape(leaf))}"
-        for path, leaf in leaves.items()
-    }
+    return {path: described(leaf) for path, leaf in leaves.items()}
 
 
 def struct_of(description: str) -> jax.ShapeDtypeStruct:
-    """A leaf's dtype and shape, from what `described` said of it.
+    """A leaf's dtype and shape, from what `descriptions` said of it.
 
     Example:
       >>> struct_of("bfloat16 of shape (3, 5)")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._checkpoint import described
+from jdist._checkpoint import descriptions
 from jdist._errors import requirement
 from jdist._tree import path_of
 
@@ -25,7 +25,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     """The optimizer's state."""
 
-    model_state: Any = None
+    states: Any = None
     """State that no gradient reaches, such as batch-norm statistics, or None."""
 
     key: Any = None
@@ -33,7 +33,7 @@ class TrainState(NamedTuple):
 
     hook_state: Any = None
     """What a communication hook keeps, a row for each replica, or None. As
-    `Checkpoints.restore` reads it, it is by path: only a step knows its structure."""
+    `TrainCheckpoints.restore` reads it, it is by path: its structure is the step's."""
 
 
 def check_state(call: str, state: object) -> None:
@@ -76,7 +76,7 @@ def structured(argument: str, kept: dict[str, Any], like: Any) -> Any:
     """
     pairs = jax.tree.leaves_with_path(like)
     wanted = {path_of(keys): leaf for keys, leaf in pairs}
-    here, there = described(wanted), described(kept)
+    here, there = descriptions(wanted), descriptions(kept)
     for path in sorted(here.keys() | there.keys()):
         want, got = (each.get(path, "no leaf") for each in (here, there))
         if want != got:
