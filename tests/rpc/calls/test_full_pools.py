@@ -13,6 +13,7 @@ import threading
 import pytest
 
 from jdist import rpc
+from jdist.rpc.base import current
 from tests.rpc.hosts import in_threads, names, results
 from tests.rpc.sockets import wait_until
 
@@ -23,7 +24,8 @@ PATIENCE = 60
 
 _release = threading.Event()
 _holding = {name: threading.Semaphore(0) for name in names(3)}
-_never: list[rpc.Future] = []
+_begun = threading.Semaphore(0)
+_cancelled = threading.Semaphore(0)
 
 
 def hold():
@@ -32,18 +34,30 @@ def hold():
 
 
 @rpc.async_execution
-def answer_never():
+def note_when_cancelled():
     future = rpc.Future()
-    future.add_done_callback(_never.append)
+    future.add_done_callback(lambda done: _cancelled.release())
+    _begun.release()
     return future
 
 
 @rpc.async_execution
-def answer_late_and_wait_when_cancelled():
+def wait_when_cancelled():
     """Its callback is the user's, and holds the thread that runs it."""
     future = rpc.Future()
     future.add_done_callback(lambda done: _release.wait(PATIENCE))
+    _begun.release()
     return future
+
+
+WITHOUT_END = [wait_when_cancelled, note_when_cancelled]
+
+
+def give_up_calls_without_end():
+    """As when the call that made them was cancelled itself."""
+    for call in current.agent().outstanding.sent():
+        if call.operation.function in WITHOUT_END:
+            call.give_up("the call was given up")
 
 
 def fetch(reference):
@@ -105,10 +119,9 @@ def freed():
 def one_round(start, number):
     made = rpc.remote("worker1", divmod, args=(number, 7))
     assert made.to_here() == divmod(number, 7)
-    cancelled = [
-        rpc.rpc_async("worker2", function, timeout=0.02)
-        for function in (answer_late_and_wait_when_cancelled, answer_never)
-    ]
+    without_end = [rpc.rpc_async("worker2", function) for function in WITHOUT_END]
+    for _ in without_end:
+        assert _begun.acquire(timeout=PATIENCE)
     with all_places_taken():
         # Synchronous calls, calls within them, and the counts of what they bring.
         assert made.to_here() == divmod(number, 7)
@@ -118,16 +131,16 @@ def one_round(start, number):
         with rpc.use_worker("worker1"):
             wait_until(freed)
         # Cancelled calls end on both sides, although the callback of one of them waits.
-        for future in cancelled:
-            with pytest.raises(rpc.RpcTimeout, match="more than set timeout"):
+        give_up_calls_without_end()
+        for future in without_end:
+            with pytest.raises(rpc.RpcTimeout, match="the call was given up"):
                 future.wait(PATIENCE)
-        wait_until(lambda: len(_never) == number + 1)
+        assert _cancelled.acquire(timeout=PATIENCE)
         # Collectives of all workers.
         gathered = results([start(rank, gather) for rank in range(3)])
         assert gathered == [[0, 1, 2]] * 3
 
 
 def test_the_librarys_messages_arrive_while_every_place_is_taken(full):
-    _never.clear()
     for number in range(ROUNDS):
         one_round(full, number)
