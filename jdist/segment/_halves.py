@@ -29,6 +29,14 @@ from jdist.segment._traced import Program, Static, Traced, refuse_hidden, signat
 Then = Callable[[Any, Any, Any], Any]
 """`then(carry, d_params, given)`: what is made of gradients as they are computed."""
 
+Invoke = Callable[..., Any]
+"""`invoke(function, *arguments)`: calls a compiled function, or stands in for that."""
+
+
+def call_now(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The `Invoke` that calls."""
+    return function(*arguments)
+
 
 class Elsewhere(Exception):
     """The program that is being traced is compiled already, by other halves.
@@ -130,21 +138,23 @@ class Halves:
                 return home
         return None
 
-    def call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
+    def call(
+        self, half: str, params: Any, inputs: Any, static: Static, invoke: Invoke
+    ) -> Any:
         """Calls `forward` or `outputs`, here or where the program is compiled."""
         signature = None
         if self._elsewhere:
             signature = signature_of((params, *inputs), static)
             home = self._elsewhere.get(signature)
             if home is not None:
-                return home.call(half, params, inputs, static)
+                return home.call(half, params, inputs, static, invoke)
         try:
-            return getattr(self, half)(params, inputs, static)
+            return invoke(getattr(self, half), params, inputs, static)
         except Elsewhere as found:
             home = found.home
         signature = signature or signature_of((params, *inputs), static)
         self._elsewhere[signature] = home
-        return home.call(half, params, inputs, static)
+        return home.call(half, params, inputs, static, invoke)
 
     def _program(self, params: Any, inputs: Any, static: Static) -> Program:
         """The function's program, if these are the halves where it is compiled.

@@ -10,7 +10,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.segment._cache import PATIENCE, PATIENCE_WITH_MODELS, Cache
 from jdist.segment._contents import Contents, value_of
-from jdist.segment._halves import Halves, Then
+from jdist.segment._halves import Halves, Invoke, Then, call_now
 from jdist.segment._repeat import POLICIES, Policy
 from jdist.segment._residuals import (
     Deferred,
@@ -39,7 +39,7 @@ class Segment:
       fn: The function.
     """
 
-    __slots__ = ("_halves", "_own", "_static", "fn")
+    __slots__ = ("_halves", "_invoke", "_own", "_static", "fn")
 
     def __init__(
         self,
@@ -47,14 +47,25 @@ class Segment:
         halves: Halves,
         static: tuple[int, ...],
         own: bool = True,
+        invoke: Invoke = call_now,
     ) -> None:
         self.fn = fn
         self._halves = halves
+        self._invoke = invoke
         self._static = static
         self._own = own  # Whether `fn` is the caller's, and not one that is equal.
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
+
+    def through(self, invoke: Invoke) -> "Segment":
+        """The same segment, whose compiled functions are called by another function.
+
+        Args:
+          invoke: `invoke(function, *arguments)` takes the place of
+            `function(*arguments)`; it may trace or compile the function instead.
+        """
+        return Segment(self.fn, self._halves, self._static, self._own, invoke)
 
     def forward(self, params: Any, *inputs: Any) -> tuple[Any, Residuals]:
         """Runs the function and keeps what its backward pass needs.
@@ -198,7 +209,7 @@ class Segment:
         finished: list[Any] = []
         if None in rest.split.ready:
             try:
-                finished = home.second(rest, rest.layout)
+                finished = self._invoke(home.second, rest, rest.layout)
             except (RuntimeError, ValueError) as error:
                 explain_deleted("backward_params", error, {"rest": rest})
                 raise
@@ -214,7 +225,8 @@ class Segment:
         call = "backward_params_then"
         home = self._home(call, rest, Rest)
         try:
-            return home.second_then(then, carry, given, rest, rest.layout)
+            before = home.second_then, then, carry, given
+            return self._invoke(*before, rest, rest.layout)
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"rest": rest})
             raise
@@ -278,7 +290,8 @@ class Segment:
             for (home, split), calls in alike.items():
                 if any(split.put_off):
                     layout = calls[0].layout
-                    carry = home.joined_then(then, carry, given, calls, layout)
+                    before = home.joined_then, then, carry, given
+                    carry = self._invoke(*before, calls, layout)
         except (RuntimeError, ValueError) as error:
             explain_deleted(call, error, {"deferred": list(deferred)})
             raise
@@ -286,13 +299,13 @@ class Segment:
 
     def _call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
         try:
-            return self._halves.call(half, params, inputs, static)
+            return self._halves.call(half, params, inputs, static, self._invoke)
         except Changed:
             if not self._own:
                 raise
         CACHE.drop(self._halves)
         self._halves = self._halves.aside(self.fn)
-        return self._halves.call(half, params, inputs, static)
+        return self._halves.call(half, params, inputs, static, self._invoke)
 
     def _pull_back(
         self,
@@ -305,7 +318,8 @@ class Segment:
         home = self._home(call, residuals, Residuals)
         check_version(call, params, residuals.version)
         try:
-            return getattr(home, half)(*before, *arguments, residuals.layout)
+            function = getattr(home, half)
+            return self._invoke(function, *before, *arguments, residuals.layout)
         except (RuntimeError, ValueError) as error:
             names = ("params", "residuals", "d_outputs")
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))

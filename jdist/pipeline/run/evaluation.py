@@ -131,7 +131,7 @@ class Evaluator:
         step.run()
         examples = sum(len(part.weights) for part in parts)
         weight = sum(part.given for part in parts)
-        loss, aux, _ = step.agree({}, step.kept)
+        loss, aux, _ = step.agree(channels, {}, step.kept)
         found = Evaluation(loss, examples, weight, step.outputs(), aux)
         return step.transfers, found
 
