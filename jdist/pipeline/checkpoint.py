@@ -89,7 +89,7 @@ class StageCheckpoints(Closing):
         self._keep = keep
         self._folders: dict[int, StepFolder] = {}
         try:
-            with saved.opened("Checkpoints") as channels:
+            with saved.opened("PipelineCheckpoints") as channels:
                 if keep is not None and keep < 1:
                     call = "StageCheckpoints(keep=...)"
                     raise ValueError(requirement(call, "must be 1 at least", keep))
@@ -115,7 +115,7 @@ class StageCheckpoints(Closing):
           ValueError: It is not later.
           WorkerLost, RpcTimeout: Another worker did not save its stages.
         """
-        with self._saved.opened("Checkpoints.save") as channels:
+        with self._saved.opened("PipelineCheckpoints.save") as channels:
             channels.identify(step)
             if self._complete and step <= self._complete[-1]:
                 last = self._complete[-1]
@@ -146,7 +146,7 @@ class StageCheckpoints(Closing):
           ValueError: There is no such step; or it was saved from other trees, and the
             message names the first path that differs.
         """
-        with self._saved.opened("Checkpoints.restore") as channels:
+        with self._saved.opened("PipelineCheckpoints.restore") as channels:
             step = chosen("restore", self._complete, step)
             channels.identify(step)
             found = {j: self._read(j, step, tree) for j, tree in like.items()}
@@ -194,7 +194,7 @@ class StageCheckpoints(Closing):
         )
 
 
-class Checkpoints(Closing):
+class PipelineCheckpoints(Closing):
     """A folder of a pipeline's training states, one for each step that was saved.
 
     Every process writes the stages that run in it (of a stage with several workers, the
@@ -224,7 +224,7 @@ class Checkpoints(Closing):
       >>> state, _ = pipe.train_step(pipe.init(params), batch)
       >>> with (
       ...     tempfile.TemporaryDirectory() as folder,
-      ...     pipeline.Checkpoints(folder, pipe) as saved,
+      ...     pipeline.PipelineCheckpoints(folder, pipe) as saved,
       ... ):
       ...     saved.save(state)
       ...     again = saved.restore(pipe.init(params))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.arguments import (
     check_arguments,
     check_not_traced,
@@ -21,6 +21,7 @@ from jdist.pipeline.run.evaluation import Evaluation, EvaluationRun, Evaluator, 
 from jdist.pipeline.run.executor import executor_for
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatch, size_of_batch, split_batch
+from jdist.pipeline.run.shapes import Shapes
 from jdist.pipeline.run.stage_channels import StageChannels, moved
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import Step
@@ -42,7 +43,6 @@ from jdist.pipeline.run.update import (
 )
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.spmd.one_program import one_program_on
-from jdist.pipeline.stages.shapes import Shapes
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.tied import Tied
 from jdist.pipeline.stages.wiring import wire
@@ -116,7 +116,7 @@ class Pipeline:
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
         self.transfer_log: list[Transfer] = []
-        self.stopwatch: Stopwatch | None = None
+        self.action_timer: ActionTimer | None = None
         check_arguments(schedule, self.wiring.stages, reduction)
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
         about += ", has_aux" if has_aux else ""
@@ -406,7 +406,7 @@ class Pipeline:
         given = self.wiring, self._places, runs, channels, loss, read, parts
         self._compile_ahead(given, [len(part.weights) for part in parts])
         step = Step(*given)
-        step.run(self.stopwatch)
+        step.run(self.action_timer)
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             unrounded = update is not None and update.unrounded(j)
@@ -428,7 +428,7 @@ class Pipeline:
         together = joined(stats) if stats else NO_STATS
         return StepResult(loss_of_all, grads, together, after, aux)
 
-    def _compile_ahead(self, given: Any, sizes: Sequence[int]) -> None:
+    def _compile_ahead(self, given: tuple[Any, ...], sizes: Sequence[int]) -> None:
         """Compiles the programs of several processes at the same time.
 
         Only until a step has succeeded on all of them: no process sees whether the

@@ -13,7 +13,7 @@ import pytest
 import jdist
 from jdist import autograd, rpc
 from jdist.autograd.context.turns import in_turn
-from jdist.autograd.engine.mailbox import Mailbox
+from jdist.autograd.engine.mailbox import StepQueue
 from jdist.rpc.base.turn import Turn
 from tests.rpc.sockets import Outcome, blocked, wait_until
 from tests.rpc.test_interrupts import interrupt
@@ -57,11 +57,11 @@ def test_the_next_pass_works(replicas):
 
 
 def test_a_mailbox_is_never_left_busy():
-    mailbox, number, ran = Mailbox(None), 0, []
+    mailbox, number, ran = StepQueue(None), 0, []
     while interrupt(number, mailbox.put, lambda: ran.append("interrupted")):
         assert Outcome(mailbox.put, lambda: ran.append("next")).get()
         assert ran.pop() == "next"
-        mailbox, number = Mailbox(None), number + 1
+        mailbox, number = StepQueue(None), number + 1
     assert number > 5
 
 

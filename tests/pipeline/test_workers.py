@@ -124,7 +124,7 @@ def test_a_killed_saver_leaves_the_last_complete_step(fresh_hosts, tmp_path):
     assert task.result() == "worker1"
     assert (tmp_path / "stage0" / "3").exists()
     pipe = trained.made()
-    with pipeline.Checkpoints(tmp_path, pipe) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path, pipe) as saved:
         assert saved.latest() == 2
         found = saved.restore(trained.start(pipe, seed=1))
     expected, _ = trained.steps(pipe, trained.start(pipe), 2)

@@ -35,12 +35,12 @@ from jdist.rpc.codec.message_context import Parcel
 from jdist.rpc.codec.nnx import is_module
 
 META = "autograd"
-"""Under which a message's metadata has its `Header`, as a list."""
+"""Under which a message's metadata has its `CrossingHeader`, as a list."""
 
 _NEEDED = f"{Recorded.__module__}:{Recorded.__qualname__}"
 
 
-class Header(NamedTuple):
+class CrossingHeader(NamedTuple):
     """What a message within a context says of itself.
 
     Attributes:
@@ -59,7 +59,7 @@ class Header(NamedTuple):
     reach: list[int] | None = None
 
     @classmethod
-    def of(cls, meta: dict[str, Any]) -> "Header | None":
+    def of(cls, meta: dict[str, Any]) -> "CrossingHeader | None":
         """That of a message which has arrived, if it has one.
 
         Raises:
@@ -78,7 +78,7 @@ class Header(NamedTuple):
 
 
 def _row(context: int, answers: int, message: int) -> list[Any]:
-    """A `Header` that is still to be filled in, as it travels."""
+    """A `CrossingHeader` that is still to be filled in, as it travels."""
     return [context, answers, message, 0, []]
 
 
@@ -86,7 +86,7 @@ _ANSWERS, _MESSAGE, _SLOTS, _REACH = 1, 2, 3, 4
 """Places in a row."""
 
 
-class Boundary:
+class RpcHooks:
     """The interceptor of one worker, and the codec's hooks for recorded values.
 
     Args:
@@ -119,12 +119,12 @@ class Boundary:
         run: Callable[[Invocation], Any],
     ) -> tuple[Any, dict[str, Any]]:
         """A call has come: it runs within the caller's context."""
-        header = Header.of(meta)
+        header = CrossingHeader.of(meta)
         if header is None:
             return run(call), {}
         context = self._container.get_or_create(header.context)
         context.meet(caller)
-        if self._container.is_gone(caller.number):
+        if self._container.is_gone(caller.incarnation):
             self._container.releases.seek_end([context])
         if header.slots:
             _refuse_untrainable(call.function)
@@ -201,7 +201,7 @@ class Boundary:
         return made
 
     def _receive_function(self, parcel: Parcel) -> RecvNode:
-        header = Header.of(parcel.meta)
+        header = CrossingHeader.of(parcel.meta)
         assert header is not None
         context: Context | None
         if header.answers:

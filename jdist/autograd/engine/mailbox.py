@@ -13,7 +13,7 @@ from jdist.rpc.base.current import Scope
 from jdist.rpc.base.turn import Turn
 
 
-class Mailbox:
+class StepQueue:
     """The steps of one part of a pass.
 
     Args:

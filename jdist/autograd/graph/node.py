@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from jdist.autograd.context.errors import GraphFreed
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.autograd.errors import GraphFreed
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.segment import Residuals, Segment
 from jdist.segment._passing import passed_on
 
@@ -174,7 +174,7 @@ class SendNode(Node):
     ) -> None:
         super().__init__(f"send {label} to {worker.name}", (), 0, order)
         self.message_id = message_id
-        self.worker, self.number = worker.name, number_of(worker)
+        self.worker, self.number = worker.name, incarnation_of(worker)
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
 
@@ -230,7 +230,7 @@ class RecvNode(Node):
         super().__init__(f"receive from {worker.name}", (), outputs)
         self.context_id = context_id
         self.message_id = message_id
-        self.worker, self.number = worker.name, number_of(worker)
+        self.worker, self.number = worker.name, incarnation_of(worker)
         self.reach = reach
 
     def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:

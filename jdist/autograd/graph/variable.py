@@ -14,31 +14,31 @@ from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves, path_of
 from jdist.autograd.context.recording import refuse_in_pure
 from jdist.autograd.graph.eager import eager
+from jdist.autograd.graph.nnx_state import refuse_state
 from jdist.autograd.graph.node import Edge, LeafNode
-from jdist.autograd.graph.pure import Differentiated
+from jdist.autograd.graph.pure import DifferentiatedTree
 from jdist.autograd.graph.recorded import Operators, Recorded, described
-from jdist.autograd.modules.nnx_state import refuse_state
 from jdist.rpc.base.turn import Turn
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
 
 
-class _Held(NamedTuple):
+class _FlatTree(NamedTuple):
     """What a variable holds, taken apart once for all its uses."""
 
     tree: Any
-    kind: Differentiated
+    kind: DifferentiatedTree
     leaves: list[Any]
 
     @classmethod
-    def of(cls, tree: Any) -> "_Held":
+    def of(cls, tree: Any) -> "_FlatTree":
         leaves, structure = jax.tree.flatten(tree)
         return cls(
-            tree, Differentiated(structure, tuple(map(is_inexact, leaves))), leaves
+            tree, DifferentiatedTree(structure, tuple(map(is_inexact, leaves))), leaves
         )
 
-    def is_like(self, other: "_Held") -> bool:
+    def is_like(self, other: "_FlatTree") -> bool:
         """Whether structure, shapes and dtypes are the same."""
         return self.kind.structure == other.kind.structure and all(
             one.shape == two.shape and one.dtype == two.dtype
@@ -63,7 +63,7 @@ class Variable(Operators):
 
     def __init__(self, tree: Any) -> None:
         refuse_state("variable(tree)", tree)
-        self._held = _Held.of(jax.tree.map_with_path(_array, tree))
+        self._held = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not any(self._held.kind.wanted):
             rule = "must have at least one floating array"
             raise ValueError(requirement("variable(tree)", rule, tree))
@@ -81,7 +81,7 @@ class Variable(Operators):
 
     @value.setter
     def value(self, tree: Any) -> None:
-        new = _Held.of(jax.tree.map_with_path(_array, tree))
+        new = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not new.is_like(self._held):
             _check_paths(self._held.tree, new.tree)
         self._held = new

@@ -10,7 +10,7 @@ from jdist.rpc.base.future import Future
 from jdist.rpc.calls.agent import Agent
 
 # An owner may be asked before it has imported autograd for its first variable.
-_META = {NEEDS: "jdist.autograd.optimizer.serving:install"}
+_META = {NEEDS: "jdist.autograd.optimizer.owner_side:install"}
 
 
 def ask_all(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.remote_call.arguments import kind_of, taken_apart
+from jdist.autograd.remote_call.arguments import abstract_of, taken_apart
 from jdist.autograd.remote_call.caller import Target, caller_of
 from jdist.autograd.remote_call.primitive import bind
 from jdist.rpc.base import current
@@ -91,7 +91,7 @@ def remote_call(
         to=peer.info.name,
         function=function,
         structure=structure,
-        kinds=tuple(map(kind_of, arrays)),
+        kinds=tuple(map(abstract_of, arrays)),
         timeout=float(timeout),
         references=tuple(map(weakref.ref, references)),
     )

@@ -21,7 +21,7 @@ from jdist._errors import requirement
 from jdist.pipeline.pipedream.batch_stream import BatchStream
 from jdist.pipeline.pipedream.joint_update import JointUpdate
 from jdist.pipeline.pipedream.stashed_run import StashedRun
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.auxiliary import Entries, merged, stacked
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
@@ -29,7 +29,7 @@ from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, ValueCh
 from jdist.pipeline.run.step import Actions, Step
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.open_schedule import OpenActions, OpenSchedule
-from jdist.pipeline.stages.wiring import Wiring
+from jdist.pipeline.stages.wiring import StageWiring
 from jdist.reduction import Partial
 
 _CALL = "PipeDream.train_epoch"
@@ -116,7 +116,7 @@ class EpochStep(Step):
 
     def __init__(
         self,
-        wiring: Wiring,
+        wiring: StageWiring,
         places: Places,
         runs: Mapping[tuple[int, int], StashedRun],
         channels: ValueChannels,
@@ -134,9 +134,9 @@ class EpochStep(Step):
         self._ends: dict[int, int] = {}
         self._end_told = False
 
-    def run(self, stopwatch: Stopwatch | None = None) -> None:
+    def run(self, action_timer: ActionTimer | None = None) -> None:
         """See `Step`; then the drain: stages make the updates that are left."""
-        super().run(stopwatch)
+        super().run(action_timer)
         self._tell_end()
         for (worker, stage), run in self._stashed.items():
             if run.grown and self._shared[worker, stage] == run.contributed:
@@ -219,9 +219,7 @@ class EpochStep(Step):
         length = len(self._stream.totals)
         found = stacked(self._found, np.stack)
         mine = EpochReport(found, length, more, self._stream.checksums)
-        told = [
-            EpochReport(*each) for each in channels.agree(tuple(mine), computed)
-        ]
+        told = [EpochReport(*each) for each in channels.agree(tuple(mine), computed)]
         # All are told the same, and therefore raise the same.
         _check_alike(told)
         values, weights, aux = merged([each.found for each in told])

@@ -11,11 +11,11 @@ the first stage's backward pass at every update, which is a flush.
 from collections.abc import Sequence
 
 from jdist._errors import requirement
+from jdist.pipeline.pipedream.policy import Policy
 from jdist.pipeline.pipedream.stashed_run import StashedRun
 from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
 from jdist.pipeline.run.update import square_of, sum_of_squares
-from jdist.pipeline.schedule.update_policy import Policy
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.tied import Tied
 

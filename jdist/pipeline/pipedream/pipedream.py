@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +11,11 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
 from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
+from jdist.pipeline.pipedream.policy import Policy, schedule_of_epoch
 from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
 from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.pipeline import Pipeline
@@ -26,7 +26,6 @@ from jdist.pipeline.run.training import PipelineState, optimizers_for
 from jdist.pipeline.run.update import scale_in, skipped_in, static_loss_scale_of
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.update_policy import Policy, schedule_of_epoch
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "PipeDream.train_epoch"
@@ -151,7 +150,7 @@ class PipeDream(Pipeline):
             rule = "must be 'mean' or 'sum'"
             raise ValueError(requirement("PipeDream(reduction=...)", rule, reduction))
         self._scaled = _is_scaled(stages, optimizer, reduction)
-        updates = schedule(1).updates
+        updates = schedule(1).update_policy
         assert updates is not None
         self._updates = updates
         check_together(stages, policy, max_norm, self._scaled)
@@ -164,7 +163,7 @@ class PipeDream(Pipeline):
         super().__init__(
             stages,
             loss_fn,
-            replace(synchronous, updates=None),
+            synchronous.synchronous(),
             workers_or_devices,
             optimizer=optimizer,
             max_norm=max_norm,
@@ -179,7 +178,7 @@ class PipeDream(Pipeline):
         batches: Iterable[Any],
         weights: Iterable[Any] | None = None,
         *,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: PipelineCheckpoints | None = None,
         save_every: int | None = None,
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
@@ -239,7 +238,7 @@ class PipeDream(Pipeline):
         """Trains on the next batches, `limit` at most, and drains."""
         stream = self._stream(supply, limit)
         stream.reaches(0)
-        schedule = OpenSchedule(self.epoch_schedule, stream)
+        schedule = OpenSchedule(self.epoch_schedule(1), stream)
         key = state.key
         step, own = state.step, None
         if key is not None:
@@ -264,7 +263,7 @@ class PipeDream(Pipeline):
             joint = JointUpdate(self._tied, self._max_norm, self._places, channels)
         plan = EpochPlan(stream, schedule, self._updates.every, joint)
         epoch = EpochStep(*given, plan)
-        epoch.run(self.stopwatch)
+        epoch.run(self.action_timer)
         after_epoch = epoch.states(stream.totals)
         left = [run.arrays() for run in runs.values()]
         more = limit is not None and supply.more()
@@ -363,7 +362,7 @@ class PipeDream(Pipeline):
                 len(workers),
                 consistent,
                 self._scaled,
-                schedule.updates.every == 1,
+                self._updates.every == 1,
             )
             device = self._places.devices[worker]
             # A copy for each worker, because an update donates it.
@@ -398,7 +397,9 @@ class _OneForAll:
         return self._part
 
 
-def _check_saving(checkpoints: Checkpoints | None, save_every: int | None) -> None:
+def _check_saving(
+    checkpoints: PipelineCheckpoints | None, save_every: int | None
+) -> None:
     call = f"{_CALL}(save_every=...)"
     if save_every is None:
         return

@@ -23,19 +23,20 @@ from jdist.pipeline.run.stage_channels import MessageTag, ValueChannels
 from jdist.pipeline.run.stage_run import StageRun, join
 from jdist.pipeline.run.step import ListedActions, Step
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.array_spec import Kind
-from jdist.pipeline.stages.wiring import Wiring
+from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.wiring import StageWiring
 from jdist.reduction import Partial
 
 
 def compile_ahead(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     runs: Mapping[tuple[int, int], StageRun],
     channels: ValueChannels,
     loss: PipelineLoss,
     read: tuple[str, ...],
     parts: MicroBatches,
+    *,
     sizes: Sequence[int],
 ) -> None:
     """Compiles what the workers of this process will call in a step.
@@ -178,7 +179,7 @@ def _packed(leaf: Any) -> Any:
         return leaf
     place = leaf.sharding
     device = None if place is None else next(iter(place.device_set))
-    empty = Kind((0,), str(leaf.dtype)).blank(device)
+    empty = ArraySpec((0,), str(leaf.dtype)).blank(device)
     return _Shape(leaf.shape, leaf.weak_type, empty)
 
 

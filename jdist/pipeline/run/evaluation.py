@@ -20,7 +20,7 @@ from jdist.pipeline.run.step import Step
 from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import Wiring
+from jdist.pipeline.stages.wiring import StageWiring
 
 
 class Evaluation(NamedTuple):
@@ -106,7 +106,7 @@ class Evaluator:
       loss: The loss function.
     """
 
-    def __init__(self, wiring: Wiring, places: Places, loss: PipelineLoss) -> None:
+    def __init__(self, wiring: StageWiring, places: Places, loss: PipelineLoss) -> None:
         self._wiring = wiring
         self._places = places
         self._loss = loss

@@ -17,13 +17,14 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.auxiliary import merged, stacked
 from jdist.pipeline.run.buckets import buckets_of, whole
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatches
 from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.replica_state import joined_state
+from jdist.pipeline.run.shapes import entry_of
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     StageChannels,
@@ -34,8 +35,7 @@ from jdist.pipeline.run.stage_channels import (
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
 from jdist.pipeline.run.transfer_log import Transfer, size_of
 from jdist.pipeline.schedule.actions import Action
-from jdist.pipeline.stages.shapes import entry_of
-from jdist.pipeline.stages.wiring import BATCH, Wiring
+from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
 from jdist.segment._halves import Invoke, call_now
 
@@ -59,7 +59,7 @@ class Step:
 
     def __init__(
         self,
-        wiring: Wiring,
+        wiring: StageWiring,
         places: Places,
         runs: Mapping[tuple[int, int], StageRun],
         channels: ValueChannels,
@@ -88,17 +88,17 @@ class Step:
             for worker, stage in runs
         }
 
-    def run(self, stopwatch: Stopwatch | None = None) -> None:
+    def run(self, action_timer: ActionTimer | None = None) -> None:
         """Does all actions of this process's workers, each worker's in its order.
 
         Args:
-          stopwatch: Times each of them.
+          action_timer: Times each of them.
 
         Raises:
           ValueError: The workers wait for each other.
         """
-        if stopwatch is not None:
-            stopwatch.clear()
+        if action_timer is not None:
+            action_timer.clear()
         lists = {worker: self._actions(worker) for worker in self._places.own}
         while True:
             moved_on, left = False, False
@@ -109,11 +109,11 @@ class Step:
                         break
                     actions.advance()
                     with _naming(worker, action):
-                        if stopwatch is None:
+                        if action_timer is None:
                             self._do(worker, action)
                         else:
                             do = functools.partial(self._do, worker, action)
-                            stopwatch.time(worker, action, do, self._runs)
+                            action_timer.time(worker, action, do, self._runs)
                     moved_on = True
             if not left:
                 return

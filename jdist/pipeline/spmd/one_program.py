@@ -21,6 +21,7 @@ from jdist._tree import is_none
 from jdist.pipeline.run.arguments import check_not_traced
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
+from jdist.pipeline.run.shapes import entry_of
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
 from jdist.pipeline.spmd.program import Feed, Model, run
@@ -32,9 +33,8 @@ from jdist.pipeline.spmd.rules import (
     check_value,
 )
 from jdist.pipeline.spmd.table import tabulate
-from jdist.pipeline.stages.array_spec import Kind
-from jdist.pipeline.stages.shapes import entry_of
-from jdist.pipeline.stages.wiring import Wiring
+from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.wiring import StageWiring
 
 
 class OneProgram:
@@ -53,7 +53,7 @@ class OneProgram:
 
     def __init__(
         self,
-        wiring: Wiring,
+        wiring: StageWiring,
         places: Places,
         mesh: Mesh,
         loss: PipelineLoss,
@@ -230,7 +230,7 @@ class OneProgram:
 
 def one_program_on(
     where: Any,
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     loss: PipelineLoss,
     max_norm: float | None,
@@ -267,8 +267,8 @@ def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
 
-def _kind(x: Any, cut: Lots) -> Kind:
-    return Kind((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
+def _kind(x: Any, cut: Lots) -> ArraySpec:
+    return ArraySpec((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
 
 
 def _like(tree: Any, shapes: Any) -> Any:

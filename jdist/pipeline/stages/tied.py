@@ -17,9 +17,9 @@ from jdist._errors import requirement
 from jdist._tree import path_of, wide_dtype
 from jdist.optim import Optimizer
 from jdist.pipeline.run.places import Places
+from jdist.pipeline.run.shapes import describe
 from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, moved, receive
-from jdist.pipeline.stages.array_spec import kinds_of
-from jdist.pipeline.stages.shapes import describe
+from jdist.pipeline.stages.array_spec import specs_of
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "Stage(tied=...)"
@@ -211,12 +211,12 @@ class Tied:
             )
             parts[j] = part
             one, another = next(iter(parts.items())), (j, part)
-            _check_alike(one[0], kinds_of(one[1]), another[0], kinds_of(another[1]))
+            _check_alike(one[0], specs_of(one[1]), another[0], specs_of(another[1]))
         return parts
 
 
 def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]:
-    """Kind and digest of every leaf of a copy, by name; and what is wrong."""
+    """ArraySpec and digest of every leaf of a copy, by name; and what is wrong."""
     try:
         found = _indices(_structure(params), stage, path)
     except ValueError as error:

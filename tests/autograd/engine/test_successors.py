@@ -6,8 +6,8 @@ import pytest
 from jdist import autograd, rpc
 from jdist.autograd.context.container import here
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.engine.local_pass import Part
-from jdist.autograd.engine.messages import Terms
+from jdist.autograd.engine.local_pass import LocalPass
+from jdist.autograd.engine.messages import PassTerms
 from jdist.autograd.graph.node import SendNode
 from jdist.rpc.base import current
 from jdist.rpc.base.deadline import NEVER
@@ -66,11 +66,11 @@ def test_the_loss_of_a_predecessor_ends_no_pass(group):
     replace(group)
     after = current.agent().directory.find("worker1").info
     assert before == after
-    assert before.number != after.number
+    assert before.incarnation != after.incarnation
     with autograd.context() as context_id:
         context = autograd.retrieve_context(context_id)
-        terms = Terms(context_id, 7, False, False)
-        part = Part(engines.of(here()), context, terms, None, NEVER)
+        terms = PassTerms(context_id, 7, False, False)
+        part = LocalPass(engines.of(here()), context, terms, None, NEVER)
         part._awaited = {5: SendNode(5, after, "call", (0, 0))}
         part.lost(before, "gone")
         assert part._failure is None
@@ -84,5 +84,5 @@ def test_an_end_that_a_predecessor_told_is_told_to_its_successor(group):
         before = current.agent().directory.find("worker1").info
         replace(group)
         rpc.rpc_sync("worker1", doubled, args=(leaf(2),))
-        here().releases._end(context_id, "released", before.number).wait(60)
+        here().releases._end(context_id, "released", before.incarnation).wait(60)
     assert not rpc.rpc_sync("worker1", has, args=(context_id,))

@@ -296,7 +296,7 @@ def test_a_disk_that_fails_for_one(threads, tmp_path, monkeypatch):
     def body():
         pipe = made(NAMES)
         state = start(pipe)._replace(step=3)
-        with pipeline.Checkpoints(tmp_path, pipe) as saved:
+        with pipeline.PipelineCheckpoints(tmp_path, pipe) as saved:
             with pytest.raises(OSError, match="no space left"):
                 saved.save(state)
             before = saved.latest()
@@ -336,7 +336,7 @@ def test_training_with_other_settings(threads):
         pipe, rank = made(NAMES), own_rank()
         state, errors = start(pipe), []
         for save_every in (0 if rank == 1 else 5, 5 + rank):
-            saved = pipeline.Checkpoints.__new__(pipeline.Checkpoints)
+            saved = pipeline.PipelineCheckpoints.__new__(pipeline.PipelineCheckpoints)
             try:
                 pipeline.fit(pipe, state, [], checkpoints=saved, save_every=save_every)
             except ValueError as error:
