@@ -24,7 +24,7 @@ piece; and a lambda written in a loop compiles each time.
   and the public face.
 """
 
-from jdist.segment._cache import RecompilationWarning as RecompilationWarning
+from jdist.segment._lookup.cache import RecompilationWarning as RecompilationWarning
 from jdist.segment._residuals import Deferred as Deferred
 from jdist.segment._residuals import Residuals as Residuals
 from jdist.segment._residuals import Rest as Rest

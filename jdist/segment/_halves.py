@@ -15,16 +15,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.segment._backward import Layout, cotangents_of, gradient
-from jdist.segment._cache import PATIENCE, VERSIONS
-from jdist.segment._contents import Contents
-from jdist.segment._deferred import Deferral, defer
-from jdist.segment._identity import identity_of
-from jdist.segment._plan import Plan, plan
-from jdist.segment._repeat import Policy
+from jdist.segment._lookup.cache import PATIENCE, VERSIONS
+from jdist.segment._lookup.contents import Contents
+from jdist.segment._lookup.program_key import identity_of
+from jdist.segment._lookup.traced import (
+    Static,
+    Traced,
+    TracedProgram,
+    refuse_hidden,
+    signature_of,
+)
+from jdist.segment._programs.backward import Layout, cotangents_of, gradient
+from jdist.segment._programs.deferred import Deferral, defer
+from jdist.segment._programs.plan import ForwardPlan, plan
+from jdist.segment._programs.recompute import Policy
+from jdist.segment._programs.split import split
 from jdist.segment._residuals import Deferred, Residuals, Rest
-from jdist.segment._split import split
-from jdist.segment._traced import Program, Static, Traced, refuse_hidden, signature_of
 
 Then = Callable[[Any, Any, Any], Any]
 """`then(carry, d_params, given)`: what is made of gradients as they are computed."""
@@ -156,7 +162,7 @@ class Halves:
         self._elsewhere[signature] = home
         return home.call(half, params, inputs, static, invoke)
 
-    def _program(self, params: Any, inputs: Any, static: Static) -> Program:
+    def _program(self, params: Any, inputs: Any, static: Static) -> TracedProgram:
         """The function's program, if these are the halves where it is compiled.
 
         Raises:
@@ -245,7 +251,7 @@ def _continued() -> tuple[Callable[..., Any], ...]:
 def _joining() -> tuple[Callable[..., Any], ...]:
     """The backward pass without its last products, and these for many calls."""
     # One object for all traces: calls are joined where theirs is the same.
-    known: dict[tuple[Plan, tuple[bool, ...]], Deferral] = {}
+    known: dict[tuple[ForwardPlan, tuple[bool, ...]], Deferral] = {}
 
     def deferring_then(
         then: Then,
@@ -274,7 +280,7 @@ def _joining() -> tuple[Callable[..., Any], ...]:
 
 
 def _differentiable(
-    planned: Plan, fn: Callable[..., Any], params: Any, inputs: Any
+    planned: ForwardPlan, fn: Callable[..., Any], params: Any, inputs: Any
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs the forward program so that its outputs differentiate as `fn` does.
 

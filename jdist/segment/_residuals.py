@@ -22,10 +22,11 @@ from jax.sharding import (
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import path_of
-from jdist.segment._backward import Layout
-from jdist.segment._deferred import Deferral
-from jdist.segment._plan import Plan
-from jdist.segment._split import Split
+from jdist.segment._programs import backward
+from jdist.segment._programs.backward import Layout
+from jdist.segment._programs.deferred import Deferral
+from jdist.segment._programs.plan import ForwardPlan
+from jdist.segment._programs.split import Split
 
 Version = tuple[Callable[[], Any], ...]
 
@@ -43,7 +44,7 @@ class Residuals:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ForwardPlan,
         arrays: tuple[Any, ...],
         version: Version | None = None,
         layout: Layout = None,
@@ -58,12 +59,12 @@ class Residuals:
         """What tells these residuals from those of other functions."""
         return self.plan.owner
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Plan]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], ForwardPlan]:
         """The arrays; the plan is part of the structure."""
         return self.arrays, self.plan
 
     @classmethod
-    def tree_unflatten(cls, plan: Plan, arrays: Sequence[Any]) -> "Residuals":
+    def tree_unflatten(cls, plan: ForwardPlan, arrays: Sequence[Any]) -> "Residuals":
         """Residuals of the same plan; which parameters they are of is not known."""
         return cls(plan, tuple(arrays))
 
@@ -114,6 +115,32 @@ class Deferred(_Waiting[Deferral]):
     """What `backward_deferring_then` leaves for `joined_then`: a pytree of arrays."""
 
     __slots__ = ()
+
+
+def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] | None:
+    """What `backward` would return for the inputs, if that is among `cotangents`.
+
+    Args:
+      residuals: Of a segment without parameters, whose inputs are arrays.
+      cotangents: One for each leaf of the outputs.
+
+    Returns:
+      One for each input: these very arrays, or None where no cotangent flows. None in
+      place of all: something is to be computed, or a cotangent does not fit.
+    """
+    if residuals.arrays or residuals.layout is not None:
+        return None
+    places = backward.passed_on(residuals.plan)
+    if places is None:
+        return None
+    shapes = jax.tree.leaves(residuals.plan.outputs)
+    for shape, value in zip(shapes, cotangents, strict=True):
+        # None and NumPy's arrays have no such attribute; `backward` knows what to do.
+        if getattr(value, "weak_type", True):
+            return None
+        if value.shape != shape.shape or value.dtype != shape.dtype:
+            return None
+    return [None if place is None else cotangents[place] for place in places]
 
 
 # --- of which arrays ---

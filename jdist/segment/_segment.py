@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.segment._cache import PATIENCE, PATIENCE_WITH_MODELS, Cache
-from jdist.segment._contents import Contents, value_of
 from jdist.segment._halves import Halves, Invoke, Then, call_now
-from jdist.segment._repeat import POLICIES, Policy
+from jdist.segment._lookup.cache import PATIENCE, PATIENCE_WITH_MODELS, FunctionCache
+from jdist.segment._lookup.contents import Contents, value_of
+from jdist.segment._lookup.traced import Changed, Static, StaticValue
+from jdist.segment._programs.recompute import POLICIES, Policy
 from jdist.segment._residuals import (
     Deferred,
     Residuals,
@@ -22,9 +23,8 @@ from jdist.segment._residuals import (
     refuse_origin,
     version_of,
 )
-from jdist.segment._traced import Changed, Static, StaticValue
 
-CACHE: Cache[Halves] = Cache("segment", size=256)
+CACHE: FunctionCache[Halves] = FunctionCache("segment", size=256)
 
 
 class Segment:
@@ -93,7 +93,7 @@ class Segment:
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
         given, arguments = plan.param_count, len(plan.trained)
-        kept = plan.wiring.gather(
+        kept = plan.locations.gather(
             leaves[given:arguments], leaves[arguments:], saved.arrays
         )
         # The caller may write to a NumPy array before the backward pass reads it.
@@ -364,7 +364,7 @@ def _gathered(
 ) -> tuple[Any, ...]:
     """All that is kept: what others hold, and what was computed for it."""
     params, residuals, d_outputs = arguments
-    return found.split.wiring.gather(
+    return found.split.locations.gather(
         jax.tree.leaves(params),
         residuals.arrays,
         jax.tree.leaves(d_outputs),

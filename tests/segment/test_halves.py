@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
-from jdist.segment._cache import VERSIONS
+from jdist.segment._lookup.cache import VERSIONS
 from jdist.segment._segment import CACHE
 from tests.segment.cases import (
     CASES,

@@ -14,7 +14,7 @@ import jax
 from jdist.autograd.errors import GraphFreed
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.segment import Residuals, Segment
-from jdist.segment._passing import passed_on
+from jdist.segment.internal import passed_on
 
 if TYPE_CHECKING:
     from jdist.autograd.graph.variable import Variable

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from jdist import reduction
 from jdist._compat import is_traced
-from jdist._tree import is_none, split_inexact, wide_dtype
+from jdist._tree import add_trees, is_none, split_inexact, wide_dtype
 from jdist.pipeline.stages.stage import Stage
 from jdist.reduction import Partial
 from jdist.segment import Deferred, Segment
-from jdist.segment._halves import Invoke
+from jdist.segment.internal import Invoke
 
 
 class MicroBatchShare(NamedTuple):
@@ -319,13 +319,8 @@ def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
 
 def _completed(so_far: Partial, joined: Any, given: None) -> Partial:
     """The gradient with what was put off; its weights are there already."""
-    gradient = jax.tree.map(
-        lambda a, b: b if a is None else a if b is None else a + b,
-        so_far.gradient,
-        jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined),
-        is_leaf=is_none,
-    )
-    return so_far._replace(gradient=gradient)
+    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined)
+    return so_far._replace(gradient=add_trees(so_far.gradient, wide))
 
 
 _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}

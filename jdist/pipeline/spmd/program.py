@@ -277,7 +277,7 @@ class _Device:
         given = iter(computed)
         arrays = [
             next(given) if group >= len(groups) else groups[group][place]
-            for group, place in self._split.wiring.places
+            for group, place in self._split.locations.places
         ]
         d_own = self._model.segment.backward_params(Rest(self._split, tuple(arrays)))
         return self._added(state, at, chunk, d_own, share)
@@ -367,7 +367,7 @@ def _answered(state: State, at: Row, d_inputs: Any, cotangent: StageMessage) -> 
 
 def _computed(rest: Rest) -> list[Any]:
     """What a rest has that is neither a parameter nor among the residuals."""
-    places = rest.split.wiring.places
+    places = rest.split.locations.places
     return [x for x, (group, _) in zip(rest.arrays, places, strict=True) if group > 1]
 
 
