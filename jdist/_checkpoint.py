@@ -1,4 +1,4 @@
-"""Arrays on disk, each set of them under the number of a step: a folder of orbax's.
+"""Checkpoints: their public face, and a folder of orbax's that holds the arrays.
 
 orbax writes into a folder of another name and renames it when all is there: a process
 that is killed while it writes leaves what was complete before.
@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,14 @@ Arrays = Mapping[str, Mapping[str, Any]]
 """By the name of a group, which can be left unread, and by name within it."""
 
 
+State = TypeVar("State")
+
 _ONE_AT_A_TIME = threading.Lock()
 """orbax counts what it saves by process: two threads would wait for each other's."""
 
 
 class Closing(ABC):
-    """What holds threads of orbax's, and is closed where its context ends."""
+    """A context manager that ends orbax's threads where its block ends."""
 
     @abstractmethod
     def close(self) -> None:
@@ -40,6 +42,47 @@ class Closing(ABC):
     def __exit__(self, *details: object) -> None:
         """Closes it."""
         self.close()
+
+
+class Checkpoints(Closing, Generic[State]):
+    """A folder of training states, one for each step that was saved.
+
+    Use it as a context manager, or `close` it: orbax holds threads.
+    """
+
+    @abstractmethod
+    def save(self, state: State) -> None:
+        """Writes the state under its step, and returns when it is on disk.
+
+        Raises:
+          ValueError: That step was saved before.
+          TypeError: It is no state, but the parameters, for example.
+        """
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """The steps that were saved completely, in order."""
+
+    def latest(self) -> int | None:
+        """The last of them, or None."""
+        return max(self.steps(), default=None)
+
+    @abstractmethod
+    def restore(self, like: State, step: int | None = None) -> State:
+        """Reads a state.
+
+        Args:
+          like: A state of the same structure for the devices at hand, from `init`; its
+            values do not matter.
+          step: Which; None for the latest.
+
+        Returns:
+          The state, bit for bit, laid out as `like` is.
+
+        Raises:
+          ValueError: There is none; or it was saved from another structure, and the
+            message names the first path that differs.
+        """
 
 
 class StepFolder(Closing):

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "_compat": {"_errors"},
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
-    "_fit": GROUND | {"reduction"},
+    "_fit": GROUND | {"_checkpoint", "reduction"},
     "data_parallel": GROUND | {"_checkpoint", "_fit", "reduction", "optim", "segment"},
     "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND

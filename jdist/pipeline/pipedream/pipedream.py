@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist._errors import requirement
+from jdist._fit import Metrics
 from jdist.optim import Optimizer
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
@@ -20,6 +21,7 @@ from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
 from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.auxiliary import stacked
+from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.stage_channels import StageChannels, moved
 from jdist.pipeline.run.training import PipelineState, optimizers_for
 from jdist.pipeline.run.update import scale_in, skipped_in, static_loss_scale_of
@@ -28,25 +30,6 @@ from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "PipeDream.train_epoch"
-
-
-class EpochMetrics(NamedTuple):
-    """What an epoch found out; the losses are the same on every worker.
-
-    Attributes:
-      losses: Of each micro-batch, with the weights that it met; `(micro_batches,)`. NaN
-        for the mean of one whose weights are all 0.
-      loss: Over all examples of the epoch.
-      skipped: How many updates each stage has skipped, because they overflowed; None
-        for stages of other processes, which know theirs. None without a loss scale.
-      aux: Auxiliary outputs of the loss function, arrays of NumPy, each with a new
-        first axis of micro-batches; None if it has none.
-    """
-
-    losses: np.ndarray
-    loss: float
-    skipped: list[int | None] | None = None
-    aux: Any = None
 
 
 class PipeDream(Pipeline):
@@ -179,7 +162,7 @@ class PipeDream(Pipeline):
         *,
         checkpoints: PipelineCheckpoints | None = None,
         save_every: int | None = None,
-    ) -> tuple[PipelineState, EpochMetrics]:
+    ) -> tuple[PipelineState, Metrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
 
         A batch is read when a forward pass needs it: of a generator no more are held
@@ -250,20 +233,25 @@ class PipeDream(Pipeline):
             skipped = skipped_in(state.opt_states)
         del state
         read = self._shapes.read(channels, runs, stream[0].batch)
+        # The first batch stands for all: those after it are not read yet.
+        parts = _OneForAll(stream[0])
+        sizes = [0] * self.schedule.micro_batches
+        given = self.wiring, self._places, runs, channels, loss, read
+        self._compile_ahead((*given, parts), sizes)
         if not self._takes(0):
             stream.forget(0)
         joint = None
         if self._max_norm is not None or self._tied:
             joint = JointUpdate(self._tied, self._max_norm, self._places, channels)
         plan = EpochPlan(stream, schedule, self._updates.every, joint)
-        given = self.wiring, self._places, runs, channels, loss, read
         epoch = EpochStep(*given, plan)
         epoch.run(self.action_timer)
         after_epoch = epoch.states(stream.totals)
         left = [run.arrays() for run in runs.values()]
         more = limit is not None and supply.more()
-        found = epoch.agree_on_epoch(more, left)
+        found = epoch.agree_on_epoch(channels, more, left)
         self._shapes.agreed(read)
+        self._compiled_ahead = True
         self.transfer_log, self.passes = epoch.transfers, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
@@ -313,7 +301,7 @@ class PipeDream(Pipeline):
             settings["save_every"] = limit
         channels.identify(step, settings, [first.batch], [first], key)
 
-    def _joined(self, parts: Sequence["_EpochPart"]) -> EpochMetrics:
+    def _joined(self, parts: Sequence["_EpochPart"]) -> Metrics:
         """What the parts of an epoch have found."""
         values, weights = (
             np.concatenate([part[field] for part in parts]) for field in (0, 1)
@@ -329,11 +317,12 @@ class PipeDream(Pipeline):
             columns = zip(*(part.skipped or [] for part in parts), strict=True)
             skipped = [None if c[0] is None else sum(c) for c in columns]
         if self._loss.kind == "sum":
-            return EpochMetrics(values, float(values.sum()), skipped, aux)
+            return Metrics(float(values.sum()), aux=aux, losses=values, skipped=skipped)
         means = np.divide(
             values, weights, out=np.full_like(values, np.nan), where=weights > 0
         )
-        return EpochMetrics(means, float(values.sum() / weights.sum()), skipped, aux)
+        loss = float(values.sum() / weights.sum())
+        return Metrics(loss, aux=aux, losses=means, skipped=skipped)
 
     def _stashed_runs(
         self,
@@ -371,7 +360,7 @@ class _EpochPart(NamedTuple):
     Attributes:
       values: The weighted sums of the losses.
       weights: The sums of the weights.
-      aux: See `EpochMetrics`.
+      aux: See `Metrics`.
       skipped: Likewise.
     """
 
@@ -379,6 +368,16 @@ class _EpochPart(NamedTuple):
     weights: np.ndarray
     aux: Any
     skipped: list[int | None] | None
+
+
+class _OneForAll:
+    """Micro-batches of which one stands for all."""
+
+    def __init__(self, part: MicroBatch) -> None:
+        self._part = part
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return self._part
 
 
 def _check_saving(

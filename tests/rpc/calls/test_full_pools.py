@@ -55,7 +55,7 @@ WITHOUT_END = [wait_when_cancelled, note_when_cancelled]
 
 def give_up_calls_without_end():
     """As when the call that made them was cancelled itself."""
-    for call in current.agent().outstanding.sent():
+    for call in current.worker().outstanding.sent():
         if call.operation.function in WITHOUT_END:
             call.give_up("the call was given up")
 

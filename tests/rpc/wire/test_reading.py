@@ -86,7 +86,7 @@ def many_waits(to):
             if not (got == -x).all():
                 wrong.append((seed, i))
 
-    acting = current.agent()
+    acting = current.worker()
     threads = [
         threading.Thread(target=run_as, args=(acting, wait, seed)) for seed in range(12)
     ]
@@ -217,7 +217,7 @@ def failing_reader(to):
     """It costs the calls of this connection, and not the next one."""
     stuck = rpc.rpc_async(to, pass_gate, args=("failing", 1))
     assert rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE) == -1
-    stream = current.agent().directory.find(to).shared._channel._stream
+    stream = current.worker().directory.find(to).shared._channel._stream
 
     def fail(*args):
         raise KeyboardInterrupt("from nowhere")
@@ -239,7 +239,7 @@ def interrupted_wait(to):
     """Ctrl-C ends the wait of the main thread, and nothing else."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stuck = rpc.rpc_async(to, pass_gate, args=("awaited", 1))
-    shared = current.agent().directory.find(to).shared
+    shared = current.worker().directory.find(to).shared
     interrupter = threading.Thread(target=interrupt_blocked)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -247,7 +247,7 @@ def interrupted_wait(to):
     interrupter.join()
     rpc.rpc_sync(to, open_gate, args=("awaited",))
     assert stuck.wait(PATIENCE) == 1
-    assert current.agent().directory.find(to).shared is shared
+    assert current.worker().directory.find(to).shared is shared
 
 
 def interrupt_blocked():
