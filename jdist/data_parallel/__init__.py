@@ -14,8 +14,8 @@ from jdist._fit import over_epoch as over_epoch
 from jdist.data_parallel.data.broadcast import check_replicas as check_replicas
 from jdist.data_parallel.data.broadcast import replicate as replicate
 from jdist.data_parallel.data.checkpoint import Checkpoints as Checkpoints
+from jdist.data_parallel.data.process_group import ProcessLost as ProcessLost
 from jdist.data_parallel.data.process_group import process_group as process_group
-from jdist.data_parallel.data.roll_call import ProcessLost as ProcessLost
 from jdist.data_parallel.data.sampler import Sampler as Sampler
 from jdist.data_parallel.data.sampler import Shards as Shards
 from jdist.data_parallel.gradient.buckets import assign_buckets as assign_buckets
