@@ -14,19 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import (
+    Checkpoints,
     Closing,
     StepFolder,
     check_same,
     chosen,
-    described,
+    descriptions,
     unworded,
     words,
 )
 from jdist._errors import requirement
+from jdist._fit import check_state
 from jdist._tree import named_leaves
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.run.stage_channels import Opened, Post
-from jdist.pipeline.run.training import PipelineState, check_state
+from jdist.pipeline.run.stage_channels import Opened, StageChannels
+from jdist.pipeline.run.training import PipelineState
 
 
 class Saved(NamedTuple):
@@ -89,13 +91,13 @@ class StageCheckpoints(Closing):
         self._keep = keep
         self._folders: dict[int, StepFolder] = {}
         try:
-            with saved.opened("Checkpoints") as post:
+            with saved.opened("PipelineCheckpoints") as channels:
                 if keep is not None and keep < 1:
                     call = "StageCheckpoints(keep=...)"
                     raise ValueError(requirement(call, "must be 1 at least", keep))
                 for j in saved.own:
                     self._folders[j] = StepFolder(Path(folder) / f"stage{j}")
-                self._complete = self._found(post)
+                self._complete = self._found(channels)
         except BaseException:
             self.close()
             raise
@@ -115,8 +117,8 @@ class StageCheckpoints(Closing):
           ValueError: It is not later.
           WorkerLost, RpcTimeout: Another worker did not save its stages.
         """
-        with self._saved.opened("Checkpoints.save") as post:
-            post.identify(step)
+        with self._saved.opened("PipelineCheckpoints.save") as channels:
+            channels.identify(step)
             if self._complete and step <= self._complete[-1]:
                 last = self._complete[-1]
                 rule = f"must come after the last step that was saved, {last}"
@@ -124,7 +126,7 @@ class StageCheckpoints(Closing):
                 raise ValueError(requirement("save(step)", rule, step, remedy))
             for j in self._saved.written:
                 self._write(j, step, trees[j])
-            self._complete = self._found(post)
+            self._complete = self._found(channels)
         kept = self._complete if self._keep is None else self._complete[-self._keep :]
         for j in self._saved.written:
             self._delete(j, lambda other: other not in kept)
@@ -146,11 +148,11 @@ class StageCheckpoints(Closing):
           ValueError: There is no such step; or it was saved from other trees, and the
             message names the first path that differs.
         """
-        with self._saved.opened("Checkpoints.restore") as post:
+        with self._saved.opened("PipelineCheckpoints.restore") as channels:
             step = chosen("restore", self._complete, step)
-            post.identify(step)
+            channels.identify(step)
             found = {j: self._read(j, step, tree) for j, tree in like.items()}
-            post.agree(None, found)
+            channels.agree(None, found)
         return step, found
 
     def close(self) -> None:
@@ -160,16 +162,16 @@ class StageCheckpoints(Closing):
 
     def _write(self, stage: int, step: int, tree: Any) -> None:
         leaves = _leaves(tree)
-        description = {"stages": self._saved.stages, "leaves": described(leaves)}
+        description = {"stages": self._saved.stages, "leaves": descriptions(leaves)}
         arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
         # Left by a run that ended before the other stages had that step.
         self._delete(stage, lambda other: other >= step)
         self._folders[stage].write(step, {"arrays": arrays}, description)
 
-    def _found(self, post: Post) -> list[int]:
+    def _found(self, channels: StageChannels) -> list[int]:
         """The steps that all stages have, as their writers say; ends the call."""
         mine = [[j, self._folders[j].steps()] for j in self._saved.written]
-        told = post.agree(mine)
+        told = channels.agree(mine)
         there = [set(steps) for stages in told for _, steps in stages]
         return sorted(set.intersection(*there))
 
@@ -185,7 +187,7 @@ class StageCheckpoints(Closing):
             rule = f"must have the {description['stages']} stages that were saved"
             raise ValueError(requirement("restore(like=...)", rule, self._saved.stages))
         saved, where = description["leaves"], f"stage {stage}: "
-        check_same("restore", saved, described(leaves), where)
+        check_same("restore", saved, descriptions(leaves), where)
         wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
         found = folder.read(step, {"arrays": wanted})["arrays"]
         structure: Any = jax.tree.structure(like)
@@ -194,7 +196,7 @@ class StageCheckpoints(Closing):
         )
 
 
-class Checkpoints(Closing):
+class PipelineCheckpoints(Checkpoints[PipelineState]):
     """A folder of a pipeline's training states, one for each step that was saved.
 
     Every process writes the stages that run in it (of a stage with several workers, the
@@ -224,7 +226,7 @@ class Checkpoints(Closing):
       >>> state, _ = pipe.train_step(pipe.init(params), batch)
       >>> with (
       ...     tempfile.TemporaryDirectory() as folder,
-      ...     pipeline.Checkpoints(folder, pipe) as saved,
+      ...     pipeline.PipelineCheckpoints(folder, pipe) as saved,
       ... ):
       ...     saved.save(state)
       ...     again = saved.restore(pipe.init(params))
@@ -239,16 +241,16 @@ class Checkpoints(Closing):
         self._own = pipe.own
         self._checkpoints = StageCheckpoints(folder, Saved.of(pipe), keep=keep)
 
-    def latest(self) -> int | None:
-        """The last step that all stages have, or None."""
-        return max(self._checkpoints.steps(), default=None)
+    def steps(self) -> list[int]:
+        """The steps that all stages have, in order."""
+        return self._checkpoints.steps()
 
     def save(self, state: PipelineState) -> None:
         """Writes the state under its step; returns when all stages are on disk.
 
         Raises: what `StageCheckpoints.save` raises.
         """
-        check_state("save(state)", state)
+        check_state("save(state)", state, PipelineState, "pipe")
         self._checkpoints.save(state.step, _by_stage(state, self._own))
 
     def restore(self, like: PipelineState, step: int | None = None) -> PipelineState:
@@ -264,7 +266,7 @@ class Checkpoints(Closing):
 
         Raises: what `StageCheckpoints.restore` raises.
         """
-        check_state("restore(like=...)", like)
+        check_state("restore(like=...)", like, PipelineState, "pipe")
         found, trees = self._checkpoints.restore(_by_stage(like, self._own), step)
         fields: dict[str, Any] = {"step": found}
         for name, value in _fields(like).items():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import autograd, rpc
-from jdist.autograd.engine.messages import KIND
+from jdist.autograd.engine.messages import GRADIENTS
 from jdist.rpc.base import current
 from jdist.rpc.calls.callee import Reply
 from tests.rpc.rref.common import wait_for
@@ -228,15 +228,15 @@ class Traffic:
         self.requests = []
         self.answers = []
         with rpc.use_worker(name):
-            self._handlers = current.agent().callee._handlers
-        self._handler = self._handlers[KIND]
+            self._handlers = current.worker().callee._handlers
+        self._handler = self._handlers[GRADIENTS]
 
     def __enter__(self):
-        self._handlers[KIND] = self._count
+        self._handlers[GRADIENTS] = self._count
         return self
 
     def __exit__(self, *exception):
-        self._handlers[KIND] = self._handler
+        self._handlers[GRADIENTS] = self._handler
 
     def _count(self, caller, body, meta):
         self.requests.append((caller.name, *_size(body)))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from jdist.autograd.context import recording
 from jdist.autograd.context.container import here
 from jdist.autograd.context.context import Context
-from jdist.autograd.context.errors import AutogradError
 from jdist.autograd.context.recording import Recording
-from jdist.rpc.base.future import Future
+from jdist.autograd.errors import AutogradError
+from jdist.rpc import Future
 
 
 @contextlib.contextmanager

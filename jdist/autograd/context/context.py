@@ -3,15 +3,15 @@
 import threading
 from typing import TYPE_CHECKING, Any
 
-from jdist.autograd.context.errors import no_context
 from jdist.autograd.context.ids import maker
+from jdist.autograd.errors import no_context
 from jdist.autograd.graph.node import RecvNode, SendNode
-from jdist.rpc.base.future import Future
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc import Future, WorkerInfo
+from jdist.rpc.extension import incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container
-    from jdist.autograd.engine.local_pass import Part
+    from jdist.autograd.engine.local_pass import LocalPass
     from jdist.autograd.graph.variable import Variable
 
 
@@ -47,7 +47,7 @@ class Context:
         self.recvs: dict[int, RecvNode] = {}
         self.known: dict[int, str] = {}
         self.gradients: dict[Variable, Any] = {}
-        self.passes: dict[int, Part] = {}
+        self.passes: dict[int, LocalPass] = {}
         self.ended: str | None = None
 
     @property

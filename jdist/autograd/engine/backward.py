@@ -6,21 +6,27 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.autograd.context import container as containers
 from jdist.autograd.context.context import Context
-from jdist.autograd.context.errors import AutogradError
 from jdist.autograd.context.gradients import accumulate
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.engine.failure import Failure
-from jdist.autograd.engine.local_pass import Part, Root
+from jdist.autograd.engine.failure import PassFailure
+from jdist.autograd.engine.local_pass import LocalPass, Root
 from jdist.autograd.engine.marking import mark
+from jdist.autograd.engine.replicated import ReplicaReduction
 from jdist.autograd.engine.roots import roots_of
+from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable
-from jdist.autograd.modules.replicated import Reduction
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline, exceeded, resolve
-from jdist.rpc.base.errors import RpcTimeout
-from jdist.rpc.base.future import await_done
-from jdist.rpc.base.turn import hold_all
+from jdist.rpc import RpcTimeout
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    await_done,
+    current,
+    current_agent,
+    exceeded,
+    releasing_all,
+    resolve,
+)
 
 MODES = ("smart", "fast")
 
@@ -82,8 +88,8 @@ def backward(
       ...         autograd.get_gradients(context_id)[w]
       Array([6., 8.], dtype=float32)
     """
-    agent = current.agent()
-    reduction = Reduction(agent)
+    agent = current_agent()
+    reduction = ReplicaReduction(agent)
 
     def act() -> tuple[Context, dict[Variable, Any]]:
         with reduction:
@@ -98,12 +104,12 @@ def backward(
             _run(part, context, agent.info.name)
             return context, reduction.reduced(limit)
 
-    context, gradients = hold_all(reduction.turns, act)
+    context, gradients = releasing_all(reduction.turns, act)
     if gradients:
         accumulate(context, gradients)
 
 
-def _run(part: Part, context: Context, worker: str) -> None:
+def _run(part: LocalPass, context: Context, worker: str) -> None:
     """The pass, to its end on all workers."""
     try:
         part.drive()
@@ -111,7 +117,7 @@ def _run(part: Part, context: Context, worker: str) -> None:
     except BaseException as interrupt:
         # Such as Ctrl-C: nobody waits for the pass any more.
         told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
-        part.fail(Failure(worker, told))
+        part.fail(PassFailure(worker, told))
         raise
     part.done.value()
 
@@ -130,7 +136,7 @@ def debug_info() -> dict[str, int]:
 
 def backward_of(
     context: Context, root: Recorded, retain_graph: bool, deadline: Deadline
-) -> Part:
+) -> LocalPass:
     """A SMART pass from one value, without a thread that waits: see `Part.done`."""
     part = _begin(context, roots_of([root], None), "smart", retain_graph, deadline)
     part.begin()
@@ -143,7 +149,7 @@ def _begin(
     mode: str,
     retain_graph: bool,
     deadline: Deadline,
-) -> Part:
+) -> LocalPass:
     marks = None
     if mode == "smart":
         starts = [seed.edge.node for seed in seeds]
@@ -154,7 +160,7 @@ def _begin(
     return engine.begin(context, seeds, marks, retain_graph, deadline)
 
 
-def _wait(part: Part, context: Context, worker: str) -> None:
+def _wait(part: LocalPass, context: Context, worker: str) -> None:
     """Until the pass is over; its deadline ends it."""
     if await_done(part.done, part.deadline.at):
         return
@@ -163,5 +169,5 @@ def _wait(part: Part, context: Context, worker: str) -> None:
         f"{exceeded(part.deadline)} in a backward pass of context {context.id}, "
         f"waiting for {waiting}."
     )
-    part.fail(Failure(worker, late))
+    part.fail(PassFailure(worker, late))
     await_done(part.done, None)

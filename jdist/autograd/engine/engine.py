@@ -8,27 +8,30 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jdist.autograd.context.ids import Ids
-from jdist.autograd.engine.failure import BackwardError, Failure
-from jdist.autograd.engine.local_pass import Part, Root
+from jdist.autograd.engine.failure import BackwardError, PassFailure
+from jdist.autograd.engine.local_pass import LocalPass, Root
 from jdist.autograd.engine.marking import lead_to
 from jdist.autograd.engine.messages import (
     END,
-    KIND,
+    GRADIENTS,
     REACH,
-    Answer,
-    Request,
-    Terms,
+    GradientAnswer,
+    GradientRequest,
+    PassTerms,
     unpack_end,
     unpack_reach,
 )
-from jdist.autograd.engine.termination_detector import Held
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import ProtocolError, RpcError
-from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.outstanding_calls import Operation
-from jdist.rpc.calls.request import Outgoing
+from jdist.autograd.engine.termination_detector import UnansweredRequest
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    Operation,
+    Outgoing,
+    call_when_done,
+    current,
+    incarnation_of,
+)
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container
@@ -62,9 +65,9 @@ class Engine:
         self._container = container
         self._lock = threading.Lock()
         self._ids: Ids | None = None
-        self._ended: OrderedDict[int, Failure] = OrderedDict()
-        self.agent.parts.on_gone(self._on_gone)
-        self.agent.register(KIND, self._on_gradients)
+        self._ended: OrderedDict[int, PassFailure] = OrderedDict()
+        self.agent.extension_state.on_gone(self._on_gone)
+        self.agent.register(GRADIENTS, self._on_gradients)
         self.agent.register(END, self._on_end)
         self.agent.register(REACH, self._on_reach)
 
@@ -82,11 +85,13 @@ class Engine:
         marks: Sequence[int] | None,
         retain_graph: bool,
         deadline: Deadline,
-    ) -> Part:
-        """A new pass, which begins here; `marks` as for `Part`, None for FAST mode."""
+    ) -> LocalPass:
+        """Starts a pass here; `marks` as for `LocalPass`, None in FAST mode."""
         pass_id = self._new_id()
-        terms = Terms(context.id, pass_id, marks is not None, retain_graph)
-        return self._enter(context, Part(self, context, terms, marks, deadline, roots))
+        terms = PassTerms(context.id, pass_id, marks is not None, retain_graph)
+        return self._enter(
+            context, LocalPass(self, context, terms, marks, deadline, roots)
+        )
 
     def _new_id(self) -> int:
         """Of a pass; a counter of their own leaves the ids of messages as they are."""
@@ -102,20 +107,20 @@ class Engine:
             "num_autograd_contexts": len(self._container.contexts()),
         }
 
-    def live(self) -> list[Part]:
+    def live(self) -> list[LocalPass]:
         """The parts of passes under way."""
-        parts: list[Part] = []
+        parts: list[LocalPass] = []
         for context in self._container.contexts():
             with context.lock:
                 parts += context.passes.values()
         return parts
 
-    def forget(self, context: "Context", part: Part) -> bool:
+    def forget(self, context: "Context", part: LocalPass) -> bool:
         """The part is over; False if that was known."""
         with context.lock:
             return context.passes.pop(part.terms.pass_id, None) is not None
 
-    def _enter(self, context: "Context", part: Part) -> Part:
+    def _enter(self, context: "Context", part: LocalPass) -> LocalPass:
         with context.lock:
             context.check()
             return context.passes.setdefault(part.terms.pass_id, part)
@@ -126,7 +131,9 @@ class Engine:
 
     # --- messages out ---
 
-    def ask(self, part: Part, peer: int, request: Request) -> Callable[[], None]:
+    def ask(
+        self, part: LocalPass, peer: int, request: GradientRequest
+    ) -> Callable[[], None]:
         """Sends a request and waits for the answer; the step that takes it."""
         try:
             answer = self.agent.exchange(self._outgoing(part, peer, request))
@@ -135,7 +142,7 @@ class Engine:
             return lambda: part.unanswered(peer, failed)
         return lambda: part.answered(peer, answer)
 
-    def post(self, part: Part, peer: int, request: Request) -> None:
+    def post(self, part: LocalPass, peer: int, request: GradientRequest) -> None:
         """Sends a request; its answer will be a step."""
         future = self.agent.request(self._outgoing(part, peer, request))
 
@@ -149,14 +156,16 @@ class Engine:
 
         call_when_done(future, lambda: part.step(step))
 
-    def tell_failed(self, context: "Context", terms: Terms, failure: Failure) -> None:
+    def tell_failed(
+        self, context: "Context", terms: PassTerms, failure: PassFailure
+    ) -> None:
         """Has all workers that may take part end the pass, if they do not know."""
         with self._lock:
             if terms.pass_id in self._ended:
                 return
             # In words: an exception would keep all that was on the stack.
             told = BackwardError(failure.worker, str(failure.error))
-            self._ended[terms.pass_id] = Failure(failure.worker, told)
+            self._ended[terms.pass_id] = PassFailure(failure.worker, told)
             if len(self._ended) > _ENDED:
                 self._ended.popitem(last=False)
         body = (terms.context_id, terms.pass_id, *failure)
@@ -171,32 +180,34 @@ class Engine:
         peer = self.agent.directory.of_incarnation(number)
         return f"number {number}" if peer is None else peer.info.name
 
-    def _outgoing(self, part: Part, peer: int, request: Request) -> Outgoing:
+    def _outgoing(
+        self, part: LocalPass, peer: int, request: GradientRequest
+    ) -> Outgoing:
         body, meta = request.pack()
         to = self._container.worker(peer)
         firm, unlimited = part.deadline.firm, part.deadline.at is None
         seconds = 0.0 if firm or unlimited else DEFAULT
-        found = self.agent.outgoing(to, KIND, body, seconds, meta, _BACKWARD)
+        found = self.agent.outgoing(to, GRADIENTS, body, seconds, meta, _BACKWARD)
         limit = part.deadline if firm else found.deadline
-        return found._replace(deadline=limit, receive=Answer.unpack)
+        return found._replace(deadline=limit, receive=GradientAnswer.unpack)
 
     # --- messages in ---
 
     def _on_gradients(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        request = Request.unpack(body, meta)
+        request = GradientRequest.unpack(body, meta)
         terms = request.terms
         context = self._container.retrieve(terms.context_id)
         with context.lock:
             part = context.passes.get(terms.pass_id)
         if part is None:
             limit = current.deadline()
-            part = Part(self, context, terms, request.marks, limit)
+            part = LocalPass(self, context, terms, request.marks, limit)
             part = self._enter(context, part)
         # Only now: once entered, it is ended by whoever ends the pass.
         failure = self._ended.get(terms.pass_id)
         if failure is not None:
             part.fail(failure)
-        held = Held(incarnation_of(caller), Future())
+        held = UnansweredRequest(incarnation_of(caller), Future())
         part.receive(request, held)
         return held.answer.value() if held.answer.done() else held.answer
 
@@ -212,7 +223,7 @@ class Engine:
         if part is not None:
             part.fail(failure)
         else:
-            terms = Terms(context_id, pass_id, False, False)
+            terms = PassTerms(context_id, pass_id, False, False)
             self.tell_failed(context, terms, failure)
 
     def _on_reach(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
@@ -228,11 +239,11 @@ class Engine:
 
 def install(container: "Container") -> None:
     """Lets the worker with these contexts take part in backward passes."""
-    container.agent.parts[PART] = Engine(container)
+    container.agent.extension_state[PART] = Engine(container)
 
 
 def of(container: "Container") -> Engine:
     """The engine of the worker with these contexts."""
-    found = container.agent.parts[PART]
+    found = container.agent.extension_state[PART]
     assert isinstance(found, Engine)
     return found

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from jdist.autograd.context.errors import AutogradError
-from jdist.rpc.base.errors import ProtocolError, RpcError
+from jdist.autograd.errors import AutogradError
+from jdist.rpc import ProtocolError, RpcError
 
 
 class BackwardError(AutogradError):
@@ -37,7 +37,7 @@ class UnusedSend(BackwardError):
     """
 
 
-class Failure(NamedTuple):
+class PassFailure(NamedTuple):
     """What went wrong, and where; it travels as a value.
 
     Attributes:
@@ -63,7 +63,7 @@ class Failure(NamedTuple):
         return told
 
     @classmethod
-    def unpack(cls, value: Any) -> "Failure":
+    def unpack(cls, value: Any) -> "PassFailure":
         """The failure that arrived as this value.
 
         Raises:

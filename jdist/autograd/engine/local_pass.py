@@ -14,22 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from jdist._tree import is_none
-from jdist.autograd.context.errors import AutogradError, no_context
 from jdist.autograd.context.gradients import accumulate, gradient_of
 from jdist.autograd.context.ids import maker
-from jdist.autograd.engine.failure import Failure, UnusedSend
-from jdist.autograd.engine.mailbox import Mailbox
-from jdist.autograd.engine.messages import (
-    Answer,
-    Gradient,
-    Request,
-    Starving,
-    Terms,
-)
-from jdist.autograd.engine.sweep import Cotangent, Sweep
-from jdist.autograd.engine.termination_detector import Engagement, Held
-from jdist.autograd.engine.unused import explain
-from jdist.autograd.graph.events import (
+from jdist.autograd.engine.events import (
     ACCUMULATED,
     COUNTED,
     ENDED,
@@ -40,13 +27,26 @@ from jdist.autograd.graph.events import (
     note,
     recording,
 )
+from jdist.autograd.engine.failure import PassFailure, UnusedSend
+from jdist.autograd.engine.mailbox import StepQueue
+from jdist.autograd.engine.messages import (
+    GradientAnswer,
+    GradientRequest,
+    MessageGradient,
+    PassTerms,
+    StarvingSend,
+)
+from jdist.autograd.engine.replicated import is_replicated
+from jdist.autograd.engine.sweep import Cotangent, Sweep
+from jdist.autograd.engine.termination_detector import (
+    TerminationDetector,
+    UnansweredRequest,
+)
+from jdist.autograd.engine.unused import explain
+from jdist.autograd.errors import AutogradError, no_context
 from jdist.autograd.graph.node import Edge, LeafNode, Node, RecvNode, SendNode
-from jdist.autograd.modules.replicated import is_replicated
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.deadline import NEVER, Deadline
-from jdist.rpc.base.errors import WorkerLost
-from jdist.rpc.base.future import Future, complete
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc import Future, WorkerInfo, WorkerLost
+from jdist.rpc.extension import NEVER, Deadline, Scope, complete
 
 if TYPE_CHECKING:
     from jdist.autograd.context.context import Context
@@ -66,7 +66,7 @@ class Root(NamedTuple):
     cotangent: Any
 
 
-class Part:
+class LocalPass:
     """One worker's part of a pass, from its first message to its end.
 
     Args:
@@ -89,7 +89,7 @@ class Part:
         self,
         engine: "Engine",
         context: "Context",
-        terms: Terms,
+        terms: PassTerms,
         marks: Sequence[int] | None,
         deadline: Deadline,
         roots: Sequence[Root] | None = None,
@@ -104,17 +104,17 @@ class Part:
         self._roots = roots
         self._me = engine.name
         limit = deadline if deadline.firm else NEVER
-        self._mailbox = Mailbox(Scope(engine.agent, limit))
-        self._engagement = Engagement(self._me, root=roots is not None)
+        self._mailbox = StepQueue(Scope(engine.agent, limit))
+        self._engagement = TerminationDetector(self._me, root=roots is not None)
         self._sweep: Sweep | None = None
         self._awaited: dict[int, SendNode] = {}
-        self._outbox: dict[int, list[Gradient]] = {}
+        self._outbox: dict[int, list[MessageGradient]] = {}
         self._staged: dict[Variable, Any] = {}
         self._told: set[int] = set()
-        self._failure: Failure | None = None
+        self._failure: PassFailure | None = None
         self._committed = False
         self._driver: int | None = None
-        self._inline: tuple[int, Request] | None = None
+        self._inline: tuple[int, GradientRequest] | None = None
 
     # --- what comes, from any thread ---
 
@@ -135,7 +135,7 @@ class Part:
             self.step(self._engine.ask(self, peer, request))
         self._driver = None
 
-    def receive(self, request: Request, held: Held) -> None:
+    def receive(self, request: GradientRequest, held: UnansweredRequest) -> None:
         """A request with gradients came."""
 
         def take() -> None:
@@ -144,12 +144,12 @@ class Part:
             self._begin()
             self._feed(request.gradients)
 
-        def refuse(failure: Failure) -> None:
-            held.answer.set_result(Answer((), {}, failure).pack())
+        def refuse(failure: PassFailure) -> None:
+            held.answer.set_result(GradientAnswer((), {}, failure).pack())
 
         self.step(take, refuse)
 
-    def answered(self, peer: int, answer: Answer) -> None:
+    def answered(self, peer: int, answer: GradientAnswer) -> None:
         """The answer to a request; called within a step."""
         self._told.add(peer)
         if answer.failure is not None:
@@ -161,9 +161,9 @@ class Part:
 
     def unanswered(self, peer: int, error: Exception) -> None:
         """A request failed; called within a step."""
-        self._end(Failure(self._engine.name_of(peer), error))
+        self._end(PassFailure(self._engine.name_of(peer), error))
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: PassFailure) -> None:
         """Ends the pass, on all workers."""
         self.step(lambda: self._end(failure))
 
@@ -175,13 +175,13 @@ class Part:
                 node.number == worker.incarnation for node in self._awaited.values()
             ):
                 what = f"a backward pass of context {self._context.id}"
-                self._end(Failure(self._me, WorkerLost(worker.name, what, reason)))
+                self._end(PassFailure(self._me, WorkerLost(worker.name, what, reason)))
 
         self.step(check)
 
     def released(self, reason: str) -> None:
         """The context has ended."""
-        self.fail(Failure(self._me, no_context(self._context.id, reason)))
+        self.fail(PassFailure(self._me, no_context(self._context.id, reason)))
 
     def waits_for(self) -> str:
         """The send functions here whose gradients have not come, for people."""
@@ -190,7 +190,7 @@ class Part:
     def step(
         self,
         step: Callable[[], None],
-        otherwise: Callable[[Failure], None] = lambda failure: None,
+        otherwise: Callable[[PassFailure], None] = lambda failure: None,
     ) -> None:
         """Has `step()` run when no other step does; `otherwise` if the pass failed."""
 
@@ -210,10 +210,10 @@ class Part:
             if self._failure is None and self._sweep is not None:
                 self._run_all(self._sweep)
         except Exception as error:  # noqa: BLE001 - it ends the pass everywhere
-            self._end(Failure(self._me, error))
+            self._end(PassFailure(self._me, error))
         except BaseException as interrupt:
             told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
-            self._end(Failure(self._me, told))
+            self._end(PassFailure(self._me, told))
             raise
 
     def _begin(self) -> None:
@@ -237,7 +237,7 @@ class Part:
             sweep.add(node, index, ((), position, root.cotangent))
             sweep.arrive(node)
 
-    def _feed(self, gradients: Sequence[Gradient]) -> None:
+    def _feed(self, gradients: Sequence[MessageGradient]) -> None:
         """Gradients came for send functions of this worker."""
         assert self._sweep is not None
         for message_id, cotangents in gradients:
@@ -281,7 +281,7 @@ class Part:
         if isinstance(node, LeafNode):
             self._stage(node, cotangents)
         elif isinstance(node, RecvNode):
-            gradient = Gradient(node.message_id, cotangents)
+            gradient = MessageGradient(node.message_id, cotangents)
             self._outbox.setdefault(node.number, []).append(gradient)
         else:
             nothing = (None,) * len(node.inputs)
@@ -326,7 +326,7 @@ class Part:
         if self._engagement.outstanding:
             return
         starving = [
-            Starving(message_id, node.worker, node.name)
+            StarvingSend(message_id, node.worker, node.name)
             for message_id, node in self._awaited.items()
         ]
         self._engagement.waits_for(tuple(starving))
@@ -347,25 +347,25 @@ class Part:
             self._staged = {}
         self._committed = True
 
-    def _post(self, peer: int, gradients: list[Gradient]) -> None:
+    def _post(self, peer: int, gradients: list[MessageGradient]) -> None:
         # Until it has answered once: a later request may overtake the first one.
         marks = None if peer in self._told else self._marks
         self._engagement.outstanding += 1
         self._make_ready(peer, gradients)
-        request = Request(self.terms, marks, gradients)
+        request = GradientRequest(self.terms, marks, gradients)
         if self._driver == threading.get_ident() and self._inline is None:
             self._inline = (peer, request)
         else:
             self._engine.post(self, peer, request)
 
-    def _answer(self, held: Held) -> None:
+    def _answer(self, held: UnansweredRequest) -> None:
         gradients = self._outbox.pop(held.peer, [])
         self._make_ready(held.peer, gradients)
-        answer = Answer(gradients, self._engagement.news())
+        answer = GradientAnswer(gradients, self._engagement.news())
         # What it sets off on this thread would run within this step: rpc sends it.
         held.answer.set_result(answer.pack())
 
-    def _make_ready(self, peer: int, gradients: list[Gradient]) -> None:
+    def _make_ready(self, peer: int, gradients: list[MessageGradient]) -> None:
         """Waits for the device: what fails there fails here, not at the receiver."""
         for gradient in gradients:
             for cotangent in gradient.cotangents:
@@ -387,7 +387,7 @@ class Part:
             recvs = self._context.recv_functions()
             unreached = [r for r in recvs.values() if r not in self._counts()]
             told = explain(starving, unreached, self.terms.smart)
-            self._end(Failure(worker, UnusedSend(worker, told)))
+            self._end(PassFailure(worker, UnusedSend(worker, told)))
             return
         self._leave()
         self.done.set_result(None)
@@ -399,14 +399,14 @@ class Part:
         if self._engine.forget(self._context, self) and recording():
             note(Event(self._me, ENDED))
 
-    def _end(self, failure: Failure) -> None:
+    def _end(self, failure: PassFailure) -> None:
         """The pass has failed: everybody is told, and nothing of it is kept."""
         if self._failure is not None or self.done.done():
             return
         self._failure = failure
         self._sweep, self._inline = None, None
         self._staged, self._outbox, self._awaited = {}, {}, {}
-        answer = Answer((), {}, failure).pack()
+        answer = GradientAnswer((), {}, failure).pack()
         waiting = [*self._engagement.take_others(), self._engagement.disengage()]
         for held in waiting:
             if held is not None:

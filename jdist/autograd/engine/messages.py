@@ -9,12 +9,12 @@ in the metadata. An absent cotangent is a missing position and takes no bytes at
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jdist.autograd.engine.failure import Failure
+from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.sweep import Cotangent
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.calls.callee import Reply
+from jdist.rpc import ProtocolError
+from jdist.rpc.extension import Reply
 
-KIND = "autograd.backward"
+GRADIENTS = "autograd.backward"
 """Kind of the requests with gradients."""
 
 END = "autograd.end"
@@ -27,7 +27,7 @@ _FIELD = "gradients"
 _INT = {int}
 
 
-class Gradient(NamedTuple):
+class MessageGradient(NamedTuple):
     """The cotangents of the recorded arrays of one message.
 
     Attributes:
@@ -39,7 +39,7 @@ class Gradient(NamedTuple):
     cotangents: Sequence[Cotangent]
 
 
-class Starving(NamedTuple):
+class StarvingSend(NamedTuple):
     """A send function whose gradient has not come.
 
     Attributes:
@@ -53,7 +53,7 @@ class Starving(NamedTuple):
     name: str
 
 
-class Report(NamedTuple):
+class StarvationReport(NamedTuple):
     """What one worker still waits for when nothing is left for it to do.
 
     Attributes:
@@ -62,14 +62,14 @@ class Report(NamedTuple):
     """
 
     number: int
-    starving: tuple[Starving, ...]
+    starving: tuple[StarvingSend, ...]
 
 
-Reports = Mapping[str, Report]
+Reports = Mapping[str, StarvationReport]
 """By the name of the worker."""
 
 
-class Terms(NamedTuple):
+class PassTerms(NamedTuple):
     """What a pass is, for a worker that has not heard of it.
 
     Attributes:
@@ -85,7 +85,7 @@ class Terms(NamedTuple):
     retain_graph: bool
 
 
-class Request(NamedTuple):
+class GradientRequest(NamedTuple):
     """A message with gradients.
 
     Attributes:
@@ -94,9 +94,9 @@ class Request(NamedTuple):
       gradients: For send functions of the callee.
     """
 
-    terms: Terms
+    terms: PassTerms
     marks: Sequence[int] | None
-    gradients: Sequence[Gradient]
+    gradients: Sequence[MessageGradient]
 
     def pack(self) -> tuple[list[Any], dict[str, Any]]:
         """Body and metadata."""
@@ -105,7 +105,7 @@ class Request(NamedTuple):
         return arrays, {_FIELD: [*self.terms, marks, rows]}
 
     @classmethod
-    def unpack(cls, body: Any, meta: dict[str, Any]) -> "Request":
+    def unpack(cls, body: Any, meta: dict[str, Any]) -> "GradientRequest":
         """The request that arrived.
 
         Raises:
@@ -119,10 +119,10 @@ class Request(NamedTuple):
             raise ProtocolError("The terms of a backward pass are two ids and modes.")
         if marks is not None and not _are_ids(marks):
             raise ProtocolError("Marked messages are named by their ids.")
-        return cls(Terms(*terms), marks, _restored(rows, body))
+        return cls(PassTerms(*terms), marks, _restored(rows, body))
 
 
-class Answer(NamedTuple):
+class GradientAnswer(NamedTuple):
     """What comes back.
 
     Attributes:
@@ -131,9 +131,9 @@ class Answer(NamedTuple):
       failure: How the pass ended on the callee, if it failed.
     """
 
-    gradients: Sequence[Gradient]
+    gradients: Sequence[MessageGradient]
     reports: Reports
-    failure: Failure | None = None
+    failure: PassFailure | None = None
 
     def pack(self) -> Reply:
         """The answer as a handler returns it."""
@@ -147,7 +147,7 @@ class Answer(NamedTuple):
         return Reply(arrays, {_FIELD: [rows, told]})
 
     @classmethod
-    def unpack(cls, body: Any, meta: dict[str, Any]) -> "Answer":
+    def unpack(cls, body: Any, meta: dict[str, Any]) -> "GradientAnswer":
         """The answer that arrived.
 
         Raises:
@@ -155,14 +155,14 @@ class Answer(NamedTuple):
         """
         found = meta.get(_FIELD, ())
         if found is None:
-            return cls((), {}, Failure.unpack(body))
+            return cls((), {}, PassFailure.unpack(body))
         if type(found) is not list or len(found) != 2:
             raise ProtocolError("An answer to gradients has gradients and reports.")
         rows, told = found
         return cls(_restored(rows, body), _reports(told))
 
 
-def unpack_end(body: Any) -> tuple[int, int, Failure]:
+def unpack_end(body: Any) -> tuple[int, int, PassFailure]:
     """Context, pass and failure of a pass that has ended.
 
     Raises:
@@ -170,7 +170,7 @@ def unpack_end(body: Any) -> tuple[int, int, Failure]:
     """
     if type(body) is not tuple or [type(part) for part in body[:2]] != [int, int]:
         raise ProtocolError("The end of a pass names a context and a pass.")
-    return body[0], body[1], Failure.unpack(body[2:])
+    return body[0], body[1], PassFailure.unpack(body[2:])
 
 
 def unpack_reach(body: Any) -> tuple[int, list[int]]:
@@ -197,7 +197,7 @@ def unpack_reached(body: Any) -> tuple[set[int], set[int]]:
     raise ProtocolError("The answer has ids of messages.")
 
 
-def _flat(gradients: Sequence[Gradient]) -> tuple[list[Any], list[Any]]:
+def _flat(gradients: Sequence[MessageGradient]) -> tuple[list[Any], list[Any]]:
     rows, arrays = [], []
     for message_id, cotangents in gradients:
         there = []
@@ -209,7 +209,7 @@ def _flat(gradients: Sequence[Gradient]) -> tuple[list[Any], list[Any]]:
     return rows, arrays
 
 
-def _restored(rows: Any, arrays: Any) -> list[Gradient]:
+def _restored(rows: Any, arrays: Any) -> list[MessageGradient]:
     if type(rows) is not list or type(arrays) is not list:
         raise ProtocolError("Gradients are rows and arrays.")
     taken, gradients = 0, []
@@ -228,7 +228,7 @@ def _restored(rows: Any, arrays: Any) -> list[Gradient]:
         for position in there:
             cotangents[position] = arrays[taken]
             taken += 1
-        gradients.append(Gradient(message_id, cotangents))
+        gradients.append(MessageGradient(message_id, cotangents))
     if taken < len(arrays):
         raise ProtocolError("There are more arrays than gradients have positions.")
     return gradients
@@ -238,8 +238,8 @@ def _reports(told: Any) -> Reports:
     reports = {}
     try:
         for worker, number, starving in told:
-            listed = tuple(Starving(*one) for one in starving)
-            reports[worker] = Report(number, listed)
+            listed = tuple(StarvingSend(*one) for one in starving)
+            reports[worker] = StarvationReport(number, listed)
     except TypeError as error:
         raise ProtocolError("A report is a number and send functions.") from error
     return reports

@@ -5,19 +5,16 @@ from typing import TYPE_CHECKING, Any
 from jdist._errors import requirement
 from jdist.autograd.context import recording
 from jdist.autograd.context.container import Container, here
-from jdist.autograd.context.errors import AutogradError
 from jdist.autograd.engine.backward import backward, backward_of
-from jdist.autograd.engine.failure import Failure
-from jdist.rpc import RRef
-from jdist.rpc.base import current
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.future import Future, call_when_done, cancel, error_of
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.autograd.engine.failure import PassFailure
+from jdist.autograd.errors import AutogradError
+from jdist.rpc import Future, ProtocolError, RRef, WorkerInfo
+from jdist.rpc.extension import call_when_done, cancel, current, error_of
 
 if TYPE_CHECKING:
-    from jdist.autograd.engine.local_pass import Part
+    from jdist.autograd.engine.local_pass import LocalPass
 
-KIND = "autograd.reference"
+REFERENCE = "autograd.reference"
 
 
 def install(container: Container) -> None:
@@ -32,7 +29,7 @@ def install(container: Container) -> None:
         rref, context_id, retain_graph = body
         limit = current.deadline()
 
-        def begin(computed: Future[type]) -> "Part":
+        def begin(computed: Future[type]) -> "LocalPass":
             computed.value()
             context = container.retrieve(context_id)
             return backward_of(context, rref.local_value(), retain_graph, limit)
@@ -43,7 +40,7 @@ def install(container: Container) -> None:
         call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
         return outcome
 
-    agent.register(KIND, answer)
+    agent.register(REFERENCE, answer)
     agent.references.backward = run
 
 
@@ -68,10 +65,10 @@ def run(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
         backward(context_id, [rref.local_value()], retain_graph=retain_graph)
     else:
         body = (rref, context_id, bool(retain_graph))
-        container.agent.call(rref.owner(), KIND, body)
+        container.agent.call(rref.owner(), REFERENCE, body)
 
 
-def _follow(begun: "Future[Part]", outcome: Future[None], worker: str) -> None:
+def _follow(begun: "Future[LocalPass]", outcome: Future[None], worker: str) -> None:
     """Has the end of the pass as the outcome; whoever gives that up ends the pass."""
     failed = error_of(begun)
     if failed is not None:
@@ -89,7 +86,7 @@ def _follow(begun: "Future[Part]", outcome: Future[None], worker: str) -> None:
     def given_up() -> None:
         error = error_of(outcome)
         if isinstance(error, Exception) and not part.done.done():
-            part.fail(Failure(worker, error))
+            part.fail(PassFailure(worker, error))
 
     call_when_done(part.done, over)
     call_when_done(outcome, given_up)

@@ -10,8 +10,8 @@ import numpy as np
 
 from jdist._compat import beside
 from jdist._errors import requirement
-from jdist.autograd.context.errors import AutogradError
 from jdist.autograd.engine.local_pass import Root
+from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.node import LeafNode
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable

@@ -15,12 +15,12 @@ Information Processing Letters 11(1), 1980.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jdist.autograd.engine.messages import Report, Reports, Starving
-from jdist.rpc.base.future import Future
-from jdist.rpc.calls.callee import Reply
+from jdist.autograd.engine.messages import Reports, StarvationReport, StarvingSend
+from jdist.rpc import Future
+from jdist.rpc.extension import Reply
 
 
-class Held(NamedTuple):
+class UnansweredRequest(NamedTuple):
     """A request that has not been answered.
 
     Attributes:
@@ -32,7 +32,7 @@ class Held(NamedTuple):
     answer: Future[Reply]
 
 
-class Engagement:
+class TerminationDetector:
     """What one worker owes to others and is owed by them in one pass.
 
     Args:
@@ -47,15 +47,15 @@ class Engagement:
 
     def __init__(self, worker: str, root: bool) -> None:
         self.outstanding = 0
-        self.engager: Held | None = None
-        self.others: list[Held] = []
+        self.engager: UnansweredRequest | None = None
+        self.others: list[UnansweredRequest] = []
         self._worker = worker
         self._root = root
-        self._reports: dict[str, Report] = {}
+        self._reports: dict[str, StarvationReport] = {}
         self._news: set[str] = set()
         self._number = 0
 
-    def asked(self, held: Held) -> None:
+    def asked(self, held: UnansweredRequest) -> None:
         """A request came."""
         if self._root or self.engager is not None:
             self.others.append(held)
@@ -69,12 +69,12 @@ class Engagement:
             return True
         return any(held.peer == peer for held in self.others)
 
-    def take_others(self) -> list[Held]:
+    def take_others(self) -> list[UnansweredRequest]:
         """The requests that are to be answered now."""
         others, self.others = self.others, []
         return others
 
-    def disengage(self) -> Held | None:
+    def disengage(self) -> UnansweredRequest | None:
         """At rest: the request that is to be answered, if there is one."""
         held, self.engager = self.engager, None
         return held
@@ -87,12 +87,12 @@ class Engagement:
                 self._reports[worker] = report
                 self._news.add(worker)
 
-    def waits_for(self, starving: tuple[Starving, ...]) -> None:
+    def waits_for(self, starving: tuple[StarvingSend, ...]) -> None:
         """This worker is about to rest, and waits for these."""
         known = self._reports.get(self._worker)
         if starving != (() if known is None else known.starving):
             self._number += 1
-            self._reports[self._worker] = Report(self._number, starving)
+            self._reports[self._worker] = StarvationReport(self._number, starving)
             self._news.add(self._worker)
 
     def news(self) -> Reports:
@@ -103,7 +103,7 @@ class Engagement:
         self._news.clear()
         return news
 
-    def starving(self) -> Mapping[str, tuple[Starving, ...]]:
+    def starving(self) -> Mapping[str, tuple[StarvingSend, ...]]:
         """All that anybody waits for, by the name of the worker."""
         return {
             worker: report.starving

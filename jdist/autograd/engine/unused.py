@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from jdist.autograd.engine.messages import Starving
+from jdist.autograd.engine.messages import StarvingSend
 from jdist.autograd.graph.node import RecvNode
 
 
 def explain(
-    starving: Mapping[str, Sequence[Starving]],
+    starving: Mapping[str, Sequence[StarvingSend]],
     unreached: Sequence[RecvNode],
     smart: bool,
 ) -> str:

@@ -25,14 +25,18 @@ from jdist._compat import is_traced, part_of, without_unread
 from jdist._errors import requirement
 from jdist._tree import is_inexact
 from jdist.autograd.context.recording import next_order, refuse_in_pure, tracing
+from jdist.autograd.graph.nnx_state import state_kept
 from jdist.autograd.graph.node import Edge, SegmentNode
-from jdist.autograd.modules.nnx_state import state_kept
 from jdist.segment import Segment
-from jdist.segment._cache import Cache
-from jdist.segment._contents import contents_of, is_fixed, value_of
-from jdist.segment._halves import Halves
-from jdist.segment._plan import Plan
-from jdist.segment._traced import Changed
+from jdist.segment.internal import (
+    Changed,
+    ForwardPlan,
+    FunctionCache,
+    contents_of,
+    is_fixed,
+    pure_segment,
+    value_of,
+)
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (float, complex)
@@ -49,7 +53,7 @@ class Recordable:
 
     __slots__ = ()
 
-    def flat(self) -> tuple["Differentiated", Sequence[Any], Sequence[Edge | None]]:
+    def flat(self) -> tuple["DifferentiatedTree", Sequence[Any], Sequence[Edge | None]]:
         """What it is to a function, its arrays, and where each one's cotangent goes."""
         raise NotImplementedError
 
@@ -60,7 +64,7 @@ class Constant:
     __slots__ = ()
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call that was made and recorded.
 
     Attributes:
@@ -86,7 +90,7 @@ def call(
     leaves: Sequence[Any],
     structure: Any,
     numbers: tuple[type, ...] = NUMBERS,
-) -> Call:
+) -> RecordedCall:
     """Runs `fn(*args, **kwargs)`, compiled, and records it.
 
     Args:
@@ -113,7 +117,7 @@ def call(
     name = _name(fn)
     refuse_in_pure("a call of {} with recorded values", name)
     _refuse_closure(fn)
-    program, spec = _program_of(fn), Spec(structure, tuple(kinds))
+    program, spec = _program_of(fn), ArgumentSpec(structure, tuple(kinds))
     segment = program.segment(spec)
     try:
         outputs, residuals = segment.forward((), *arrays)
@@ -126,22 +130,22 @@ def call(
     if True in live:
         inputs = tuple(edges)
         node = SegmentNode(name, inputs, next_order(), segment, residuals, made)
-    return Call(made.flatten_up_to(outputs), made, node, live)
+    return RecordedCall(made.flatten_up_to(outputs), made, node, live)
 
 
-def _program_of(fn: Callable[..., Any]) -> "Program":
+def _program_of(fn: Callable[..., Any]) -> "PureFunction":
     """What was compiled for the function, or for one of the same contents."""
     if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
         return _program_of_library(fn)  # it cannot change, so nothing needs reading
-    return _PROGRAMS.get(fn, (), lambda contents: Program(fn, contents.code))
+    return _PROGRAMS.get(fn, (), lambda contents: PureFunction(fn, contents.code))
 
 
 @functools.lru_cache(maxsize=1024)
-def _program_of_library(fn: Callable[..., Any]) -> "Program":
-    return Program(fn, fn)
+def _program_of_library(fn: Callable[..., Any]) -> "PureFunction":
+    return PureFunction(fn, fn)
 
 
-class Program:
+class PureFunction:
     """One function, compiled for each way in which its arguments are made of arrays.
 
     Args:
@@ -157,9 +161,9 @@ class Program:
         self._code = code
         self._alone = alone
         self._lock = threading.Lock()
-        self._segments: dict[Spec, Segment] = {}
+        self._segments: dict[ArgumentSpec, Segment] = {}
 
-    def segment(self, spec: "Spec") -> Segment:
+    def segment(self, spec: "ArgumentSpec") -> Segment:
         """The function of the arrays alone, in two halves.
 
         To give the spec to one compiled function as a static argument would have JAX
@@ -175,13 +179,13 @@ class Program:
                 del self._segments[next(iter(self._segments))]
         return found
 
-    def alone(self, fn: Callable[..., Any]) -> "Program":
+    def alone(self, fn: Callable[..., Any]) -> "PureFunction":
         """Of one of the functions of equal contents, as it is now."""
-        return Program(fn, self._code, alone=True)
+        return PureFunction(fn, self._code, alone=True)
 
 
 def _segment(
-    fn: Callable[..., Any], code: Hashable, spec: "Spec", alone: bool
+    fn: Callable[..., Any], code: Hashable, spec: "ArgumentSpec", alone: bool
 ) -> Segment:
     name = _name(fn)
 
@@ -194,11 +198,10 @@ def _segment(
 
     run.__name__ = name
     contents = contents_of(run, "apply")
-    halves = Halves(run, False, "apply", contents, (code, spec.case), alone=alone)
-    return Segment(run, halves, (), own=False)
+    return pure_segment(run, "apply", contents, (code, spec.case), alone=alone)
 
 
-class Spec(NamedTuple):
+class ArgumentSpec(NamedTuple):
     """How a function's arguments are made of arrays; a part of its compilation."""
 
     structure: Any
@@ -207,7 +210,7 @@ class Spec(NamedTuple):
     @property
     def case(self) -> Hashable:
         """What versions of one function share: functions count by their code."""
-        kinds = [x.case if isinstance(x, _Static) else x for x in self.kinds]
+        kinds = [x.case if isinstance(x, _StaticArgument) else x for x in self.kinds]
         return self.structure, tuple(kinds)
 
     def arguments(self, arrays: Sequence[Any]) -> Any:
@@ -218,7 +221,7 @@ class Spec(NamedTuple):
         )
 
 
-class Differentiated(NamedTuple):
+class DifferentiatedTree(NamedTuple):
     """A tree of arrays of which those with a derivative are `wanted`."""
 
     structure: Any
@@ -230,14 +233,14 @@ class Differentiated(NamedTuple):
         return jax.tree.unflatten(self.structure, arrays)
 
 
-class _Plain(NamedTuple):
+class _UndifferentiatedArray(NamedTuple):
     """An array without a derivative."""
 
     def value(self, given: Any) -> Any:
         return _given(given, wanted=False)
 
 
-class _Static:
+class _StaticArgument:
     """A value that is part of the compiled function; equal by its key.
 
     Args:
@@ -257,7 +260,7 @@ class _Static:
         return self._value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self._key == other._key
+        return isinstance(other, _StaticArgument) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -266,11 +269,11 @@ class _Static:
         return repr(self._value)
 
 
-_PLAIN = _Plain()
-ONE = Differentiated(jax.tree.structure(0), (True,))
+_PLAIN = _UndifferentiatedArray()
+ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 """A single array with a derivative."""
 
-_PROGRAMS: Cache[Program] = Cache("apply", size=256)
+_PROGRAMS: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
 _SPECS = 256
 """For so many ways to be called each of them is compiled at a time."""
 
@@ -299,20 +302,20 @@ def _take(
         edges.append(None)
         return _PLAIN
     if isinstance(leaf, Constant):
-        return _Static(leaf, leaf, leaf)
+        return _StaticArgument(leaf, leaf, leaf)
     if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
         return _static_by_contents(leaf)
     key = _key(leaf)
-    return _Static(leaf, key, key)
+    return _StaticArgument(leaf, key, key)
 
 
-def _static_by_contents(leaf: Any) -> _Static:
+def _static_by_contents(leaf: Any) -> _StaticArgument:
     """A function or class as part of the compiled function."""
     _refuse_closure(leaf)
     read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
     contents = read(leaf, "apply")
     key = contents if contents.complete else object()
-    return _Static(leaf, key, contents.code)
+    return _StaticArgument(leaf, key, contents.code)
 
 
 def _key(leaf: Any) -> Any:
@@ -348,7 +351,9 @@ def _refuse_closure(fn: Callable[..., Any]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _made(plan: Plan, recorded: tuple[bool, ...]) -> tuple[Any, tuple[bool, ...]]:
+def _made(
+    plan: ForwardPlan, recorded: tuple[bool, ...]
+) -> tuple[Any, tuple[bool, ...]]:
     """The structure of the outputs, and which of them have a history.
 
     These are the floating outputs from which a cotangent flows to a recorded input.

@@ -16,24 +16,27 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import abbreviated, is_inexact
 from jdist.autograd.context.recording import refuse_in_pure
 from jdist.autograd.context.turns import in_turn
 from jdist.autograd.graph.eager import eager
 from jdist.autograd.graph.pure import Constant
-from jdist.autograd.graph.recorded import described, record
+from jdist.autograd.graph.recorded import record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
-from jdist.rpc.base import current
-from jdist.rpc.base.turn import Turn
-from jdist.rpc.codec.nnx import StandIn, is_module
-from jdist.rpc.modules import parameters
+from jdist.rpc.extension import (
+    InterruptSafeLock,
+    StandIn,
+    current_agent,
+    is_module,
+    parameters,
+)
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
 
 
-def module(nnx_module: Any, key: jax.Array | None = None) -> "Module":
+def module(nnx_module: Any, key: jax.Array | None = None) -> "TrainableModule":
     """A Flax NNX module that is trained within contexts.
 
     Its floating `nnx.Param`s become variables. What it computes is recorded, within a
@@ -66,7 +69,7 @@ def module(nnx_module: Any, key: jax.Array | None = None) -> "Module":
     if key is not None and not _is_key(key):
         rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
         raise TypeError(requirement("module(key=...)", rule, key, remedy))
-    return Module(nnx_module, key)
+    return TrainableModule(nnx_module, key)
 
 
 def _check_module(nnx_module: Any) -> None:
@@ -84,15 +87,15 @@ def create(
     return parameters.create(_made, (factory, args, kwargs), {})
 
 
-def _made(factory: Callable[..., Any], args: Any, kwargs: Any) -> "Module":
+def _made(factory: Callable[..., Any], args: Any, kwargs: Any) -> "TrainableModule":
     made = factory(*args, **kwargs)
     _check_module(made)
     # What arrives here is bound to the device. So must be what the module begins with,
     # or its calls are compiled again once it has met something that arrived.
-    return Module(made, device=current.agent().options.device)
+    return TrainableModule(made, device=current_agent().options.device)
 
 
-class Module(StandIn):
+class TrainableModule(StandIn):
     """A Flax NNX module with variables in place of its parameters: see `module`.
 
     It is called like the module. Threads may call it at the same time; where it has a
@@ -111,7 +114,7 @@ class Module(StandIn):
         self._state = tuple([_bound(leaf, device) for leaf in state])
         self._layouts = [layout]
         self._layout = layout
-        self._turn = Turn()
+        self._turn = InterruptSafeLock()
         kind = type(nnx_module).__name__
         forward = type(nnx_module).__call__
         self._function = _function(kind, forward, tuple(_code_of(nnx_module)))
@@ -164,7 +167,7 @@ class Module(StandIn):
         def act() -> None:
             here = self.state()
             given = {path: jnp.asarray(leaf) for path, leaf in state.items()}
-            shown = [{p: described(x) for p, x in d.items()} for d in (here, given)]
+            shown = [{p: abbreviated(x) for p, x in d.items()} for d in (here, given)]
             for path in sorted(here.keys() | given.keys()):
                 is_here, is_given = (d.get(path, "no leaf") for d in shown)
                 if is_here != is_given:
@@ -236,7 +239,7 @@ class Module(StandIn):
         return f"Module({self._function.__name__})"
 
 
-class _Layout(Constant):
+class _ModuleLayout(Constant):
     """How a module is made of its arrays, in one mode.
 
     Args:
@@ -323,7 +326,12 @@ def _function(
     """
 
     def called(
-        layout: _Layout, params: Any, state: Any, method: str, args: Any, kwargs: Any
+        layout: _ModuleLayout,
+        params: Any,
+        state: Any,
+        method: str,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         # Not used, but by what it refers to the compiled function is found again: what
         # the classes of the module read may change.
@@ -349,10 +357,10 @@ def _code_of(module: Any) -> list[Any]:
     return list(found.values())
 
 
-def _taken_apart(module: Any) -> tuple[_Layout, list[Any], list[Any]]:
+def _taken_apart(module: Any) -> tuple[_ModuleLayout, list[Any], list[Any]]:
     graph, params, state = _split(module)
     leaves = jax.tree.leaves(params), jax.tree.leaves(state)
-    return _Layout(graph, params, state), *leaves
+    return _ModuleLayout(graph, params, state), *leaves
 
 
 def _split(module: Any) -> Any:

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import described
 from jdist.autograd.context import container
-from jdist.autograd.modules.replicated import is_replicated
-from jdist.autograd.optimizer import checkpoint, serving
+from jdist.autograd.engine.replicated import is_replicated
+from jdist.autograd.optimizer import checkpoint, owner_side
 from jdist.autograd.optimizer.checkpoint import State
-from jdist.autograd.optimizer.owned import check_same, described
+from jdist.autograd.optimizer.owned_optimizer import check_same
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of
 from jdist.rpc import RemoteModule, RRef, WorkerInfo
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.extension import DEFAULT, current_agent
 
 _CALL = "DistributedOptimizer"
 
@@ -83,7 +83,7 @@ class DistributedOptimizer:
         **kwargs: Any,
     ) -> None:
         _check_factory(optimizer)
-        current.agent().codec.functions.reference(optimizer)
+        current_agent().codec.functions.reference(optimizer)
         owners: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
         for position, rref in enumerate(params_rrefs):
             if not isinstance(rref, RRef):
@@ -97,10 +97,10 @@ class DistributedOptimizer:
         if not owners:
             rule = "must not be empty: optimizer got an empty parameter list"
             raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
-        self._own = list(owners.get(current.agent().info, {}).values())
+        self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
         self._parts: dict[WorkerInfo, RRef[Any]] = ask_all(
-            serving.CREATE, bodies, DEFAULT, "Error creating optimizer."
+            owner_side.CREATE, bodies, DEFAULT, "Error creating optimizer."
         )
 
     def step(
@@ -145,7 +145,7 @@ class DistributedOptimizer:
             norm = self._norm(context_id, max_norm, timeout)
             factor = np.asarray(shrinking(norm, max_norm))
         arguments = (context_id, factor, values)
-        self._ask(serving.STEP, "Error running optimizer.", timeout, arguments)
+        self._ask(owner_side.STEP, "Error running optimizer.", timeout, arguments)
         container.here().retrieve(context_id)
         return norm
 
@@ -163,7 +163,7 @@ class DistributedOptimizer:
           ExceptionGroup: Some owners failed.
         """
         complaint = "Error reading the optimizer's state."
-        answers = self._ask(serving.READ, complaint, timeout)
+        answers = self._ask(owner_side.READ, complaint, timeout)
         return {worker.name: numbers for worker, numbers in answers.items()}
 
     def load_state(self, state: State, timeout: float = DEFAULT) -> None:
@@ -180,7 +180,7 @@ class DistributedOptimizer:
           ExceptionGroup: Some owners failed.
         """
         complaint = "Error loading the optimizer's state."
-        here = self._ask(serving.DESCRIBE, complaint, timeout)
+        here = self._ask(owner_side.DESCRIBE, complaint, timeout)
         found = {worker.name: description for worker, description in here.items()}
         given = {
             name: {path: described(x) for path, x in numbers.items()}
@@ -189,7 +189,7 @@ class DistributedOptimizer:
         for name in sorted(found.keys() | given.keys()):
             check_same(given.get(name, {}), found.get(name, {}), f"{name}/")
         bodies = {w: (part, state[w.name]) for w, part in self._parts.items()}
-        ask_all(serving.WRITE, bodies, timeout, complaint)
+        ask_all(owner_side.WRITE, bodies, timeout, complaint)
 
     def save(self, folder: str | Path, step: int, *, keep: int | None = 3) -> None:
         """Writes what `state` gathers to disk, by orbax, and returns when it is there.
@@ -231,7 +231,7 @@ class DistributedOptimizer:
             raise ValueError(requirement(argument, "must be at least 0", max_norm))
         self._refuse_unequal_norms()
         complaint = "Error running optimizer, in the norm of the gradients."
-        answers = self._ask(serving.SQUARES, complaint, timeout, (context_id,))
+        answers = self._ask(owner_side.SQUARES, complaint, timeout, (context_id,))
         found: dict[int, Any] = {}
         for squares in answers.values():
             found |= squares
@@ -242,7 +242,7 @@ class DistributedOptimizer:
 
     def _refuse_unequal_norms(self) -> None:
         """Of replicated variables: each trainer would shrink them by another factor."""
-        agent = current.agent()
+        agent = current_agent()
         shared = [is_replicated(agent, rref.local_value()) for rref in self._own]
         if any(shared) and not (all(shared) and len(self._parts) == 1):
             argument = f"{_CALL}.step(max_norm=...)"

@@ -11,12 +11,17 @@ from jdist.autograd.engine.marking import mark
 from jdist.autograd.graph.node import Node
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable
-from jdist.autograd.picture.graph_node import RECEIVE, SEND, Vertex, checked, vertices
+from jdist.autograd.picture.graph_node import (
+    RECEIVE,
+    SEND,
+    GraphNode,
+    checked,
+    graph_nodes,
+)
 from jdist.autograd.picture.mermaid import mermaid
 from jdist.autograd.picture.svg import svg
-from jdist.rpc.base.deadline import DEFAULT
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc import ProtocolError, WorkerInfo
+from jdist.rpc.extension import DEFAULT, incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container
@@ -31,25 +36,25 @@ class Graph:
 
     Attributes:
       context_id: Of the context whose graph it is.
-      vertices: Its functions, by the ranks of their workers; each after those of the
+      nodes: Its functions, by the ranks of their workers; each after those of the
         same worker that it uses.
     """
 
     context_id: int
-    vertices: tuple[Vertex, ...]
+    nodes: tuple[GraphNode, ...]
 
     def arcs(self) -> list[tuple[int, int]]:
-        """Pairs of places in `vertices`: the second one uses outputs of the first.
+        """Pairs of places in `nodes`: the second one uses outputs of the first.
 
         Each pair once. A receive function uses what the send function of the same
         message has sent.
         """
-        sends = {v.message_id: n for n, v in enumerate(self.vertices) if v.kind == SEND}
+        sends = {v.message_id: n for n, v in enumerate(self.nodes) if v.kind == SEND}
         found: dict[tuple[int, int], None] = {}
-        for place, vertex in enumerate(self.vertices):
-            found.update(dict.fromkeys((source, place) for source in vertex.inputs))
-            if vertex.kind == RECEIVE and vertex.message_id in sends:
-                found[sends[vertex.message_id], place] = None
+        for place, node in enumerate(self.nodes):
+            found.update(dict.fromkeys((source, place) for source in node.inputs))
+            if node.kind == RECEIVE and node.message_id in sends:
+                found[sends[node.message_id], place] = None
         return list(found)
 
     def labels(self) -> list[str]:
@@ -58,23 +63,23 @@ class Graph:
         Messages are numbered by their ids: the send and receive functions of one have
         its number, as `send1` and `recv1`.
         """
-        ids = sorted({v.message_id for v in self.vertices if v.message_id})
+        ids = sorted({v.message_id for v in self.nodes if v.message_id})
         numbers = {message_id: n for n, message_id in enumerate(ids, start=1)}
         words = {SEND: "send", RECEIVE: "recv"}
         return [
             f"{words[v.kind]}{numbers[v.message_id]} ({v.dependencies})"
             if v.kind in words
             else f"{v.name} ({v.dependencies})"
-            for v in self.vertices
+            for v in self.nodes
         ]
 
     def mermaid(self) -> str:
         """The graph as a Mermaid flow chart, from variables to roots."""
-        return mermaid(self.vertices, self.labels(), self.arcs())
+        return mermaid(self.nodes, self.labels(), self.arcs())
 
     def svg(self) -> str:
         """The graph as an SVG picture, from variables on the left to roots."""
-        return svg(self.vertices, self.labels(), self.arcs())
+        return svg(self.nodes, self.labels(), self.arcs())
 
 
 def graph(
@@ -112,7 +117,7 @@ def graph(
       ...     x = autograd.variable(2.0)
       ...     y = rpc.rpc_sync("w1", jnp.sin, args=(x,))
       ...     found = autograd.graph(context_id, [y], names={x: "x"})
-      >>> [vertex.worker for vertex in found.vertices]
+      >>> [node.worker for node in found.nodes]
       ['w0', 'w0', 'w0', 'w1', 'w1', 'w1']
       >>> found.labels()
       ['x (1)', 'send1 (1)', 'recv2 (1)', 'recv1 (1)', 'sin (1)', 'send2 (1)']
@@ -127,14 +132,13 @@ def graph(
     if mode == "smart":
         seconds = container.agent.default_timeout if timeout == DEFAULT else timeout
         marks = mark(container, context_id, starts, seconds)
-    own = (container.agent.info, vertices(context, starts, more, names, marks))
+    own = (container.agent.info, graph_nodes(context, starts, more, names, marks))
     parts = [own, *_others(context, marks, timeout)]
-    found: list[Vertex] = []
+    found: list[GraphNode] = []
     for _, part in sorted(parts, key=lambda pair: pair[0].id):
         shift = len(found)
         found += [
-            vertex._replace(inputs=tuple(n + shift for n in vertex.inputs))
-            for vertex in part
+            node._replace(inputs=tuple(n + shift for n in node.inputs)) for node in part
         ]
     return Graph(context_id, tuple(found))
 
@@ -151,7 +155,7 @@ def install(container: "Container") -> None:
         context = container.find(context_id)
         if context is None:  # released meanwhile, or never reached
             return [], []
-        rows = [tuple(vertex) for vertex in vertices(context, marks=marks)]
+        rows = [tuple(node) for node in graph_nodes(context, marks=marks)]
         return sorted(context.known_numbers()), rows
 
     container.agent.register(_KIND, show)
@@ -159,11 +163,11 @@ def install(container: "Container") -> None:
 
 def _others(
     context: Context, marks: Collection[int] | None, timeout: float
-) -> list[tuple[WorkerInfo, list[Vertex]]]:
+) -> list[tuple[WorkerInfo, list[GraphNode]]]:
     """The parts of all workers that are reached from one to the next."""
     agent = context.container.agent
     seen = {incarnation_of(agent.info)}
-    found: list[tuple[WorkerInfo, list[Vertex]]] = []
+    found: list[tuple[WorkerInfo, list[GraphNode]]] = []
     ask = context.known_numbers() - seen
     while ask:
         seen |= ask

@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdist._tree import abbreviated
 from jdist.autograd.context.context import Context
 from jdist.autograd.engine.sweep import dependencies
 from jdist.autograd.graph.node import LeafNode, Node, RecvNode, SendNode
-from jdist.autograd.graph.recorded import described
-from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc import ProtocolError
 
 LEAF, FUNCTION, SEND, RECEIVE = "leaf", "function", "send", "receive"
 KINDS = (LEAF, FUNCTION, SEND, RECEIVE)
 
 
-class Vertex(NamedTuple):
+class GraphNode(NamedTuple):
     """A function of the graph.
 
     Attributes:
@@ -36,13 +36,13 @@ class Vertex(NamedTuple):
     dependencies: int
 
 
-def vertices(
+def graph_nodes(
     context: Context,
     roots: Iterable[Node] = (),
     values: Iterable[Node] = (),
     names: Mapping[Any, str] | None = None,
     marks: Collection[int] | None = None,
-) -> list[Vertex]:
+) -> list[GraphNode]:
     """What this worker has of a graph: each function after those that it uses.
 
     Args:
@@ -61,7 +61,7 @@ def vertices(
     places = {node: place for place, node in enumerate(listed)}
     worker = context.container.agent.info.name
     return [
-        Vertex(
+        GraphNode(
             worker,
             _kind(node),
             _name(node, names or {}),
@@ -73,8 +73,8 @@ def vertices(
     ]
 
 
-def checked(rows: Any) -> list[Vertex]:
-    """The vertices that another worker has sent.
+def checked(rows: Any) -> list[GraphNode]:
+    """The graph nodes that another worker has sent.
 
     Raises:
       ProtocolError: They are none.
@@ -83,14 +83,14 @@ def checked(rows: Any) -> list[Vertex]:
         raise ProtocolError("A part of a graph is a list of functions.")
     found = []
     for place, row in enumerate(rows):
-        fits = type(row) is tuple and len(row) == len(Vertex._fields)
+        fits = type(row) is tuple and len(row) == len(GraphNode._fields)
         kinds = (str, str, str, int, tuple, int)
         if not fits or not all(map(isinstance, row, kinds)) or row[1] not in KINDS:
             raise ProtocolError("A function of a graph is malformed.")
-        vertex = Vertex(*row)
-        if not all(type(n) is int and 0 <= n < place for n in vertex.inputs):
+        found_node = GraphNode(*row)
+        if not all(type(n) is int and 0 <= n < place for n in found_node.inputs):
             raise ProtocolError("A function uses only what comes before it.")
-        found.append(vertex)
+        found.append(found_node)
     return found
 
 
@@ -127,4 +127,4 @@ def _name(node: Node, names: Mapping[Any, str]) -> str:
     known = names.get(node.variable)
     if known is not None:
         return known
-    return ", ".join(map(described, jax.tree.leaves(node.variable.value)))
+    return ", ".join(map(abbreviated, jax.tree.leaves(node.variable.value)))

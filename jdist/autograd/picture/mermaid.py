@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jdist.autograd.picture.graph_node import FUNCTION, LEAF, RECEIVE, SEND, Vertex
+from jdist.autograd.picture.graph_node import FUNCTION, LEAF, RECEIVE, SEND, GraphNode
 
 _SHAPES = {
     LEAF: ("([", "])"),
@@ -13,21 +13,21 @@ _SHAPES = {
 
 
 def mermaid(
-    vertices: Sequence[Vertex], labels: Sequence[str], arcs: Iterable[tuple[int, int]]
+    nodes: Sequence[GraphNode], labels: Sequence[str], arcs: Iterable[tuple[int, int]]
 ) -> str:
     """The text of the chart: a box for each worker, dashed arrows for messages."""
     lines = ["flowchart LR"]
-    workers = dict.fromkeys(vertex.worker for vertex in vertices)
+    workers = dict.fromkeys(node.worker for node in nodes)
     for number, worker in enumerate(workers):
         lines.append(f'  subgraph w{number}["{_escaped(worker)}"]')
-        for place, vertex in enumerate(vertices):
-            if vertex.worker == worker:
-                left, right = _SHAPES[vertex.kind]
+        for place, node in enumerate(nodes):
+            if node.worker == worker:
+                left, right = _SHAPES[node.kind]
                 lines.append(f'    n{place}{left}"{_escaped(labels[place])}"{right}')
         lines.append("  end")
     for source, target in arcs:
-        is_message = vertices[source].worker != vertices[target].worker
-        is_message |= vertices[target].kind == RECEIVE
+        is_message = nodes[source].worker != nodes[target].worker
+        is_message |= nodes[target].kind == RECEIVE
         arrow = "-.->" if is_message else "-->"
         lines.append(f"  n{source} {arrow} n{target}")
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from jdist.autograd.picture.graph_node import FUNCTION, LEAF, RECEIVE, SEND, Vertex
+from jdist.autograd.picture.graph_node import FUNCTION, LEAF, RECEIVE, SEND, GraphNode
 
 _WIDTH, _HEIGHT = 140, 30
 _ACROSS, _DOWN = 190, 50
@@ -14,14 +14,14 @@ _FILL = {LEAF: "#e8f1e4", FUNCTION: "#ffffff", SEND: "#e3ecf7", RECEIVE: "#f7efe
 _ROUND = {LEAF: 15, FUNCTION: 2, SEND: 7, RECEIVE: 7}
 
 
-class Place(NamedTuple):
+class BoxCorner(NamedTuple):
     """Where a function's box is: its left upper corner."""
 
     x: int
     y: int
 
 
-class Lane(NamedTuple):
+class Swimlane(NamedTuple):
     """Where a worker's part is."""
 
     worker: str
@@ -30,11 +30,11 @@ class Lane(NamedTuple):
 
 
 def svg(
-    vertices: Sequence[Vertex], labels: Sequence[str], arcs: Iterable[tuple[int, int]]
+    nodes: Sequence[GraphNode], labels: Sequence[str], arcs: Iterable[tuple[int, int]]
 ) -> str:
     """The text of the picture."""
     arcs = list(arcs)
-    places, lanes = layout(vertices, arcs)
+    places, lanes = layout(nodes, arcs)
     width = max((place.x for place in places), default=0) + _WIDTH + 2 * _MARGIN
     height = sum(lane.height for lane in lanes) + 2 * _MARGIN
     parts = [
@@ -43,32 +43,32 @@ def svg(
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
         'markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>',
         *[_lane(lane, width) for lane in lanes],
-        *[_arrow(places[a], places[b], vertices[b].kind == RECEIVE) for a, b in arcs],
-        *map(_box, places, vertices, labels),
+        *[_arrow(places[a], places[b], nodes[b].kind == RECEIVE) for a, b in arcs],
+        *map(_box, places, nodes, labels),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
 def layout(
-    vertices: Sequence[Vertex], arcs: Iterable[tuple[int, int]]
-) -> tuple[list[Place], list[Lane]]:
+    nodes: Sequence[GraphNode], arcs: Iterable[tuple[int, int]]
+) -> tuple[list[BoxCorner], list[Swimlane]]:
     """Where everything is. No two boxes overlap; arrows lead to the right."""
-    columns = _columns(len(vertices), arcs)
+    columns = _columns(len(nodes), arcs)
     rows: list[int] = []
     filled: Counter[tuple[str, int]] = Counter()
-    for vertex, column in zip(vertices, columns, strict=True):
-        rows.append(filled[vertex.worker, column])
-        filled[vertex.worker, column] += 1
+    for node, column in zip(nodes, columns, strict=True):
+        rows.append(filled[node.worker, column])
+        filled[node.worker, column] += 1
     lanes, top = [], _MARGIN
-    for worker in dict.fromkeys(vertex.worker for vertex in vertices):
+    for worker in dict.fromkeys(node.worker for node in nodes):
         deepest = max(n for (name, _), n in filled.items() if name == worker)
-        lanes.append(Lane(worker, top, _TITLE + deepest * _DOWN))
+        lanes.append(Swimlane(worker, top, _TITLE + deepest * _DOWN))
         top += lanes[-1].height
     tops = {lane.worker: lane.top + _TITLE for lane in lanes}
     places = [
-        Place(2 * _MARGIN + column * _ACROSS, tops[vertex.worker] + row * _DOWN)
-        for vertex, column, row in zip(vertices, columns, rows, strict=True)
+        BoxCorner(2 * _MARGIN + column * _ACROSS, tops[node.worker] + row * _DOWN)
+        for node, column, row in zip(nodes, columns, rows, strict=True)
     ]
     return places, lanes
 
@@ -92,7 +92,7 @@ def _columns(count: int, arcs: Iterable[tuple[int, int]]) -> list[int]:
     return columns
 
 
-def _lane(lane: Lane, width: int) -> str:
+def _lane(lane: Swimlane, width: int) -> str:
     return (
         f'<g><rect class="lane" x="{_MARGIN / 2}" y="{lane.top}" '
         f'width="{width - _MARGIN}" height="{lane.height - 6}" fill="none" '
@@ -101,17 +101,17 @@ def _lane(lane: Lane, width: int) -> str:
     )
 
 
-def _box(place: Place, vertex: Vertex, label: str) -> str:
+def _box(place: BoxCorner, node: GraphNode, label: str) -> str:
     x, y = place
     return (
-        f'<g><title>{escape(vertex.name)}</title><rect class="{vertex.kind}" x="{x}" '
-        f'y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="{_ROUND[vertex.kind]}" '
-        f'fill="{_FILL[vertex.kind]}" stroke="#333"/><text x="{x + _WIDTH / 2}" '
+        f'<g><title>{escape(node.name)}</title><rect class="{node.kind}" x="{x}" '
+        f'y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="{_ROUND[node.kind]}" '
+        f'fill="{_FILL[node.kind]}" stroke="#333"/><text x="{x + _WIDTH / 2}" '
         f'y="{y + _HEIGHT / 2 + 4}" text-anchor="middle">{escape(label)}</text></g>'
     )
 
 
-def _arrow(source: Place, target: Place, is_message: bool) -> str:
+def _arrow(source: BoxCorner, target: BoxCorner, is_message: bool) -> str:
     x, y = source.x + _WIDTH, source.y + _HEIGHT / 2
     to_x, to_y = target.x, target.y + _HEIGHT / 2
     bend = (to_x - x) / 2

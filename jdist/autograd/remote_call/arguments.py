@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import named_leaves
+from jdist._tree import abbreviated, named_leaves
 from jdist.autograd.graph.pure import Recordable
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
 
 _NUMBERS = (bool, int, float, complex)
 
 
-class Kind(NamedTuple):
+class AbstractArray(NamedTuple):
     """What is known of an array before it is computed.
 
     Attributes:
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     weak: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+        return abbreviated(self)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -43,14 +43,14 @@ class Kind(NamedTuple):
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
 
 
-def kind_of(array: Any) -> Kind:
+def abstract_of(array: Any) -> AbstractArray:
     """The kind of an array, traced or not."""
     known = jax.typeof(array)
-    return Kind(known.shape, np.dtype(known.dtype), known.weak_type)
+    return AbstractArray(known.shape, np.dtype(known.dtype), known.weak_type)
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ArraySlot:
     """The place of an array in a tree.
 
     Attributes:
@@ -63,7 +63,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class VariableSlot:
     """The place of a variable that the callee holds, in a tree of arguments.
 
     Attributes:
@@ -74,7 +74,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class StaticLeaf:
     """A leaf that is no array; equal to another only if their types are equal too."""
 
     kind: type
@@ -91,14 +91,15 @@ class Structure:
     """
 
     treedef: jax.tree_util.PyTreeDef
-    leaves: tuple[Slot | Held | Static, ...]
+    leaves: tuple[ArraySlot | VariableSlot | StaticLeaf, ...]
 
     @classmethod
     def of(cls, skeleton: Any) -> "Structure":
         """The inverse of `skeleton`."""
         leaves, treedef = jax.tree.flatten(skeleton)
         places = (
-            x if isinstance(x, Slot | Held) else Static(type(x), x) for x in leaves
+            x if isinstance(x, ArraySlot | VariableSlot) else StaticLeaf(type(x), x)
+            for x in leaves
         )
         return cls(treedef, tuple(places))
 
@@ -106,7 +107,7 @@ class Structure:
     def skeleton(self) -> Any:
         """The tree with places in place of arrays, as a value that can be sent."""
         return self.treedef.unflatten(
-            [x.value if isinstance(x, Static) else x for x in self.leaves]
+            [x.value if isinstance(x, StaticLeaf) else x for x in self.leaves]
         )
 
     def tree(self, arrays: Sequence[Any], held: Sequence[Any] = ()) -> Any:
@@ -115,17 +116,19 @@ class Structure:
 
 
 def _filled(
-    place: Slot | Held | Static, arrays: Sequence[Any], held: Sequence[Any]
+    place: ArraySlot | VariableSlot | StaticLeaf,
+    arrays: Sequence[Any],
+    held: Sequence[Any],
 ) -> Any:
-    if isinstance(place, Static):
+    if isinstance(place, StaticLeaf):
         return place.value
-    if isinstance(place, Held):
+    if isinstance(place, VariableSlot):
         return held[place.index]
     array = arrays[place.index]
     return jax.random.wrap_key_data(array, impl=place.key) if place.key else array
 
 
-class Parts(NamedTuple):
+class FlatArguments(NamedTuple):
     """A tree of arguments, taken apart.
 
     Attributes:
@@ -139,7 +142,7 @@ class Parts(NamedTuple):
     structure: Structure
 
 
-def taken_apart(tree: Any, call: str) -> Parts:
+def taken_apart(tree: Any, call: str) -> FlatArguments:
     """The arrays of a tree, the references in it, and the tree without them.
 
     Raises:
@@ -148,18 +151,18 @@ def taken_apart(tree: Any, call: str) -> Parts:
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[jax.Array] = []
     references: list[RRef] = []
-    places: list[Slot | Held | Static] = []
+    places: list[ArraySlot | VariableSlot | StaticLeaf] = []
     for leaf in leaves:
         if _is_array(leaf):
             array, key = _words(leaf)
-            places.append(Slot(len(arrays), key))
+            places.append(ArraySlot(len(arrays), key))
             arrays.append(array)
         elif isinstance(leaf, RRef):
-            places.append(Held(len(references)))
+            places.append(VariableSlot(len(references)))
             references.append(leaf)
         else:
-            places.append(Static(type(leaf), _hashable(leaf, call)))
-    return Parts(arrays, tuple(references), Structure(treedef, tuple(places)))
+            places.append(StaticLeaf(type(leaf), _hashable(leaf, call)))
+    return FlatArguments(arrays, tuple(references), Structure(treedef, tuple(places)))
 
 
 def arrays_of(tree: Any, call: str) -> tuple[list[jax.Array], Structure]:

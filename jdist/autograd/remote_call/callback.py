@@ -15,22 +15,22 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
-from jdist.autograd.remote_call.arguments import Kind, kind_of
+from jdist.autograd.remote_call.arguments import AbstractArray, abstract_of
+from jdist.autograd.remote_call.callback_threads import callback_threads
 from jdist.autograd.remote_call.caller import Target, calling
-from jdist.autograd.remote_call.operations import Operation
-from jdist.autograd.remote_call.pool import pool
-from jdist.rpc.base.errors import RemoteError
+from jdist.autograd.remote_call.transforms import Transform
+from jdist.rpc import RemoteError
 
 
 def staged_on_cpu(
     target: Target,
-    operations: tuple[Operation, ...],
-    results: Sequence[Kind],
+    operations: tuple[Transform, ...],
+    results: Sequence[AbstractArray],
     arrays: Sequence[Any],
 ) -> list[Any]:
     """The call as part of the program that is being traced."""
 
-    kinds = [kind_of(x) for x in arrays]
+    kinds = [abstract_of(x) for x in arrays]
 
     def run(context: Any, buffers: Sequence[Any], *inputs: Any) -> None:
         views = zip(map(np.asarray, inputs), kinds, strict=True)
@@ -50,8 +50,8 @@ def staged_on_cpu(
 
 def staged_elsewhere(
     target: Target,
-    operations: tuple[Operation, ...],
-    results: Sequence[Kind],
+    operations: tuple[Transform, ...],
+    results: Sequence[AbstractArray],
     arrays: Sequence[Any],
 ) -> list[Any]:
     """The same on accelerators, whose buffers NumPy cannot read."""
@@ -65,13 +65,13 @@ def staged_elsewhere(
 
 def _waited_for(
     target: Target,
-    operations: tuple[Operation, ...],
-    results: Sequence[Kind],
+    operations: tuple[Transform, ...],
+    results: Sequence[AbstractArray],
     inputs: Sequence[Any],
 ) -> list[Any]:
     try:
         arrays = [np.asarray(x) for x in inputs]
-        with pool().occupied(str(target)), calling(target) as caller:
+        with callback_threads().occupied(str(target)), calling(target) as caller:
             return caller.call(target, operations, arrays, results, host=True)
     except Exception as error:  # noqa: BLE001 - XLA hands it to whoever called
         # XLA makes one text of type and message, and drops notes, among which is the

@@ -9,8 +9,6 @@ again.
 """
 
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from secrets import randbits
@@ -21,44 +19,50 @@ import numpy as np
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import evaluate, placed, trace_whole
+from jdist._lru_cache import LRUCache
 from jdist.autograd.context.recording import tracing
 from jdist.autograd.remote_call.arguments import (
-    Kind,
+    AbstractArray,
     Structure,
+    abstract_of,
     arrays_of,
-    kind_of,
 )
-from jdist.autograd.remote_call.operations import (
+from jdist.autograd.remote_call.transforms import (
     Flat,
-    Operation,
+    Transform,
     first_pullback,
     pullbacks,
     shifted,
     transformed,
 )
 from jdist.autograd.remote_call.variables import context_of, trees, variables_of
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.outstanding_calls import Operation as Described
-from jdist.rpc.rref import RRef
-from jdist.segment._cache import VERSIONS, Cache
-from jdist.segment._contents import Contents, contents_of
-from jdist.segment._identity import identity_of
-from jdist.segment._traced import Changed, refuse_hidden, signature_of
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current, current_agent
+from jdist.rpc.extension import Operation as Described
+from jdist.segment.internal import (
+    VERSIONS,
+    Changed,
+    Contents,
+    FunctionCache,
+    contents_of,
+    identity_of,
+    refuse_hidden,
+    signature_of,
+)
 
-CACHE: Cache[Flat] = Cache("remote_call", size=256)
+CACHE: FunctionCache[Flat] = FunctionCache("remote_call", size=256)
 _PART = "jdist.autograd.remote_call.callee"
 _MOST = 4096
 # A call within one process may run in the caller's thread, whose mesh is not ours.
 _NO_MESH = AbstractMesh((), ())
 
 
-class UnknownProgram(LookupError):
+class UnknownFunction(LookupError):
     """The callee does not know a number (any more): it is to be described again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ServedFunction:
     """A function that others call.
 
     Attributes:
@@ -90,43 +94,38 @@ class Program:
         return arrays_of(result, self.name)
 
 
-class Programs:
+class ServedFunctions:
     """The functions that one worker runs for others, by number."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[int, Program] = OrderedDict()
+        self._known: LRUCache[int, ServedFunction] = LRUCache(_MOST)
         # A caller may remember the numbers of a worker that was there before.
         self._numbers = itertools.count(randbits(62))
 
-    def add(self, program: Program) -> int:
+    def add(self, program: ServedFunction) -> int:
         """Its number from now on; the one not used for longest is forgotten."""
-        with self._lock:
-            number = next(self._numbers)
-            self._known[number] = program
-            if len(self._known) > _MOST:
-                self._known.popitem(last=False)
+        number = next(self._numbers)
+        self._known.put(number, program)
         return number
 
-    def find(self, number: int) -> Program:
+    def find(self, number: int) -> ServedFunction:
         """The program of a number.
 
         Raises:
           UnknownProgram: There is none, or not any more.
         """
-        with self._lock:
-            if number not in self._known:
-                raise UnknownProgram(number)
-            self._known.move_to_end(number)
-            return self._known[number]
+        found = self._known.get(number)
+        if found is None:
+            raise UnknownFunction(number)
+        return found
 
 
 def describe(
     function: Callable[..., Any],
     skeleton: Any,
-    kinds: Sequence[Kind],
+    kinds: Sequence[AbstractArray],
     references: Sequence[RRef],
-) -> tuple[int, Any, list[Kind]]:
+) -> tuple[int, Any, list[AbstractArray]]:
     """Traces a function without running it.
 
     Args:
@@ -142,10 +141,10 @@ def describe(
       TypeError: Its result is not made of arrays.
       Exception: Whatever it raises when it is traced.
     """
-    agent = current.agent()
+    agent = current_agent()
     _say(agent, function)
     weak = frozenset(i for i, kind in enumerate(kinds) if kind.weak)
-    program = Program(function, Structure.of(skeleton), weak)
+    program = ServedFunction(function, Structure.of(skeleton), weak)
     held = variables_of(references, program.name)
     found: list[Structure] = []
 
@@ -154,16 +153,16 @@ def describe(
         found.append(structure)
         return results
 
-    abstract = [Kind(*kind).abstract for kind in kinds]
+    abstract = [AbstractArray(*kind).abstract for kind in kinds]
     with use_abstract_mesh(_NO_MESH):
         results = jax.eval_shape(traced, held.leaves, *abstract)
     number = _programs(agent).add(program)
-    return number, found[0].skeleton, [kind_of(x) for x in results]
+    return number, found[0].skeleton, [abstract_of(x) for x in results]
 
 
 def perform(
     number: int,
-    operations: tuple[Operation, ...],
+    operations: tuple[Transform, ...],
     leaves: Sequence[Any],
     host: bool,
     references: Sequence[RRef],
@@ -183,13 +182,15 @@ def perform(
       UnknownProgram: The number is to be asked for again.
       Exception: Whatever the function raises.
     """
-    agent = current.agent()
+    agent = current_agent()
     program = _programs(agent).find(number)
     _say(agent, program.function)
     held = variables_of(references, program.name)
     wanted = context_id is not None and pullbacks(operations)
     also = held.floating if wanted else ()
-    made = Made(held.structures, shifted(operations, len(held.leaves), also), len(also))
+    made = TransformedFunction(
+        held.structures, shifted(operations, len(held.leaves), also), len(also)
+    )
     # Functions that it calls remotely are called as this worker: hence the name.
     key = (agent.info.name, program.structure, made)
     arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
@@ -213,7 +214,7 @@ def perform(
     return [np.asarray(x) for x in results] if host else list(results)
 
 
-class Made(NamedTuple):
+class TransformedFunction(NamedTuple):
     """What is made of a program before it is compiled.
 
     Attributes:
@@ -223,13 +224,13 @@ class Made(NamedTuple):
     """
 
     structures: tuple[jax.tree_util.PyTreeDef, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[Transform, ...]
     gradients: int
 
 
 def _compiled(
-    program: Program,
-    made: Made,
+    program: ServedFunction,
+    made: TransformedFunction,
     contents: Contents,
     key: Hashable,
     arguments: tuple[Any, ...],
@@ -261,7 +262,7 @@ def _compiled(
     return VERSIONS.get(CACHE.user, contents, case, identity_of(closed), found)
 
 
-def _transformed(program: Program, made: Made) -> Flat:
+def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
     count = sum(structure.num_leaves for structure in made.structures)
 
     def run(*arrays: Any) -> list[Any]:
@@ -286,9 +287,13 @@ def _on_device(leaf: Any, agent: Agent, weak: bool) -> jax.Array:
     return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
 
 
-def _programs(agent: Agent) -> Programs:
-    found = agent.parts.get(_PART)
-    return agent.parts.setdefault(_PART, Programs()) if found is None else found
+def _programs(agent: Agent) -> ServedFunctions:
+    found = agent.extension_state.get(_PART)
+    return (
+        agent.extension_state.setdefault(_PART, ServedFunctions())
+        if found is None
+        else found
+    )
 
 
 def _say(agent: Agent, function: Callable[..., Any]) -> None:

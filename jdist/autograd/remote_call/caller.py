@@ -1,24 +1,21 @@
 """The caller's side: what is known of functions on other workers, and calling them."""
 
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
 from jdist.autograd.remote_call import callee
-from jdist.autograd.remote_call.arguments import Kind, Structure, kind_of
-from jdist.autograd.remote_call.callee import UnknownProgram
-from jdist.autograd.remote_call.operations import Operation, pullbacks
+from jdist.autograd.remote_call.arguments import AbstractArray, Structure, abstract_of
+from jdist.autograd.remote_call.callee import UnknownFunction
+from jdist.autograd.remote_call.transforms import Transform, pullbacks
 from jdist.autograd.remote_call.variables import context_for
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.outstanding_calls import Operation as Described
-from jdist.rpc.rref import RRef
-from jdist.rpc.wire.frame import CALL
+from jdist.rpc import RRef
+from jdist.rpc.extension import CALL, Agent, current, current_agent
+from jdist.rpc.extension import Operation as Described
 
 _PART = "jdist.autograd.remote_call.caller"
 _MOST = 1024
@@ -43,7 +40,7 @@ class Target:
     to: str
     function: Callable[..., Any]
     structure: Structure
-    kinds: tuple[Kind, ...]
+    kinds: tuple[AbstractArray, ...]
     timeout: float
     references: tuple[weakref.ref[RRef], ...]
 
@@ -52,7 +49,7 @@ class Target:
         return f"remote_call({self.to!r}, {name})"
 
 
-class Known(NamedTuple):
+class FunctionDescription(NamedTuple):
     """What the callee said of a target.
 
     Attributes:
@@ -63,10 +60,10 @@ class Known(NamedTuple):
 
     number: int
     structure: Structure
-    kinds: tuple[Kind, ...]
+    kinds: tuple[AbstractArray, ...]
 
 
-class Caller:
+class RemoteFunctions:
     """What one worker knows of functions on others.
 
     Args:
@@ -75,36 +72,32 @@ class Caller:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()
-        self._known: OrderedDict[Target, Known] = OrderedDict()
+        self._known: LRUCache[Target, FunctionDescription] = LRUCache(_MOST)
 
-    def known(self, target: Target) -> Known:
+    def known(self, target: Target) -> FunctionDescription:
         """What the callee says of a target; it is asked once.
 
         Raises: what `describe` and `rpc_sync` raise.
         """
-        with self._lock:
-            found = self._known.get(target)
-            if found is not None:
-                self._known.move_to_end(target)
-                return found
+        found = self._known.get(target)
+        if found is not None:
+            return found
         skeleton, kinds = target.structure.skeleton, list(target.kinds)
         body: Any = (target.function, skeleton, kinds, _alive(target))
         number, skeleton, kinds = self._exchange(target, callee.describe, body)
         structure = Structure.of(skeleton)
-        found = Known(number, structure, tuple(Kind(*kind) for kind in kinds))
-        with self._lock:
-            self._known[target] = found
-            if len(self._known) > _MOST:
-                self._known.popitem(last=False)
+        found = FunctionDescription(
+            number, structure, tuple(AbstractArray(*kind) for kind in kinds)
+        )
+        self._known.put(target, found)
         return found
 
     def call(
         self,
         target: Target,
-        operations: tuple[Operation, ...],
+        operations: tuple[Transform, ...],
         arrays: Sequence[Any],
-        expected: Sequence[Kind],
+        expected: Sequence[AbstractArray],
         host: bool,
     ) -> list[Any]:
         """Runs a target after operations on these arrays, in one exchange.
@@ -130,7 +123,7 @@ class Caller:
 
         try:
             results = once()
-        except UnknownProgram:
+        except UnknownFunction:
             self._forget(target)
             results = once()
         found = [(x.shape, x.dtype) for x in results]
@@ -140,7 +133,7 @@ class Caller:
         return results
 
     def _context(
-        self, target: Target, operations: Sequence[Operation], jitted: bool
+        self, target: Target, operations: Sequence[Transform], jitted: bool
     ) -> int | None:
         order = pullbacks(operations)
         if not target.references or not order:
@@ -153,8 +146,7 @@ class Caller:
         return context
 
     def _forget(self, target: Target) -> None:
-        with self._lock:
-            self._known.pop(target, None)
+        self._known.pop(target)
 
     def _exchange(
         self, target: Target, what: Callable[..., Any], args: tuple[Any, ...]
@@ -165,14 +157,18 @@ class Caller:
         return self._agent.exchange(outgoing._replace(operation=described))
 
 
-def caller_of(agent: Agent) -> Caller:
+def caller_of(agent: Agent) -> RemoteFunctions:
     """What this worker knows."""
-    found = agent.parts.get(_PART)
-    return agent.parts.setdefault(_PART, Caller(agent)) if found is None else found
+    found = agent.extension_state.get(_PART)
+    return (
+        agent.extension_state.setdefault(_PART, RemoteFunctions(agent))
+        if found is None
+        else found
+    )
 
 
 @contextmanager
-def calling(target: Target) -> Iterator[Caller]:
+def calling(target: Target) -> Iterator[RemoteFunctions]:
     """Within it, this thread acts as the worker that makes the call.
 
     A jitted function may run on a thread of XLA, which is no worker's.
@@ -181,7 +177,7 @@ def calling(target: Target) -> Iterator[Caller]:
       ValueError: That worker is not in this process, or was shut down.
     """
     with current.use_worker(target.caller):
-        yield caller_of(current.agent())
+        yield caller_of(current_agent())
 
 
 def _alive(target: Target) -> list[RRef]:
@@ -197,13 +193,13 @@ def _alive(target: Target) -> list[RRef]:
 
 def _changed(
     target: Target,
-    operations: Sequence[Operation],
-    expected: Sequence[Kind],
+    operations: Sequence[Transform],
+    expected: Sequence[AbstractArray],
     results: Sequence[Any],
 ) -> str:
     what = "a transformation of the function" if operations else "the function"
     rule = f"must return what it returned when it was traced: {_listed(expected)}"
-    got = f"{_listed([kind_of(x) for x in results])} from {what}"
+    got = f"{_listed([abstract_of(x) for x in results])} from {what}"
     remedy = (
         "Something that it refers to has changed on the callee, or the workers differ "
         "in jax_enable_x64. Call again, a jitted caller after `jax.clear_caches()`."
@@ -211,5 +207,5 @@ def _changed(
     return requirement(str(target), rule, got, remedy)
 
 
-def _listed(kinds: Sequence[Kind]) -> str:
+def _listed(kinds: Sequence[AbstractArray]) -> str:
     return ", ".join(map(str, kinds)) or "nothing"

@@ -2,7 +2,7 @@
 
 `remote_call` runs a target after operations. Its rules never look inside the function:
 
-- vmap appends `Batch`;
+- vmap appends `Vmap`;
 - reverse mode appends `Pullback`: the derivative of `remote_call` is a second
   primitive, linear in the tangents, that can only be transposed; its transpose is
   `remote_call` again, on the arguments and cotangents;
@@ -24,12 +24,12 @@ from jdist._compat import device_count_of, is_traced, unrepeatable_effect
 from jdist._errors import requirement
 from jdist._tree import is_inexact
 from jdist.autograd.remote_call import callback
-from jdist.autograd.remote_call.arguments import Kind, kind_of
+from jdist.autograd.remote_call.arguments import AbstractArray, abstract_of
 from jdist.autograd.remote_call.caller import Target, calling
-from jdist.autograd.remote_call.operations import Batch, Operation, Pullback
+from jdist.autograd.remote_call.transforms import Pullback, Transform, Vmap
 
-Operations = tuple[Operation, ...]
-Kinds = tuple[Kind, ...]
+Operations = tuple[Transform, ...]
+Kinds = tuple[AbstractArray, ...]
 
 EFFECT = unrepeatable_effect(
     "autograd.remote_call, which must not be made a second time in the backward pass. "
@@ -115,7 +115,7 @@ def _batch(
     pairs = zip(arrays, axes, strict=True)
     size = next(array.shape[axis] for array, axis in pairs if axis is not None)
     batched = tuple(k._replace(shape=(size, *k.shape)) for k in results)
-    found = bind(target, (*operations, Batch(tuple(axes))), batched, arrays)
+    found = bind(target, (*operations, Vmap(tuple(axes))), batched, arrays)
     return found, [0] * len(found)
 
 
@@ -168,7 +168,7 @@ def _transpose(
     if not present:
         return [None] * len(arguments)
     operation = Pullback(wanted, tuple(i for i, _ in present))
-    kinds = tuple(kind_of(primals[i])._replace(weak=False) for i in wanted)
+    kinds = tuple(abstract_of(primals[i])._replace(weak=False) for i in wanted)
     arrays = [*primals, *[ct for _, ct in present]]
     found = bind(target, (*operations, operation), kinds, arrays)
     beside = zip(found, (primals[i] for i in wanted), strict=True)

@@ -14,15 +14,14 @@ from jdist._errors import requirement
 from jdist._tree import is_inexact
 from jdist.autograd.context import container, recording
 from jdist.autograd.context.context import Context
-from jdist.autograd.context.errors import AutogradError
 from jdist.autograd.context.gradients import accumulate, gradient_of
+from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current
 
 
-class Variables(NamedTuple):
+class CalleeVariables(NamedTuple):
     """The variables of one call, as they are now.
 
     Attributes:
@@ -63,7 +62,7 @@ class Variables(NamedTuple):
         )
 
 
-def variables_of(references: Sequence[RRef], call: str) -> Variables:
+def variables_of(references: Sequence[RRef], call: str) -> CalleeVariables:
     """What references lead to on this worker.
 
     Raises:
@@ -73,7 +72,9 @@ def variables_of(references: Sequence[RRef], call: str) -> Variables:
     variables = tuple([_local(reference, call) for reference in references])
     flat = [jax.tree.flatten(variable.value) for variable in variables]
     leaves = [leaf for each, _ in flat for leaf in each]
-    return Variables(leaves, tuple([structure for _, structure in flat]), variables)
+    return CalleeVariables(
+        leaves, tuple([structure for _, structure in flat]), variables
+    )
 
 
 def trees(

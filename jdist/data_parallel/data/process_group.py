@@ -40,7 +40,7 @@ from jax.sharding import Mesh
 
 from jdist._compat import abandon_distributed, distributed_client, require_backend
 from jdist._errors import JdistError, requirement
-from jdist.rpc.group.roll_call import AbsentRanks, RunPlace, roll_call
+from jdist.rpc.extension import AbsentRanks, RunPlace, roll_call
 
 VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
 """What `jdist.launch` and `jdist.rpc.spawn` tell each process."""

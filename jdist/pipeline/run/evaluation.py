@@ -6,42 +6,22 @@ the states as training left them.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jdist._fit import Metrics
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import Post
+from jdist.pipeline.run.stage_channels import StageChannels
 from jdist.pipeline.run.stage_run import StageRun, fold
 from jdist.pipeline.run.step import Step
-from jdist.pipeline.run.transfer_log import Passage
+from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import Wiring
-
-
-class Evaluation(NamedTuple):
-    """What an evaluation found out."""
-
-    loss: jax.Array
-    """The whole batch's loss, scalar, the same on every worker."""
-
-    examples: int
-    """How many examples the batch has."""
-
-    weight: float
-    """The sum of their weights."""
-
-    outputs: Any = None
-    """What the loss was given, all examples in order, if that was asked for: one value,
-    or a dict by name. None where the loss did not run. Of a last stage with several
-    workers in other processes: those of the micro-batches that this one had."""
-
-    aux: Any = None
-    """Auxiliary outputs of the loss function, as in `Metrics`."""
+from jdist.pipeline.stages.wiring import StageWiring
 
 
 class EvaluationRun(StageRun):
@@ -106,7 +86,7 @@ class Evaluator:
       loss: The loss function.
     """
 
-    def __init__(self, wiring: Wiring, places: Places, loss: PipelineLoss) -> None:
+    def __init__(self, wiring: StageWiring, places: Places, loss: PipelineLoss) -> None:
         self._wiring = wiring
         self._places = places
         self._loss = loss
@@ -114,24 +94,26 @@ class Evaluator:
 
     def run(
         self,
-        post: Post,
+        channels: StageChannels,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
         read: tuple[str, ...],
         outputs: bool,
-    ) -> tuple[list[Passage], Evaluation]:
+    ) -> tuple[list[Transfer], Metrics]:
         """What was sent, and what was found; see `Step` and `Pipeline.evaluate`."""
         if len(parts) not in self._forward:
             self._forward[len(parts)] = forward_places(self._places, len(parts))
         places = self._forward[len(parts)]
-        step = EvaluationStep(self._wiring, places, runs, post, self._loss, read, parts)
+        step = EvaluationStep(
+            self._wiring, places, runs, channels, self._loss, read, parts
+        )
         step.kept = {} if outputs else None
         step.run()
         examples = sum(len(part.weights) for part in parts)
         weight = sum(part.given for part in parts)
         loss, aux, _ = step.agree({}, step.kept)
-        found = Evaluation(loss, examples, weight, step.outputs(), aux)
-        return step.passages, found
+        found = Metrics(loss, examples, weight, aux=aux, outputs=step.outputs())
+        return step.transfers, found
 
 
 def forward_places(places: Places, micro_batches: int) -> Places:

@@ -13,11 +13,16 @@ from jdist._compat import trace, without_unread
 from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
 from jdist.pipeline.run.stage_channels import moved
-from jdist.pipeline.stages.array_spec import Kind, is_kind, kinds_of
+from jdist.pipeline.stages.array_spec import ArraySpec, is_spec, specs_of
 from jdist.reduction import Partial
-from jdist.segment._cache import PATIENCE_WITH_MODELS, VERSIONS, Cache
-from jdist.segment._contents import Contents
-from jdist.segment._traced import Changed, Traced
+from jdist.segment.internal import (
+    PATIENCE_WITH_MODELS,
+    VERSIONS,
+    Changed,
+    Contents,
+    FunctionCache,
+    Traced,
+)
 
 
 class LossPasses(NamedTuple):
@@ -64,7 +69,7 @@ class _Compiled:
         unread: Mapping[str, Any],
     ) -> LossPasses:
         """See `PipelineLoss.passes`."""
-        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
+        leaves, structure = jax.tree.flatten(unread, is_leaf=is_spec)
         options = (names, kind, has_aux, tuple(leaves), structure)
         made = self._passes.get(options)
         if made is None:
@@ -74,7 +79,7 @@ class _Compiled:
         return made
 
 
-_CACHE: Cache[_Compiled] = Cache("Pipeline(loss_fn)", size=64)
+_CACHE: FunctionCache[_Compiled] = FunctionCache("Pipeline(loss_fn)", size=64)
 
 
 class PipelineLoss:
@@ -156,7 +161,7 @@ class PipelineLoss:
           read: What `entries_read` found.
         """
         unread = {
-            name: kinds_of(entry) for name, entry in batch.items() if name not in read
+            name: specs_of(entry) for name, entry in batch.items() if name not in read
         }
 
         def passes() -> LossPasses:
@@ -214,7 +219,7 @@ def _compiled(
     names: tuple[str, ...],
     kind: str,
     has_aux: bool,
-    unread: list[Kind],
+    unread: list[ArraySpec],
     structure: Any,
 ) -> LossPasses:
     def losses_of(values: Any, entries: Any, weights: Any) -> tuple[jax.Array, Any]:

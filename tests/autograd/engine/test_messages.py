@@ -5,53 +5,60 @@ import re
 import pytest
 
 from jdist.autograd import AutogradError
-from jdist.autograd.engine.failure import BackwardError, Failure
+from jdist.autograd.engine.failure import BackwardError, PassFailure
 from jdist.autograd.engine.messages import (
-    Answer,
-    Gradient,
-    Report,
-    Request,
-    Starving,
-    Terms,
+    GradientAnswer,
+    GradientRequest,
+    MessageGradient,
+    PassTerms,
+    StarvationReport,
+    StarvingSend,
     unpack_end,
     unpack_reach,
     unpack_reached,
 )
 from jdist.rpc import ProtocolError, WorkerLost
 
-TERMS = Terms(5, 6, True, False)
+TERMS = PassTerms(5, 6, True, False)
 
 
 def test_requests_arrive_as_they_were_and_absent_cotangents_do_not_travel(rng):
     some = [rng.normal(size=size) for size in (2, 3, 5)]
     gradients = [
-        Gradient(7, [None, some[0], None]),
-        Gradient(8, [None]),
-        Gradient(9, [some[1], some[2]]),
+        MessageGradient(7, [None, some[0], None]),
+        MessageGradient(8, [None]),
+        MessageGradient(9, [some[1], some[2]]),
     ]
-    body, meta = Request(TERMS, [7, 8, 9], gradients).pack()
+    body, meta = GradientRequest(TERMS, [7, 8, 9], gradients).pack()
     assert [id(array) for array in body] == [id(array) for array in some]
-    assert Request.unpack(body, meta) == Request(TERMS, [7, 8, 9], gradients)
-    body, meta = Request(TERMS, None, []).pack()
-    assert Request.unpack(body, meta) == Request(TERMS, None, [])
+    assert GradientRequest.unpack(body, meta) == GradientRequest(
+        TERMS, [7, 8, 9], gradients
+    )
+    body, meta = GradientRequest(TERMS, None, []).pack()
+    assert GradientRequest.unpack(body, meta) == GradientRequest(TERMS, None, [])
 
 
 def test_answers_arrive_as_they_were(rng):
-    gradients = [Gradient(7, [rng.normal(size=4), None])]
-    reports = {"c": Report(3, (Starving(11, "d", "send f to d"),)), "d": Report(1, ())}
-    value, meta = Answer(gradients, reports).pack()
-    assert Answer.unpack(value, meta) == Answer(gradients, reports)
+    gradients = [MessageGradient(7, [rng.normal(size=4), None])]
+    reports = {
+        "c": StarvationReport(3, (StarvingSend(11, "d", "send f to d"),)),
+        "d": StarvationReport(1, ()),
+    }
+    value, meta = GradientAnswer(gradients, reports).pack()
+    assert GradientAnswer.unpack(value, meta) == GradientAnswer(gradients, reports)
 
 
 def test_failures_arrive_in_place_of_gradients():
     error = ValueError("singular")
-    answer = Answer([Gradient(7, [None])], {}, Failure("c", error))
+    answer = GradientAnswer([MessageGradient(7, [None])], {}, PassFailure("c", error))
     value, meta = answer.pack()
-    assert Answer.unpack(value, meta) == Answer((), {}, Failure("c", error))
+    assert GradientAnswer.unpack(value, meta) == GradientAnswer(
+        (), {}, PassFailure("c", error)
+    )
 
 
 def field(position, value):
-    _, meta = Request(TERMS, [7], []).pack()
+    _, meta = GradientRequest(TERMS, [7], []).pack()
     meta["gradients"][position] = value
     return meta
 
@@ -78,7 +85,7 @@ NO_REQUESTS = {
 def test_what_is_no_request_is_refused(name):
     body, meta, words = NO_REQUESTS[name]
     with pytest.raises(ProtocolError, match=words):
-        Request.unpack(body, meta)
+        GradientRequest.unpack(body, meta)
 
 
 NO_ANSWERS = {
@@ -94,12 +101,12 @@ NO_ANSWERS = {
 def test_what_is_no_answer_is_refused(name):
     body, meta, words = NO_ANSWERS[name]
     with pytest.raises(ProtocolError, match=words):
-        Answer.unpack(body, meta)
+        GradientAnswer.unpack(body, meta)
 
 
 def test_the_end_of_a_pass_and_questions_are_checked():
     error = KeyError("w")
-    assert unpack_end((5, 6, "b", error)) == (5, 6, Failure("b", error))
+    assert unpack_end((5, 6, "b", error)) == (5, 6, PassFailure("b", error))
     for body in ([], (5, "6", "b", error), (5,)):
         with pytest.raises(ProtocolError, match="names a context and a pass"):
             unpack_end(body)
@@ -115,16 +122,16 @@ def test_the_end_of_a_pass_and_questions_are_checked():
 
 def test_an_error_is_raised_with_its_place_and_cause():
     cause = KeyError("w")
-    error = Failure("worker1", cause).exception()
+    error = PassFailure("worker1", cause).exception()
     assert type(error) is BackwardError
     assert isinstance(error, RuntimeError)
     assert isinstance(error, AutogradError)
     assert str(error) == "Error on worker worker1: 'w'"
     assert (error.worker, error.__cause__) == ("worker1", cause)
-    silent = Failure("worker1", KeyError()).exception()
+    silent = PassFailure("worker1", KeyError()).exception()
     assert re.fullmatch(r"Error on worker worker1: KeyError\(\)", str(silent))
 
 
 def test_errors_of_rpc_and_of_passes_are_raised_as_they_are():
     for error in (WorkerLost("b", "f", "it died"), BackwardError("b", "why")):
-        assert Failure("worker1", error).exception() is error
+        assert PassFailure("worker1", error).exception() is error

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.engine.messages import KIND
+from jdist.autograd.engine.messages import GRADIENTS
 from jdist.autograd.graph import node
 from jdist.rpc.base import current
 from tests.autograd import engine_world as world
@@ -155,8 +155,8 @@ def test_unused_calls_are_not_asked(threads):
 def test_a_request_may_overtake_the_one_that_told_what_is_marked(threads):
     x, y = leaves(2, 12)
     with rpc.use_worker("worker1"):
-        handlers = current.agent().callee._handlers
-    handler, second_came = handlers[KIND], threading.Event()
+        handlers = current.worker().callee._handlers
+    handler, second_came = handlers[GRADIENTS], threading.Event()
     turns = itertools.count()
 
     def out_of_order(caller, body, meta):
@@ -172,11 +172,11 @@ def test_a_request_may_overtake_the_one_that_told_what_is_marked(threads):
         second = rpc.rpc_sync("worker1", world.cosine, args=(x,))
         # Its gradient has to come from worker 2 before it can go to worker 1.
         third = rpc.rpc_sync("worker2", world.mul, args=(second, y))
-        handlers[KIND] = out_of_order
+        handlers[GRADIENTS] = out_of_order
         try:
             autograd.backward(context_id, [first.sum(), third.sum()])
         finally:
-            handlers[KIND] = handler
+            handlers[GRADIENTS] = handler
         gradient = autograd.get_gradients(context_id)[x]
     assert second_came.is_set()
     expected = np.cos(x.value) - np.sin(x.value) * y.value

@@ -7,8 +7,8 @@ import pytest
 
 from jdist import autograd, optim, rpc
 from jdist.autograd.optimizer import parameter_locks
-from jdist.autograd.optimizer.owned import OwnedOptimizer
-from jdist.autograd.optimizer.program import program
+from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
+from jdist.autograd.optimizer.owned_optimizer import OwnedOptimizer
 from jdist.rpc.base import current
 from jdist.rpc.base.deadline import NEVER
 from jdist.rpc.calls.execution import Execution
@@ -179,7 +179,9 @@ def test_a_step_whose_caller_is_gone():
     """It had its turn too late: nothing changes."""
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         variable = world.make(world.numbers(1))
-        owned = OwnedOptimizer(program(optim.sgd, (), {"lr": 1.0}), {0: variable})
+        owned = OwnedOptimizer(
+            compiled_optimizer(optim.sgd, (), {"lr": 1.0}), {0: variable}
+        )
         scope = current.scope.get()
         execution = Execution(scope.agent.info, "optimizer.step", NEVER)
         execution.cancel("'worker7' is gone")

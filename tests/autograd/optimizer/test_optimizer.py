@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jdist import autograd, optim, rpc
-from jdist.autograd.optimizer.program import program
+from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
 from tests.autograd import optimizer_world as world
 from tests.rpc.rref.common import settle
 
@@ -329,7 +329,7 @@ def test_a_schedule_is_of_one_version():
         return one.compiled(params, params, one.init(params), None, {})[0][0]
 
     for held.scale in (2.0, 3.0):
-        one = program(make, (), {})
+        one = compiled_optimizer(make, (), {})
         want = np.full(3, 1 - 0.1 * held.scale)
         np.testing.assert_allclose(stepped(one, 3), want, rtol=1e-6)
     held.scale = 4.0
@@ -341,11 +341,13 @@ def test_a_schedule_is_of_one_version():
 def test_trainers_with_the_same_optimizer_share_its_program():
     """Another one, or the same with another number, is not the same."""
     rates = (0.5, 0.5, 0.25, 1, 1.0, 0.5)
-    made = [program(optim.sgd, (), {"lr": rate}) for rate in rates]
+    made = [compiled_optimizer(optim.sgd, (), {"lr": rate}) for rate in rates]
     assert made[0] is made[1] is made[5]
     assert len({id(one) for one in made}) == 4
     with pytest.raises(TypeError, match="Got True"):  # which equals 1
-        program(optim.sgd, (), {"lr": True})
-    assert program(optim.adam, (), {"lr": 0.5}) not in made
-    chains = [program(world.clipped, (rate,), {}) for rate in (0.5, 0.5, 0.25)]
+        compiled_optimizer(optim.sgd, (), {"lr": True})
+    assert compiled_optimizer(optim.adam, (), {"lr": 0.5}) not in made
+    chains = [
+        compiled_optimizer(world.clipped, (rate,), {}) for rate in (0.5, 0.5, 0.25)
+    ]
     assert chains[0] is chains[1] is not chains[2]

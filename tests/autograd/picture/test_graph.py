@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.picture.graph_node import Vertex, checked
+from jdist.autograd.picture.graph_node import GraphNode, checked
 from jdist.autograd.picture.svg import layout
 from tests.autograd.recording_world import add, leaf, mul, name, nested
 
@@ -16,8 +16,7 @@ def shown(found):
     """A graph in words: for each worker its functions, and arrows between them."""
     labels = found.labels()
     functions = [
-        (vertex.worker, label)
-        for vertex, label in zip(found.vertices, labels, strict=True)
+        (node.worker, label) for node, label in zip(found.nodes, labels, strict=True)
     ]
     arrows = {(labels[a], labels[b]) for a, b in found.arcs()}
     return functions, arrows
@@ -169,30 +168,30 @@ def over_all():
 def test_workers_that_are_reached_through_others(cluster):
     """Each message is one arrow; all workers are there, in the order of their ranks."""
     found = cluster.run(3, over_all)
-    workers = list(dict.fromkeys(vertex.worker for vertex in found.vertices))
+    workers = list(dict.fromkeys(node.worker for node in found.nodes))
     assert workers == ["worker0", "worker1", "worker2", "worker3"]
     messages = [
-        (found.vertices[a].message_id, found.vertices[b].message_id)
+        (found.nodes[a].message_id, found.nodes[b].message_id)
         for a, b in found.arcs()
-        if found.vertices[b].kind == "receive"
+        if found.nodes[b].kind == "receive"
     ]
     assert len(messages) == 6
     assert all(one == other != 0 for one, other in messages)
     assert {"float64[3,4] (1)"} == {
         label
-        for vertex, label in zip(found.vertices, found.labels(), strict=True)
-        if vertex.kind == "leaf"
+        for node, label in zip(found.nodes, found.labels(), strict=True)
+        if node.kind == "leaf"
     }
 
 
-def vertex(*inputs, worker="w", kind="function"):
-    return Vertex(worker, kind, "f", 0, inputs, 1)
+def node(*inputs, worker="w", kind="function"):
+    return GraphNode(worker, kind, "f", 0, inputs, 1)
 
 
 def test_boxes_do_not_overlap_and_arrows_lead_to_the_right():
-    rows = [vertex(worker=f"w{k % 3}") for k in range(7)]
-    rows += [vertex(k, k + 1, worker=f"w{k % 2}") for k in range(6)]
-    rows += [vertex(0, 12, worker="w2"), vertex(13, worker="w0")]
+    rows = [node(worker=f"w{k % 3}") for k in range(7)]
+    rows += [node(k, k + 1, worker=f"w{k % 2}") for k in range(6)]
+    rows += [node(0, 12, worker="w2"), node(13, worker="w0")]
     arcs = [(a, b) for b, row in enumerate(rows) for a in row.inputs]
     places, lanes = layout(rows, arcs)
     assert len(set(places)) == len(rows)
@@ -208,7 +207,7 @@ def test_boxes_do_not_overlap_and_arrows_lead_to_the_right():
 
 
 def test_names_are_escaped():
-    rows = (Vertex('a"<b>', "leaf", '<x>&"#', 0, (), 1),)
+    rows = (GraphNode('a"<b>', "leaf", '<x>&"#', 0, (), 1),)
     found = autograd.Graph(1, rows)
     ElementTree.fromstring(found.svg())
     assert "<x>" not in found.svg()
@@ -219,7 +218,7 @@ def test_names_are_escaped():
 def test_an_empty_context_has_an_empty_picture(threads):
     with autograd.context() as context_id:
         found = autograd.graph(context_id)
-    assert found.vertices == ()
+    assert found.nodes == ()
     assert found.mermaid() == "flowchart LR\n"
     ElementTree.fromstring(found.svg())
 

@@ -11,8 +11,8 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist.autograd.remote_call import callee
-from jdist.autograd.remote_call.caller import Caller
-from jdist.autograd.remote_call.operations import Batch, Pullback
+from jdist.autograd.remote_call.caller import RemoteFunctions
+from jdist.autograd.remote_call.transforms import Pullback, Vmap
 from tests.autograd import remote_functions as functions
 
 
@@ -20,14 +20,14 @@ from tests.autograd import remote_functions as functions
 def calls():
     """The calls over rpc that this process makes: operations, shapes sent and got."""
     made = []
-    call = Caller.call
+    call = RemoteFunctions.call
 
     def noted(self, target, operations, arrays, expected, host):
         sent = [np.shape(x) for x in arrays]
         made.append((operations, sent, [kind.shape for kind in expected]))
         return call(self, target, operations, arrays, expected, host)
 
-    with mock.patch.object(Caller, "call", noted):
+    with mock.patch.object(RemoteFunctions, "call", noted):
         yield made
 
 
@@ -48,11 +48,11 @@ def one_call_for_a_batch(jit):
     with calls() as made:
         jax.block_until_ready((jax.jit(per_example) if jit else per_example)(params, x))
     forward, backward = made
-    batch = Batch((None, None, 0))
+    batch = Vmap((None, None, 0))
     assert forward == ((batch,), [*WEIGHTS, (7, 4, 3)], [(7, 4, 5), (7,)])
     # The integer result has no cotangent, and none is asked for the example.
     operations, sent, got = backward
-    assert operations == (Pullback((0, 1), (0,)), Batch((None, None, 0, 0)))
+    assert operations == (Pullback((0, 1), (0,)), Vmap((None, None, 0, 0)))
     assert sent == [*WEIGHTS, (7, 4, 3), (7, 4, 5)]
     assert got == [(7, 5), (7, 3, 5)]
 
@@ -182,7 +182,7 @@ def forgotten():
 def forget_programs():
     from jdist.rpc.base import current
 
-    programs = callee._programs(current.agent())
+    programs = callee._programs(current.worker())
     with programs._lock:
         programs._known.clear()
 
@@ -198,4 +198,4 @@ def test_what_is_remembered_is_bounded(threads):
         with rpc.use_worker("worker1"):
             from jdist.rpc.base import current
 
-            assert len(callee._programs(current.agent())._known) == 3
+            assert len(callee._programs(current.worker())._known) == 3

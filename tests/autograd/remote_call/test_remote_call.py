@@ -10,8 +10,8 @@ import pytest
 
 from jdist import autograd, verify
 from jdist.autograd.remote_call.callback import staged_elsewhere
-from jdist.autograd.remote_call.caller import Caller
-from jdist.autograd.remote_call.operations import Pullback, transformed
+from jdist.autograd.remote_call.caller import RemoteFunctions
+from jdist.autograd.remote_call.transforms import Pullback, transformed
 from tests.autograd import remote_functions as functions
 
 
@@ -172,14 +172,14 @@ def test_bits_are_those_of_the_same_program_run_here(cluster):
 
 def test_the_callback_for_accelerators_gives_the_same(threads):
     """What is compiled there is JAX's `io_callback`, which runs on CPU too."""
-    seen, call = [], Caller.call
+    seen, call = [], RemoteFunctions.call
 
     def noted(self, target, operations, arrays, expected, host):
         seen.append((target, operations, expected, arrays))
         return call(self, target, operations, arrays, expected, host)
 
     x = functions.rows(5)
-    with mock.patch.object(Caller, "call", noted):
+    with mock.patch.object(RemoteFunctions, "call", noted):
         function = functools.partial(autograd.remote_call, "worker1", functions.loss)
         value, gradient = jax.value_and_grad(function)(x)
     for (*call, arrays), expected in zip(seen, (value, gradient), strict=True):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jdist import data_parallel, optim
-from jdist.data_parallel import Epoch, Sampler, evaluate, fit, over_epoch, train_step
+from jdist.data_parallel import Metrics, Sampler, evaluate, fit, over_epoch, train_step
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("data",))
 MESHES = pytest.mark.parametrize("mesh", [MESH, 2], ids=["mesh", "one device"])
@@ -41,7 +41,7 @@ def same(found, expected):
 @MESHES
 def test_fit_is_the_steps_one_by_one(mesh, data, tmp_path):
     """Saved after every second step and at the end, and resumed in the middle."""
-    step = train_step(losses, optim.adam(lr=0.1), mesh, clip=1.0)
+    step = train_step(losses, optim.adam(lr=0.1), mesh, max_norm=1.0)
     batches = list(Sampler(11, 4, seed=3).batches(data, mesh))
     state, each = step.init(START), []
     for batch, weights in batches:
@@ -49,7 +49,7 @@ def test_fit_is_the_steps_one_by_one(mesh, data, tmp_path):
         each.append(metrics)
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100)
-    with data_parallel.Checkpoints(tmp_path) as saved:
+    with data_parallel.TrainCheckpoints(tmp_path) as saved:
         found, metrics = fit(
             step,
             step.init(START),
@@ -87,7 +87,7 @@ def test_what_fit_counts(data):
     total = sum(float(m.weight) * float(m.loss) for m in found) / 22.25
     epoch = over_epoch(found)
     np.testing.assert_allclose(epoch.loss, total, rtol=1e-12)
-    assert epoch[1:] == (20, 22.25)
+    assert epoch[1:3] == (20, 22.25)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_modules_are_evaluated_in_evaluation_mode(rng):
             in_evaluation=made.in_evaluation,
         )
         key = jax.random.key(2)
-        state = step.init(made.params, model_state=made.model_state, key=key)
+        state = step.init(made.params, states=made.states, key=key)
         state, _ = fit(step, state, [((x, y), None)] * 2)
         found = step.evaluate(state, (x, y))
-        model = made.module(state.params, state.model_state)
+        model = made.module(state.params, state.states)
         model.eval()
         outputs = nnx.jit(Net.__call__)(model, x)
         np.testing.assert_allclose(found.aux.reshape(8), outputs, rtol=1e-5, atol=1e-6)
@@ -202,4 +202,4 @@ def test_what_is_refused(data):
     with pytest.raises(ValueError, match=r"`evaluate\(state=...\)` must hold arrays"):
         step.evaluate(state, tuple(part[:4] for part in data))
     parts = [metrics._replace(loss=3.0, examples=1, weight=0.5)]
-    assert over_epoch(parts) == Epoch(3.0, 1, 0.5)
+    assert over_epoch(parts) == Metrics(3.0, 1, 0.5)

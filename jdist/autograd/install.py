@@ -1,0 +1,33 @@
+"""Giving every worker of this process its autograd."""
+
+from jdist.autograd.context.container import PART, Container
+from jdist.autograd.context.release import Releases
+from jdist.autograd.crossing.rpc_hooks import RpcHooks
+from jdist.autograd.engine import engine, reference_backward
+from jdist.autograd.graph.recorded import Recorded
+from jdist.autograd.graph.variable import Variable
+from jdist.autograd.modules import nnx_module
+from jdist.autograd.optimizer import owner_side as optimizers
+from jdist.autograd.picture import graph
+from jdist.rpc.extension import TRAINABLE, Agent, extend
+
+
+def install(agent: "Agent") -> None:
+    """Lets `agent` record: contexts, and recorded values in calls and answers."""
+    container = Container(agent)
+    container.releases = Releases(container)
+    agent.extension_state[PART] = container
+    hooks = RpcHooks(container)
+    agent.codec.register(
+        Recorded, "autograd.recorded", hooks.give, hooks.take, key=False
+    )
+    agent.codec.substitute(Variable, hooks.give_variable)
+    agent.set_interceptor(hooks)
+    agent.extension_state[TRAINABLE] = nnx_module.create
+    engine.install(container)
+    reference_backward.install(container)
+    graph.install(container)
+    optimizers.install(agent)
+
+
+extend(PART, install)

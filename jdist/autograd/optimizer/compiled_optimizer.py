@@ -1,0 +1,129 @@
+"""Optimizers by what made them, so that trainers who want the same share its program.
+
+A script makes a new distributed optimizer for each model, and many trainers may make
+the same one for the same parameters. Compiling a step costs a thousand steps, so what
+was compiled is found again by the function, its arguments, and all that its code refers
+to, as compiled segments are. Its state is never shared.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+
+from jdist._errors import requirement
+from jdist.optim import Optimizer, from_optax
+from jdist.optim.clipping import scaled
+from jdist.segment.internal import FunctionCache, Traced, contents_of
+
+_ARGUMENT = "DistributedOptimizer(optimizer)"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledOptimizer:
+    """An optimizer, and its step in two forms.
+
+    Attributes:
+      opt: The optimizer.
+      init: Its state for parameters on the default device, compiled.
+      compiled: `compiled(params, grads, state, factor, overrides)`: the new parameters
+        and state; gradients are first multiplied by the factor unless it is None.
+      leaf_by_leaf: The same, each operation by itself: for parameters on several
+        devices, which no single program can have.
+    """
+
+    opt: Optimizer
+    init: Callable[..., Any]
+    compiled: Callable[..., Any]
+    leaf_by_leaf: Callable[..., Any]
+
+
+def compiled_optimizer(
+    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> CompiledOptimizer:
+    """The program of the optimizer that `factory(*args, **kwargs)` makes.
+
+    Raises:
+      TypeError: It makes neither an optimizer nor an optax transformation.
+      ValueError: It makes one with a loss scale.
+      Exception: What it raises.
+    """
+    values = (*args, *kwargs.values())
+    ours = getattr(factory, "__module__", "").startswith("jdist.optim.")
+    if ours and all(type(value) in _PLAIN for value in values):
+        return _of_numbers(factory, tuple(kwargs), values, tuple(map(type, values)))
+    return _by_contents(factory, args, kwargs)
+
+
+_PLAIN = {float, int, bool, type(None)}
+
+
+@lru_cache(maxsize=256)
+def _of_numbers(
+    factory: Callable[..., Any],
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+    types: tuple[type, ...],
+) -> CompiledOptimizer:
+    """An optimizer of jdist's with numbers: nothing that it refers to changes.
+
+    To look at everything there each time takes longer than a step. Types are told
+    apart: 1 and True are equal, and not both are a learning rate.
+    """
+    split = len(values) - len(names)
+    named = dict(zip(names, values[split:], strict=True))
+    return _by_contents(factory, values[:split], named)
+
+
+def _by_contents(
+    factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> CompiledOptimizer:
+    make = partial(factory, *args, **kwargs)
+    return _CACHE.get(make, (), lambda _: _program(make))
+
+
+_CACHE: FunctionCache[CompiledOptimizer] = FunctionCache(
+    "DistributedOptimizer", size=64
+)
+
+
+def _program(make: Callable[[], Any]) -> CompiledOptimizer:
+    opt = _optimizer(make())
+
+    def step(
+        params: Sequence[Any],
+        grads: Sequence[Any],
+        state: Any,
+        factor: Any,
+        overrides: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        if factor is not None:
+            grads = jax.tree.map(lambda g: scaled(g, factor), grads)
+        return opt.step(params, grads, state, **overrides)
+
+    # A schedule is the user's code, which is read when a step is first traced.
+    traced = Traced(step, _CACHE.user, contents_of(step, _CACHE.user), alone=True)
+    return CompiledOptimizer(
+        opt, jax.jit(opt.init), jax.jit(lambda *given: traced(*given)), step
+    )
+
+
+def _optimizer(made: Any) -> Optimizer:
+    if isinstance(made, Optimizer):
+        opt = made
+    elif hasattr(made, "init") and hasattr(made, "update"):
+        opt = from_optax(made)
+    else:
+        rule = "must make an optimizer of jdist.optim or an optax transformation"
+        got = f"a {type(made).__qualname__} from it"
+        raise TypeError(requirement(_ARGUMENT, rule, got))
+    if opt.loss_factor is not None:
+        rule = "must make an optimizer without a loss scale"
+        remedy = (
+            "Its scale would be in its state, on the owners, and the loss is "
+            "elsewhere. bfloat16 needs none."
+        )
+        raise ValueError(requirement(_ARGUMENT, rule, opt.name, remedy))
+    return opt

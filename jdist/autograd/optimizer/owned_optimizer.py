@@ -1,0 +1,211 @@
+"""The part of a distributed optimizer that lives beside its parameters.
+
+One on each owner: the variables there, one functional optimizer for all of them, and
+its state. Every leaf of state and parameters has a path, `params/0/w` or
+`state/0/w/exp_avg`, with the number of the variable on this owner.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._tree import described, path_of
+from jdist.autograd.context.turns import in_turn
+from jdist.autograd.graph.variable import Variable
+from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
+from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
+from jdist.optim.clipping import square
+from jdist.rpc import RpcTimeout
+from jdist.rpc.extension import current
+
+Gradients = Mapping[Variable, Any]
+T = TypeVar("T")
+
+
+class OwnedOptimizer:
+    """One functional optimizer for the variables of one owner.
+
+    Args:
+      program: Makes the steps.
+      variables: By their positions among all references of the distributed optimizer.
+    """
+
+    def __init__(
+        self, program: CompiledOptimizer, variables: Mapping[int, Variable]
+    ) -> None:
+        self._program = program
+        self._positions = tuple(variables)
+        self._variables = tuple(variables.values())
+        self._locks = locks_of(self._variables)
+        self._state = self._alone(self._init)
+
+    def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
+        """For each variable the sums of squares of its gradient's leaves, in order."""
+        return {
+            position: [
+                np.asarray(_square(leaf))
+                for leaf in jax.tree.leaves(gradients.get(variable))
+            ]
+            for position, variable in zip(self._positions, self._variables, strict=True)
+        }
+
+    def step(
+        self, gradients: Gradients, factor: Any, overrides: Mapping[str, Any]
+    ) -> None:
+        """One step; what has no gradient keeps its value, state and count.
+
+        Args:
+          gradients: Those of a context on this owner.
+          factor: What to multiply them by, or None.
+          overrides: Hyperparameters for this step.
+
+        Raises:
+          RpcTimeout: Whoever asked gave up before it was this step's turn.
+          Exception: What the optimizer raised. Nothing has changed then.
+        """
+        reached = [gradients.get(variable) for variable in self._variables]
+        if not jax.tree.leaves(reached):
+            return
+        self._check(overrides)
+
+        def act() -> None:
+            _refuse_if_given_up()
+            values = self._values()
+            grads = [
+                _nothing(value) if grad is None else grad
+                for value, grad in zip(values, reached, strict=True)
+            ]
+            apart = len(_places(values)) > 1
+            run = self._program.leaf_by_leaf if apart else self._program.compiled
+            new, state = run(values, grads, self._state, factor, dict(overrides))
+            # What a device finds wrong shows here, before anything has changed.
+            jax.block_until_ready((new, state))
+            for variable, value, grad in zip(self._variables, new, grads, strict=True):
+                if jax.tree.leaves(grad):
+                    variable.value = value
+            self._state = state
+
+        self._alone(act)
+
+    def read(self) -> dict[str, np.ndarray]:
+        """All numbers by path: those of the parameters and of the state."""
+        tree = self._alone(self._tree)
+        return {path: _numbers(leaf) for path, leaf in _leaves(tree).items()}
+
+    def describe(self) -> dict[str, str]:
+        """Of the same paths, what is there."""
+        tree = self._alone(self._tree)
+        return {
+            path: described(_words(jnp.asarray(leaf)))
+            for path, leaf in _leaves(tree).items()
+        }
+
+    def write(self, numbers: Mapping[str, np.ndarray]) -> None:
+        """Puts all numbers back, each placed as what it replaces.
+
+        Raises:
+          ValueError: They are of other paths, shapes or dtypes than what is here.
+        """
+
+        def act() -> None:
+            _refuse_if_given_up()
+            leaves = _leaves(self._tree())
+            here = {p: described(_words(jnp.asarray(x))) for p, x in leaves.items()}
+            check_same({p: described(x) for p, x in numbers.items()}, here)
+            structure: Any = jax.tree.structure(self._tree())
+            tree = structure.unflatten(
+                [_refilled(numbers[path], leaf) for path, leaf in leaves.items()]
+            )
+            for variable, value in zip(self._variables, tree["params"], strict=True):
+                variable.value = value
+            self._state = tree["state"]
+
+        self._alone(act)
+
+    def _alone(self, action: Callable[[], T]) -> T:
+        """Calls it while no other thread has one of the variables' locks."""
+        return in_turn(self._locks, BUSY, action)
+
+    def _init(self) -> Any:
+        values = self._values()
+        # Compiled, it would put the state of placed parameters anywhere.
+        init = self._program.opt.init if _places(values) else self._program.init
+        return init(values)
+
+    def _values(self) -> list[Any]:
+        return [variable.value for variable in self._variables]
+
+    def _tree(self) -> dict[str, Any]:
+        return {"params": self._values(), "state": self._state}
+
+    def _check(self, overrides: Mapping[str, Any]) -> None:
+        """Here, because within the compiled step no value can be seen."""
+        opt = self._program.opt
+        for name, value in overrides.items():
+            if name in opt.hyperparameters:
+                opt.hyperparameters[name].check(f"{opt.name}.step", value)
+
+
+def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") -> None:
+    """Refuses a state that is not like the one it should replace."""
+    for path in sorted(saved.keys() | here.keys()):
+        there, found = (d.get(path, "no leaf") for d in (here, saved))
+        if there != found:
+            rule = f"must be like the optimizer's own, {there} at {at}{path}"
+            argument = "DistributedOptimizer.load_state(state)"
+            raise ValueError(requirement(argument, rule, found))
+
+
+_square = jax.jit(square)
+
+
+def _nothing(value: Any) -> Any:
+    return jax.tree.map(lambda leaf: None, value)
+
+
+def _places(values: Sequence[Any]) -> set[frozenset[jax.Device]]:
+    """The sets of devices to which arrays among these are bound.
+
+    A compiled program can have arrays that are bound to one set of devices.
+    """
+    return {frozenset(x.devices()) for x in jax.tree.leaves(values) if x.committed}
+
+
+def _refuse_if_given_up() -> None:
+    """A step that nobody waits for any more would come as a surprise."""
+    scope = current.scope.get()
+    execution = None if scope is None else scope.execution
+    if execution is not None and execution.cancelled is not None:
+        raise RpcTimeout(f"Nothing was changed: {execution.cancelled}.")
+
+
+# --- leaves by path ---
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _is_key(array: jax.Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """Keys are kept as their words."""
+    return jax.random.key_data(array) if _is_key(array) else array
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    return np.asarray(_words(jnp.asarray(leaf)))
+
+
+def _refilled(numbers: np.ndarray, leaf: Any) -> jax.Array:
+    before = jnp.asarray(leaf)
+    array = jnp.asarray(numbers)
+    if _is_key(before):
+        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(before))
+    return jax.device_put(array, before.sharding) if before.committed else array

@@ -1,0 +1,107 @@
+"""What JAX's transformations make of a function, as data that can be sent.
+
+Each transformation of a call is the same call with one more operation behind the
+function's name. So the callee needs nothing but the name, the operations and the
+arrays; and a transformation of the result is again of this form, to any order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+Flat = Callable[..., list[Any]]
+"""A function from arrays to a list of arrays."""
+
+
+class Pullback(NamedTuple):
+    """From the arguments and cotangents of results to cotangents of arguments.
+
+    Attributes:
+      wanted: Numbers of the arguments whose cotangents are computed.
+      present: Numbers of the results that have one; the others' are absent, and are
+        neither sent nor computed with.
+    """
+
+    wanted: tuple[int, ...]
+    present: tuple[int, ...]
+
+
+class Vmap(NamedTuple):
+    """Over a new axis of some arguments, which becomes the first one of all results.
+
+    Attributes:
+      axes: For each argument the number of that axis, or None if it has none.
+    """
+
+    axes: tuple[int | None, ...]
+
+
+Transform = Pullback | Vmap
+
+
+def transformed(function: Flat, operations: Sequence[Transform]) -> Flat:
+    """The function after these operations, in order.
+
+    Example:
+      >>> double_and_sum = lambda x, y: [2 * x, x + y]
+      >>> pulled = transformed(double_and_sum, [Pullback((0,), (0, 1))])
+      >>> [float(d) for d in pulled(1.0, 5.0, 10.0, 100.0)]
+      [120.0]
+    """
+    for operation in operations:
+        if isinstance(operation, Pullback):
+            function = _pulled_back(function, *operation)
+        else:
+            function = jax.vmap(function, in_axes=operation.axes)
+    return function
+
+
+def shifted(
+    operations: Sequence[Transform], count: int, also: Sequence[int]
+) -> tuple[Transform, ...]:
+    """The operations of a function that has `count` more arguments in front.
+
+    They are in no batch. A pullback also computes the cotangents of those of `also`,
+    as its first results.
+
+    Example:
+      >>> shifted([Pullback((0,), (1,)), Batch((None, 2))], 2, (1,))
+      (Pullback(wanted=(1, 2), present=(1,)), Batch(axes=(None, None, None, 2)))
+    """
+
+    def moved(operation: Transform) -> Transform:
+        if isinstance(operation, Vmap):
+            return Vmap((*(None,) * count, *operation.axes))
+        wanted, present = operation
+        return Pullback((*also, *(i + count for i in wanted)), present)
+
+    return tuple(map(moved, operations))
+
+
+def pullbacks(operations: Sequence[Transform]) -> int:
+    """The order of the derivative that the operations are."""
+    return sum(isinstance(operation, Pullback) for operation in operations)
+
+
+def first_pullback(operations: Sequence[Transform]) -> int:
+    """The number of the first one."""
+    return next(i for i, each in enumerate(operations) if isinstance(each, Pullback))
+
+
+def _pulled_back(
+    function: Flat, wanted: tuple[int, ...], present: tuple[int, ...]
+) -> Flat:
+    def pull(*arrays: Any) -> list[Any]:
+        count = len(arrays) - len(present)
+        arguments, cotangents = arrays[:count], arrays[count:]
+
+        def of_wanted(*varied: Any) -> list[Any]:
+            inserted = dict(zip(wanted, varied, strict=True))
+            results = function(*[inserted.get(i, x) for i, x in enumerate(arguments)])
+            return [results[i] for i in present]
+
+        _, pullback = jax.vjp(of_wanted, *[arguments[i] for i in wanted])
+        return list(pullback(list(cotangents)))
+
+    return pull

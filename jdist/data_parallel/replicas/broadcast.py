@@ -1,0 +1,155 @@
+"""One value on all replicas: what training starts from.
+
+Within one process there is only one tree of parameters. A second process may have been
+started with other code, other data types or another seed. So trees are compared first,
+by structure, shapes and dtypes, and then replaced by those of replica 0, bit for bit.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist._errors import requirement
+from jdist._tree import described, merge, named_leaves
+from jdist.data_parallel.replicas.layout import is_divided
+
+
+def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:
+    """Copies replica 0's values to every replica.
+
+    With several processes each passes its own tree; they are compared as by
+    `check_replicas`, and process 0's goes to all. The copies are new buffers: they may
+    be donated while the caller keeps `tree`.
+
+    Args:
+      tree: Pytree of arrays and numbers, this process's own. A leaf that lies whole on
+        several devices already is taken from the first. One that is divided over them
+        is one array of all processes, and stays divided.
+      mesh: The devices; or a number of replicas on one device.
+      name: What the tree is, for the error.
+
+    Returns:
+      Tree of JAX arrays, replicated over the mesh or divided as they were.
+
+    Raises:
+      ValueError: Processes have trees of other structure, shapes or dtypes.
+
+    Example:
+      >>> import jax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> replicate({"w": 1.5}, mesh)["w"].sharding.is_fully_replicated
+      True
+    """
+    divided = jax.tree.map(lambda x: x if is_divided(x) else None, tree)
+    tree = jax.tree.map(lambda x: None if is_divided(x) else x, tree)
+    divided = jax.tree.map(jnp.copy, divided)
+    own = jax.tree.map(_first_copy, tree)
+    if jax.process_count() > 1:
+        _check_processes(own, name)
+        own = _from_process_0(own)
+    if isinstance(mesh, int):
+        return merge(jax.tree.map(jnp.copy, own), divided)
+    place = NamedSharding(mesh, PartitionSpec())
+    # A placed array may share memory with its source on one of the devices.
+    whole = jax.tree.map(lambda x: jnp.copy(_placed(x, place)), own)
+    return merge(whole, divided)
+
+
+def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
+    """Refuses replicas that differ in structure, shape or dtype from replica 0.
+
+    Args:
+      replicas: One tree for each replica.
+      name: What the trees are, for the error.
+
+    Raises:
+      ValueError: They differ, and the message names the leaf and the replica; or there
+        are none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_replicas([{"w": jnp.zeros(3)}, {"w": jnp.zeros(4)}])
+      Traceback (most recent call last):
+        ...
+      ValueError: `check_replicas(params=...)` must agree with replica 0: float32 of
+      shape (3,) at w. Got float32 of shape (4,) on replica 1.
+    """
+    if not replicas:
+        rule = "must have at least one replica"
+        raise ValueError(requirement(f"check_replicas({name}=...)", rule, "none"))
+    descriptions = [_description(tree) for tree in replicas]
+    _compare(descriptions, f"check_replicas({name}=...)", "replica")
+
+
+def _description(tree: Any) -> dict[str, str]:
+    """Leaf by leaf; under the empty path the structure."""
+    leaves = {
+        path: "None" if leaf is None else described(leaf)
+        for path, leaf in named_leaves(jax.tree.map(_first_copy, tree)).items()
+    }
+    return leaves | {"": str(jax.tree.structure(tree))}
+
+
+def _compare(
+    descriptions: Sequence[Mapping[str, str]], argument: str, who: str
+) -> None:
+    first, *others = descriptions
+    for rank, other in enumerate(others, start=1):
+        # The structure stands last: a missing leaf says more.
+        paths = sorted(first.keys() | other.keys(), key=lambda path: (not path, path))
+        for path in paths:
+            expected, found = (d.get(path, "no leaf") for d in (first, other))
+            if found != expected:
+                where = f" at {path}" if path else ""
+                rule = f"must agree with {who} 0: {expected}{where}"
+                raise ValueError(
+                    requirement(argument, rule, f"{found} on {who} {rank}")
+                )
+
+
+def _check_processes(tree: Any, name: str) -> None:
+    text = np.frombuffer(json.dumps(_description(tree)).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(text.size))
+    padded = np.zeros(int(np.max(lengths)), np.uint8)
+    padded[: text.size] = text
+    rows = zip(multihost_utils.process_allgather(padded), lengths, strict=True)
+    texts = [bytes(row[:length]) for row, length in rows]
+    _compare([json.loads(text) for text in texts], f"replicate({name}=...)", "process")
+
+
+def _from_process_0(tree: Any) -> Any:
+    """Keys travel as their words."""
+    words = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+    sent = multihost_utils.broadcast_one_to_all(words)
+    return jax.tree.map(
+        lambda x, own: _as_key(x, own) if _is_key(own) else x, sent, tree
+    )
+
+
+def _first_copy(leaf: Any) -> Any:
+    """The first device's copy; a number gets the dtype that it computes with."""
+    if isinstance(leaf, jax.Array):
+        return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+    return np.asarray(leaf, jnp.result_type(leaf))
+
+
+def _placed(leaf: Any, place: NamedSharding) -> jax.Array:
+    if jax.process_count() == 1:
+        return jax.device_put(leaf, place)
+    if _is_key(leaf):
+        return _as_key(_placed(jax.random.key_data(leaf), place), leaf)
+    return jax.make_array_from_process_local_data(place, np.asarray(leaf))
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _as_key(words: Any, like: Any) -> Any:
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(like))

@@ -1,0 +1,135 @@
+"""The arrays that a compiled step is given: in use, and on the step's devices.
+
+JAX refuses a program whose arrays are tied to different devices, and may end the
+process where a buffer that was donated is used again. Both are looked at here, before
+the program runs: what was donated is refused by its path, and what lies elsewhere is
+moved where its values mean the same there.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist._compat import is_traced
+from jdist._errors import requirement
+from jdist._tree import named_leaves
+from jdist.data_parallel.replicas.mapping import EACH
+
+
+def check_alive(argument: str, tree: Any) -> None:
+    """Refuses arrays whose buffers a step took over.
+
+    Args:
+      argument: Function and argument, such as `"step(state=...)"`.
+      tree: What was given.
+
+    Raises:
+      ValueError: There are some, and the message names the first.
+    """
+    if not any(map(_is_deleted, jax.tree.leaves(tree))):
+        return
+    path = next(k for k, leaf in named_leaves(tree).items() if _is_deleted(leaf))
+    rule = "must hold arrays that are in use"
+    got = f"one at {path} whose buffer was donated or deleted"
+    remedy = (
+        "A step takes over the buffers of the state it is given: go on with the state "
+        "that it returns, or give it a copy, `jax.tree.map(jnp.copy, state)`."
+    )
+    raise ValueError(requirement(argument, rule, got, remedy))
+
+
+def check_place(argument: str, state: Any, mesh: Mesh | int) -> None:
+    """Refuses a state that is tied to other devices than the mesh's.
+
+    Args:
+      argument: Function and argument, such as `"step(state=...)"`.
+      state: What `init` or the last step returned.
+      mesh: The devices. Replicas on one device are where their state is, all of it.
+
+    Raises:
+      ValueError: A leaf lies elsewhere, and the message names the first.
+    """
+    place = _home(state) if isinstance(mesh, int) else NamedSharding(mesh, EACH)
+    leaves = jax.tree.leaves(state)
+    if place is None or not any(_is_elsewhere(leaf, place) for leaf in leaves):
+        return
+    named = named_leaves(state).items()
+    path, leaf = next((k, x) for k, x in named if _is_elsewhere(x, place))
+    rule = f"must lie on the step's devices, {_listed(place)}"
+    remedy = (
+        "Make it by `init` of this step; a state of other devices goes through "
+        "`TrainCheckpoints`, which restores it like one of `init`."
+    )
+    got = f"{path} on {_listed(leaf.sharding)}"
+    raise ValueError(requirement(argument, rule, got, remedy))
+
+
+def brought(
+    argument: str, mesh: Mesh | int, axis: str, whole: Any, rows: Any
+) -> tuple[Any, Any]:
+    """Arrays that are tied to other devices, on those of the program.
+
+    Traced arrays, and those that are tied to no device, are left to JAX.
+
+    Args:
+      argument: Function and argument, for the error's text.
+      mesh: The devices; or a number of replicas on one device, which is then that of
+        the first array here that is tied to one.
+      axis: The mesh axis that counts replicas.
+      whole: What each replica has all of, such as parameters.
+      rows: What is divided over the replicas, such as a batch and its weights.
+
+    Raises:
+      ValueError: The mesh spans several processes, and an array is tied to devices of
+        this one: it cannot be known to be the same in all.
+    """
+    if isinstance(mesh, int):
+        home = _home((whole, rows))
+        return (whole, rows) if home is None else _moved((whole, rows), home, argument)
+    places = (NamedSharding(mesh, EACH), NamedSharding(mesh, PartitionSpec(axis)))
+    return (
+        _moved(whole, places[0], argument),
+        _moved(rows, places[1], argument),
+    )
+
+
+def _moved(tree: Any, place: Any, argument: str) -> Any:
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    if not any(_is_elsewhere(leaf, place) for leaf in leaves):
+        return tree
+    if not place.is_fully_addressable:
+        rule = "must be arrays over the devices of all processes, or of none"
+        remedy = "Use `shard_batch` for batches and `replicate` for parameters."
+        raise ValueError(requirement(argument, rule, "arrays of this one", remedy))
+    return structure.unflatten(
+        jax.device_put(leaf, place) if _is_elsewhere(leaf, place) else leaf
+        for leaf in leaves
+    )
+
+
+def _home(tree: Any) -> Any:
+    """Where the first array is that is tied to a device; None if there is none."""
+    for leaf in jax.tree.leaves(tree):
+        if _is_tied(leaf):
+            place = leaf.sharding
+            is_named = isinstance(place, NamedSharding)
+            return NamedSharding(place.mesh, EACH) if is_named else place
+    return None
+
+
+def _is_tied(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
+
+
+def _is_elsewhere(leaf: Any, place: Any) -> bool:
+    return _is_tied(leaf) and leaf.sharding.device_set != place.device_set
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
+
+
+def _listed(place: Any) -> str:
+    return ", ".join(sorted(map(str, place.device_set)))

@@ -1,0 +1,91 @@
+"""Running one function on every replica: the devices of a mesh axis, or a `vmap`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist._compat import map_shards
+from jdist.data_parallel.replicas.layout import further_axes
+
+EACH = PartitionSpec()
+"""The same on all replicas, such as parameters."""
+
+
+def over_replicas(
+    on_replica: Callable[..., Any],
+    mesh: Mesh | int,
+    axis: str,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
+) -> Callable[..., Any]:
+    """The function on all replicas at once, to be compiled by the caller.
+
+    Args:
+      on_replica: From pytrees to a tuple of pytrees. It may use collectives over
+        `axis`.
+      mesh: The devices; or a number of replicas that share one device. Over further
+        axes arrays stay as they are divided (see
+        `jdist.data_parallel.replicas.layout`).
+      axis: Name of the mesh axis, or of the `vmap`.
+      in_specs: For each argument, `EACH` or `PartitionSpec(axis)`: divided along the
+        first dimension.
+      out_specs: The same for each result. What is the same on all replicas is not
+        checked to be so.
+    """
+    if isinstance(mesh, Mesh):
+        only = axis if further_axes(mesh, axis) else None
+        return map_shards(on_replica, mesh, in_specs, tuple(out_specs), only)
+    if mesh == 1:
+        return _alone(on_replica, axis, out_specs)
+    takes = tuple(None if spec == EACH else 0 for spec in in_specs)
+    # Rows in all results: `vmap` does not know that what a hook's state led to is the
+    # same in all of them.
+    mapped = jax.vmap(on_replica, in_axes=takes, axis_name=axis)
+
+    def divided(x: jax.Array) -> jax.Array:
+        return x.reshape(mesh, -1, *x.shape[1:])
+
+    def on_one_device(*arguments: Any) -> tuple[Any, ...]:
+        given = (
+            tree if kind is None else jax.tree.map(divided, tree)
+            for kind, tree in zip(takes, arguments, strict=True)
+        )
+        return _brought_together(mapped(*given), out_specs)
+
+    return on_one_device
+
+
+def _alone(
+    on_replica: Callable[..., Any], axis: str, out_specs: Sequence[PartitionSpec]
+) -> Callable[..., Any]:
+    """One replica: the axis has a name, but no array gets another dimension for it.
+
+    XLA on CPU multiplies batched matrices slowly, batches of one too. What follows from
+    the replica's index is a row to `vmap` all the same; hence rows in all results.
+    """
+
+    def on_one_device(*arguments: Any) -> tuple[Any, ...]:
+        mapped = jax.vmap(lambda _: on_replica(*arguments), axis_name=axis, axis_size=1)
+        return _brought_together(mapped(jnp.zeros(1)), out_specs)
+
+    return on_one_device
+
+
+def _brought_together(
+    results: tuple[Any, ...], out_specs: Sequence[PartitionSpec]
+) -> tuple[Any, ...]:
+    return tuple(
+        jax.tree.map(_first if spec == EACH else _joined, tree)
+        for spec, tree in zip(out_specs, results, strict=True)
+    )
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _first(x: jax.Array) -> jax.Array:
+    return x[0]

@@ -1,0 +1,243 @@
+"""What shapes a pipeline's values have, found and checked before its first step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._tree import abbreviated
+from jdist.pipeline.run.executor import Executor
+from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.places import Places
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.stages.array_spec import is_spec, specs_of
+from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.stages.wiring import BATCH, StageWiring
+
+
+class Shapes:
+    """Checks a pipeline's values, once for all steps of equal shapes.
+
+    Between processes only in the first step that succeeds: no process sees that
+    others' shapes change, and all must know whether they are exchanged.
+
+    Args:
+      wiring: Which value goes where.
+      executor: Who is where.
+      loss: The loss function.
+    """
+
+    def __init__(
+        self, wiring: StageWiring, executor: Executor, loss: PipelineLoss
+    ) -> None:
+        self._wiring = wiring
+        self._executor = executor
+        self._loss = loss
+        self._checked: dict[Any, tuple[str, ...]] = {}
+
+    def read(
+        self,
+        channels: StageChannels,
+        runs: Mapping[tuple[int, int], StageRun],
+        batch: Mapping[str, Any],
+    ) -> tuple[str, ...]:
+        """What `check_shapes` returns; and raises, where the shapes are new.
+
+        Between processes they are new until `agreed` is told.
+        """
+        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
+        leaves, structure = jax.tree.flatten((trees, dict(batch)))
+        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        signature = (kinds, structure) if self._executor.sees_all else None
+        if signature in self._checked:
+            return self._checked[signature]
+        places = self._executor.places
+        found = check_shapes(self._wiring, places, channels, self._loss, trees, batch)
+        if self._executor.sees_all:
+            self._checked[signature] = found
+        return found
+
+    def agreed(self, read: tuple[str, ...]) -> None:
+        """The step in which shapes were exchanged has succeeded on all workers.
+
+        Args:
+          read: What `read` returned in it.
+        """
+        if not self._executor.sees_all:
+            self._checked[None] = read
+
+
+def check_shapes(
+    wiring: StageWiring,
+    places: Places,
+    channels: StageChannels,
+    loss: PipelineLoss,
+    trees: Mapping[int, tuple[Any, Any]],
+    batch: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Evaluates the stages of this process and the loss on shapes alone, in order.
+
+    Shapes travel as values do, so that every worker checks its own stages.
+
+    Args:
+      wiring: Which value goes where.
+      places: Who runs what.
+      channels: Brings shapes to other stages.
+      loss: The loss function.
+      trees: Parameters and state of each stage of this process.
+      batch: A micro-batch.
+
+    Returns:
+      The entries of the batch that the loss reads; nothing where it does not run.
+
+    Raises:
+      ValueError: A value is neither put out by a stage nor in the batch; a stage cannot
+        take what it is given, or returns another number of values than it names.
+    """
+    for number, stage in enumerate(wiring.stages):
+        worker = places.worker(number, 0)
+        if worker not in places.own:
+            continue
+        inputs = _given(wiring, places, channels, batch, number)
+        returned = outputs_of(number, stage, trees[number], inputs)
+        for name, value in stage.named(returned).items():
+            packed = specs_of(value)
+            for taker in wiring.consumers[number][name]:
+                tag = MessageTag("S", 0, name, taker, worker)
+                channels.put(tag, places.worker(taker, 0), packed)
+    return _read(wiring, places, channels, loss, batch)
+
+
+def _read(
+    wiring: StageWiring,
+    places: Places,
+    channels: StageChannels,
+    loss: PipelineLoss,
+    batch: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """What the loss reads: one worker of the last stage tells the others."""
+    first = places.worker(places.loss, 0)
+    workers = [w for w in places.schedule.placement[-1] if w in places.own]
+    tag = MessageTag("S", 0, "", places.loss, first)
+    if first in workers:
+        given = _given(wiring, places, channels, batch, places.loss)
+        read = loss.entries_read(given, batch)
+        for worker in places.schedule.placement[-1]:
+            channels.put(tag, worker, read)
+    for worker in workers:
+        read = tuple(receive(channels, tag, worker, "shapes"))
+    return read if workers else ()
+
+
+def _given(
+    wiring: StageWiring,
+    places: Places,
+    channels: StageChannels,
+    batch: Mapping[str, Any],
+    number: int,
+) -> dict[str, Any]:
+    """The shapes of what a stage, or the loss, takes."""
+    taker = "the loss" if number == places.loss else f"stage {number}"
+    worker, found = places.worker(number, 0), {}
+    for name, source in wiring.source[number].items():
+        if source == BATCH:
+            found[name] = entry_of(batch, name, taker)
+            continue
+        tag = MessageTag("S", 0, name, number, places.worker(source, 0))
+        packed = receive(channels, tag, worker, f"shapes of {name!r}")
+        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
+    return found
+
+
+def entry_of(batch: Mapping[str, Any], name: str, taker: str) -> Any:
+    """An entry of the batch.
+
+    Raises:
+      ValueError: It is neither there nor put out by a stage.
+    """
+    if name in batch:
+        return batch[name]
+    rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
+    got = f"a batch of {sorted(batch)}"
+    raise ValueError(requirement("Pipeline(stages)", rule, got))
+
+
+def outputs_of(
+    number: int, stage: Stage, trees: tuple[Any, Any], inputs: Mapping[str, Any]
+) -> Any:
+    """The shapes of what a stage's function returns, without its state.
+
+    Args:
+      number: Of the stage.
+      stage: The stage.
+      trees: Its parameters and its state.
+      inputs: Shapes, by name.
+
+    Raises:
+      ValueError: It cannot take them, or a stateful one returns no state like its own.
+      Exception: What else its function raises, with the stage in a note.
+    """
+    params, state = trees
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
+    try:
+        returned = jax.eval_shape(stage.fn, params, *given)
+    except (TypeError, ValueError) as error:
+        shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
+        rule = f"must fit together: stage {number} cannot take {shown}"
+        raise ValueError(
+            requirement("Pipeline(stages)", rule, f"{type(error).__name__}: {error}")
+        ) from error
+    except Exception as error:
+        shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
+        error.add_note(f"It was raised by stage {number}, which was given {shown}.")
+        raise
+    if not stage.stateful:
+        return returned
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        rule = f"must return (outputs, state) where it is stateful, as stage {number}"
+        raise ValueError(requirement("Stage(fn)", rule, f"a {type(returned).__name__}"))
+    _check_state(number, state, returned[1])
+    return returned[0]
+
+
+def _check_state(number: int, before: Any, after: Any) -> None:
+    if describe(before) != describe(after):
+        rule = f"must leave a state like the one it was given, at stage {number} "
+        raise ValueError(
+            requirement(
+                "Stage(stateful=True)", rule + describe(before), describe(after)
+            )
+        )
+
+
+def describe(value: Any) -> str:
+    """Dtypes and shapes of a value, for people.
+
+    Example:
+      >>> import numpy as np
+      >>> describe({"h": np.zeros((3, 5), np.float32)})
+      "{'h': float32[3,5]}"
+    """
+    shown = jax.tree.map(
+        lambda x: _Shown(abbreviated(x)),
+        jax.eval_shape(lambda: value) if not _is_abstract(value) else value,
+    )
+    return str(shown)
+
+
+class _Shown(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_abstract(value: Any) -> bool:
+    return any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)
+    )

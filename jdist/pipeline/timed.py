@@ -1,0 +1,102 @@
+"""`timed`: a step of a pipeline, and its timeline."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.run.action_timer import ActionTimer
+from jdist.pipeline.simulate.timeline import Record, StageBytes, Timeline
+
+T = TypeVar("T")
+
+
+def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
+    """Runs a step and finds out when each of its actions began and ended.
+
+    With workers in several processes each of them calls it, and gets the timeline of
+    all of them on the clock of the first: the clocks are compared by round trips, to
+    half of the shortest of 20 (some 30 us on one machine).
+
+    Each action is waited for (see `ActionTimer`), so that a timed step may take longer
+    than others. Where several workers are in one process, its one thread does their
+    actions one after another: their seconds are good as costs of a simulation, while
+    the makespan is not that of a pipeline.
+
+    Args:
+      pipe: The pipeline.
+      step: Does one step of it, `value_and_grad` or `train_step`; of several, the last
+        one counts. What is compiled in it is part of the times.
+
+    Returns:
+      What `step` returned, and the timeline, with the bytes that each worker held for
+      backward passes at most, and those of each stage.
+
+    Raises:
+      ValueError: `step` did no step of this pipeline; or its workers are a mesh, where
+        one program does all actions and nobody sees one end.
+      Exception: What `step` raises; WorkerLost and RpcTimeout.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import pipeline
+      >>> stage = pipeline.Stage(lambda w, x: x * w, ("x",), ("y",))
+      >>> pipe = pipeline.Pipeline([stage], lambda y, batch: y, pipeline.gpipe(1, 2))
+      >>> batch = {"x": jnp.arange(4.0)}
+      >>> (loss, _), timeline = timed(
+      ...     pipe, lambda: pipe.value_and_grad([jnp.float32(3)], batch)
+      ... )
+      >>> float(loss), [f"{r.kind}{r.micro_batch}" for r in timeline.records()]
+      (4.5, ['F0', 'F1', 'B0', 'B1'])
+    """
+    if pipe.one_program is not None:
+        rule = "must have workers or devices of their own, not a mesh"
+        remedy = "One program does all actions: look at it with jax.profiler."
+        raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
+    pipe.action_timer = watch = ActionTimer()
+    before = pipe.executor.last
+    try:
+        result = step()
+    except BaseException:
+        last = pipe.executor.last
+        if last is not before and last is not None and last.failed:
+            raise  # The call that failed has failed on all.
+        with pipe.executor.opened("timed"):  # The others are in a call, or here.
+            raise
+    finally:
+        pipe.action_timer = None
+    # All come first, so that the worker that is asked is not computing.
+    pipe.executor.gather(None, "comparing clocks")
+    with pipe.executor.opened("timed") as channels:
+        offset = pipe.executor.clock_offset()
+        own = [
+            tuple(record._replace(start=record.start + offset, end=record.end + offset))
+            for record in watch.records
+        ]
+        gathered = channels.agree((own, watch.held, watch.kept))
+    held: dict[int, int] = {}
+    for _, theirs, _ in gathered:
+        held |= theirs
+    kept = [of_stages for _, _, of_stages in gathered]
+    timeline = Timeline.from_records(
+        [Record(*record) for records, *_ in gathered for record in records],
+        name=f"{pipe.schedule.name}, measured",
+        update_policy=pipe.schedule.update_policy,
+    )
+    bytes_held = tuple(float(held.get(w, 0)) for w in range(timeline.workers))
+    return result, replace(
+        timeline,
+        activation_bytes=bytes_held,
+        stage_bytes=_stage_bytes(kept),
+        joined=tuple(stage.join_weight_gradients for stage in pipe.stages),
+    )
+
+
+def _stage_bytes(kept: Sequence[Mapping[int, Sequence[int]]]) -> StageBytes:
+    """Of all stages; the most of those that run in several processes."""
+    stages = sorted(set().union(*kept))
+    rows = [np.max([own[j] for own in kept if j in own], axis=0) for j in stages]
+    return StageBytes(*np.array(rows, np.float64).T)

@@ -1,0 +1,279 @@
+"""What a step is given: optimizers, donated states, lists, and arrays elsewhere."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from jdist import data_parallel, optim
+
+DEVICES = np.array(jax.devices())
+MESHES = pytest.mark.parametrize(
+    "mesh", [Mesh(DEVICES[:2], ("data",)), 2], ids=["mesh", "one device"]
+)
+WEIGHTS = [1, 0.5, 3, 0, 2, 0.25]
+
+
+def losses(params, batch):
+    x, y = batch
+    return (x @ (params["w"] * jnp.asarray(params["n"], x.dtype)) - y) ** 2
+
+
+@pytest.fixture
+def given(rng):
+    """Parameters with an integer among them, and a batch, on the host."""
+    params = {"w": rng.standard_normal(3), "n": np.array([1, -2, 3])}
+    return params, (rng.standard_normal((6, 3)), rng.standard_normal(6))
+
+
+def reference(params, batch):
+    """One step of SGD on all examples."""
+
+    def mean(w):
+        return jnp.average(losses({**params, "w": w}, batch), weights=np.array(WEIGHTS))
+
+    loss, grad = jax.value_and_grad(mean)(jnp.asarray(params["w"]))
+    return loss, params["w"] - 0.1 * grad
+
+
+def stepped(step, state, batch, weights=None):
+    state, metrics = step(state, batch, WEIGHTS if weights is None else weights)
+    return metrics.loss, state.params["w"]
+
+
+@functools.cache
+def programs(mesh):
+    """A step, a gradient function and local SGD, compiled once for many tests."""
+    opt = optim.sgd(lr=0.1, momentum=0.5)  # The first step is without momentum.
+    return (
+        data_parallel.train_step(losses, opt, mesh),
+        data_parallel.value_and_grad(losses, mesh),
+        data_parallel.local_sgd(losses, optim.sgd(lr=0.1), mesh, period=1),
+    )
+
+
+def close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+# --- optimizers ---
+
+MESH = Mesh(DEVICES[:2], ("data",))
+TAKERS = {
+    "train_step(optimizer=...)": lambda o: data_parallel.train_step(losses, o, 2),
+    "zero(opt=...)": lambda o: data_parallel.zero(o, MESH),
+    "averaged(opt=...)": lambda o: data_parallel.averaged(o, "data"),
+    "local_sgd(optimizer=...)": lambda o: data_parallel.local_sgd(
+        losses, o, 2, period=2
+    ),
+    "with_master_weights(opt=...)": optim.with_master_weights,
+    "as_optax(opt=...)": optim.as_optax,
+    "by_label(optimizers={'x': ...})": lambda o: optim.by_label({"x": o}, "x"),
+}
+
+
+@pytest.mark.parametrize("argument", TAKERS)
+def test_what_is_no_optimizer_is_refused_with_the_way_out(argument):
+    wrong = {
+        "an optax transformation (GradientTransformationExtraArgs). Wrap it: "
+        "`optim.from_optax(...)`.": optax.adam(0.1),
+        "the function adam. Call it: `optim.adam(...)`.": optim.adam,
+        "the function sgd. Call and wrap it: `optim.from_optax(sgd(...))`.": optax.sgd,
+        "the class Mesh. Call it and give what it returns": Mesh,
+        "0.1. Make one, such as `optim.adam(lr=1e-3)`.": 0.1,
+        "None. Make one": None,
+    }
+    for said, stranger in wrong.items():
+        expected = f"`{argument}` must be an optimizer of jdist.optim. Got {said}"
+        with pytest.raises(TypeError, match=re.escape(expected)):
+            TAKERS[argument](stranger)
+    TAKERS[argument](optim.adam())
+
+
+# --- states ---
+
+
+@MESHES
+def test_a_state_that_was_donated_is_refused(mesh, given):
+    """By its path, before the program runs; a copy and a fresh one work."""
+    params, batch = given
+    step, fn, local = programs(mesh)
+    state = step.init(params)
+    copy = jax.tree.map(jnp.copy, state)
+    expected = stepped(step, state, batch)
+    refused = r"`step\(state=...\)` must hold arrays that are in use. Got one at step "
+    with pytest.raises(ValueError, match=refused + "whose buffer was donated"):
+        step(state, batch)
+    close(stepped(step, copy, batch), expected)
+    state = local.init(params)
+    local.step(state, batch)
+    with pytest.raises(ValueError, match=refused):
+        local.step(state, batch)
+    with pytest.raises(ValueError, match=r"`average\(state=...\)` must hold arrays"):
+        local.average(state)
+    gone = jax.tree.map(jnp.asarray, params)
+    gone["w"].delete()
+    with pytest.raises(ValueError, match=r"`fn\(params, batch\)` .* Got one at 0/w"):
+        fn(gone, batch)
+
+
+@MESHES
+def test_jit_of_a_step(mesh, given):
+    """Alone, and within another function; the state is then jit's to donate."""
+    params, batch = given
+    step = data_parallel.train_step(losses, optim.sgd(lr=0.1), mesh)
+    weights = jnp.array(WEIGHTS)
+    expected = reference(*given)
+    for jitted in (
+        jax.jit(step, donate_argnums=0),
+        jax.jit(lambda *args: step(*args)),
+    ):
+        close(stepped(jitted, step.init(params), batch, weights), expected)
+    hooked = data_parallel.train_step(
+        losses, optim.sgd(lr=0.1), mesh, hook=data_parallel.hooks.bf16()
+    )
+    loss, _ = stepped(jax.jit(hooked), hooked.init(params), batch, weights)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
+
+
+@MESHES
+def test_integer_parameters_are_left_alone(mesh, given):
+    """As torch, in which only floating tensors can require a gradient."""
+    params, batch = given
+    plain, fn, local = programs(mesh)
+    wrapped = optim.from_optax(optax.sgd(0.1))
+    options = {"accumulate": 3, "max_norm": 1e6}
+    for step in (plain, data_parallel.train_step(losses, wrapped, mesh, **options)):
+        state, metrics = step(step.init(params), batch, WEIGHTS)
+        close((metrics.loss, state.params["w"]), reference(*given))
+        assert state.params["n"].dtype == params["n"].dtype
+        np.testing.assert_array_equal(state.params["n"], params["n"])
+    assert fn(params, batch, WEIGHTS)[1]["n"] is None
+    state, _ = local.step(local.init(params), batch, WEIGHTS)
+    for row in state.params["n"]:
+        np.testing.assert_array_equal(row, params["n"])
+    close([local.average(state)["w"]], [reference(*given)[1]])
+
+
+# --- weights ---
+
+
+@MESHES
+def test_weights_are_lists_integers_and_booleans_too(mesh, given):
+    params, batch = given
+    step, fn, local = programs(mesh)
+    for weights in (WEIGHTS, tuple(WEIGHTS), np.array(WEIGHTS)):
+        close([fn(params, batch, weights)[0]], reference(*given)[:1])
+        close(stepped(step, step.init(params), batch, weights), reference(*given))
+        close(
+            [local.step(local.init(params), batch, weights)[1]], reference(*given)[:1]
+        )
+    whole, mask = [2, 1, 0, 1, 3, 0], [True, True, False, True, False, True]
+    for weights in (whole, np.array(whole), mask, np.array(mask)):
+        found, _ = fn(params, batch, weights)
+        expected = np.average(losses(params, batch), weights=weights)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    for call in (
+        lambda w: fn(params, batch, w),
+        lambda w: step(step.init(params), batch, w),
+    ):
+        with pytest.raises(
+            ValueError, match=r"weights=...\)` must be one per row, sha"
+        ):
+            call(WEIGHTS[:4])
+        with pytest.raises(ValueError, match=r"must be finite and at least 0\. Got -1"):
+            call([1, -1, 1, 1, 1, 1])
+
+
+# --- devices ---
+
+
+@MESHES
+@pytest.mark.parametrize("where", [0, 3])
+def test_arrays_of_another_device_are_moved(mesh, where, given):
+    """Batches, weights and parameters alike; 0 is one of the mesh's own devices."""
+    there = jax.devices()[where]
+    params, batch = given
+    weights = jnp.array(WEIGHTS)
+    far_params, far_batch, far_weights = jax.device_put((params, batch, weights), there)
+    step, fn, _ = programs(mesh)
+    expected = reference(*given)
+    close(stepped(step, step.init(params), far_batch, far_weights), expected)
+    close(stepped(step, step.init(far_params), batch, weights), expected)
+    momenta = step.optimizer.init(far_params)
+    state = step.init(params, opt_state=momenta)
+    close(stepped(step, state, batch, far_weights), expected)
+    for p, b, w in ((params, far_batch, weights), (far_params, batch, far_weights)):
+        close([fn(p, b, w)[0]], expected[:1])
+    model = data_parallel.DataParallel(lambda p, x: x @ p["w"], mesh)
+    for p, x in ((far_params, batch[0]), (params, far_batch[0])):
+        close([model(p, x)], [batch[0] @ params["w"]])
+    close([far_batch[0]], [batch[0]])  # Still there: copies were moved.
+
+
+def test_layers_of_another_device_are_moved(given):
+    params, batch = given
+    layers = [lambda w, b: b[0] @ (w["w"] * w["n"].astype(b[0].dtype))]
+    fn = data_parallel.reducer(layers, lambda out, b: (out - b[1]) ** 2, MESH)
+    far = jax.device_put((params, batch), jax.devices()[3])
+    for p, b in ((far[0], batch), (params, far[1])):
+        close([fn([p], b, WEIGHTS)[0]], reference(*given)[:1])
+
+
+def test_a_state_of_another_mesh_is_refused(given):
+    params, batch = given
+    step, other = (
+        data_parallel.train_step(losses, optim.sgd(lr=0.1), Mesh(part, ("data",)))
+        for part in (DEVICES[:2], DEVICES[2:4])
+    )
+    state = step.init(params)
+    names = [", ".join(map(str, part)) for part in (DEVICES[2:4], DEVICES[:2])]
+    expected = f"must lie on the step's devices, {names[0]}. Got step on {names[1]}. "
+    with pytest.raises(ValueError, match=expected + "Make it by `init`"):
+        other(state, batch)
+    close(stepped(step, state, batch), reference(*given))  # Nothing was donated.
+
+
+@pytest.fixture
+def mixed_dtypes():
+    """optax itself divides floats by integer counts, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("mixed_dtypes")
+@MESHES
+def test_an_optax_state_resumes_on_the_devices_at_hand(mesh, given, tmp_path):
+    """What no parameter places, counts and loss scales, meets the others there."""
+    params, batch = optim.compute_copies(given, jnp.float32)
+    for number, opt in enumerate(
+        (
+            optim.from_optax(optax.adam(0.1)),
+            optim.with_master_weights(
+                optim.from_optax(optax.adam(0.1)),
+                compute_dtype=jnp.float32,
+                loss_scale=optim.DynamicLossScale(init_scale=8.0),
+            ),
+        )
+    ):
+        step = data_parallel.train_step(losses, opt, mesh)
+        opt_state = opt.init(params) if number else None
+
+        def start(step=step, params=params, opt_state=opt_state):
+            return step.init(params, opt_state=opt_state)
+
+        with data_parallel.TrainCheckpoints(tmp_path / str(number)) as saved:
+            state, _ = step(start(), batch)
+            saved.save(state)
+            again = saved.restore(start())
+        for _ in range(2):
+            state, _ = step(state, batch)
+            again, _ = step(again, batch)
+        for a, b in zip(*map(jax.tree.leaves, (state, again)), strict=True):
+            np.testing.assert_array_equal(a, b)
