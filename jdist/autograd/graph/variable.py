@@ -18,7 +18,7 @@ from jdist.autograd.graph.nnx_state import refuse_state
 from jdist.autograd.graph.node import Edge, LeafNode
 from jdist.autograd.graph.pure import DifferentiatedTree
 from jdist.autograd.graph.recorded import Operators, Recorded
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.extension import InterruptSafeLock
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
@@ -69,7 +69,7 @@ class Variable(Operators):
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
-        self.step_lock = Turn()
+        self.step_lock = InterruptSafeLock()
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 

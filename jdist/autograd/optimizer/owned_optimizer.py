@@ -20,7 +20,7 @@ from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
 from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
 from jdist.optim.clipping import square
 from jdist.rpc import RpcTimeout
-from jdist.rpc.base import current
+from jdist.rpc.extension import current
 
 Gradients = Mapping[Variable, Any]
 T = TypeVar("T")
