@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+PyTree = Any
+"""A tree of arrays; Python's types cannot say which."""
+
 
 def is_none(x: object) -> bool:
     """Whether `x` is None; for `is_leaf`, where None should count as a leaf."""
