@@ -1,9 +1,11 @@
-"""Leaf paths and the splitting of pytrees: what every part needs and nothing more.
+"""Pytrees: paths and wording of leaves, splitting by dtype, addition.
 
 A *path* is the text that names a leaf to a person, such as `encoder/w` or `0/bias`.
 Errors, reports and tables all use the same one.
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +40,28 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=is_none)
     return {path_of(keys): leaf for keys, leaf in pairs}
+
+
+def described(leaf: Any) -> str:
+    """Dtype and shape of an array or an abstract value, as error messages give them.
+
+    Example:
+      >>> described(np.zeros((3, 5), np.float32))
+      'float32 of shape (3, 5)'
+    """
+    # `result_type` would say float32 of NumPy's float64 where 64-bit types are off.
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return f"{dtype} of shape {tuple(np.shape(leaf))}"
+
+
+def abbreviated(leaf: Any) -> str:
+    """Dtype and shape in JAX's own short form, for `repr` and lists of arrays.
+
+    Example:
+      >>> abbreviated(np.zeros((3, 5), np.float32))
+      'float32[3,5]'
+    """
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -75,6 +99,24 @@ def merge(first: Any, second: Any) -> Any:
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=is_none
     )
+
+
+def add_trees(
+    first: Any, second: Any, add: Callable[[Any, Any], Any] = operator.add
+) -> Any:
+    """Adds two trees leaf by leaf; where one has None, the other's leaf stands.
+
+    Example:
+      >>> add_trees({"w": 1.0, "b": None}, {"w": 0.5, "b": 2.0})
+      {'b': 2.0, 'w': 1.5}
+    """
+
+    def one(a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        return add(a, b)
+
+    return jax.tree.map(one, first, second, is_leaf=is_none)
 
 
 def examples_in(batch: Any, call: str) -> int:

@@ -8,14 +8,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUND = {"_errors", "_tree", "_compat"}
+GROUND = {"_errors", "_tree", "_lru_cache", "_compat"}
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     "_compat": {"_errors"},
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
-    "_fit": GROUND | {"reduction"},
+    "_fit": GROUND | {"_checkpoint", "reduction"},
     "data_parallel": GROUND | {"_checkpoint", "_fit", "reduction", "optim", "segment"},
     "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND

@@ -1,8 +1,8 @@
 """Pipelined model parallelism: schedules as data, their costs, and their execution."""
 
-from jdist._fit import Epoch, over_epoch
+from jdist._fit import Metrics, over_epoch
 from jdist.pipeline.checkpoint import PipelineCheckpoints
-from jdist.pipeline.pipedream.pipedream import EpochMetrics, PipeDream
+from jdist.pipeline.pipedream.pipedream import PipeDream
 from jdist.pipeline.pipedream.weight_stashing import (
     StashState,
     WeightStashing,
@@ -18,9 +18,8 @@ from jdist.pipeline.plan import (
     load_profile,
     partition,
 )
-from jdist.pipeline.run.evaluation import Evaluation
 from jdist.pipeline.run.fit import fit
-from jdist.pipeline.run.training import Metrics, PipelineState
+from jdist.pipeline.run.training import PipelineState
 from jdist.pipeline.schedule import (
     Action,
     Schedule,
@@ -57,9 +56,6 @@ from jdist.pipeline.timed import timed
 __all__ = [
     "Action",
     "Costs",
-    "Epoch",
-    "EpochMetrics",
-    "Evaluation",
     "FromModules",
     "Layer",
     "Metrics",

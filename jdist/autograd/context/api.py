@@ -8,7 +8,7 @@ from jdist.autograd.context.container import here
 from jdist.autograd.context.context import Context
 from jdist.autograd.context.recording import Recording
 from jdist.autograd.errors import AutogradError
-from jdist.rpc.base.future import Future
+from jdist.rpc import Future
 
 
 @contextlib.contextmanager

@@ -8,14 +8,11 @@ from jdist._errors import requirement
 from jdist.autograd.context.context import Context
 from jdist.autograd.context.ids import Ids, maker
 from jdist.autograd.errors import ContextNotFound, no_context
-from jdist.rpc.base import current
-from jdist.rpc.base.errors import RpcError
-from jdist.rpc.base.future import Future
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc import Future, RpcError, WorkerInfo
+from jdist.rpc.extension import Agent, current_agent, incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.release import Releases
-    from jdist.rpc.calls.agent import Agent
 
 PART = "jdist.autograd"
 """Under which an agent has its container."""
@@ -156,7 +153,7 @@ def of(agent: "Agent") -> Container:
     Raises:
       RpcError: `jdist.autograd` was not installed on it.
     """
-    found = agent.parts.get(PART)
+    found = agent.extension_state.get(PART)
     if not isinstance(found, Container):
         raise RpcError(f"{agent.info.name!r} has no autograd: import jdist.autograd.")
     return found
@@ -168,4 +165,4 @@ def here() -> Container:
     Raises:
       RpcError: RPC has not been initialized.
     """
-    return of(current.agent())
+    return of(current_agent())

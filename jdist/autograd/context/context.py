@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from jdist.autograd.context.ids import maker
 from jdist.autograd.errors import no_context
 from jdist.autograd.graph.node import RecvNode, SendNode
-from jdist.rpc.base.future import Future
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc import Future, WorkerInfo
+from jdist.rpc.extension import incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container

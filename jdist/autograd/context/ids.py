@@ -5,7 +5,7 @@ run to run.
 """
 
 from jdist._errors import requirement
-from jdist.rpc.base.ids import LOCAL_BITS, GloballyUniqueId, IdCounter
+from jdist.rpc.extension import LOCAL_BITS, GloballyUniqueId, IdCounter
 
 LAST_WORKER = (1 << 16) - 1
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from jdist.rpc import RpcTimeout
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import exceeded
-from jdist.rpc.base.turn import Turn, hold_all
+from jdist.rpc.extension import InterruptSafeLock, current, exceeded, releasing_all
 
 T = TypeVar("T")
 
 
-def in_turn(turns: Sequence[Turn], busy: str, action: Callable[[], T]) -> T:
+def in_turn(
+    turns: Sequence[InterruptSafeLock], busy: str, action: Callable[[], T]
+) -> T:
     """Calls `action` while this thread has all these turns; given back in any case.
 
     Args:
@@ -28,9 +28,9 @@ def in_turn(turns: Sequence[Turn], busy: str, action: Callable[[], T]) -> T:
     def act() -> T:
         for turn in turns:
             try:
-                turn.take(limit.at, busy)
+                turn.acquire(limit.at, busy)
             except TimeoutError as error:
                 raise RpcTimeout(f"{exceeded(limit)} {busy}.") from error
         return action()
 
-    return hold_all(turns, act)
+    return releasing_all(turns, act)

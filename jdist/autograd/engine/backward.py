@@ -16,11 +16,17 @@ from jdist.autograd.engine.roots import roots_of
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline, exceeded, resolve
-from jdist.rpc.base.errors import RpcTimeout
-from jdist.rpc.base.future import await_done
-from jdist.rpc.base.turn import hold_all
+from jdist.rpc import RpcTimeout
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    await_done,
+    current,
+    current_agent,
+    exceeded,
+    releasing_all,
+    resolve,
+)
 
 MODES = ("smart", "fast")
 
@@ -82,7 +88,7 @@ def backward(
       ...         autograd.get_gradients(context_id)[w]
       Array([6., 8.], dtype=float32)
     """
-    agent = current.agent()
+    agent = current_agent()
     reduction = ReplicaReduction(agent)
 
     def act() -> tuple[Context, dict[Variable, Any]]:
@@ -98,7 +104,7 @@ def backward(
             _run(part, context, agent.info.name)
             return context, reduction.reduced(limit)
 
-    context, gradients = hold_all(reduction.turns, act)
+    context, gradients = releasing_all(reduction.turns, act)
     if gradients:
         accumulate(context, gradients)
 

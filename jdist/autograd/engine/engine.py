@@ -22,13 +22,16 @@ from jdist.autograd.engine.messages import (
     unpack_reach,
 )
 from jdist.autograd.engine.termination_detector import UnansweredRequest
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import ProtocolError, RpcError
-from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.outstanding_calls import Operation
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    Operation,
+    Outgoing,
+    call_when_done,
+    current,
+    incarnation_of,
+)
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container
@@ -63,7 +66,7 @@ class Engine:
         self._lock = threading.Lock()
         self._ids: Ids | None = None
         self._ended: OrderedDict[int, PassFailure] = OrderedDict()
-        self.agent.parts.on_gone(self._on_gone)
+        self.agent.extension_state.on_gone(self._on_gone)
         self.agent.register(GRADIENTS, self._on_gradients)
         self.agent.register(END, self._on_end)
         self.agent.register(REACH, self._on_reach)
@@ -236,11 +239,11 @@ class Engine:
 
 def install(container: "Container") -> None:
     """Lets the worker with these contexts take part in backward passes."""
-    container.agent.parts[PART] = Engine(container)
+    container.agent.extension_state[PART] = Engine(container)
 
 
 def of(container: "Container") -> Engine:
     """The engine of the worker with these contexts."""
-    found = container.agent.parts[PART]
+    found = container.agent.extension_state[PART]
     assert isinstance(found, Engine)
     return found

@@ -45,11 +45,8 @@ from jdist.autograd.engine.termination_detector import (
 from jdist.autograd.engine.unused import explain
 from jdist.autograd.errors import AutogradError, no_context
 from jdist.autograd.graph.node import Edge, LeafNode, Node, RecvNode, SendNode
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.deadline import NEVER, Deadline
-from jdist.rpc.base.errors import WorkerLost
-from jdist.rpc.base.future import Future, complete
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc import Future, WorkerInfo, WorkerLost
+from jdist.rpc.extension import NEVER, Deadline, Scope, complete
 
 if TYPE_CHECKING:
     from jdist.autograd.context.context import Context

@@ -8,9 +8,7 @@ import contextvars
 from collections import deque
 from collections.abc import Callable
 
-from jdist.rpc.base import current
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.extension import InterruptSafeLock, Scope, current
 
 
 class StepQueue:
@@ -32,7 +30,7 @@ class StepQueue:
 
     def __init__(self, scope: Scope | None) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
-        self._turn = Turn()
+        self._turn = InterruptSafeLock()
         self._context = contextvars.Context()
         self._context.run(current.scope.set, scope)
 
@@ -51,13 +49,13 @@ class StepQueue:
         ran = False
         # Again, if one was left just before the turn ended.
         while self.waiting:
-            if not self._turn.hold(self._work_if_free):
+            if not self._turn.releasing(self._work_if_free):
                 break
             ran = True
         return ran
 
     def _work_if_free(self) -> bool:
-        if not self._turn.try_take():
+        if not self._turn.try_acquire():
             return False
         self._context.run(self._work)
         return True

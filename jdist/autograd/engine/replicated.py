@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,17 @@ from jax.experimental import multihost_utils
 from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import requirement
-from jdist._tree import named_leaves, wide_dtype
+from jdist._tree import abbreviated, named_leaves, wide_dtype
 from jdist.autograd.errors import AutogradError
-from jdist.autograd.graph.recorded import described
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.turn import Turn
-
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.extension import (
+    DEFAULT,
+    Agent,
+    Deadline,
+    InterruptSafeLock,
+    current_agent,
+)
 
 Weight = float | Callable[[], float]
 """What a trainer's gradient counts for, or a function that says so at each pass."""
@@ -118,7 +118,7 @@ def replicated(
       ...     list(threads.map(train, ["a", "b"], data))
       [5.0, 5.0]
     """
-    agent = current.agent()
+    agent = current_agent()
     return _groups_of(agent).group(_names(agent, group)).add(params, weight, timeout)
 
 
@@ -137,7 +137,7 @@ def unreplicate(variable: Variable) -> None:
       ...     w = autograd.replicated(2.0, ["a"])
       ...     autograd.unreplicate(w)
     """
-    groups = current.agent().parts.get(PART)
+    groups = current_agent().extension_state.get(PART)
     if not isinstance(groups, ReplicaGroups) or not groups.remove(variable):
         rule = "must be a replicated variable of this worker"
         raise ValueError(requirement("unreplicate(variable)", rule, variable))
@@ -179,7 +179,7 @@ class ReplicaGroup:
         self._members: dict[int, _Replica] = {}
         self._made = 0
         self._passes = 0
-        self.turn = Turn()
+        self.turn = InterruptSafeLock()
         self._rows: list[int] | None = None
 
     @property
@@ -208,7 +208,7 @@ class ReplicaGroup:
             self._refuse(error, tag)
             raise
         leaves = jax.tree.leaves(made.value)
-        kinds = {path: described(x) for path, x in named_leaves(made.value).items()}
+        kinds = {path: abbreviated(x) for path, x in named_leaves(made.value).items()}
         first = self._agent.info.name == self.names[0]
         process = [jax.process_index(), jax.process_count()]
         brought = [kinds, leaves if first else None, process]
@@ -227,7 +227,7 @@ class ReplicaGroup:
         Raises:
           AutogradError: Another one is under way.
         """
-        if not self.turn.try_take():
+        if not self.turn.try_acquire():
             raise AutogradError(
                 requirement(
                     "backward()",
@@ -240,7 +240,7 @@ class ReplicaGroup:
 
     def end(self) -> None:
         """The pass is over."""
-        self.turn.give()
+        self.turn.release()
 
     def refuse(self, error: BaseException) -> None:
         """The pass has failed here: its meeting fails on all trainers."""
@@ -406,13 +406,13 @@ class ReplicaReduction:
     """
 
     def __init__(self, agent: "Agent") -> None:
-        groups = agent.parts.get(PART)
+        groups = agent.extension_state.get(PART)
         self._groups = groups.alive() if isinstance(groups, ReplicaGroups) else []
         self._left: list[ReplicaGroup] = []
         self.found: dict[Variable, Any] = {}
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[InterruptSafeLock]:
         """Those of the groups, which an interrupt must not leave taken."""
         return [group.turn for group in self._groups]
 
@@ -451,12 +451,12 @@ class ReplicaReduction:
 
 def is_replicated(agent: "Agent", variable: Variable) -> bool:
     """Whether a variable of the worker is replicated."""
-    groups = agent.parts.get(PART)
+    groups = agent.extension_state.get(PART)
     return isinstance(groups, ReplicaGroups) and groups.holds(variable)
 
 
 def _groups_of(agent: "Agent") -> ReplicaGroups:
-    found = agent.parts.setdefault(PART, ReplicaGroups(agent))
+    found = agent.extension_state.setdefault(PART, ReplicaGroups(agent))
     assert isinstance(found, ReplicaGroups)
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jdist._errors import requirement
-from jdist.rpc.calls.async_execution import is_asynchronous
+from jdist.rpc.extension import is_asynchronous
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__jdist_autograd_eager__"

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from jdist.autograd.errors import GraphFreed
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc import WorkerInfo
+from jdist.rpc.extension import incarnation_of
 from jdist.segment import Residuals, Segment
-from jdist.segment._passing import passed_on
+from jdist.segment.internal import passed_on
 
 if TYPE_CHECKING:
     from jdist.autograd.graph.variable import Variable

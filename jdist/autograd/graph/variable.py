@@ -11,14 +11,14 @@ import numpy as np
 
 from jdist._compat import is_traced, placed
 from jdist._errors import requirement
-from jdist._tree import is_inexact, named_leaves, path_of
+from jdist._tree import abbreviated, is_inexact, named_leaves, path_of
 from jdist.autograd.context.recording import refuse_in_pure
 from jdist.autograd.graph.eager import eager
 from jdist.autograd.graph.nnx_state import refuse_state
 from jdist.autograd.graph.node import Edge, LeafNode
 from jdist.autograd.graph.pure import DifferentiatedTree
-from jdist.autograd.graph.recorded import Operators, Recorded, described
-from jdist.rpc.base.turn import Turn
+from jdist.autograd.graph.recorded import Operators, Recorded
+from jdist.rpc.extension import InterruptSafeLock
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
@@ -69,7 +69,7 @@ class Variable(Operators):
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
-        self.step_lock = Turn()
+        self.step_lock = InterruptSafeLock()
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 
@@ -225,9 +225,9 @@ def _check_paths(before: Any, after: Any) -> None:
         rule = f"must have the leaves {', '.join(old)}, as before"
         raise ValueError(requirement("Variable.value", rule, ", ".join(new)))
     for path, leaf in old.items():
-        if described(leaf) != described(new[path]):
-            rule = f"must be {described(leaf)} at {path}, as before"
-            got = described(new[path])
+        if abbreviated(leaf) != abbreviated(new[path]):
+            rule = f"must be {abbreviated(leaf)} at {path}, as before"
+            got = abbreviated(new[path])
             raise ValueError(requirement("Variable.value", rule, got))
 
 
@@ -239,7 +239,7 @@ class _Described:
     """Shown as dtype and shape."""
 
     def __init__(self, array: Any) -> None:
-        self._text = described(array)
+        self._text = abbreviated(array)
 
     def __repr__(self) -> str:
         return self._text

@@ -16,18 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import abbreviated, is_inexact
 from jdist.autograd.context.recording import refuse_in_pure
 from jdist.autograd.context.turns import in_turn
 from jdist.autograd.graph.eager import eager
 from jdist.autograd.graph.pure import Constant
-from jdist.autograd.graph.recorded import described, record
+from jdist.autograd.graph.recorded import record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
-from jdist.rpc.base import current
-from jdist.rpc.base.turn import Turn
-from jdist.rpc.codec.nnx import StandIn, is_module
-from jdist.rpc.modules import parameters
+from jdist.rpc.extension import (
+    InterruptSafeLock,
+    StandIn,
+    current_agent,
+    is_module,
+    parameters,
+)
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
@@ -89,7 +92,7 @@ def _made(factory: Callable[..., Any], args: Any, kwargs: Any) -> "TrainableModu
     _check_module(made)
     # What arrives here is bound to the device. So must be what the module begins with,
     # or its calls are compiled again once it has met something that arrived.
-    return TrainableModule(made, device=current.agent().options.device)
+    return TrainableModule(made, device=current_agent().options.device)
 
 
 class TrainableModule(StandIn):
@@ -111,7 +114,7 @@ class TrainableModule(StandIn):
         self._state = tuple([_bound(leaf, device) for leaf in state])
         self._layouts = [layout]
         self._layout = layout
-        self._turn = Turn()
+        self._turn = InterruptSafeLock()
         kind = type(nnx_module).__name__
         forward = type(nnx_module).__call__
         self._function = _function(kind, forward, tuple(_code_of(nnx_module)))
@@ -164,7 +167,7 @@ class TrainableModule(StandIn):
         def act() -> None:
             here = self.state()
             given = {path: jnp.asarray(leaf) for path, leaf in state.items()}
-            shown = [{p: described(x) for p, x in d.items()} for d in (here, given)]
+            shown = [{p: abbreviated(x) for p, x in d.items()} for d in (here, given)]
             for path in sorted(here.keys() | given.keys()):
                 is_here, is_given = (d.get(path, "no leaf") for d in shown)
                 if is_here != is_given:

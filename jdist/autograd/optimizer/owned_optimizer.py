@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import path_of
+from jdist._tree import described, path_of
 from jdist.autograd.context.turns import in_turn
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
 from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
-from jdist.optim.clipping import square
+from jdist.optim.internal import square
 from jdist.rpc import RpcTimeout
-from jdist.rpc.base import current
+from jdist.rpc.extension import current
 
 Gradients = Mapping[Variable, Any]
 T = TypeVar("T")
@@ -148,11 +148,6 @@ class OwnedOptimizer:
         for name, value in overrides.items():
             if name in opt.hyperparameters:
                 opt.hyperparameters[name].check(f"{opt.name}.step", value)
-
-
-def described(array: Any) -> str:
-    """The dtype and shape of an array in words."""
-    return f"{array.dtype} of shape {tuple(array.shape)}"
 
 
 def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") -> None:

@@ -9,8 +9,6 @@ again.
 """
 
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from secrets import randbits
@@ -21,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import evaluate, placed, trace_whole
+from jdist._lru_cache import LRUCache
 from jdist.autograd.context.recording import tracing
 from jdist.autograd.remote_call.arguments import (
     AbstractArray,
@@ -37,16 +36,21 @@ from jdist.autograd.remote_call.transforms import (
     transformed,
 )
 from jdist.autograd.remote_call.variables import context_of, trees, variables_of
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.outstanding_calls import Operation as Described
-from jdist.rpc.rref import RRef
-from jdist.segment._cache import VERSIONS, Cache
-from jdist.segment._contents import Contents, contents_of
-from jdist.segment._identity import identity_of
-from jdist.segment._traced import Changed, refuse_hidden, signature_of
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current, current_agent
+from jdist.rpc.extension import Operation as Described
+from jdist.segment.internal import (
+    VERSIONS,
+    Changed,
+    Contents,
+    FunctionCache,
+    contents_of,
+    identity_of,
+    refuse_hidden,
+    signature_of,
+)
 
-CACHE: Cache[Flat] = Cache("remote_call", size=256)
+CACHE: FunctionCache[Flat] = FunctionCache("remote_call", size=256)
 _PART = "jdist.autograd.remote_call.callee"
 _MOST = 4096
 # A call within one process may run in the caller's thread, whose mesh is not ours.
@@ -94,18 +98,14 @@ class ServedFunctions:
     """The functions that one worker runs for others, by number."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[int, ServedFunction] = OrderedDict()
+        self._known: LRUCache[int, ServedFunction] = LRUCache(_MOST)
         # A caller may remember the numbers of a worker that was there before.
         self._numbers = itertools.count(randbits(62))
 
     def add(self, program: ServedFunction) -> int:
         """Its number from now on; the one not used for longest is forgotten."""
-        with self._lock:
-            number = next(self._numbers)
-            self._known[number] = program
-            if len(self._known) > _MOST:
-                self._known.popitem(last=False)
+        number = next(self._numbers)
+        self._known.put(number, program)
         return number
 
     def find(self, number: int) -> ServedFunction:
@@ -114,11 +114,10 @@ class ServedFunctions:
         Raises:
           UnknownProgram: There is none, or not any more.
         """
-        with self._lock:
-            if number not in self._known:
-                raise UnknownFunction(number)
-            self._known.move_to_end(number)
-            return self._known[number]
+        found = self._known.get(number)
+        if found is None:
+            raise UnknownFunction(number)
+        return found
 
 
 def describe(
@@ -142,7 +141,7 @@ def describe(
       TypeError: Its result is not made of arrays.
       Exception: Whatever it raises when it is traced.
     """
-    agent = current.agent()
+    agent = current_agent()
     _say(agent, function)
     weak = frozenset(i for i, kind in enumerate(kinds) if kind.weak)
     program = ServedFunction(function, Structure.of(skeleton), weak)
@@ -183,7 +182,7 @@ def perform(
       UnknownProgram: The number is to be asked for again.
       Exception: Whatever the function raises.
     """
-    agent = current.agent()
+    agent = current_agent()
     program = _programs(agent).find(number)
     _say(agent, program.function)
     held = variables_of(references, program.name)
@@ -289,8 +288,12 @@ def _on_device(leaf: Any, agent: Agent, weak: bool) -> jax.Array:
 
 
 def _programs(agent: Agent) -> ServedFunctions:
-    found = agent.parts.get(_PART)
-    return agent.parts.setdefault(_PART, ServedFunctions()) if found is None else found
+    found = agent.extension_state.get(_PART)
+    return (
+        agent.extension_state.setdefault(_PART, ServedFunctions())
+        if found is None
+        else found
+    )
 
 
 def _say(agent: Agent, function: Callable[..., Any]) -> None:

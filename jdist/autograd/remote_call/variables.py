@@ -17,9 +17,8 @@ from jdist.autograd.context.context import Context
 from jdist.autograd.context.gradients import accumulate, gradient_of
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current
 
 
 class CalleeVariables(NamedTuple):

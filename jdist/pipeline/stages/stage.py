@@ -9,7 +9,7 @@ import jax
 from jdist._errors import requirement
 from jdist._tree import PyTree
 from jdist.segment import Segment, segment
-from jdist.segment._repeat import POLICIES
+from jdist.segment.internal import POLICIES
 
 __all__ = ["Recompute", "Stage", "outputs_by_name"]
 

@@ -41,7 +41,7 @@ def outcome(body, *args):
     except Exception as error:  # noqa: BLE001 - it is what the test is about
         return error
     finally:  # What a test has replicated is not the next one's.
-        current.agent().parts.pop(PART)
+        current.worker().extension_state.pop(PART)
 
 
 def rows_of(table, tokens):

@@ -1,0 +1,269 @@
+"""Compiled functions, found again by what a function *is*, not by which object it is.
+
+A lambda written in a loop is a new object in each turn, and `jax.jit` compiles each new
+object. Here what is compiled is found in two ways:
+
+1. `FunctionCache`: by the function's code and the contents of all that the code refers
+   to (`contents`), without running it. Only where these could be read completely.
+2. `ProgramVersions`: by the program that the function is traced to (`program_key`).
+   That costs a trace, a thousandth of a compilation, and cannot be wrong: the program
+   has all that the trace has read. So what could not be read, and a change of something
+   that the function does not use, compile nothing anew.
+
+Where the program changes in each turn every turn compiles, which costs a thousand times
+the call. The third version of one code object therefore warns, once, and names what
+changed; of a stage's or a pipeline's loss the sixteenth, because programs make several
+models on purpose. So does the eighth size of one dimension, of whatever is compiled:
+ragged data compile in every turn as well. Both hold a bounded number of entries and
+drop the one that was not used for longest; what was handed out stays valid.
+"""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from jdist._lru_cache import LRUCache
+from jdist._tree import abbreviated
+from jdist.segment._lookup.contents import FIXED_PACKAGES, Contents, contents_of
+
+Entry = TypeVar("Entry")
+Shapes = tuple[tuple[int, ...], ...]
+PATIENCE = 3
+"""Versions of one code object after which a warning says that they cost something."""
+
+PATIENCE_WITH_MODELS = 16
+"""The same for parts of models, of which a program may make several on purpose."""
+
+
+PATIENCE_WITH_SIZES = 8
+"""Sizes of one dimension after which a warning says that they cost something."""
+
+_MOST_SHAPES = 63
+"""So many are compared with the next ones."""
+
+
+class RecompilationWarning(UserWarning):
+    """One piece of code is compiled over and over: what it refers to changes."""
+
+
+@dataclass(slots=True)
+class _History:
+    """How many versions of one code object there were, and the contents of the last."""
+
+    versions: int
+    last: Contents
+
+
+class FunctionCache(Generic[Entry]):
+    """A bounded map from functions to what was made for them; safe in threads.
+
+    Args:
+      user: Name of the public function that compiles, for errors.
+      size: How many entries are held.
+
+    Example:
+      >>> cache = FunctionCache("apply", size=2)
+      >>> made = [cache.get(lambda x: x + 1, (), lambda _: object()) for _ in range(3)]
+      >>> made[0] is made[1] is made[2]
+      True
+      >>> len(cache)
+      1
+    """
+
+    def __init__(self, user: str, size: int) -> None:
+        self.user = user
+        self._entries: LRUCache[Hashable, Entry] = LRUCache(size)
+
+    def get(
+        self,
+        fn: Callable[..., Any],
+        options: Hashable,
+        build: Callable[[Contents], Entry],
+    ) -> Entry:
+        """The entry of a function and options; `build(contents)` makes a new one.
+
+        A function that cannot be read completely gets a new one each time.
+
+        Raises:
+          TypeError: `fn` refers to a traced value.
+        """
+        contents = contents_of(fn, self.user)
+        if not contents.complete:
+            return build(contents)
+        return self._entries.get_or_make((contents, options), lambda: build(contents))
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets an entry whose function is not what its contents say."""
+        self._entries.drop(entry)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets all entries; what was handed out stays valid."""
+        self._entries.clear()
+
+
+class _Sizes:
+    """The shapes for which one function was compiled.
+
+    Attributes:
+      seen: Those of all arguments, in order.
+      warned: Whether that was said to be too many.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[Shapes] = []
+        self.warned = False
+
+    def along_one_axis(self, shapes: Shapes) -> list[Shapes]:
+        """The most of them that differ from these in one dimension only."""
+        by_axis: dict[int, list[Shapes]] = {}
+        for other in self.seen:
+            pairs = zip(shapes, other, strict=True)
+            axes = {
+                axis
+                for one, two in pairs
+                for axis in range(len(one))
+                if one[axis] != two[axis]
+            }
+            if len(axes) == 1:
+                by_axis.setdefault(axes.pop(), []).append(other)
+        return max(by_axis.values(), key=len, default=[])
+
+
+class ProgramVersions:
+    """A bounded map from programs to what was compiled for them; safe in threads.
+
+    Args:
+      size: How many programs are held.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._entries: LRUCache[Hashable, Any] = LRUCache(size)
+        self._histories: LRUCache[Hashable, _History] = LRUCache(size)
+        self._sizes: LRUCache[Hashable, _Sizes] = LRUCache(size)
+        self._lock = threading.Lock()  # Of what is counted, not of the maps.
+
+    def get(
+        self,
+        user: str,
+        contents: Contents,
+        case: Hashable,
+        program: Hashable,
+        entry: Any,
+        patience: int = PATIENCE,
+    ) -> Any:
+        """What was compiled for the program; `entry` from now on, if nothing was.
+
+        Args:
+          user: Name of the public function that compiles.
+          contents: Of the function that was traced.
+          case: Its arguments' shapes, and all options.
+          program: What it was traced to.
+          entry: What is about to be compiled.
+          patience: See `note`.
+        """
+        key = (user, contents.code, case, program)
+        compiles: list[Any] = []
+
+        def new() -> Any:
+            compiles.append(entry)
+            return entry
+
+        found = self._entries.get_or_make(key, new)
+        if compiles:
+            self.note(user, contents, case, patience)
+        return found
+
+    def note(
+        self, user: str, contents: Contents, case: Hashable, patience: int = PATIENCE
+    ) -> None:
+        """Counts a compilation of a code object; warns once there are `patience`."""
+        key = (user, contents.code, case)
+        with self._lock:
+            before = self._histories.pop(key)
+            versions = 1 if before is None else before.versions + 1
+            self._histories.put(key, _History(versions, contents))
+        if before is None or versions != patience:
+            return
+        changed = "; ".join(contents.changes_since(before.last))
+        warning = (
+            f"{user} compiles {contents.name} for the {_ordinal(patience)} time, "
+            f"because what it refers to changed: {changed}. Each version costs a "
+            f"compilation. "
+            f"Pass what changes as an input, or write the function outside the loop."
+        )
+        warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
+
+    def note_sizes(
+        self, user: str, contents: Contents, label: Hashable, arrays: Sequence[Any]
+    ) -> None:
+        """Counts the sizes of a dimension for which a function is compiled; may warn.
+
+        Args:
+          user: Name of the public function that compiles.
+          contents: Of the function.
+          label: What else tells it from others.
+          arrays: Shapes and dtypes of its arguments.
+        """
+        kinds = tuple((str(x.dtype), len(x.shape)) for x in arrays)
+        shapes = tuple(tuple(x.shape) for x in arrays)
+        key = (user, contents.code, label, kinds)
+        with self._lock:
+            sizes = self._sizes.get_or_make(key, _Sizes)
+            if sizes.warned or shapes in sizes.seen:
+                return
+            others = sizes.along_one_axis(shapes)
+            sizes.seen = [*sizes.seen[-_MOST_SHAPES:], shapes]
+            sizes.warned = len(others) + 1 >= PATIENCE_WITH_SIZES
+            if not sizes.warned:
+                return
+        differ = [i for i, shape in enumerate(shapes) if shape != others[-1][i]]
+        told = " then ".join(
+            ", ".join(_size(arrays[i], each[i]) for i in differ)
+            for each in (*others[-2:], shapes)
+        )
+        warning = (
+            f"{user} compiles {contents.name} for the {_ordinal(PATIENCE_WITH_SIZES)} "
+            f"size of one dimension: {told}. Each size costs a compilation. Pad it to "
+            "a few sizes; `autograd.pad_to` does so for the batches of "
+            "`autograd.apply`."
+        )
+        warnings.warn(warning, RecompilationWarning, stacklevel=_users_level())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets all entries; what was handed out stays valid."""
+        for each in (self._entries, self._histories, self._sizes):
+            each.clear()
+
+
+VERSIONS = ProgramVersions(size=256)
+"""Of all functions that this package compiles."""
+
+
+def _size(array: Any, shape: tuple[int, ...]) -> str:
+    return abbreviated(jax.ShapeDtypeStruct(shape, array.dtype))
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'rd' if number == 3 else 'th'}"
+
+
+def _users_level() -> int:
+    """The `stacklevel` at which a warning points to the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in FIXED_PACKAGES:
+            break
+        level, frame = level + 1, frame.f_back
+    return level

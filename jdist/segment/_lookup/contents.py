@@ -1,0 +1,677 @@
+"""What a function is made of, as a key: equal keys, equal behaviour.
+
+Code alone is not enough. A lambda in a loop at the top of a script reads the loop's
+variable as a *global*, one inside a function as a *closure*; both must count. So do
+defaults, the `self` of a method, the arguments of a `functools.partial`, and, to any
+depth, the functions among these.
+
+A key is complete, or says what could not be read. It is complete where everything that
+the code can reach is of these kinds:
+
+- numbers, strings, and what is made of them in lists, tuples, sets, dicts and deques:
+  by value, and type (1 is not 1.0 is not True);
+- JAX arrays, which never change: by identity (to compare values would wait for them);
+- NumPy arrays, which can be written to: by their bytes;
+- functions and classes: by their code and what that refers to, module by module;
+- functions, classes and modules of `FIXED_PACKAGES`: by identity;
+- objects of classes written in Python: by their attributes and their class, and by
+  identity unless the class defines an equality.
+  Where code reads an object at attributes only (`config.scale`, `self.width`), by these
+  attributes alone, so that others may change;
+- modules: by the attributes that code reads of them.
+
+What else there is (objects of C extensions, files, locks, iterators; `globals()`,
+`open`, an `import` inside), and what would take long to read in every call, is named in
+`Contents.unread`: such a function is never found by its key.
+
+Whatever counts by identity is held by the key, so that no other object can take over
+its address.
+"""
+
+import collections
+import enum
+import functools
+import hashlib
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, Generic, NoReturn
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+from jdist.segment._lookup.bytecode import Path, reads_of
+
+FIXED_PACKAGES = frozenset((
+    "jdist", "jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "flax", "optax", "orbax",
+    "chex", "einops",
+    "abc", "_abc", "argparse", "builtins", "cmath", "collections", "_collections",
+    "_collections_abc", "contextlib", "copy", "copyreg", "dataclasses", "enum",
+    "functools", "_functools", "inspect", "itertools", "logging", "math", "numbers",
+    "operator", "_operator", "pathlib", "re", "statistics", "string", "textwrap",
+    "types", "typing", "warnings", "weakref",
+))  # fmt: skip
+"""Packages whose functions, classes and modules do not change while a program runs."""
+
+MOST_VALUES = 1000
+"""What refers to more objects is not read: that would take longer than to trace it."""
+
+MOST_BYTES = 1 << 20
+"""The same for bytes of NumPy arrays and strings."""
+
+_EXACT = (bool, int, str, bytes, type(None), type(...), type(NotImplemented))
+_BY_EQUALITY = (
+    range, slice, np.dtype, jax.ShapeDtypeStruct, jax.tree_util.PyTreeDef,
+    jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.PartitionSpec,
+)  # fmt: skip
+_BY_IDENTITY = (jax.Array, jax.Device, np.ufunc)
+_ATTRIBUTE_OF_C = (
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    type(vars(collections.namedtuple("_Pair", "first second"))["first"]),
+)
+_METHOD_OF_C = (
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+)
+_TRANSPARENT = (
+    object, dict, list, tuple, set, frozenset, int, float, str,
+    collections.OrderedDict, types.SimpleNamespace, Generic,
+)  # fmt: skip
+_JITTED: Any = type(jax.jit(abs))
+# They see or do what is not in the code.
+_BEYOND = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})
+_ABOUT_CLASS = frozenset((
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__",
+    "__annotations__", "__dataclass_fields__", "__dataclass_params__", "__parameters__",
+    "__match_args__", "__abstractmethods__", "_abc_impl", "__orig_bases__",
+    "__firstlineno__", "__static_attributes__",
+))  # fmt: skip
+_NO_EQUALITY = vars(object)["__eq__"]
+_MISSING = object()
+Part = tuple[str, Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A function's code and the contents of all that it refers to.
+
+    Attributes:
+      code: The code object, or the callable itself where there is none.
+      parts: Pairs of what refers (such as "closure variable `scale`") and its key.
+      unread: What could not be read; with anything in it, equal keys prove nothing.
+    """
+
+    code: Hashable
+    parts: tuple[Part, ...]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether functions of equal contents behave alike."""
+        return not self.unread
+
+    @property
+    def name(self) -> str:
+        """Name and place of the function, for messages."""
+        if not isinstance(self.code, types.CodeType):
+            return _shown(self.code)
+        # What a wrapper of jdist's wraps is the user's function.
+        for _, key in self.parts if "jdist" in self.code.co_filename else ():
+            if isinstance(key, Contents) and isinstance(key.code, types.CodeType):
+                return key.name
+        file = FilePath(self.code.co_filename).name
+        return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
+
+    def changes_since(self, before: "Contents") -> list[str]:
+        """What differs, such as "closure variable `scale` from 1 to 2"."""
+        old, new = dict(before.parts), dict(self.parts)
+        changes = []
+        for part in dict.fromkeys([*old, *new]):
+            was, now = old.get(part), new.get(part)
+            if was == now:
+                continue
+            if isinstance(was, Contents) and isinstance(now, Contents):
+                changes += now.changes_since(was)
+            else:
+                was, now = _innermost(was, now)
+                changes.append(f"{part} from {_shown(was)} to {_shown(now)}")
+        return changes or [f"something within {part}" for part in self.unread]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Equal to another only if both hold the same object; keeps that object alive."""
+
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __repr__(self) -> str:
+        return f"{type(self.held).__name__} at {id(self.held):#x}"
+
+
+def contents_of(fn: Callable[..., Any], user: str) -> Contents:
+    """The contents of a function.
+
+    Args:
+      fn: Any callable.
+      user: The public function that asks, for the error's text.
+
+    Raises:
+      TypeError: `fn` refers to a value that is being traced: a compiled function would
+        hold it beyond its life, and its derivative would be lost.
+
+    Example:
+      >>> make = lambda scale: lambda x: x * scale
+      >>> contents_of(make(2), "f") == contents_of(make(2), "f")
+      True
+      >>> contents_of(make(3), "f").changes_since(contents_of(make(2), "f"))
+      ['closure variable `scale` from 2 to 3']
+    """
+    reader = _Reader(user)
+    found = reader.callable("the function", fn)
+    return Contents(found.code, found.parts, tuple(dict.fromkeys(reader.unread)))
+
+
+def value_of(value: Any, user: str) -> Contents:
+    """The contents of an argument that is part of what is compiled: `contents_of`."""
+    reader = _Reader(user)
+    part = "the argument"
+    key = reader.key(part, value)
+    return Contents(key, ((part, key),), tuple(dict.fromkeys(reader.unread)))
+
+
+def is_fixed(fn: Callable[..., Any]) -> bool:
+    """Whether a function is a library's, and refers to nothing that is not."""
+    if isinstance(fn, _JITTED):
+        return is_fixed(fn.__wrapped__)
+    return _fixed(fn) and getattr(fn, "__closure__", None) is None
+
+
+class _Reader:
+    """Reads the contents of one function, and of all that it refers to.
+
+    Attributes:
+      unread: What could not be read so far.
+    """
+
+    def __init__(self, user: str) -> None:
+        self._user = user
+        self._met: dict[Any, tuple[int, Any]] = {}
+        self._values = MOST_VALUES
+        self._bytes = MOST_BYTES
+        self.unread: list[str] = []
+
+    # --- functions ---
+
+    def callable(self, part: str, fn: Callable[..., Any]) -> Contents:
+        """The contents of a callable of any kind."""
+        if isinstance(fn, types.FunctionType):
+            return self._function(fn)
+        if isinstance(fn, types.MethodType):
+            return self._method(fn)
+        if isinstance(fn, functools.partial):
+            own = self.callable(part, fn.func)
+            given: dict[Any, Any] = {**dict(enumerate(fn.args)), **fn.keywords}
+            names = {f"argument {name} of partial": x for name, x in given.items()}
+            return Contents(own.code, (*own.parts, *self._named(names)))
+        if isinstance(fn, _JITTED):
+            own = self.callable(part, fn.__wrapped__)
+            return Contents(own.code, (*own.parts, ("the jitted function", _Same(fn))))
+        call = _in_class(type(fn), "__call__")
+        if isinstance(call, types.FunctionType) and not _fixed(call):
+            return self._function(call, first=fn)
+        return Contents(self.key(part, fn), ())
+
+    def _method(self, fn: types.MethodType) -> Contents:
+        if not isinstance(fn.__func__, types.FunctionType):
+            own = self.callable("the method", fn.__func__)
+            bound = ("the object `self`", self.key("the object `self`", fn.__self__))
+            return Contents(own.code, (*own.parts, bound))
+        return self._function(fn.__func__, first=fn.__self__)
+
+    def _function(self, fn: types.FunctionType, first: Any = _MISSING) -> Contents:
+        return Contents(fn.__code__, tuple(self._parts(fn, first)))
+
+    def _parts(self, fn: types.FunctionType, first: Any) -> Iterator[Part]:
+        code, reads = fn.__code__, reads_of(fn.__code__)
+        positional = code.co_varnames[: code.co_argcount]
+        defaults = fn.__defaults__ or ()
+        named = dict(zip(positional[::-1], defaults[::-1], strict=False))
+        named.update(fn.__kwdefaults__ or {})
+        yield from self._named({f"default of `{name}`": x for name, x in named.items()})
+        fixed = _fixed(fn)
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # A variable that is not assigned yet.
+                continue
+            # A library may read its variables in ways that its code does not show.
+            paths = frozenset([()]) if fixed else reads.free.get(name, frozenset())
+            yield from self._at(f"closure variable `{name}`", f"{name}", value, paths)
+        if first is not _MISSING:
+            paths = frozenset([()]) if fixed else reads.first
+            yield from self._at("the object `self`", "self", first, paths)
+        if not fixed:
+            yield from self._surroundings(fn)
+
+    def _surroundings(self, fn: types.FunctionType) -> Iterator[Part]:
+        """Globals, attributes of the function itself, and what is beyond the code."""
+        reads = reads_of(fn.__code__)
+        for name, paths in reads.names.items():
+            if name in fn.__globals__:
+                value = fn.__globals__[name]
+                yield from self._at(f"global `{name}`", name, value, paths)
+            elif name in _BEYOND:
+                self.unread.append(f"what `{name}` gives")
+        for module in reads.imports:
+            if not _fixed_name(module):
+                self.unread.append(f"the import of `{module}`")
+        for name, value in vars(fn).copy().items():
+            if name != "__wrapped__":
+                yield f"attribute `{name}`", self.key(f"attribute `{name}`", value)
+
+    def _named(self, values: dict[str, Any]) -> Iterator[Part]:
+        for name, value in values.items():
+            yield name, self.key(name, value)
+
+    # --- what code reads of a variable ---
+
+    def _at(
+        self, part: str, name: str, value: Any, paths: frozenset[Path]
+    ) -> Iterator[Part]:
+        """Parts for a variable that is read at some attributes, or as a whole."""
+        if () in paths or self._whole(value):
+            yield part, self.key(part, value)
+            return
+        kind = part.removesuffix(f"`{name}`")
+        for path in sorted(paths):
+            shown = f"{kind}`{'.'.join((name, *path))}`"
+            yield shown, self._attribute(shown, value, path)
+
+    def _whole(self, value: Any) -> bool:
+        """Whether attributes of a value tell less than the value."""
+        if isinstance(value, types.ModuleType | type):
+            return _fixed(value)
+        kind: Any = type(value)
+        plain = kind.__getattribute__ in _PLAIN_ACCESS
+        return not plain or not _in_python(kind) or _is_known(value)
+
+    def _attribute(self, part: str, value: Any, path: Path) -> Hashable:
+        """The key of what `value.a.b` yields; no code of the user's runs for it."""
+        if not path or self._whole(value):
+            return self.key(part, value)
+        if isinstance(value, types.ModuleType):
+            if path[0] not in vars(value):
+                return self._not_read(part, value)
+            return self._attribute(part, vars(value)[path[0]], path[1:])
+        if isinstance(value, type):
+            return self._of_class(part, value, path)
+        return self._of_object(part, value, path)
+
+    def _of_object(self, part: str, value: Any, path: Path) -> Hashable:
+        name, rest = path[0], path[1:]
+        kind, own = type(value), getattr(value, "__dict__", {})
+        raw = _in_class(kind, name)
+        if name in own and not _is_data_descriptor(raw):
+            return self._attribute(part, own[name], rest)
+        if raw is _MISSING:
+            computed = _in_class(kind, "__getattr__") is not _MISSING
+            return self.key(part, value) if computed else "missing"
+        code = _code_behind(raw)
+        if code is not None:
+            return self._bound(part, code, value)
+        if isinstance(raw, types.MemberDescriptorType):
+            return self._attribute(part, _in_slot(raw, value), rest)
+        return self._of_entry(part, value, kind, raw, rest)
+
+    def _of_class(self, part: str, kind: type, path: Path) -> Hashable:
+        raw = _in_class(kind, path[0])
+        if type(kind) is not type or raw is _MISSING:
+            return self.key(part, kind)  # The metaclass may have it.
+        if isinstance(raw, types.FunctionType):
+            return self._attribute(part, raw, path[1:])
+        return self._of_entry(part, kind, kind, raw, path[1:])
+
+    def _of_entry(
+        self, part: str, owner: Any, kind: type, raw: Any, rest: Path
+    ) -> Hashable:
+        """The key of what an entry of a class is, seen from an object or the class."""
+        if isinstance(raw, staticmethod):
+            return self._attribute(part, raw.__func__, rest)
+        if isinstance(raw, classmethod):
+            return self._bound(part, raw.__func__, kind)
+        if hasattr(type(raw), "__get__"):
+            return self.key(part, owner)
+        return self._attribute(part, raw, rest)
+
+    def _bound(self, part: str, fn: Any, first: Any) -> Hashable:
+        """The key of a function and of what it reads of its first argument."""
+        if not isinstance(fn, types.FunctionType):
+            return self._not_read(part, fn)
+        return self._once(
+            ("bound", id(fn), id(first)), (fn, first), lambda: self._function(fn, first)
+        )
+
+    # --- values ---
+
+    def key(self, part: str, value: Any) -> Hashable:
+        """The key of a value; `part` is how the outermost function refers to it."""
+        self._values -= 1
+        kind: Any = type(value)
+        if kind in _EXACT:
+            if kind in (str, bytes):
+                self._bytes -= len(value)
+            return kind, value
+        if self._values < 0 or self._bytes < 0:
+            return self._not_read(part, value)
+        read = _SIMPLE.get(_sort(kind))
+        if read is not None:
+            return read(self, part, value)
+        return self._once(id(value), value, lambda: self._structure(part, value))
+
+    def _refuse(self, part: str, value: Any) -> NoReturn:
+        rule = f"must not refer to values that are being traced; {part} is one"
+        remedy = "Pass it as an input; only inputs and parameters are differentiated."
+        call = f"{self._user}(fn)"
+        raise TypeError(requirement(call, rule, str(value), remedy))
+
+    def _array(self, part: str, value: Any) -> Hashable:
+        array = np.asarray(value)
+        self._bytes -= array.nbytes
+        if array.dtype.hasobject or self._bytes < 0:
+            return self._not_read(part, value)
+        digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
+        return array.dtype.str, array.shape, digest
+
+    def _equal(self, part: str, value: Any) -> Hashable:
+        return (type(value), value) if _hashable(value) else self._not_read(part, value)
+
+    def _once(self, met: Any, held: Any, read: Callable[[], Hashable]) -> Hashable:
+        """Reads a value where it is met first; after that its number says it all."""
+        if met in self._met:
+            return "met", self._met[met][0]
+        self._met[met] = len(self._met), held
+        return read()
+
+    def _structure(self, part: str, value: Any) -> Hashable:
+        """The key of what refers to other values."""
+        kind = type(value)
+        read = _CONTAINERS.get(kind)
+        if read is None:
+            read = next(read for kinds, read in _OTHERS if isinstance(value, kinds))
+        return read(self, part, value)
+
+    def _mapping(self, part: str, value: Any) -> Hashable:
+        factory = self.key(part, getattr(value, "default_factory", None))
+        return type(value), factory, self._items(part, value)
+
+    def _sequence(self, part: str, value: Any) -> Hashable:
+        length = getattr(value, "maxlen", None)
+        return type(value), length, self._keys(part, value)
+
+    def _set(self, part: str, value: Any) -> Hashable:
+        keys = self._keys(part, value)
+        return type(value), frozenset(keys) if isinstance(keys, tuple) else keys
+
+    def _keys(self, part: str, values: Any) -> Hashable:
+        if len(values) > self._values:
+            return self._not_read(part, values)
+        # `list` copies at once: another thread may be changing the container.
+        return tuple([self.key(part, value) for value in list(values)])
+
+    def _items(self, part: str, values: Any) -> Hashable:
+        if len(values) > self._values:
+            return self._not_read(part, values)
+        pairs = zip(list(values), list(values.values()), strict=False)
+        return self._keys(part, [x for pair in pairs for x in pair])
+
+    def _plain_function(self, part: str, fn: Any) -> Hashable:
+        return _Same(fn) if is_fixed(fn) else self._function(fn)
+
+    def _reference(self, part: str, value: Any) -> Hashable:
+        return weakref.ReferenceType, self.key(part, value())
+
+    def _module(self, part: str, module: Any) -> Hashable:
+        return _Same(module) if _fixed(module) else self._not_read(part, module)
+
+    def _member(self, part: str, value: Any) -> Hashable:
+        return _Same(value), self.key(part, value._value_), self.key(part, type(value))
+
+    def _builtin(self, part: str, fn: Any) -> Hashable:
+        owner = fn.__self__
+        if owner is None or isinstance(owner, types.ModuleType):
+            fixed = _fixed_name(getattr(fn, "__module__", None) or "")
+            return _Same(fn) if fixed else self._not_read(part, fn)
+        return fn.__name__, self.key(part, owner)
+
+    def _class(self, part: str, kind: Any) -> Hashable:
+        """The key of a class: all that its code, and that of its bases, refers to."""
+        if _fixed(kind):
+            return _Same(kind)
+        if not _fixed(type(kind)):
+            self._not_read(part, type(kind))
+        if not _in_python(kind):
+            return self._not_read(part, kind)
+        entries = tuple(
+            (name, self._entry(f"{part}, attribute `{name}`", raw))
+            for each in kind.__mro__
+            if not _fixed(each)
+            for name, raw in vars(each).copy().items()
+            if name not in _ABOUT_CLASS
+        )
+        return _Same(kind), entries
+
+    def _entry(self, part: str, raw: Any) -> Hashable:
+        if isinstance(raw, staticmethod | classmethod):
+            return type(raw), self.key(part, raw.__func__)
+        if isinstance(raw, property):
+            return property, self._keys(part, [raw.fget, raw.fset, raw.fdel])
+        if isinstance(raw, functools.cached_property):
+            return functools.cached_property, self.key(part, raw.func)
+        inert = _fixed(type(raw)) and not _state(raw) and not callable(raw)
+        if isinstance(raw, _ATTRIBUTE_OF_C) or inert:
+            return _Same(raw)
+        return self.key(part, raw)
+
+    def _object(self, part: str, value: Any) -> Hashable:
+        """The key of an object: all of its attributes, and its class."""
+        kind: Any = type(value)
+        if not _in_python(kind):
+            return self._not_read(part, value)
+        attributes = tuple(
+            (name, self.key(f"{part}, attribute `{name}`", x))
+            for name, x in _state(value)
+        )
+        inside: Hashable = ()
+        if isinstance(value, dict):
+            inside = self._items(part, value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            inside = self._keys(part, value)
+        elif isinstance(value, int | float | str):
+            inside = repr(value)
+        # Distinct objects that are equal by what they hold behave alike. Others may be
+        # told apart by which they are.
+        which = _Same(value) if _in_class(kind, "__eq__") is _NO_EQUALITY else ()
+        made_of = _Same(kind) if _fixed(kind) else self.key(part, kind)
+        return which, attributes, inside, made_of
+
+    def _not_read(self, part: str, value: Any) -> Hashable:
+        self.unread.append(f"{part} (a {type(value).__name__})")
+        return _Same(value)
+
+
+_PLAIN_ACCESS: tuple[Any, ...] = (
+    object.__getattribute__,
+    types.SimpleNamespace.__getattribute__,
+)
+_Read = Callable[[_Reader, str, Any], Hashable]
+
+_SIMPLE: dict[str, _Read] = {
+    "traced": _Reader._refuse,
+    "array": _Reader._array,
+    # Tells -0.0 from 0.0, and one NaN is like another.
+    "number": lambda _, __, value: (type(value), repr(value)),
+    "identity": lambda _, __, value: _Same(value),
+    "equality": _Reader._equal,
+}
+
+_CONTAINERS: dict[type, _Read] = {
+    dict: _Reader._mapping,
+    collections.OrderedDict: _Reader._mapping,
+    collections.defaultdict: _Reader._mapping,
+    types.MappingProxyType: _Reader._mapping,
+    list: _Reader._sequence,
+    tuple: _Reader._sequence,
+    collections.deque: _Reader._sequence,
+    set: _Reader._set,
+    frozenset: _Reader._set,
+}
+
+_CALLABLE = (types.MethodType, functools.partial, _JITTED)
+_OTHERS: tuple[tuple[Any, _Read], ...] = (
+    (types.FunctionType, _Reader._plain_function),
+    (_CALLABLE, _Reader.callable),
+    ((types.BuiltinFunctionType, types.MethodWrapperType), _Reader._builtin),
+    (weakref.ReferenceType, _Reader._reference),
+    (types.ModuleType, _Reader._module),
+    (type, _Reader._class),
+    (enum.Enum, _Reader._member),
+    (object, _Reader._object),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sort(kind: Any) -> str:
+    """How values of a type count, where the type alone tells; or ""."""
+    if issubclass(kind, jax.core.Tracer):
+        return "traced"
+    if issubclass(kind, np.ndarray | np.generic):
+        return "array"
+    if kind in (float, complex):
+        return "number"
+    if issubclass(kind, _BY_IDENTITY):
+        return "identity"
+    return "equality" if issubclass(kind, _BY_EQUALITY) else ""
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a value is of a kind that is read as a whole, whatever is asked of it."""
+    kind: Any = type(value)
+    if kind in _EXACT or _sort(kind):
+        return True
+    return isinstance(value, (types.FunctionType, *_CALLABLE, enum.Enum))
+
+
+def _code_behind(raw: Any) -> Any:
+    """The function that an entry of a class runs when an object is asked for it."""
+    if isinstance(raw, property):
+        return raw.fget
+    if isinstance(raw, functools.cached_property):
+        return raw.func
+    return raw if isinstance(raw, types.FunctionType) else None
+
+
+def _in_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # It is not assigned yet.
+        return _MISSING
+
+
+def _in_class(kind: type, name: str) -> Any:
+    """An attribute as it stands in a class or in one of its bases."""
+    for each in kind.__mro__:
+        if name in vars(each):
+            return vars(each)[name]
+    return _MISSING
+
+
+def _is_data_descriptor(raw: Any) -> bool:
+    return hasattr(type(raw), "__set__") or hasattr(type(raw), "__delete__")
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_python(kind: type) -> bool:
+    """Whether all that instances hold is in attributes: no base is written in C."""
+    return all(
+        each in _TRANSPARENT or _written_in_python(each) for each in kind.__mro__
+    )
+
+
+def _written_in_python(kind: type) -> bool:
+    entries = vars(kind)
+    return "__module__" in entries and not any(
+        (isinstance(raw, _METHOD_OF_C) and raw.__objclass__ is kind)
+        or (isinstance(raw, types.BuiltinFunctionType) and raw.__self__ is kind)
+        for raw in entries.values()
+    )
+
+
+def _state(value: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object has: those in its dict and in its slots."""
+    found = list(getattr(value, "__dict__", {}).copy().items())
+    kind: Any = type(value)
+    slots = [(name, _in_slot(slot, value)) for name, slot in _slots(kind)]
+    return found + [each for each in slots if each[1] is not _MISSING]
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    return [
+        (name, raw)
+        for each in kind.__mro__
+        for name, raw in vars(each).items()
+        if isinstance(raw, types.MemberDescriptorType)
+    ]
+
+
+def _fixed(thing: Any) -> bool:
+    """Whether a function, class or module is one that does not change."""
+    if isinstance(thing, types.FunctionType):  # `functools.wraps` renames its module.
+        return _fixed_name(thing.__globals__.get("__name__") or "")
+    if isinstance(thing, types.ModuleType):
+        return _fixed_name(thing.__name__)
+    return _fixed_name(getattr(thing, "__module__", None) or "")
+
+
+def _fixed_name(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in FIXED_PACKAGES
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _innermost(was: Any, now: Any) -> tuple[Any, Any]:
+    """The first parts of two keys that differ, as deep inside as they are alike."""
+    if isinstance(was, Contents) and isinstance(now, Contents) and was.code == now.code:
+        was, now = was.parts, now.parts
+    both = isinstance(was, tuple) and isinstance(now, tuple)
+    if both and len(was) == len(now) and len(was) > 0:
+        pairs = zip(was, now, strict=True)
+        return next(_innermost(a, b) for a, b in pairs if a != b)
+    return was, now
+
+
+def _shown(key: Hashable) -> str:
+    """A key in a message: the value, if the key has it."""
+    if isinstance(key, Contents):
+        return key.name
+    if isinstance(key, tuple) and key and isinstance(key[0], type):
+        key = key[-1]
+    text = key if isinstance(key, str) else repr(key)
+    return text if len(text) <= 60 else text[:57] + "..."

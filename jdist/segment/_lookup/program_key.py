@@ -1,0 +1,241 @@
+"""What a traced program is, as a key: equal keys, equal programs.
+
+Two programs are compared equation by equation, with numbers in place of variables. The
+arrays that a program closes over are compared as contents of functions are: JAX arrays
+by identity, NumPy arrays by their bytes. What a program will yet call is Python again:
+derivative rules are pure and count by their contents; callbacks to the host, which read
+and write when the program runs, by which objects they refer to.
+"""
+
+import enum
+import hashlib
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jdist._compat import WRAPPED_FUNCTION, inner_programs, parts_of_wrapped
+from jdist.segment._lookup.contents import FIXED_PACKAGES, MOST_BYTES, contents_of
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, enum.Enum, type)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+def identity_of(program: ClosedJaxpr) -> Hashable:
+    """A key of a program; one that is equal to no other where it cannot tell.
+
+    Compiled code is found by it: so an array of NumPy's too large to be read in every
+    call, or a rule that cannot be read, makes a program one of its kind.
+    """
+    return _Writer(certain=True).closed(program)
+
+
+def likeness_of(program: ClosedJaxpr) -> Hashable:
+    """A key that differs only where programs certainly differ.
+
+    A change is refused by it: what cannot be compared, such as a callback, is left out.
+    """
+    return _Writer(certain=False).closed(program)
+
+
+def calls_user(program: ClosedJaxpr) -> bool:
+    """Whether a program calls functions of the user's on the host when it runs."""
+    waiting: list[Any] = [program.jaxpr]
+    while waiting:
+        for equation in waiting.pop().eqns:
+            values = equation.params.values() if _calls_host(equation) else ()
+            called = [x for x in values if callable(x) and not isinstance(x, type)]
+            if any(True for each in called for _ in _users_functions(each)):
+                return True
+            inner = inner_programs(equation)
+            waiting += [getattr(each, "jaxpr", each) for each in inner]
+    return False
+
+
+def _calls_host(equation: JaxprEqn) -> bool:
+    return "callback" in equation.primitive.name
+
+
+class _Writer:
+    """Writes one program down as nested tuples."""
+
+    def __init__(self, certain: bool) -> None:
+        self._certain = certain
+        self._numbers: dict[Var, int] = {}
+        self._contexts: dict[int, str] = {}
+        self._host = False
+        self._bytes = MOST_BYTES
+
+    def closed(self, program: ClosedJaxpr) -> Hashable:
+        constants = tuple([self._constant(x) for x in program.consts])
+        return self._jaxpr(program.jaxpr), constants
+
+    def _jaxpr(self, jaxpr: Jaxpr) -> Hashable:
+        given = tuple([self._new(x) for x in (*jaxpr.constvars, *jaxpr.invars)])
+        equations = tuple([self._equation(each) for each in jaxpr.eqns])
+        return len(jaxpr.constvars), given, equations, self._read(jaxpr.outvars)
+
+    def _equation(self, equation: JaxprEqn) -> Hashable:
+        params = sorted(equation.params.items())
+        self._host = _calls_host(equation)
+        return (
+            equation.primitive.name,
+            self._read(equation.invars),
+            tuple([(name, self._parameter(value)) for name, value in params]),
+            tuple([self._new(x) for x in equation.outvars]),
+            self._context(equation.ctx),
+        )
+
+    def _context(self, context: Any) -> str:
+        """The settings under which an equation was written, which many share."""
+        if id(context) not in self._contexts:
+            self._contexts[id(context)] = repr(context)
+        return self._contexts[id(context)]
+
+    def _new(self, variable: Var) -> Hashable:
+        self._numbers[variable] = len(self._numbers)
+        return variable.aval
+
+    def _read(self, atoms: Iterable[Any]) -> Hashable:
+        return tuple(
+            [
+                (x.aval, _bits(np.asarray(x.val)))
+                if isinstance(x, Literal)
+                else self._numbers[x]
+                for x in atoms
+            ]
+        )
+
+    def _constant(self, array: Any) -> Hashable:
+        if isinstance(array, np.ndarray | np.generic):
+            self._bytes -= array.nbytes
+            too_large = self._certain and self._bytes < 0
+            return object() if too_large else _bits(np.asarray(array))
+        comparable = isinstance(array, jax.Array) and not jnp.issubdtype(
+            array.dtype, jax.dtypes.extended
+        )
+        if self._certain or not comparable:
+            return _Held(array)
+        return _bits(np.asarray(array))
+
+    def _parameter(self, value: Any) -> Hashable:
+        readers = (read for kinds, read in _PARAMETERS if isinstance(value, kinds))
+        return next(readers)(self, value)
+
+    def _other(self, value: Any) -> Hashable:
+        """Descriptions of JAX's own, which are equal by what they say."""
+        if callable(value) and not isinstance(value, type):
+            return self._callable(value)
+        kind: Any = type(value)
+        ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
+        if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+            return kind, value
+        return _Held(value) if self._certain else kind
+
+    def _callable(self, fn: Any) -> Hashable:
+        if not self._certain:
+            return "callable"
+        if self._host:
+            return tuple([_referents(each) for each in _users_functions(fn)])
+        keys = []
+        for each in _users_functions(fn):
+            contents = contents_of(each, "segment")
+            keys.append(contents if contents.complete else object())
+        return tuple(keys)
+
+
+_PARAMETERS: tuple[tuple[Any, Callable[[_Writer, Any], Hashable]], ...] = (
+    (ClosedJaxpr, _Writer.closed),
+    (Jaxpr, _Writer._jaxpr),
+    (float, lambda _, x: (float, repr(x))),
+    (_PLAIN, lambda _, x: (type(x), x)),
+    (tuple | list, lambda w, x: (type(x), tuple([w._parameter(y) for y in x]))),
+    (dict, lambda w, x: tuple([(k, w._parameter(y)) for k, y in x.items()])),
+    (np.ndarray | np.generic | jax.Array, _Writer._constant),
+    ((*_FUNCTIONS, WRAPPED_FUNCTION), _Writer._callable),
+    (object, _Writer._other),
+)
+
+
+class _Held:
+    """Equal to another only if both hold the same object."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _bits(array: np.ndarray) -> Hashable:
+    digest = hashlib.blake2b(array.tobytes(), digest_size=16).digest()
+    return array.dtype, array.shape, digest
+
+
+def _users_functions(fn: Any) -> Iterator[Callable[..., Any]]:
+    """The functions that are not a library's, among all that a callable is made of."""
+    waiting, met = [fn], {id(None)}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in met:
+            continue
+        met.add(id(value))
+        if callable(value) and not isinstance(value, type) and not _of_library(value):
+            yield value
+        else:
+            waiting += _inside(value)
+
+
+def _of_library(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        module = str(value.__globals__.get("__name__"))
+        return module.partition(".")[0] in FIXED_PACKAGES
+    if isinstance(value, types.MethodType):
+        return _of_library(value.__func__) and _of_library(value.__self__)
+    if isinstance(value, types.BuiltinFunctionType):  # Such as a list's `append`.
+        return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+    return type(value).__module__.partition(".")[0] in FIXED_PACKAGES
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a library's callable, or a tuple, refers to."""
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, WRAPPED_FUNCTION):
+        return parts_of_wrapped(value)
+    if isinstance(value, types.FunctionType):
+        return [_content(cell) for cell in value.__closure__ or ()]
+    if not callable(value) or isinstance(value, type):
+        return []
+    named = [getattr(value, name, None) for name in ("func", "args", "__self__")]
+    slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *named, *slots]
+
+
+def _referents(fn: Any) -> Hashable:
+    """A function by its code and the very objects that it refers to."""
+    if isinstance(fn, types.MethodType):
+        return _referents(fn.__func__), _Held(fn.__self__)
+    if isinstance(fn, types.BuiltinFunctionType):
+        return fn.__name__, _Held(fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return _Held(fn)
+    cells = [_content(cell) for cell in fn.__closure__ or ()]
+    held = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    return fn.__code__, _Held(fn.__globals__), tuple(map(_Held, held))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # A variable that is not assigned.
+        return None

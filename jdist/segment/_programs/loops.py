@@ -1,0 +1,135 @@
+"""Loops cut in two, so that they keep no more than their body must.
+
+The derivative of a `lax.scan` stacks, for each turn, whatever the derivative of its
+body reads: for a layer `h -> gelu(h @ w)` six arrays, of which five are element-wise
+functions of one. To the plan a loop is one equation, so that it could only keep all of
+them. Here the body is cut as a whole segment is, by `cheapest_cut`, and the loop
+becomes two: one that stacks the fewest bytes, and behind it a loop without a carry,
+which makes the stacks that the derivative reads. It may run again in the backward pass.
+
+    scan: h -> gelu(h @ w), stacking a, b, c, d, e, f
+      =  scan: h -> gelu(h @ w), stacking h, z;    map: h, z -> a, b, c, d, e, f
+
+Slices of arrays that the loop walks over, such as the weights of its layers, need not
+be stacked: the second loop walks over the same arrays.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from itertools import chain
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from jdist._compat import Loop, byte_count, evaluate, loop_of, part_of, rewritten
+from jdist.segment._programs.min_cut import cheapest_cut
+from jdist.segment._programs.recompute import (
+    Policy,
+    depending_on,
+    ingredients,
+    may_repeat,
+)
+
+
+def with_loops_cut(
+    program: ClosedJaxpr,
+    arguments: Sequence[Any],
+    inputs: Sequence[Var],
+    output_count: int,
+    policy: Policy,
+) -> ClosedJaxpr:
+    """Rewrites the loops of a program whose first results are the outputs.
+
+    Args:
+      program: From parameters and inputs to outputs and residuals.
+      arguments: What it was traced with.
+      inputs: Those of its arguments that are inputs.
+      output_count: How many of its results are outputs; they are left as they are.
+      policy: What may be run again.
+    """
+    jaxpr = program.jaxpr
+    dependent = depending_on(program, inputs)
+    readers = (equation.invars for equation in jaxpr.eqns)
+    read = {
+        x for x in chain(*readers, jaxpr.outvars[:output_count]) if isinstance(x, Var)
+    }
+
+    def rewrite(equation: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        loop = loop_of(equation)
+        if loop is None or not dependent.intersection(equation.outvars):
+            return None
+        sources = zip(equation.invars, loop.body.jaxpr.invars, strict=True)
+        changing = [
+            inner
+            for outer, inner in sources
+            if isinstance(outer, Var) and outer in dependent
+        ]
+        stacks = equation.outvars[loop.carries :]
+        stacked = loop.body.jaxpr.outvars[loop.carries :]
+        places = [
+            place
+            for place, (outer, inner) in enumerate(zip(stacks, stacked, strict=True))
+            if outer in dependent and outer not in read and isinstance(inner, Var)
+        ]
+        needed = dict.fromkeys(stacked[place] for place in places)
+        kept = _kept(loop, changing, list(needed), policy)
+        if sum(map(byte_count, kept)) >= sum(map(byte_count, needed)):
+            return None
+        return lambda *arguments: _run(loop, arguments, kept, places)
+
+    return rewritten(program, arguments, rewrite)
+
+
+def _kept(
+    loop: Loop, changing: Sequence[Var], needed: Sequence[Var], policy: Policy
+) -> list[Var]:
+    """The fewest bytes per turn from which the body's residuals can be made again."""
+    jaxpr = loop.body.jaxpr
+    carries = jaxpr.invars[loop.constants :][: loop.carries]
+    dependent = depending_on(loop.body, [*carries, *changing])
+    makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+    # Constants and slices: whoever runs the second loop has them.
+    given = set(jaxpr.invars).difference(carries)
+
+    def made_from(value: Var) -> list[Var] | None:
+        if value not in dependent or value in given:
+            return []
+        maker = makers.get(value)
+        if maker is None or not may_repeat(maker, policy):
+            return None
+        return ingredients(maker, dependent)
+
+    return cheapest_cut(needed, made_from, byte_count)
+
+
+def _run(
+    loop: Loop, arguments: Sequence[Any], kept: Sequence[Var], places: Container[int]
+) -> list[Any]:
+    """The results of the loop by two loops; the second makes the stacks at `places`."""
+    jaxpr = loop.body.jaxpr
+    first, last = loop.constants, loop.constants + loop.carries
+    constants, start, slices = (
+        arguments[:first],
+        arguments[first:last],
+        arguments[last:],
+    )
+    carried, stacked = jaxpr.outvars[: loop.carries], jaxpr.outvars[loop.carries :]
+    as_before = [x for place, x in enumerate(stacked) if place not in places]
+    remade = [x for place, x in enumerate(stacked) if place in places]
+    body = part_of(loop.body, jaxpr.invars, [*carried, *as_before, *kept], effects=True)
+    sources = [*jaxpr.invars[:first], *jaxpr.invars[last:], *kept]
+    second = part_of(loop.body, sources, remade, effects=False)
+
+    def turn(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = evaluate(body, [*constants, *carry, *slices])
+        return found[: loop.carries], found[loop.carries :]
+
+    def make_again(_: None, slices: list[Any]) -> tuple[None, list[Any]]:
+        return None, evaluate(second, [*constants, *slices])
+
+    final, stacks = jax.lax.scan(turn, list(start), list(slices), **loop.options)
+    keeping = [*slices, *stacks[len(as_before) :]]
+    _, made = jax.lax.scan(make_again, None, keeping, length=loop.options["length"])
+    before, after = iter(stacks), iter(made)
+    merged = [next(after if i in places else before) for i in range(len(stacked))]
+    return [*final, *merged]

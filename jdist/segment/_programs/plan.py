@@ -1,0 +1,230 @@
+"""What a forward pass keeps for its backward pass, decided once, from the program.
+
+JAX decides by itself what `jax.vjp` keeps: whatever the linearised program reads. Among
+it are parameters, and values made from parameters alone (a transpose, a cast, a
+normalised weight). With k micro-batches in flight each such value is there k times,
+although the caller has the parameters and could make it again.
+
+The plan takes another decision, on the traced program, in which every value is
+visible. Residuals are what the linear part reads. Of these, a value that depends on no
+input needs no keeping: the backward pass makes it again, from the parameters it is
+given. For the rest `cheapest_cut` finds the fewest bytes from which all of them can be
+made again by equations that `may_repeat`. What is kept is therefore an input or an
+output of the segment, which the caller has too and which is kept by reference, or a
+value that the forward program returns beside the outputs.
+
+    params ----> W.T ------------------------------> made again from params
+                  |
+    inputs --+--> z = x @ W.T --> tanh z --+-------> outputs
+             |                      |      |
+             +----------------------+------+-------> kept: x, tanh z; by reference
+
+The function is traced once. Tracing it a second time to compare would be unsafe, since
+nothing promises the same order of residuals.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Var
+
+from jdist._compat import (
+    byte_count,
+    evaluate,
+    no_cotangent,
+    part_of,
+    trace,
+    without_unread,
+)
+from jdist._tree import is_inexact
+from jdist.segment._programs.loops import with_loops_cut
+from jdist.segment._programs.min_cut import cheapest_cut
+from jdist.segment._programs.recompute import (
+    Policy,
+    depending_on,
+    ingredients,
+    may_repeat,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLocations:
+    """Where each of some values is to be found, outside of compiled code.
+
+    Attributes:
+      places: For each value the number of a group of arrays, and its place in it. The
+        first groups are arrays that somebody holds anyway; the last is computed.
+      computed: The values of the last group.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    computed: tuple[Var, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[Var], *groups: Sequence[Any]) -> "ArrayLocations":
+        """Finds each value in the first group that has it; the others are computed."""
+        known: dict[Var, tuple[int, int]] = {}
+        for number, group in enumerate(groups):
+            for place, atom in enumerate(group):
+                if isinstance(atom, Var):
+                    known.setdefault(atom, (number, place))
+        places: list[tuple[int, int]] = []
+        computed: list[Var] = []
+        for value in values:
+            if value not in known:
+                known[value] = (len(groups), len(computed))
+                computed.append(value)
+            places.append(known[value])
+        return cls(tuple(places), tuple(computed))
+
+    def gather(self, *groups: Sequence[Any]) -> tuple[Any, ...]:
+        """The arrays of the values, from the groups' arrays."""
+        return tuple([groups[number][place] for number, place in self.places])
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPlan:
+    """The forward program of one function and one set of shapes, and what is kept.
+
+    Two plans are equal only if they are the same object; JAX keys compiled functions by
+    it.
+
+    Attributes:
+      program: From the leaves of (params, inputs) to the leaves of the outputs and,
+        after them, the residuals that JAX's own `vjp` would keep.
+      arguments: The structure of (params, inputs).
+      trained: For each leaf of (params, inputs), whether it is floating.
+      param_count: How many of the leaves are parameters.
+      outputs: Tree like the outputs, of shapes and dtypes.
+      pull_back: JAX's pull-back with shapes and dtypes in place of the residuals.
+      kept: The values that are kept, in the order of `locations`.
+      locations: Where to find them: among (inputs, outputs, computed).
+      policy: What may be run again.
+      owner: Whose plan it is.
+    """
+
+    program: ClosedJaxpr
+    arguments: Any
+    trained: tuple[bool, ...]
+    param_count: int
+    outputs: Any
+    pull_back: Any
+    kept: tuple[Var, ...]
+    locations: ArrayLocations
+    policy: Policy
+    owner: object
+
+    def forward(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The outputs, and those of the kept values that nobody else holds."""
+        jaxpr = self.program.jaxpr
+        structure = jax.tree.structure(self.outputs)
+        count = len(jax.tree.leaves(self.outputs))
+        results = [*jaxpr.outvars[:count], *self.locations.computed]
+        program = part_of(self.program, jaxpr.invars, results, effects=True)
+        found = evaluate(program, leaves)
+        return jax.tree.unflatten(structure, found[:count]), tuple(found[count:])
+
+    def linear_part(self, live: Sequence[bool]) -> tuple[ClosedJaxpr, list[Any]]:
+        """The program that pulls back the live cotangents, and the residuals it reads.
+
+        Args:
+          live: For each floating output whether it has a cotangent. What only the
+            others would need is left out of the program.
+
+        Returns:
+          The program, from residuals and live cotangents to the cotangents of the
+          trained leaves; and the values of `program` that are those residuals.
+        """
+        shapes = [x for x in jax.tree.leaves(self.outputs) if is_inexact(x)]
+        residuals, structure = jax.tree.flatten(self.pull_back)
+
+        def pull(residuals: list[Any], cotangents: list[Any]) -> Any:
+            given = iter(cotangents)
+            pull_back = jax.tree.unflatten(structure, residuals)
+            return pull_back(
+                [
+                    next(given) if is_live else no_cotangent(shape)
+                    for shape, is_live in zip(shapes, live, strict=True)
+                ]
+            )
+
+        cotangents = [x for x, is_live in zip(shapes, live, strict=True) if is_live]
+        traced, _ = trace(pull, residuals, cotangents)
+        linear, read = without_unread(traced, optional=len(residuals))
+        values = self.program.jaxpr.outvars[-len(residuals) :] if residuals else []
+        return linear, [x for x, is_read in zip(values, read, strict=True) if is_read]
+
+
+def plan(
+    fn: Callable[..., Any], params: Any, given: Any, policy: Policy, owner: object
+) -> ForwardPlan:
+    """Traces `fn(params, *given)` with its pull-back; decides what to keep."""
+    leaves, arguments = jax.tree.flatten((params, given))
+    trained = tuple(map(is_inexact, leaves))
+    param_count = len(jax.tree.leaves(params))
+
+    def run(*leaves: Any) -> Any:
+        def outputs_of(floating: list[Any]) -> Any:
+            given = iter(floating)
+            merged = [
+                next(given) if is_trained else leaf
+                for leaf, is_trained in zip(leaves, trained, strict=True)
+            ]
+            params, inputs = jax.tree.unflatten(arguments, merged)
+            outputs = fn(params, *inputs)
+            return [x for x in jax.tree.leaves(outputs) if is_inexact(x)], outputs
+
+        floating = [
+            x for x, is_trained in zip(leaves, trained, strict=True) if is_trained
+        ]
+        _, pull_back, outputs = jax.vjp(outputs_of, floating, has_aux=True)
+        return outputs, pull_back
+
+    program, (outputs, pull_back) = trace(run, *leaves)
+    if policy is not True:
+        inputs = program.jaxpr.invars[param_count:]
+        output_count = len(jax.tree.leaves(outputs))
+        program = with_loops_cut(program, leaves, inputs, output_count, policy)
+    undecided = ForwardPlan(
+        program, arguments, trained, param_count, outputs, pull_back,
+        (), ArrayLocations((), ()), policy, owner,
+    )  # fmt: skip
+    every = [True] * sum(map(is_inexact, jax.tree.leaves(outputs)))
+    _, needed = undecided.linear_part(every)
+    kept, locations = _choose(undecided, [x for x in needed if isinstance(x, Var)])
+    return replace(undecided, kept=kept, locations=locations)
+
+
+def _choose(
+    plan: ForwardPlan, needed: Sequence[Var]
+) -> tuple[tuple[Var, ...], ArrayLocations]:
+    """The fewest bytes from which all that is needed can be made again."""
+    jaxpr = plan.program.jaxpr
+    inputs = jaxpr.invars[plan.param_count :]
+    outputs = jaxpr.outvars[: len(jax.tree.leaves(plan.outputs))]
+    dependent = depending_on(plan.program, inputs)
+    makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+    held = {x for x in (*inputs, *outputs) if isinstance(x, Var)}
+
+    def made_from(value: Var) -> list[Var] | None:
+        if value not in dependent:
+            return []
+        maker = makers.get(value)
+        if maker is None or not may_repeat(maker, plan.policy):
+            return None
+        return ingredients(maker, dependent)
+
+    def cost(value: Var) -> int:
+        if plan.policy is True and value not in makers:
+            return 0
+        return keeping_cost(value, held)
+
+    kept = tuple(cheapest_cut(needed, made_from, cost))
+    return kept, ArrayLocations.of(kept, inputs, outputs)
+
+
+def keeping_cost(value: Var, held: Container[Var]) -> int:
+    """Twice the bytes, less one for what somebody holds anyway: it wins a tie."""
+    return max(0, 2 * byte_count(value) - (value in held))

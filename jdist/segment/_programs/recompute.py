@@ -1,0 +1,104 @@
+"""Which equations a backward pass may run again, and which values depend on which.
+
+Three policies, named as in `segment(recompute=...)`:
+
+- `False`: what XLA fuses into whatever reads it, element-wise arithmetic and changes of
+  shape. Running it again costs less than reading its result from memory.
+- `"dots"`: all but matrix products, convolutions and what contains or hides them.
+- `True`: everything.
+
+A *decision* is not taken twice under the first two: a comparison, a rounding to
+integers or an argmax of floating values keeps its outcome, a byte or so per element.
+Its operands, made again by another program, may have been rounded otherwise, and the
+backward pass would then follow the other branch than the forward pass did; the gradient
+of a maximum would even find no element that equals it. What has an effect, such as
+printing, is never run again.
+"""
+
+from collections.abc import Container, Iterable
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from jdist._compat import inner_programs, loop_counts, reads
+
+Policy = bool | str
+POLICIES: tuple[Policy, ...] = (False, "dots", True)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ARITHMETIC = _names(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt clamp complex "
+    "conj convert_element_type cos cosh div eq erf erf_inv erfc exp exp2 expm1 ge gt "
+    "imag integer_pow is_finite le log log1p logistic lt max min mul ne neg not "
+    "one_minus_square or population_count pow real reduce_precision rsqrt select_n "
+    "shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt square sub "
+    "tan tanh xor"
+)
+SHAPES = _names(
+    "bitcast_convert_type broadcast_in_dim copy expand_dims reshape rev slice split "
+    "squeeze transpose"
+)
+CALLS = _names("custom_jvp_call jit pjit")
+# Steps in a floating result: as bad as a comparison.
+STEPS = _names("ceil floor nextafter rem round sign")
+# Matrix products and convolutions, and what may hide them or talk to other devices.
+COSTLY = _names(
+    "all_gather all_to_all cholesky conv_general_dilated cumsum custom_call "
+    "dot_general eig eigh ffi_call fft householder_product lu optimization_barrier "
+    "pallas_call ppermute psum psum_invariant qr ragged_dot ragged_dot_general "
+    "reduce_scatter svd triangular_solve"
+)
+
+
+def may_repeat(equation: JaxprEqn, policy: Policy) -> bool:
+    """Whether the backward pass may run an equation of the forward pass again."""
+    if equation.effects:
+        return False
+    if policy is True:
+        return True
+    name = equation.primitive.name
+    if name in STEPS or _decides(equation):
+        return False
+    inner = [e for program in inner_programs(equation) for e in program.eqns]
+    if not all(may_repeat(e, policy) for e in inner):
+        return False
+    if policy == "dots":
+        return name not in COSTLY
+    counts = loop_counts(equation)
+    is_map = counts is not None and counts[1] == 0
+    return name in ARITHMETIC or name in SHAPES or name in CALLS or is_map
+
+
+def _decides(equation: JaxprEqn) -> bool:
+    """Whether a floating argument turns into a result that is not floating."""
+    return any(_is_floating(x) for x in equation.invars) and not all(
+        _is_floating(x) for x in equation.outvars
+    )
+
+
+def _is_floating(atom: object) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))  # type: ignore[attr-defined]
+
+
+def ingredients(equation: JaxprEqn, dependent: Container[Var]) -> list[Var]:
+    """What an equation reads, without repetition and without what is free."""
+    found = dict.fromkeys(x for x in equation.invars if isinstance(x, Var))
+    return [x for x in found if x in dependent]
+
+
+def depending_on(program: ClosedJaxpr, sources: Iterable[Var]) -> set[Var]:
+    """All values of a program that depend on some of its inputs, or on an effect."""
+    found = set(sources)
+    for equation in program.jaxpr.eqns:
+        read = {x for x in equation.invars if isinstance(x, Var)}
+        if equation.effects or (read and read <= found):
+            found.update(equation.outvars)
+        elif read & found:
+            for result, arguments in reads(equation, program).items():
+                if found.intersection(arguments):
+                    found.add(result)
+    return found

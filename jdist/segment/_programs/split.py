@@ -1,0 +1,128 @@
+"""The backward program split in two, so that no work is done twice.
+
+A pipeline wants the cotangents of the inputs early, since another stage waits for them,
+and the gradients of the parameters whenever there is time. Running the backward twice,
+each time for one half of its results, does the shared chain of cotangents twice. Here
+the one program is cut, as the forward pass is, by `cheapest_cut`: what the first half
+has computed is carried to the second unless it is cheap to make again.
+
+    params, kept, d_outputs --> first half ---+--> d_inputs
+                                              | rest
+                                              +--> second half --> d_params
+
+The rest refers to arrays that are there already (parameters, kept values, cotangents)
+and holds only what is in none of these. What depends on parameters only is computed in
+both halves if both need it: carried, it would be a copy of the weights per call.
+
+A loop is one equation. If the first half needs any of its results it runs there as a
+whole, and the gradients it yields are carried, ready, by the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Var
+
+from jdist._compat import equations_for, evaluate, part_of, without_unread
+from jdist.segment._programs.backward import BackwardProgram, Layout
+from jdist.segment._programs.min_cut import cheapest_cut
+from jdist.segment._programs.plan import ArrayLocations, keeping_cost
+from jdist.segment._programs.recompute import depending_on, ingredients, may_repeat
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A backward program in two halves.
+
+    Attributes:
+      gradient: The whole.
+      locations: Where the rest is to be found: among (params, kept, cotangents, the
+        cotangents of the inputs, computed).
+      second: To those gradients of parameters that are not ready, from the rest after
+        those that are.
+      ready: For each gradient of a parameter its place in the rest, if it is there.
+    """
+
+    gradient: BackwardProgram
+    locations: ArrayLocations
+    second: ClosedJaxpr
+    ready: tuple[int | None, ...]
+
+    def first(
+        self, arguments: Sequence[Any], layout: Layout
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The cotangents of the inputs, and what the rest must have computed."""
+        whole = self.gradient
+        results = [*whole.d_inputs, *self.locations.computed]
+        inputs = whole.program.jaxpr.invars
+        program = part_of(whole.program, inputs, results, effects=True)
+        found = evaluate(program, arguments)
+        count = len(whole.d_inputs)
+        computed = whole.placed(self.locations.computed, found[count:], layout)
+        return whole.inputs_tree(found[:count], layout), tuple(computed)
+
+    def finish(self, rest: Sequence[Any], layout: Layout) -> list[Any]:
+        """The gradients of the parameters that are not ready."""
+        count = len(self.ready) - self.ready.count(None)
+        found = evaluate(self.second, rest[count:])
+        pairs = zip(self.gradient.d_params, self.ready, strict=True)
+        unready = [value for value, at in pairs if at is None]
+        return self.gradient.placed(unready, found, layout)
+
+    def gradients(self, rest: Sequence[Any], finished: Sequence[Any]) -> Any:
+        """Tree like the parameters, of the ready gradients and those just finished."""
+        given = iter(finished)
+        return self.gradient.params_tree(
+            [next(given) if at is None else rest[at] for at in self.ready]
+        )
+
+
+def split(gradient: BackwardProgram) -> Split:
+    """Decides which half computes what, and what is carried from one to the other."""
+    program = gradient.program
+    arguments = program.jaxpr.invars
+    params, kept, cotangents = gradient.groups
+    dependent = depending_on(program, [*kept, *cotangents])
+    makers = {x: equation for equation in program.jaxpr.eqns for x in equation.outvars}
+    first = equations_for(program, arguments, gradient.d_inputs, effects=True)
+    made_first = {x for equation in first for x in equation.outvars}
+    held = {*kept, *cotangents, *gradient.d_inputs}
+
+    def made_from(value: Var) -> list[Var] | None:
+        if value not in dependent:
+            return []
+        maker = makers.get(value)
+        if maker is None:
+            return None
+        if value in made_first and not may_repeat(maker, policy=False):
+            return None
+        return ingredients(maker, dependent)
+
+    def cost(value: Var) -> int | None:
+        if value in makers and value not in made_first:
+            return None
+        return keeping_cost(value, held)
+
+    needed = [x for x in gradient.d_params if isinstance(x, Var)]
+    carried = cheapest_cut(needed, made_from, cost)
+    groups = (params, kept, cotangents, gradient.d_inputs)
+    ready = set(ArrayLocations.of(carried, *groups).computed)
+    # Of two parameters with one gradient the second gets a copy of its own: both may
+    # be donated.
+    places: list[int | None] = []
+    unready: list[Any] = []
+    ready_values: list[Var] = []
+    for value in gradient.d_params:
+        if value in ready and value not in ready_values:
+            places.append(len(ready_values))
+            ready_values.append(value)
+        else:
+            places.append(None)
+            unready.append(value)
+    sources = [*params, *carried]
+    whole = part_of(program, sources, unready, effects=False)
+    second, read = without_unread(whole, optional=len(sources))
+    rest = [x for x, is_read in zip(sources, read, strict=True) if is_read]
+    locations = ArrayLocations.of([*ready_values, *rest], *groups)
+    return Split(gradient, locations, second, tuple(places))
