@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks._ddp_models import MODELS, RATE, Model
 from benchmarks._pair import Job, Spent, timed
 from jdist import data_parallel, optim
-from jdist.data_parallel.gradient.communication import Exchange
+from jdist.data_parallel.gradient.communication import Communication
 from jdist.reduction import Partial
 
 
@@ -114,7 +114,7 @@ def _computation(
 
 def _communication(model: Model, mesh: Mesh) -> Callable[[], Any]:
     """What the step exchanges and nothing else: a gradient, summed and divided."""
-    exchange = Exchange("benchmark", "data")
+    communication = Communication("benchmark", "data")
     one = jnp.float32(1)
 
     def on_replica(gradient: Any) -> Any:
@@ -122,7 +122,7 @@ def _communication(model: Model, mesh: Mesh) -> Callable[[], Any]:
         layers = range(len(gradient), 0, -1)
         ready = [(layer, layer) for layer in layers]
         part, when = (Partial(one, tree, one) for tree in (gradient, ready))
-        return exchange(part, when, gradient)[1]
+        return communication(part, when, gradient)[1]
 
     same = PartitionSpec()
     summed = jax.jit(

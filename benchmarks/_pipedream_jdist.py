@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks._pair import Job, Spent, timed
 from benchmarks._pipeline_jdist import WORKERS, examples, losses, stage_params, stages
 from jdist import optim, pipeline, rpc
-from jdist.pipeline.pipedream.stashed_run import Rule, StashedRun
+from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
 from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.stage_run import Share, StageRun
+from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 
 ROWS = (64, 128, 256, 512)
 LENGTHS = (4, 16)
@@ -126,7 +126,7 @@ class Alone:
 
     def __call__(self, length: int) -> Any:
         """So many micro-batches."""
-        rule = Rule(
+        rule = VersionRule(
             pipeline.with_weight_stashing(SGD, 1),
             version=lambda micro: micro,
             exists=lambda micro: micro < length,
@@ -146,7 +146,7 @@ class Alone:
         if self._loss is not None:
             _, found, _ = self._loss.both({name: output}, self._target, self._weights)
             d_output = found[name]
-        share = Share(np.float32(0), float(len(self._weights)))
+        share = MicroBatchShare(np.float32(0), float(len(self._weights)))
         d_inputs = run.backward(i, {name: d_output}, share, False)
         jax.block_until_ready(d_inputs)  # As the runtime does, which sends them.
         run.update({}, 0)

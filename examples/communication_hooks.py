@@ -52,7 +52,7 @@ def train(mesh: Mesh, own: Any, hook: hooks.Hook | None, folder: str) -> list[fl
     step = data_parallel.train_step(squared_errors, opt, mesh, hook=hook)
     batch, weights = data_parallel.shard_batch(own, mesh, rows=ROWS)
     state, losses = step.init(initial_weights()), []
-    with data_parallel.Checkpoints(folder) as checkpoints:
+    with data_parallel.TrainCheckpoints(folder) as checkpoints:
         for number in range(STEPS):
             if number == STEPS // 2:
                 checkpoints.save(state)

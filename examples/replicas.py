@@ -48,7 +48,7 @@ def train(mesh: Mesh, data: list[Any], sizes: Any, folder: str) -> list[float]:
     step = data_parallel.train_step(squared_errors, optim.sgd(lr=LR), mesh)
     state = step.init(initial_weights())  # process 0's weights are sent to all
     losses = []
-    with data_parallel.Checkpoints(folder) as checkpoints:
+    with data_parallel.TrainCheckpoints(folder) as checkpoints:
         for number, own in enumerate(data):
             if number == STEPS // 2:
                 checkpoints.save(state)  # by all; returns when it is on disk

@@ -43,7 +43,7 @@ def train(mesh: Mesh, epochs: int, save_every: int, folder: str) -> dict[int, fl
     state = step.init({"w": jnp.zeros(20), "b": jnp.zeros(())})
     sampler = data_parallel.Sampler(EXAMPLES, BATCH)  # shuffles anew in each epoch
     data, losses = dataset(), {}
-    with data_parallel.Checkpoints(folder) as snapshots:
+    with data_parallel.TrainCheckpoints(folder) as snapshots:
         if snapshots.latest() is not None:
             state = snapshots.restore(state)
         for epoch in range(int(state.step) // sampler.steps, epochs):

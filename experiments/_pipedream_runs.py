@@ -16,7 +16,7 @@ from flax import nnx
 
 from experiments._digits import data
 from jdist import optim, pipeline
-from jdist.pipeline.schedule.update_policy import Policy
+from jdist.pipeline.pipedream.policy import Policy
 
 PARTS, BATCH = 4, 32
 STEPS = 1437 // BATCH  # of an epoch
@@ -117,7 +117,7 @@ def through(stages: Sequence[pipeline.Stage], params: Any, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flushing:
-    """Updates of all stages together, when all parts of a batch are through."""
+    """UpdatePolicy of all stages together, when all parts of a batch are through."""
 
     schedule: Callable[[int], pipeline.Schedule]
     """For so many stages."""

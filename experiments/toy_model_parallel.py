@@ -124,7 +124,8 @@ def train(seed: int, steps: int, places: list[jax.Device], progress: Progress) -
         measured.losses.append(float(metrics.loss))
         measured.identical += identical(states[0].params, states[1].params)
     measured.passages = [
-        (p.name, p.source, p.destination, p.cotangent, p.nbytes) for p in two.record
+        (p.name, p.source, p.destination, p.cotangent, p.nbytes)
+        for p in two.transfer_log
     ]
     measured.refusal = labels_elsewhere(two, states[0].params, batch, places[0])
     return measured

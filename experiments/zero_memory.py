@@ -168,7 +168,7 @@ def restores(state: Any, params: Any, count: int) -> bool:
     other = jax.tree.map(np.zeros_like, params)
     with (
         tempfile.TemporaryDirectory() as folder,
-        data_parallel.Checkpoints(folder) as saved,
+        data_parallel.TrainCheckpoints(folder) as saved,
     ):
         saved.save(state)
         found = saved.restore(training(count, True).init(other))

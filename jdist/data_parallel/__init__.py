@@ -11,17 +11,17 @@ and masked examples come out right.
 
 from jdist._fit import Epoch as Epoch
 from jdist._fit import over_epoch as over_epoch
-from jdist.data_parallel.data.broadcast import check_replicas as check_replicas
-from jdist.data_parallel.data.broadcast import replicate as replicate
-from jdist.data_parallel.data.checkpoint import Checkpoints as Checkpoints
+from jdist.data_parallel.data.checkpoint import TrainCheckpoints as TrainCheckpoints
 from jdist.data_parallel.data.process_group import process_group as process_group
 from jdist.data_parallel.data.roll_call import ProcessLost as ProcessLost
 from jdist.data_parallel.data.sampler import Sampler as Sampler
 from jdist.data_parallel.data.sampler import Shards as Shards
 from jdist.data_parallel.gradient.buckets import assign_buckets as assign_buckets
-from jdist.data_parallel.gradient.shards import shard_batch as shard_batch
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad as value_and_grad
-from jdist.data_parallel.step.agreement import ReplicasDiffer as ReplicasDiffer
+from jdist.data_parallel.replicas.agreement import ReplicasDiffer as ReplicasDiffer
+from jdist.data_parallel.replicas.broadcast import check_replicas as check_replicas
+from jdist.data_parallel.replicas.broadcast import replicate as replicate
+from jdist.data_parallel.replicas.shards import shard_batch as shard_batch
 from jdist.data_parallel.step.averaged import averaged as averaged
 from jdist.data_parallel.step.data_parallel import DataParallel as DataParallel
 from jdist.data_parallel.step.evaluation import Evaluation as Evaluation

@@ -29,8 +29,8 @@ from jdist._compat import double_precision
 from jdist._errors import JdistError, Unavailable
 from jdist._tree import examples_in
 from jdist.data_parallel.data.process_group import process_group
-from jdist.data_parallel.gradient.shards import shard_batch
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad
+from jdist.data_parallel.replicas.shards import shard_batch
 
 _SOCKET = "JDIST_STRATEGIES_SOCKET"
 _PROGRAM = ("-m", "jdist.launch", "--nproc", "2", "-m", __name__)

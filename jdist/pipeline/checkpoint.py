@@ -25,7 +25,7 @@ from jdist._checkpoint import (
 from jdist._errors import requirement
 from jdist._tree import named_leaves
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.run.stage_channels import Opened, Post
+from jdist.pipeline.run.stage_channels import Opened, StageChannels
 from jdist.pipeline.run.training import PipelineState, check_state
 
 
@@ -89,13 +89,13 @@ class StageCheckpoints(Closing):
         self._keep = keep
         self._folders: dict[int, StepFolder] = {}
         try:
-            with saved.opened("Checkpoints") as post:
+            with saved.opened("PipelineCheckpoints") as channels:
                 if keep is not None and keep < 1:
                     call = "StageCheckpoints(keep=...)"
                     raise ValueError(requirement(call, "must be 1 at least", keep))
                 for j in saved.own:
                     self._folders[j] = StepFolder(Path(folder) / f"stage{j}")
-                self._complete = self._found(post)
+                self._complete = self._found(channels)
         except BaseException:
             self.close()
             raise
@@ -115,8 +115,8 @@ class StageCheckpoints(Closing):
           ValueError: It is not later.
           WorkerLost, RpcTimeout: Another worker did not save its stages.
         """
-        with self._saved.opened("Checkpoints.save") as post:
-            post.identify(step)
+        with self._saved.opened("PipelineCheckpoints.save") as channels:
+            channels.identify(step)
             if self._complete and step <= self._complete[-1]:
                 last = self._complete[-1]
                 rule = f"must come after the last step that was saved, {last}"
@@ -124,7 +124,7 @@ class StageCheckpoints(Closing):
                 raise ValueError(requirement("save(step)", rule, step, remedy))
             for j in self._saved.written:
                 self._write(j, step, trees[j])
-            self._complete = self._found(post)
+            self._complete = self._found(channels)
         kept = self._complete if self._keep is None else self._complete[-self._keep :]
         for j in self._saved.written:
             self._delete(j, lambda other: other not in kept)
@@ -146,11 +146,11 @@ class StageCheckpoints(Closing):
           ValueError: There is no such step; or it was saved from other trees, and the
             message names the first path that differs.
         """
-        with self._saved.opened("Checkpoints.restore") as post:
+        with self._saved.opened("PipelineCheckpoints.restore") as channels:
             step = chosen("restore", self._complete, step)
-            post.identify(step)
+            channels.identify(step)
             found = {j: self._read(j, step, tree) for j, tree in like.items()}
-            post.agree(None, found)
+            channels.agree(None, found)
         return step, found
 
     def close(self) -> None:
@@ -166,10 +166,10 @@ class StageCheckpoints(Closing):
         self._delete(stage, lambda other: other >= step)
         self._folders[stage].write(step, {"arrays": arrays}, description)
 
-    def _found(self, post: Post) -> list[int]:
+    def _found(self, channels: StageChannels) -> list[int]:
         """The steps that all stages have, as their writers say; ends the call."""
         mine = [[j, self._folders[j].steps()] for j in self._saved.written]
-        told = post.agree(mine)
+        told = channels.agree(mine)
         there = [set(steps) for stages in told for _, steps in stages]
         return sorted(set.intersection(*there))
 
@@ -194,7 +194,7 @@ class StageCheckpoints(Closing):
         )
 
 
-class Checkpoints(Closing):
+class PipelineCheckpoints(Closing):
     """A folder of a pipeline's training states, one for each step that was saved.
 
     Every process writes the stages that run in it (of a stage with several workers, the
@@ -224,7 +224,7 @@ class Checkpoints(Closing):
       >>> state, _ = pipe.train_step(pipe.init(params), batch)
       >>> with (
       ...     tempfile.TemporaryDirectory() as folder,
-      ...     pipeline.Checkpoints(folder, pipe) as saved,
+      ...     pipeline.PipelineCheckpoints(folder, pipe) as saved,
       ... ):
       ...     saved.save(state)
       ...     again = saved.restore(pipe.init(params))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.arguments import (
     check_arguments,
     check_not_traced,
@@ -20,7 +20,8 @@ from jdist.pipeline.run.evaluation import Evaluation, EvaluationRun, Evaluator, 
 from jdist.pipeline.run.executor import executor_for
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatch, size_of_batch, split_batch
-from jdist.pipeline.run.stage_channels import Post, moved
+from jdist.pipeline.run.shapes import Shapes
+from jdist.pipeline.run.stage_channels import StageChannels, moved
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import Step
 from jdist.pipeline.run.training import (
@@ -29,19 +30,18 @@ from jdist.pipeline.run.training import (
     check_state,
     optimizers_for,
 )
-from jdist.pipeline.run.transfer_log import Passage
+from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.run.update import (
-    NO_NEWS,
-    Found,
-    News,
-    Update,
+    NO_STATS,
+    GradientStats,
+    StageUpdates,
+    StepResult,
     joined,
     loss_scale_of,
     started,
 )
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.spmd.one_program import one_program_on
-from jdist.pipeline.stages.shapes import Shapes
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.tied import Tied
 from jdist.pipeline.stages.wiring import wire
@@ -114,8 +114,8 @@ class Pipeline:
         check_reduction("Pipeline", reduction)
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
-        self.record: list[Passage] = []
-        self.stopwatch: Stopwatch | None = None
+        self.transfer_log: list[Transfer] = []
+        self.action_timer: ActionTimer | None = None
         check_arguments(schedule, self.wiring.stages, reduction)
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
         about += ", has_aux" if has_aux else ""
@@ -217,8 +217,8 @@ class Pipeline:
           Exception: Whatever went wrong on another worker, with its name in a note. If
             this raises on one worker, it does on all; the next call is right again.
         """
-        with self.executor.opened("value_and_grad") as post:
-            found = self._run(post, params, batch, weights, states, key)
+        with self.executor.opened("value_and_grad") as channels:
+            found = self._run(channels, params, batch, weights, states, key)
         loss = (found.loss, found.aux) if self._loss.has_aux else found.loss
         if states is None:
             return loss, found.grads
@@ -245,10 +245,10 @@ class Pipeline:
         """
         if not self._tied:
             return self._initial(params, states, key)[0]
-        with self.executor.opened("init") as post:
+        with self.executor.opened("init") as channels:
             state, given = self._initial(params, states, key)
             optimizers = optimizers_for(self._optimizer, len(self.stages))
-            self._tied.check(given, optimizers, post)
+            self._tied.check(given, optimizers, channels)
         return state
 
     def _initial(
@@ -288,20 +288,22 @@ class Pipeline:
         Raises: what `value_and_grad` and `Optimizer.step` raise. Stages step together:
           if this raises on one worker, none has stepped.
         """
-        with self.executor.opened("train_step") as post:
+        with self.executor.opened("train_step") as channels:
             check_state("Pipeline.train_step(state)", state)
             optimizers = optimizers_for(self._optimizer, len(self.stages))
             step, key = state.step, state.key
             own = None if key is None else jax.random.fold_in(key, step)
             params, kept = list(state.params), list(state.opt_states)
-            update = Update(optimizers, params, kept, self._max_norm, overrides)
+            update = StageUpdates(optimizers, params, kept, self._max_norm, overrides)
             states = state.states
-            found = self._run(post, params, batch, weights, states, own, update, step)
+            found = self._run(
+                channels, params, batch, weights, states, own, update, step
+            )
             norm = None
             # From here on all workers have agreed to step.
             for j in self.own:
-                news = moved(found.news, self._places.devices[self._first(j)])
-                params[j], kept[j], norm = update.apply(j, found.grads[j], news)
+                stats = moved(found.stats, self._places.devices[self._first(j)])
+                params[j], kept[j], norm = update.apply(j, found.grads[j], stats)
         size = size_of_batch(batch, weights)
         metrics = Metrics(found.loss, norm, *size, found.aux)
         return PipelineState(step + 1, params, kept, found.states, key), metrics
@@ -330,7 +332,7 @@ class Pipeline:
         Raises: what `value_and_grad` raises.
         """
         call, stages = "Pipeline.evaluate", len(self.stages)
-        with self.executor.opened("evaluate") as post:
+        with self.executor.opened("evaluate") as channels:
             step = None
             if isinstance(params, PipelineState):
                 step, states, params = params.step, params.states, params.params
@@ -341,23 +343,25 @@ class Pipeline:
             count = min(self.schedule.micro_batches, examples_in(batch, call))
             parts = split_batch(batch, weights, count, self._loss.kind)
             runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
-            post.identify(step, {}, [batch], parts, key)
-            read = self._shapes.read(post, runs, parts[0].batch)
-            self.record, found = self._evaluator.run(post, runs, parts, read, outputs)
+            channels.identify(step, {}, [batch], parts, key)
+            read = self._shapes.read(channels, runs, parts[0].batch)
+            self.transfer_log, found = self._evaluator.run(
+                channels, runs, parts, read, outputs
+            )
             self._shapes.agreed(read)
         return found
 
     def _run(
         self,
-        post: Post,
+        channels: StageChannels,
         params: Sequence[Any],
         batch: Mapping[str, Any],
         weights: Any,
         states: Sequence[Any] | None,
         key: Any,
-        update: Update | None = None,
+        update: StageUpdates | None = None,
         step: int | None = None,
-    ) -> Found:
+    ) -> StepResult:
         """The passes of one call, upon which all workers have agreed."""
         call = "Pipeline.value_and_grad"
         stages = len(self.stages)
@@ -366,7 +370,7 @@ class Pipeline:
         if self.one_program is not None:
             found = self.one_program(trees, batch, weights, update)
             if update is not None:
-                told = dict.fromkeys(self.own, found.news)
+                told = dict.fromkeys(self.own, found.stats)
                 self._rehearse(update, found.grads, told)
             return found
         count = self.schedule.micro_batches
@@ -376,45 +380,48 @@ class Pipeline:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = self._runs(trees, given, key, loss.gradient_kind)
         settings = {} if update is None else update.settings
-        post.identify(step, settings, [batch], parts, key)
-        return self._step(post, runs, parts, loss, update)
+        channels.identify(step, settings, [batch], parts, key)
+        return self._step(channels, runs, parts, loss, update)
 
     def _rehearse(
-        self, update: Update, grads: Sequence[Any], told: Mapping[int, News]
+        self,
+        update: StageUpdates,
+        grads: Sequence[Any],
+        told: Mapping[int, GradientStats],
     ) -> None:
         for j in self.own:
-            update.rehearse(j, grads[j], told.get(j, NO_NEWS), self._rehearsed)
+            update.rehearse(j, grads[j], told.get(j, NO_STATS), self._rehearsed)
 
     def _step(
         self,
-        post: Post,
+        channels: StageChannels,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
         loss: PipelineLoss,
-        update: Update | None,
-    ) -> Found:
-        read = self._shapes.read(post, runs, parts[0].batch)
-        step = Step(self.wiring, self._places, runs, post, loss, read, parts)
-        step.run(self.stopwatch)
+        update: StageUpdates | None,
+    ) -> StepResult:
+        read = self._shapes.read(channels, runs, parts[0].batch)
+        step = Step(self.wiring, self._places, runs, channels, loss, read, parts)
+        step.run(self.action_timer)
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
             unrounded = update is not None and update.unrounded(j)
             grads[j] = step.gradient(self._first(j), j, unrounded)
         params = {j: runs[self._first(j), j].params for j in self.own}
-        grads = self._tied.summed(params, grads, self._places, post)
-        told: dict[int, News] = {}
+        grads = self._tied.summed(params, grads, self._places, channels)
+        told: dict[int, GradientStats] = {}
         if update is not None and update.together:
             counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
-            told = {j: update.news(j, grads[j], own) for j, own in counted.items()}
+            told = {j: update.stats(j, grads[j], own) for j, own in counted.items()}
         if update is not None:
             self._rehearse(update, grads, told)
         left = step.states([part.total for part in parts])
         after = [left.get(j) for j in range(len(self.stages))]
-        loss_of_all, aux, news = step.agree(told, (grads, after))
+        loss_of_all, aux, stats = step.agree(told, (grads, after))
         self._shapes.agreed(read)
-        self.record = step.passages
-        together = joined(news) if news else NO_NEWS
-        return Found(loss_of_all, grads, together, after, aux)
+        self.transfer_log = step.transfers
+        together = joined(stats) if stats else NO_STATS
+        return StepResult(loss_of_all, grads, together, after, aux)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdist import optim
 from jdist.data_parallel import (
-    Checkpoints,
     ReplicasDiffer,
+    TrainCheckpoints,
     shard_batch,
     train_step,
     value_and_grad,
@@ -129,8 +129,8 @@ def divided():
         k: jax.device_put(p, NamedSharding(grid, specs[k])) for k, p in whole.items()
     }
     opt = optim.adam(lr=0.05)
-    step = train_step(losses_of, opt, grid, clip=0.5)
-    alone = train_step(losses_of, opt, 1, clip=0.5)
+    step = train_step(losses_of, opt, grid, max_norm=0.5)
+    alone = train_step(losses_of, opt, 1, max_norm=0.5)
     state, expected = step.init(own), alone.init(whole)
     batch, weights = examples(7)
     for _ in range(3):
@@ -196,7 +196,7 @@ def train(steps, each, folder=None, every=1, report=None, where=None):
     losses = {}
     with contextlib.ExitStack() as stack:
         if folder is not None:
-            saved = stack.enter_context(Checkpoints(folder))
+            saved = stack.enter_context(TrainCheckpoints(folder))
             if saved.latest() is not None:
                 state = saved.restore(state)
         for number in range(int(state.step), steps):

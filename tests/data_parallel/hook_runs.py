@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist.data_parallel.gradient.replicas import over_replicas
 from jdist.data_parallel.hooks import Bucket
+from jdist.data_parallel.replicas.mapping import over_replicas
 
 
 def bucket_of(buffer, shapes, weight, index=0):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jdist import reduction
 from jdist.data_parallel import assign_buckets
 from jdist.data_parallel.gradient.buckets import plan_buckets
-from jdist.data_parallel.gradient.gradient_order import with_readiness
+from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 
 pytestmark = pytest.mark.parity
 
@@ -93,7 +93,7 @@ def ours(cap):
     found = []
 
     def look(params, x):
-        part, ready = with_readiness(partial, params, x)
+        part, ready = with_gradient_order(partial, params, x)
         found.append((jax.tree.leaves(part.gradient), jax.tree.leaves(ready.gradient)))
         return part.value
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jdist.pipeline import Schedule, from_csv, schedules, to_csv
+from jdist.pipeline import Schedule, schedules
 
 pytestmark = pytest.mark.parity
 
@@ -82,7 +82,7 @@ def torchs(tmp_path_factory):
     """A folder of torch's files, and what torch read of ours."""
     folder = tmp_path_factory.mktemp("schedules")
     for name, schedule in OURS.items():
-        to_csv(schedule, folder / f"ours-{name}.csv")
+        schedule.to_csv(folder / f"ours-{name}.csv")
     sizes = {k: (s.stages, s.workers, s.micro_batches) for k, s in OURS.items()}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TORCH, str(folder), json.dumps(sizes)],
@@ -96,7 +96,7 @@ def test_torch_reads_and_runs_dry_what_is_written_here(torchs):
     """Every family in its order; torch finds messages that do not deadlock."""
     _, read = torchs
     for name, schedule in OURS.items():
-        rows = csv.reader(to_csv(schedule).splitlines())
+        rows = csv.reader(schedule.to_csv().splitlines())
         assert read[name] == [[cell for cell in row if cell] for row in rows], name
 
 
@@ -107,7 +107,7 @@ def test_what_torch_writes_is_read_here(torchs):
     assert len(files) == 2 * 4 + (4 * 7 + 5) * 2
     for path in files:
         name, n, m, form = path.stem.split("-")
-        schedule = from_csv(path)
+        schedule = Schedule.from_csv(path)
         assert (schedule.workers, schedule.micro_batches) == (int(n), int(m)), path
         if name in SAME_ORDER:
             own = SAME_ORDER[name](int(n), int(m))
@@ -119,4 +119,4 @@ def test_what_torch_writes_is_read_here(torchs):
             assert schedule.columns == Schedule.of(order).columns, path
         else:
             plain = path.with_stem(path.stem.replace("comms", "only"))
-            assert schedule.columns == from_csv(plain).columns, path
+            assert schedule.columns == Schedule.from_csv(plain).columns, path

@@ -88,7 +88,7 @@ def step_by_step(pipe, params, batch, weights, kind):
     Written out by hand, without any of the executor's code.
     """
     from jdist.pipeline.run.micro_batch import split_batch
-    from jdist.pipeline.run.stage_run import Share, StageRun
+    from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 
     made = pipe.stages
     runs = [
@@ -114,9 +114,9 @@ def step_by_step(pipe, params, batch, weights, kind):
         read = {"target": jnp.asarray(part.batch["target"])}
         passes = pipe._loss.passes(part.batch, ("target",))
         found, d_values, _ = passes.both(third, read, part.weights)
-        share = Share(np.float32(0), part.total)
+        share = MicroBatchShare(np.float32(0), part.total)
         if kind in ("max", "min"):
-            share = Share(found.value, found.weight)
+            share = MicroBatchShare(found.value, found.weight)
         d_third = backward(2, i, d_values, share)
         d_second = backward(1, i, {"m": d_third["m"]}, share)
         d_first = {"h": d_second["h"] + d_third["h"], "skip": d_third["skip"]}

@@ -105,7 +105,7 @@ def streamed(places=None, last=None, folder=None):
     runtime = runtime_of(3, change=adam, workers_or_devices=places)
     params, batches, weights = problem(3, 11, dtype=np.float32)
     state = runtime.init(params)
-    with pipeline.Checkpoints(folder, runtime) as saved:
+    with pipeline.PipelineCheckpoints(folder, runtime) as saved:
         if saved.latest() is not None:
             state = saved.restore(state)
 
@@ -165,7 +165,7 @@ def some_epochs(count, folder, places=None):
     runtime = runtime_of(3, change=adam, workers_or_devices=places)
     params, batches, weights = problem(3, 6, dtype=np.float32)
     state, curve = runtime.init(params), []
-    with pipeline.Checkpoints(folder, runtime) as saved:
+    with pipeline.PipelineCheckpoints(folder, runtime) as saved:
         if saved.latest() is not None:
             state = saved.restore(state)
         for _ in range(count):

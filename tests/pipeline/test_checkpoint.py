@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import Unavailable, optim
-from jdist.pipeline import Checkpoints
+from jdist.pipeline import PipelineCheckpoints
 from jdist.pipeline.checkpoint import Saved, StageCheckpoints
 from jdist.pipeline.run.stage_channels import alone
 from tests.pipeline import worlds
@@ -43,13 +43,13 @@ def test_a_resumed_run_repeats_every_bit(history, tmp_path):
     middle, last, losses = history
     pipe = made()
     state, _ = steps(pipe, start(pipe), 2)
-    with Checkpoints(tmp_path, pipe) as saved:
+    with PipelineCheckpoints(tmp_path, pipe) as saved:
         assert saved.latest() is None
         saved.save(state)
         assert saved.latest() == 2
     for places in (None, jax.devices()[3:5]):
         again = made(places)
-        with Checkpoints(tmp_path, again) as saved:
+        with PipelineCheckpoints(tmp_path, again) as saved:
             state = saved.restore(start(again, seed=1))
         same(numbers(state), middle)
         if places:
@@ -63,7 +63,7 @@ def test_a_resumed_run_repeats_every_bit(history, tmp_path):
 def test_nothing_compiles_again_after_a_restore(history, tmp_path, caplog):
     pipe = made()
     state, _ = steps(pipe, start(pipe), 1)
-    with Checkpoints(tmp_path, pipe) as saved:
+    with PipelineCheckpoints(tmp_path, pipe) as saved:
         saved.save(state)
         state = saved.restore(state)
     with jax.log_compiles():
@@ -76,7 +76,7 @@ def test_workers_go_on_where_one_process_stopped(cluster, history, tmp_path):
     _, last, losses = history
     pipe = made()
     state, _ = steps(pipe, start(pipe), 2)
-    with Checkpoints(tmp_path, pipe) as saved:
+    with PipelineCheckpoints(tmp_path, pipe) as saved:
         saved.save(state)
     tasks = [cluster.start(r, worlds.resumed, str(tmp_path)) for r in range(2)]
     for rank, task in enumerate(tasks):
@@ -84,7 +84,7 @@ def test_workers_go_on_where_one_process_stopped(cluster, history, tmp_path):
         assert found == losses[2:]
         own = {k for k in last if f"[{rank}]" in k or k in {".step", ".key"}}
         same(numbers_there, {key: last[key] for key in own})
-    with Checkpoints(tmp_path, pipe) as saved:
+    with PipelineCheckpoints(tmp_path, pipe) as saved:
         assert saved.latest() == 4
         same(numbers(saved.restore(start(pipe, seed=1))), last)
 
@@ -152,11 +152,11 @@ def test_only_the_last_are_kept(tmp_path):
 )
 def test_another_state_is_refused(history, tmp_path, options, message):
     pipe = made()
-    with Checkpoints(tmp_path, pipe) as saved:
+    with PipelineCheckpoints(tmp_path, pipe) as saved:
         saved.save(start(pipe))
     other = made(**options)
     with (
-        Checkpoints(tmp_path, other) as saved,
+        PipelineCheckpoints(tmp_path, other) as saved,
         pytest.raises(ValueError, match=message),
     ):
         saved.restore(start(other))
@@ -179,7 +179,7 @@ def test_parameters_are_no_state(tmp_path):
     message = r"must be a PipelineState\. Got a list\. .* = pipe\.init\(params\)` makes"
     with pytest.raises(TypeError, match=rf"`Pipeline\.train_step\(state\)` {message}"):
         pipe.train_step(params, *batch_of(0))
-    with Checkpoints(tmp_path, pipe) as saved:
+    with PipelineCheckpoints(tmp_path, pipe) as saved:
         with pytest.raises(TypeError, match=rf"`save\(state\)` {message}"):
             saved.save(params)
         with pytest.raises(TypeError, match=rf"`restore\(like=\.\.\.\)` {message}"):
@@ -214,5 +214,5 @@ def test_a_worker_that_does_not_save_is_named(cluster, tmp_path):
     tasks = [cluster.start(r, worlds.one_saves, str(tmp_path)) for r in range(2)]
     assert tasks[1].result() == "left"
     assert "for the vote of 'worker1'" in tasks[0].result()
-    with Checkpoints(tmp_path, made()) as saved:
+    with PipelineCheckpoints(tmp_path, made()) as saved:
         assert saved.latest() is None

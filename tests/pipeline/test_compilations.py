@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline, rpc
-from jdist.pipeline.run.stage_run import Share, StageRun
+from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import models, trained
 
 DEVICES = {
@@ -115,7 +115,7 @@ def test_the_first_micro_batch_is_added_to_nothing(kind, rng):
     for single in (False, True):
         run = StageRun(stage, compiled, w, None, None, kind, single)
         run.forward(0, {"x": x})
-        share = Share(np.float32(-0.0), np.float32(2))
+        share = MicroBatchShare(np.float32(-0.0), np.float32(2))
         run.backward(0, {"y": jnp.ones_like(x)}, share, False)
         found.append(run.partial())
     first, second = (jax.tree.map(np.asarray, part) for part in found)

@@ -179,7 +179,7 @@ def test_what_is_sent_and_what_is_not():
     params, batch, weights = problem(6)
     pipe = made(pipeline.one_f_one_b(3, 3))
     pipe.value_and_grad(params, batch, weights)
-    first = [p for p in pipe.record if p.micro_batch == 1]
+    first = [p for p in pipe.transfer_log if p.micro_batch == 1]
     there = {(p.name, p.source, p.destination) for p in first if not p.cotangent}
     back = {(p.name, p.source, p.destination) for p in first if p.cotangent}
     assert there == {
@@ -197,7 +197,7 @@ def test_what_is_sent_and_what_is_not():
     sizes = {p.name: p.nbytes for p in first if not p.cotangent}
     assert sizes["h"] == 2 * 5 * 4
     pipe.value_and_grad(params, batch, weights)
-    assert {p.step for p in pipe.record} == {1}
+    assert {p.step for p in pipe.transfer_log} == {1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,9 +8,9 @@ import pytest
 
 from jdist import pipeline
 from jdist.pipeline.run import buckets
-from jdist.pipeline.run.stage_channels import InProcessPost
+from jdist.pipeline.run.stage_channels import InProcessChannels
 from jdist.pipeline.run.step import Step
-from jdist.pipeline.run.worker_channels import WorkerPost
+from jdist.pipeline.run.worker_channels import WorkerChannels
 from tests.pipeline import trained, worlds
 from tests.pipeline.models import losses, problem, stages
 from tests.rpc import hosts as processes_of
@@ -124,7 +124,7 @@ def test_a_killed_saver_leaves_the_last_complete_step(fresh_hosts, tmp_path):
     assert task.result() == "worker1"
     assert (tmp_path / "stage0" / "3").exists()
     pipe = trained.made()
-    with pipeline.Checkpoints(tmp_path, pipe) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path, pipe) as saved:
         assert saved.latest() == 2
         found = saved.restore(trained.start(pipe, seed=1))
     expected, _ = trained.steps(pipe, trained.start(pipe), 2)
@@ -145,22 +145,22 @@ def test_replicated_stages_train_alike(cluster):
 def test_a_gradient_travels_in_buckets(threads, monkeypatch):
     """In as many as its size asks for; the same bits as in one."""
     expected = worlds.two_by_two(None)
-    parcels = set()
-    put = WorkerPost.put
+    tags = set()
+    put = WorkerChannels.put
 
-    def noted(post, parcel, worker, value):
-        if parcel.kind == "G":
-            parcels.add((parcel.stage, parcel.sender, parcel.micro_batch))
-        put(post, parcel, worker, value)
+    def noted(channels, tag, worker, value):
+        if tag.kind == "G":
+            tags.add((tag.stage, tag.sender, tag.micro_batch))
+        put(channels, tag, worker, value)
 
-    monkeypatch.setattr(WorkerPost, "put", noted)
+    monkeypatch.setattr(WorkerChannels, "put", noted)
     monkeypatch.setattr(buckets, "LIMIT", 8)
     found = threads.everywhere(worlds.two_by_two, threads.names)
     for rank, own in enumerate([(0,), (0,), (1, 2), (1, 2)]):
         for stage in own:
             same_bits(found[rank][stage], expected[stage])
     # The three leaves of the first stage have 20, 8 and 60 bytes: a bucket each.
-    assert {p for p in parcels if p[0] == 0} == {
+    assert {p for p in tags if p[0] == 0} == {
         (0, worker, number) for worker in (0, 1) for number in range(3)
     }
 
@@ -168,18 +168,18 @@ def test_a_gradient_travels_in_buckets(threads, monkeypatch):
 def test_a_sum_leaves_when_its_stage_is_done(monkeypatch):
     """Before the worker's other stage, and the stages before it, go back."""
     events = []
-    put, backward = InProcessPost.put, Step._backward
+    put, backward = InProcessChannels.put, Step._backward
 
-    def noted_put(post, parcel, worker, value):
-        if parcel.kind == "G":
-            events.append(("sum", parcel.stage, parcel.sender))
-        put(post, parcel, worker, value)
+    def noted_put(channels, tag, worker, value):
+        if tag.kind == "G":
+            events.append(("sum", tag.stage, tag.sender))
+        put(channels, tag, worker, value)
 
     def noted_backward(step, worker, run, action, split):
         events.append(("backward", action.stage, worker))
         backward(step, worker, run, action, split)
 
-    monkeypatch.setattr(InProcessPost, "put", noted_put)
+    monkeypatch.setattr(InProcessChannels, "put", noted_put)
     monkeypatch.setattr(Step, "_backward", noted_backward)
     worlds.two_by_two(None, count=1)
     for stage, workers in enumerate(worlds.TWO_BY_TWO.placement):

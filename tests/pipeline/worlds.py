@@ -39,7 +39,7 @@ def steps(family, reduction, count):
         params, batch, weights = problem(7, seed)
         result = pipe.value_and_grad(pipe.place(params), batch, weights)
         found.append(jax.tree.map(np.asarray, result))
-    sent = [(p.step, p.name, p.source, p.destination) for p in pipe.record]
+    sent = [(p.step, p.name, p.source, p.destination) for p in pipe.transfer_log]
     return found, sent
 
 
@@ -246,7 +246,7 @@ def saves_each_step(folder, dies_at=None):
     """Steps, each of them saved, until somebody dies; the name of who it was."""
     pipe = trained.made(NAMES[:2])
     state = trained.start(pipe)
-    with pipeline.Checkpoints(folder, pipe, keep=1) as saved:
+    with pipeline.PipelineCheckpoints(folder, pipe, keep=1) as saved:
         while True:
             state, _ = trained.steps(pipe, state, 1)
             if state.step == dies_at:
@@ -264,7 +264,7 @@ def killed(*_):
 def resumed(folder):
     """Two more steps from what is on disk, saved again; the losses, and the state."""
     pipe = trained.made(NAMES[:2])
-    with pipeline.Checkpoints(folder, pipe) as saved:
+    with pipeline.PipelineCheckpoints(folder, pipe) as saved:
         state = saved.restore(trained.start(pipe, seed=2))
         state, found = trained.steps(pipe, state, 2)
         saved.save(state)
@@ -276,7 +276,7 @@ def restored_replicas(folder):
     pipe = with_replicas("mean", optimizer=optim.adam(lr=0.1))
     params, batch, weights = problem(9)
     state, _ = pipe.train_step(pipe.init(params), batch, weights)
-    with pipeline.Checkpoints(folder, pipe) as saved:
+    with pipeline.PipelineCheckpoints(folder, pipe) as saved:
         saved.save(state)
         again = saved.restore(pipe.init(params))
     return again.step, trained.numbers(state), trained.numbers(again)
@@ -286,7 +286,7 @@ def one_saves(folder):
     """The second worker has left when the first one saves."""
     pipe = trained.made(NAMES[:2])
     state = trained.start(pipe)
-    with pipeline.Checkpoints(folder, pipe) as saved:
+    with pipeline.PipelineCheckpoints(folder, pipe) as saved:
         if rpc.get_worker_info().name == "worker1":
             return "left"
         before = rpc.get_rpc_timeout()

@@ -34,7 +34,7 @@ _HOOK_STATE = "hook_state"
 """The state's field, and the item on disk, of what a communication hook keeps."""
 
 
-class Checkpoints(Closing):
+class TrainCheckpoints(Closing):
     """A folder of training states, one for each step that was saved.
 
     Use it as a context manager, or `close` it: orbax holds threads.
@@ -54,7 +54,7 @@ class Checkpoints(Closing):
       >>> state, _ = step(step.init(jnp.array(3.0)), jnp.array([1.0, 2.0]))
       >>> with (
       ...     tempfile.TemporaryDirectory() as folder,
-      ...     Checkpoints(folder) as saved,
+      ...     TrainCheckpoints(folder) as saved,
       ... ):
       ...     saved.save(state)
       ...     again = saved.restore(step.init(jnp.array(0.0)))

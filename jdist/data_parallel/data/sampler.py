@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist._tree import examples_in
-from jdist.data_parallel.gradient.shards import own_replicas, replicas_of, shard_batch
+from jdist.data_parallel.replicas.shards import own_replicas, replicas_of, shard_batch
 
 
 class Shards(NamedTuple):

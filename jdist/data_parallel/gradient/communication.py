@@ -33,8 +33,8 @@ from jdist.data_parallel.gradient.buckets import (
     check_paths,
     plan_buckets,
 )
-from jdist.data_parallel.hooks._base import Bucket, Hook, flatten, split
-from jdist.data_parallel.step.agreement import checksums
+from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, split
+from jdist.data_parallel.replicas.agreement import checksums
 from jdist.reduction import Partial
 
 
@@ -88,7 +88,7 @@ class _Leaves(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Communication:
     """How replicas join their partials: the options, checked when it is made.
 
     Attributes:

@@ -37,7 +37,7 @@ COSTLY = frozenset(NAMES.split())
 whatever reads their result."""
 
 
-def with_readiness(fn: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+def with_gradient_order(fn: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     """Runs a function and tells when each leaf of its result becomes final.
 
     The function is traced once; it may use collectives over an axis that is bound here.
@@ -54,21 +54,21 @@ def with_readiness(fn: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
       >>> import jax, jax.numpy as jnp
       >>> loss = lambda p, x: jnp.sum((jnp.tanh(x @ p["first"]) @ p["last"]) ** 2)
       >>> p = {"first": jnp.ones((3, 4)), "last": jnp.ones(4)}
-      >>> _, ready = with_readiness(jax.grad(loss), p, jnp.ones((2, 3)))
+      >>> _, ready = with_gradient_order(jax.grad(loss), p, jnp.ones((2, 3)))
       >>> ready["last"] < ready["first"]
       True
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     structure = jax.tree.structure(shapes)
     results = evaluate(program, jax.tree.leaves(arguments))
-    ready = readiness(program.jaxpr)
+    ready = gradient_order(program.jaxpr)
     return (
         jax.tree.unflatten(structure, results),
         jax.tree.unflatten(structure, ready),
     )
 
 
-def readiness(program: Jaxpr) -> list[int]:
+def gradient_order(program: Jaxpr) -> list[int]:
     """For each result, the number of the last costly equation that it depends on."""
     arguments = [NEVER] * (len(program.constvars) + len(program.invars))
     return _walk(program, arguments, counter=[0])

@@ -2,9 +2,9 @@
 
     loss_fn(params, batch)                            -> losses
     loss_fn(params, batch, key)                       with a PRNG key
-    loss_fn(params, batch, model_state=...)           with model state
-                                                      -> losses, new_state
-    ... and with has_aux=True                         -> losses, [new_state,] aux
+    loss_fn(params, batch, states=...)           with model state
+                                                      -> losses, new_states
+    ... and with has_aux=True                         -> losses, [new_states,] aux
 
 `losses` has one entry per example, so that the library can weight them.
 """
@@ -33,7 +33,7 @@ class Loss:
     has_aux: bool = False
 
     def __call__(
-        self, params: Any, batch: Any, key: Any = None, model_state: Any = None
+        self, params: Any, batch: Any, key: Any = None, states: Any = None
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         """Losses, and the new model state and aux, None where there is none.
 
@@ -42,12 +42,12 @@ class Loss:
             of other structure, shapes or dtypes than it was given.
         """
         # Variables of Flax may be written to in the trace only that made them.
-        model_state = jax.tree.map(lambda x: x, model_state)
+        states = jax.tree.map(lambda x: x, states)
         keys = () if key is None else (key,)
-        named = {} if model_state is None else {"model_state": model_state}
+        named = {} if states is None else {"states": states}
         found = self.fn(params, batch, *keys, **named)
         wanted = ["losses"]
-        wanted += ["new_state"] * (model_state is not None) + ["aux"] * self.has_aux
+        wanted += ["new_states"] * (states is not None) + ["aux"] * self.has_aux
         if len(wanted) == 1:
             return found, (None, None)
         if not isinstance(found, tuple) or len(found) != len(wanted):
@@ -56,9 +56,9 @@ class Loss:
             got = f"a {type(found).__name__}{size}"
             raise ValueError(requirement("loss_fn(params, batch)", rule, got))
         losses, *rest = found
-        new_state = None if model_state is None else rest[0]
-        _check_state(model_state, new_state)
-        return losses, (new_state, rest[-1] if self.has_aux else None)
+        new_states = None if states is None else rest[0]
+        _check_state(states, new_states)
+        return losses, (new_states, rest[-1] if self.has_aux else None)
 
 
 def _check_state(old: Any, new: Any) -> None:
@@ -75,5 +75,5 @@ def _check_state(old: Any, new: Any) -> None:
         expected, found = (d.get(path, "no leaf") for d in (before, after))
         if expected != found:
             rule = f"must return a state like the one it was given, {expected} at "
-            argument = "loss_fn(model_state=...)"
+            argument = "loss_fn(states=...)"
             raise ValueError(requirement(argument, rule + path, found))

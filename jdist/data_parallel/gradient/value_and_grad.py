@@ -18,14 +18,14 @@ from jdist import reduction as reductions
 from jdist._errors import requirement
 from jdist._tree import examples_in
 from jdist.data_parallel.gradient.buckets import Cap
-from jdist.data_parallel.gradient.communication import Exchange
-from jdist.data_parallel.gradient.gradient_order import with_readiness
-from jdist.data_parallel.gradient.layout import check_mesh, check_params
-from jdist.data_parallel.gradient.replicas import EACH, over_replicas
-from jdist.data_parallel.gradient.shards import replicas_of, weights_given
+from jdist.data_parallel.gradient.communication import Communication
+from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.hooks import Bucket, Hook
-from jdist.data_parallel.step.agreement import check_agreement
-from jdist.data_parallel.step.inputs import brought, check_alive
+from jdist.data_parallel.replicas.agreement import check_agreement
+from jdist.data_parallel.replicas.inputs import brought, check_alive
+from jdist.data_parallel.replicas.layout import check_mesh, check_params
+from jdist.data_parallel.replicas.mapping import EACH, over_replicas
+from jdist.data_parallel.replicas.shards import replicas_of, weights_given
 from jdist.data_parallel.step.train_state import check_hook_rows
 
 
@@ -104,10 +104,10 @@ def value_and_grad(
     call = "value_and_grad"
     replicas = replicas_of(mesh, axis, call)
     divided = check_mesh(call, mesh, axis)
-    exchange = Exchange(
+    communication = Communication(
         call, axis, reduction, method, bucket_cap_mb, hook, divided=divided, debug=debug
     )
-    run = _Programs(loss_fn, mesh, exchange)
+    run = _Programs(loss_fn, mesh, communication)
 
     def fn(
         params: Any, batch: Any, weights: Any = None, hook_state: Any = None
@@ -121,7 +121,7 @@ def value_and_grad(
         params, (batch, weights) = brought(
             "fn(params, batch)", mesh, axis, params, (batch, weights)
         )
-        if not exchange.stateful:
+        if not communication.stateful:
             _check_no_state(hook_state)
             hook_state = ()
         elif hook_state is None:
@@ -131,7 +131,7 @@ def value_and_grad(
         *found, sums = run.step(params, batch, weights, hook_state)
         if debug:
             check_agreement(call, sums, mesh, axis)
-        return tuple(found if exchange.stateful else found[:2])
+        return tuple(found if communication.stateful else found[:2])
 
     return fn
 
@@ -140,29 +140,32 @@ class _Programs:
     """The compiled programs of one function: its step, and its hook's first state."""
 
     def __init__(
-        self, loss_fn: Callable[..., jax.Array], mesh: Mesh | int, exchange: Exchange
+        self,
+        loss_fn: Callable[..., jax.Array],
+        mesh: Mesh | int,
+        communication: Communication,
     ) -> None:
-        reduction = exchange.reduction
-        rows = PartitionSpec(exchange.axis)
+        reduction = communication.reduction
+        rows = PartitionSpec(communication.axis)
 
         def parts(params: Any, batch: Any, weights: Any) -> Any:
             fn = partial(reductions.partial, loss_fn, reduction=reduction)
-            weights = exchange.weights_of(batch, weights)
-            return with_readiness(fn, params, batch, weights)
+            weights = communication.weights_of(batch, weights)
+            return with_gradient_order(fn, params, batch, weights)
 
         def step(params: Any, batch: Any, weights: Any, state: Any) -> Any:
             # A state has one row for each replica.
             own = jax.tree.map(lambda x: x[0], state)
             part, ready = parts(params, batch, weights)
-            loss, gradient, own = exchange(part, ready, params, own)
+            loss, gradient, own = communication(part, ready, params, own)
             kept = jax.tree.map(lambda x: x[None], own)
-            return loss, gradient, kept, exchange.checksums(gradient)
+            return loss, gradient, kept, communication.checksums(gradient)
 
         def start(params: Any, batch: Any, weights: Any) -> Any:
-            own = exchange.start(*parts(params, batch, weights))
+            own = communication.start(*parts(params, batch, weights))
             return (jax.tree.map(lambda x: jnp.asarray(x)[None], own),)
 
-        axis = exchange.axis
+        axis = communication.axis
         takes = (EACH, rows, rows)
         self.step = jax.jit(
             over_replicas(step, mesh, axis, (*takes, rows), (EACH, EACH, rows, EACH))

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jdist.data_parallel.hooks._base import Bucket, Hook
+from jdist.data_parallel.hooks.hook import Bucket, Hook
 
 
 def all_reduce() -> Hook:

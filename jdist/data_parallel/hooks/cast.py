@@ -17,8 +17,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jdist.data_parallel.hooks._base import Bucket, Hook, require_real
 from jdist.data_parallel.hooks.all_reduce import all_reduce
+from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
 
 
 def fp16(hook: Hook | None = None) -> Hook:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jdist.data_parallel.hooks._base import Bucket, Hook
+from jdist.data_parallel.hooks.hook import Bucket, Hook
 
 
 def error_feedback(hook: Hook) -> Hook:

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import wide_dtype
-from jdist.data_parallel.hooks._base import Bucket, Hook, require_real
+from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
 
 LEVELS = 255
 
 
-class _Packed(NamedTuple):
+class _Quantized(NamedTuple):
     """Channels in integers; the first axis is the channel."""
 
     levels: jax.Array
@@ -89,7 +89,7 @@ def _quantizing(name: str, channel: int | None) -> Hook:
     return Hook(name, reduce)
 
 
-def _quantize(channels: jax.Array) -> _Packed:
+def _quantize(channels: jax.Array) -> _Quantized:
     low = jnp.minimum(jnp.min(channels, axis=1), 0)
     high = jnp.maximum(jnp.max(channels, axis=1), 0)
     scale = ((high - low) / LEVELS).astype(jnp.float32)
@@ -101,23 +101,23 @@ def _quantize(channels: jax.Array) -> _Packed:
     zero = jnp.round(-low / step)
     levels = jnp.round(channels / step[:, None]) + zero[:, None]
     levels = jnp.clip(levels, 0, LEVELS).astype(jnp.uint8)
-    return _Packed(levels, scale, zero.astype(jnp.uint8))
+    return _Quantized(levels, scale, zero.astype(jnp.uint8))
 
 
-def _dequantize(packed: _Packed) -> jax.Array:
+def _dequantize(packed: _Quantized) -> jax.Array:
     zero = packed.zero.astype(jnp.float32)[:, None]
     return packed.scale[:, None] * (packed.levels.astype(jnp.float32) - zero)
 
 
-def _to_bytes(packed: _Packed) -> jax.Array:
+def _to_bytes(packed: _Quantized) -> jax.Array:
     """One flat buffer, so that levels and scales travel in one collective."""
     scale = jax.lax.bitcast_convert_type(packed.scale, jnp.uint8)
     parts = (packed.levels, scale, packed.zero)
     return jnp.concatenate([part.reshape(-1) for part in parts])
 
 
-def _from_bytes(flat: jax.Array, like: _Packed) -> _Packed:
+def _from_bytes(flat: jax.Array, like: _Quantized) -> _Quantized:
     channels = like.scale.size
     levels, scale, zero = jnp.split(flat, [like.levels.size, flat.size - channels])
     floats = jax.lax.bitcast_convert_type(scale.reshape(channels, 4), jnp.float32)
-    return _Packed(levels.reshape(like.levels.shape), floats, zero)
+    return _Quantized(levels.reshape(like.levels.shape), floats, zero)

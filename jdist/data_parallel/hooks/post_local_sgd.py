@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist.data_parallel.hooks._base import Bucket, Hook
 from jdist.data_parallel.hooks.all_reduce import all_reduce
+from jdist.data_parallel.hooks.hook import Bucket, Hook
 from jdist.data_parallel.hooks.switch import switch
 
 

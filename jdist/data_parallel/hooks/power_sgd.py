@@ -20,9 +20,9 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import wide_dtype
-from jdist.data_parallel.hooks._base import Bucket, Hook, flatten, require_real, split
 from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.error_feedback import error_feedback as with_feedback
+from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, require_real, split
 from jdist.data_parallel.hooks.switch import switch
 
 

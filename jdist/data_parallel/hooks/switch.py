@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist.data_parallel.hooks._base import Bucket, Hook
+from jdist.data_parallel.hooks.hook import Bucket, Hook
 
 
 def switch(first: Hook, then: Hook, at: int) -> Hook:

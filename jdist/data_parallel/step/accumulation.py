@@ -22,7 +22,7 @@ from jdist.reduction import Partial
 Loss = Callable[..., tuple[jax.Array, tuple[Any, Any]]]
 
 
-class Share(NamedTuple):
+class ReplicaBatch(NamedTuple):
     """What a replica has to work on; None where there is no such thing."""
 
     batch: Any
@@ -34,12 +34,12 @@ class Share(NamedTuple):
     key: Any = None
     """A PRNG key of this replica and step; micro-batch j gets `fold_in(key, j)`."""
 
-    model_state: Any = None
+    states: Any = None
     """The state before the step; each micro-batch's goes to the next."""
 
 
 def accumulated(
-    loss: Loss, params: Any, share: Share, reduction: str, count: int
+    loss: Loss, params: Any, share: ReplicaBatch, reduction: str, count: int
 ) -> tuple[Partial, Any, Any]:
     """Forward and backward passes over one replica's share, added up.
 
@@ -63,17 +63,17 @@ def accumulated(
         def losses_of(params: Any, batch: Any) -> tuple[jax.Array, Any]:
             return loss(watched(params, used), batch, key, state)
 
-        part, (new_state, aux) = reductions.partial_with_aux(
+        part, (new_states, aux) = reductions.partial_with_aux(
             losses_of, params, batch, weights, reduction
         )
         some = jnp.any(weights > 0)
-        new_state = jax.tree.map(
-            lambda new, old: jnp.where(some, new, old), new_state, state
+        new_states = jax.tree.map(
+            lambda new, old: jnp.where(some, new, old), new_states, state
         )
-        return part._replace(gradient=only(part.gradient, used)), new_state, aux
+        return part._replace(gradient=only(part.gradient, used)), new_states, aux
 
     if count == 1:
-        part, state, aux = one(share.model_state, 0, share.batch, share.weights)
+        part, state, aux = one(share.states, 0, share.batch, share.weights)
         return part, state, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
 
     indices = jnp.arange(count, dtype=jnp.int32)
@@ -81,13 +81,13 @@ def accumulated(
         lambda x: x.reshape(count, -1, *x.shape[1:]), (share.batch, share.weights)
     )
     first = jax.tree.map(lambda x: x[0], (indices, *rows))
-    shapes, *_ = jax.eval_shape(one, share.model_state, *first)
+    shapes, *_ = jax.eval_shape(one, share.states, *first)
 
     def body(carry: tuple[Partial, Any], micro: Any) -> tuple[Any, Any]:
         so_far, state = carry
         part, state, aux = one(state, *micro)
         return (reductions.combine(so_far, part, reduction), state), aux
 
-    start = (reductions.empty(shapes, reduction), share.model_state)
+    start = (reductions.empty(shapes, reduction), share.states)
     (part, state), aux = jax.lax.scan(body, start, (indices, *rows))
     return part, state, aux

@@ -14,10 +14,10 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._tree import examples_in, is_inexact, wide_dtype
-from jdist.data_parallel.gradient.layout import check_mesh, check_params
-from jdist.data_parallel.gradient.replicas import EACH, over_replicas
-from jdist.data_parallel.gradient.shards import replicas_of, shard_batch
-from jdist.data_parallel.step.inputs import brought, check_alive
+from jdist.data_parallel.replicas.inputs import brought, check_alive
+from jdist.data_parallel.replicas.layout import check_mesh, check_params
+from jdist.data_parallel.replicas.mapping import EACH, over_replicas
+from jdist.data_parallel.replicas.shards import replicas_of, shard_batch
 
 
 def DataParallel(

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from jdist._fit import Epoch, check_save_every, fitted, over_epoch, pair, progress
 from jdist._tree import examples_in
-from jdist.data_parallel.data.checkpoint import Checkpoints
-from jdist.data_parallel.gradient.shards import unbound
+from jdist.data_parallel.data.checkpoint import TrainCheckpoints
+from jdist.data_parallel.replicas.shards import unbound
 from jdist.data_parallel.step.train_state import Metrics, TrainState
 from jdist.data_parallel.step.train_step import TrainStep
 from jdist.reduction import wide_weights
@@ -23,7 +23,7 @@ def fit(
     batches: Iterable[Any],
     *,
     total: int | None = None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: TrainCheckpoints | None = None,
     save_every: int = 1000,
     console: Console | None = None,
 ) -> tuple[TrainState, list[Metrics]]:
@@ -50,7 +50,7 @@ def fit(
 
     Raises:
       ValueError: `save_every` is less than 1.
-      Exception: What the step, `Checkpoints.save` and `batches` raise.
+      Exception: What the step, `TrainCheckpoints.save` and `batches` raise.
 
     Example:
       >>> import jax.numpy as jnp

@@ -2,7 +2,7 @@
 
 All replicas run one program, so that one which has no batch left still takes part; its
 rows have weight 0 (they repeat an example, see
-`jdist.data_parallel.gradient.shards`). What the
+`jdist.data_parallel.replicas.shards`). What the
 others' gradient is divided by is a choice. With B_i the total weight of replica i's
 batch, g_i the gradient of its mean, A the replicas that still have data and K all:
 
@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from jdist._errors import JdistError, requirement
 from jdist._tree import examples_in
-from jdist.data_parallel.gradient.shards import (
+from jdist.data_parallel.replicas.shards import (
     BoundWeights,
     own_replicas,
     replicas_of,

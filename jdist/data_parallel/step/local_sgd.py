@@ -25,16 +25,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist import reduction as reductions
 from jdist._errors import requirement
 from jdist._tree import examples_in, merge, split_inexact
-from jdist.data_parallel.gradient.communication import Exchange
-from jdist.data_parallel.gradient.gradient_order import with_readiness
-from jdist.data_parallel.gradient.layout import check_alone, check_params
-from jdist.data_parallel.gradient.replicas import EACH, over_replicas
-from jdist.data_parallel.gradient.shards import replicas_of, weights_given
+from jdist.data_parallel.gradient.communication import Communication
+from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.gradient.value_and_grad import check_rows
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
 from jdist.data_parallel.hooks.post_local_sgd import group_mean
 from jdist.data_parallel.hooks.switch import one_of
-from jdist.data_parallel.step.inputs import brought, check_alive, check_place
+from jdist.data_parallel.replicas.inputs import brought, check_alive, check_place
+from jdist.data_parallel.replicas.layout import check_alone, check_params
+from jdist.data_parallel.replicas.mapping import EACH, over_replicas
+from jdist.data_parallel.replicas.shards import replicas_of, weights_given
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.optim import Optimizer, check_optimizer
 
@@ -181,13 +181,13 @@ def local_sgd(
             return state, result
 
         hook = Hook("local_sgd", summed, replicated=False)
-        exchange = Exchange("local_sgd", axis, hook=hook, replicated=False)
+        communication = Communication("local_sgd", axis, hook=hook, replicated=False)
         if weights is None:
             weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
         seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
-        weights = exchange.weights_of(batch, weights)
-        part, ready = with_readiness(part_of, params, batch, weights)
-        loss, grads, _ = exchange(part, ready, params)
+        weights = communication.weights_of(batch, weights)
+        part, ready = with_gradient_order(part_of, params, batch, weights)
+        loss, grads, _ = communication(part, ready, params)
         params, opt_state = optimizer.step(params, grads, opt_state)
         params, seen = jax.lax.cond(
             (step >= start) & ((step - start) % period == 0),

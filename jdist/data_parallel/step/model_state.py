@@ -31,7 +31,7 @@ def check_rule(call: str, rule: str) -> None:
     """Refuses a name that is not in `RULES`."""
     if rule not in RULES:
         wanted = f"must be one of {', '.join(map(repr, RULES))}"
-        raise ValueError(requirement(f"{call}(model_state=...)", wanted, repr(rule)))
+        raise ValueError(requirement(f"{call}(states=...)", wanted, repr(rule)))
 
 
 def synchronized(

@@ -32,15 +32,15 @@ class FromNNX:
       in_evaluation: For `train_step`: with the module in evaluation mode, where batch
         normalisation uses its averages and dropout lets everything pass.
       params: For `TrainStep.init`: an `nnx.State` of its `nnx.Param`s.
-      model_state: For `TrainStep.init`: of its other variables, or None without any.
-      module: `module(params, model_state) -> nnx.Module` with these values, such as
+      states: For `TrainStep.init`: of its other variables, or None without any.
+      module: `module(params, states) -> nnx.Module` with these values, such as
         those of a `TrainState`.
     """
 
     loss_fn: Callable[..., Any]
     in_evaluation: Callable[..., Any]
     params: Any
-    model_state: Any
+    states: Any
     module: Callable[..., Any]
 
 
@@ -70,10 +70,10 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
       ...         return self.dense(self.norm(x))[:, 0]
       >>> made = from_nnx(Net(nnx.Rngs(0)), lambda net, b: (net(b[0]) - b[1]) ** 2)
       >>> step = data_parallel.train_step(made.loss_fn, optim.adam(), mesh=2)
-      >>> state = step.init(made.params, model_state=made.model_state)
+      >>> state = step.init(made.params, states=made.states)
       >>> x = jax.random.normal(jax.random.key(1), (8, 3))
       >>> state, _ = step(state, (x, x[:, 0]))
-      >>> trained = made.module(state.params, state.model_state)
+      >>> trained = made.module(state.params, state.states)
       >>> bool(jnp.all(trained.norm.mean[...] != 0))
       True
     """
@@ -91,10 +91,8 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
         kept = rest if state is None else state
         return nnx.merge(graph, params, own, kept, copy=True)
 
-    def losses(
-        params: Any, batch: Any, key: Any = None, model_state: Any = None
-    ) -> Any:
-        model = made(params, model_state, key)
+    def losses(params: Any, batch: Any, key: Any = None, states: Any = None) -> Any:
+        model = made(params, states, key)
         before = _counts(model)
         found = loss_fn(model, batch)
         if key is None:
@@ -104,13 +102,13 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
         first, *aux = found if isinstance(found, tuple) else (found,)
         return first, _taken_apart(model)[-1], *aux
 
-    def in_evaluation(params: Any, batch: Any, *, model_state: Any = None) -> Any:
-        model = made(params, model_state, None)
+    def in_evaluation(params: Any, batch: Any, *, states: Any = None) -> Any:
+        model = made(params, states, None)
         model.eval()
         return loss_fn(model, batch)
 
-    def module(params: Any, model_state: Any = None) -> Any:
-        return made(params, model_state, None)
+    def module(params: Any, states: Any = None) -> Any:
+        return made(params, states, None)
 
     return FromNNX(losses, in_evaluation, params, rest if stateful else None, module)
 
@@ -140,7 +138,7 @@ def check_stateless(argument: str, params: Any) -> None:
             remedy = (
                 "Take the module apart by `data_parallel.from_nnx(model, loss_fn)`, or "
                 "by `nnx.split(model, nnx.Param, ...)` and give the rest as "
-                "`model_state`."
+                "`states`."
             )
             raise ValueError(requirement(argument, rule, got, remedy))
 

@@ -35,10 +35,10 @@ from jdist.data_parallel.gradient.buckets import (
     check_paths,
     plan_buckets,
 )
-from jdist.data_parallel.gradient.layout import check_params
-from jdist.data_parallel.gradient.shards import replicas_of, weights_given
 from jdist.data_parallel.gradient.value_and_grad import check_rows
-from jdist.data_parallel.hooks._base import flatten, split
+from jdist.data_parallel.hooks.hook import flatten, split
+from jdist.data_parallel.replicas.layout import check_params
+from jdist.data_parallel.replicas.shards import replicas_of, weights_given
 from jdist.reduction import Partial
 from jdist.segment import segment
 
@@ -117,14 +117,14 @@ def reducer(
         if weights is None:
             weights = np.ones(count, np.float32)
         check_params("fn(params=...)", params, mesh, axis)
-        plan = _Plan.of(call, params, bucket_cap_mb)
+        plan = _BucketPlan.of(call, params, bucket_cap_mb)
         return driver.run(plan, params, (batch, weights), on_reduce)
 
     return fn
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _BucketPlan:
     """Which leaves of which layers are in which bucket, in the order of departure.
 
     Attributes:
@@ -136,7 +136,7 @@ class _Plan:
     buckets: list[list[int]]
 
     @staticmethod
-    def of(call: str, params: Sequence[Any], cap: Cap) -> "_Plan":
+    def of(call: str, params: Sequence[Any], cap: Cap) -> "_BucketPlan":
         named = {k: x for k, x in named_leaves(list(params)).items() if is_inexact(x)}
         paths = list(named)
         leaves = [
@@ -146,7 +146,7 @@ class _Plan:
         check_paths(f"{call}(bucket_cap_mb=...)", leaves, paths, cap)
         owners = [int(path.split("/")[0]) for path in paths]
         ready = [-owner for owner in owners]
-        return _Plan(owners, plan_buckets(leaves, ready, paths, cap))
+        return _BucketPlan(owners, plan_buckets(leaves, ready, paths, cap))
 
     def first_layer(self, bucket: list[int]) -> int:
         """The layer whose backward half completes a bucket."""
@@ -197,7 +197,7 @@ class _Driver:
 
     def run(
         self,
-        plan: _Plan,
+        plan: _BucketPlan,
         params: Sequence[Any],
         given: tuple[Any, Any],
         on_reduce: Callable[[int, jax.Array], None] | None,
@@ -208,7 +208,8 @@ class _Driver:
         batch, weights = jax.device_put(given, self.rows)
         own_given = self._by_device((batch, self.normalized(weights)))
         passes = [
-            _Pass(self, p, *g) for p, g in zip(own_params, own_given, strict=True)
+            _ReplicaPass(self, p, *g)
+            for p, g in zip(own_params, own_given, strict=True)
         ]
         scalars = self._reduced([one.forward() for one in passes])
         sums: list[jax.Array] = []
@@ -262,7 +263,7 @@ class _Driver:
         return reductions.finish(whole, self.reduction, like=params)
 
 
-class _Pass:
+class _ReplicaPass:
     """One replica's forward and backward pass, as far as it has been dispatched."""
 
     def __init__(
@@ -292,7 +293,7 @@ class _Pass:
         )
         self.done[layer] = jax.tree.leaves(d_params)
 
-    def gradients(self, plan: _Plan, bucket: list[int]) -> list[jax.Array]:
+    def gradients(self, plan: _BucketPlan, bucket: list[int]) -> list[jax.Array]:
         """The leaves of a bucket."""
         first = {owner: plan.owners.index(owner) for owner in set(plan.owners)}
         owners = [plan.owners[leaf] for leaf in bucket]

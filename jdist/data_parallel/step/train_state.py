@@ -25,7 +25,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     """The optimizer's state."""
 
-    model_state: Any = None
+    states: Any = None
     """State that no gradient reaches, such as batch-norm statistics, or None."""
 
     key: Any = None
@@ -33,7 +33,7 @@ class TrainState(NamedTuple):
 
     hook_state: Any = None
     """What a communication hook keeps, a row for each replica, or None. As
-    `Checkpoints.restore` reads it, it is by path: only a step knows its structure."""
+    `TrainCheckpoints.restore` reads it, it is by path: its structure is the step's."""
 
 
 def check_state(call: str, state: object) -> None:

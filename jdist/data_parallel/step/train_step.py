@@ -25,20 +25,20 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist._compat import alike
 from jdist._errors import requirement
 from jdist._tree import examples_in
-from jdist.data_parallel.data.broadcast import replicate
 from jdist.data_parallel.gradient.buckets import Cap
-from jdist.data_parallel.gradient.communication import Exchange
-from jdist.data_parallel.gradient.layout import check_mesh, check_params
+from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.loss import Loss
-from jdist.data_parallel.gradient.replicas import EACH, over_replicas
-from jdist.data_parallel.gradient.shards import replicas_of, unbound, weights_given
 from jdist.data_parallel.hooks import Bucket, Hook
-from jdist.data_parallel.step.agreement import check_agreement
+from jdist.data_parallel.replicas.agreement import check_agreement
+from jdist.data_parallel.replicas.broadcast import replicate
+from jdist.data_parallel.replicas.inputs import brought, check_alive, check_place
+from jdist.data_parallel.replicas.layout import check_mesh, check_params
+from jdist.data_parallel.replicas.mapping import EACH, over_replicas
+from jdist.data_parallel.replicas.shards import replicas_of, unbound, weights_given
 from jdist.data_parallel.step.evaluation import Evaluation, evaluation
-from jdist.data_parallel.step.inputs import brought, check_alive, check_place
 from jdist.data_parallel.step.model_state import check_rule
 from jdist.data_parallel.step.nnx_loss import check_stateless
-from jdist.data_parallel.step.replica_step import Work
+from jdist.data_parallel.step.replica_step import ReplicaStep
 from jdist.data_parallel.step.train_state import (
     Metrics,
     TrainState,
@@ -61,7 +61,7 @@ class Synchronization(TypedDict, total=False):
     hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None
     """Compresses gradients on their way; see `value_and_grad`."""
 
-    model_state: str
+    states: str
     """Of model state: "mean", the default, or "first"; see `synchronized`."""
 
     debug: bool
@@ -102,7 +102,7 @@ class TrainStep:
         self,
         params: Any,
         *,
-        model_state: Any = None,
+        states: Any = None,
         key: jax.Array | None = None,
         opt_state: Any = None,
     ) -> TrainState:
@@ -113,7 +113,7 @@ class TrainStep:
 
         Args:
           params: The parameters.
-          model_state: Given to the loss function as `model_state=`, if not None.
+          states: Given to the loss function as `states=`, if not None.
           key: A PRNG key, given to the loss function as third argument, folded as said
             above, if not None.
           opt_state: None for `optimizer.init(params)`. For `optim.with_master_weights`
@@ -127,9 +127,9 @@ class TrainStep:
         check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
         if isinstance(self.mesh, int):
-            given = (params, opt_state, model_state, key)
+            given = (params, opt_state, states, key)
             given, _ = brought("init", self.mesh, self.axis, given, None)
-            params, opt_state, model_state, key = given
+            params, opt_state, states, key = given
         params = replicate(params, self.mesh)
         if opt_state is None:
             opt_state = self.optimizer.init(params)
@@ -139,7 +139,7 @@ class TrainStep:
             replicate(np.int32(0), self.mesh),
             params,
             opt_state,
-            replicate(model_state, self.mesh, name="model_state"),
+            replicate(states, self.mesh, name="states"),
             replicate(key, self.mesh, name="key"),
         )
 
@@ -251,7 +251,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     axis: str = "data",
     reduction: str = "mean",
     accumulate: int = 1,
-    clip: float | None = None,
+    max_norm: float | None = None,
     has_aux: bool = False,
     in_evaluation: Callable[..., Any] | None = None,
     **synchronization: Unpack[Synchronization],
@@ -265,18 +265,18 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     Args:
       loss_fn: `loss_fn(params, batch) -> losses`: one real loss per example. With a
         key in the state it is called with the key as third argument; with model state,
-        with `model_state=`, and returns `(losses, new_state)`.
+        with `states=`, and returns `(losses, new_states)`.
       optimizer: From `jdist.optim`. `zero` shards its state over the replicas.
       mesh: The devices; or a number of replicas that share one device.
       axis: The mesh axis that counts replicas; collectives of `loss_fn` may use it.
       reduction: "mean", "sum", "max" or "min"; see `value_and_grad`.
       accumulate: Micro-batches per replica and step, one after another: activations of
         one at a time, one reduction for all.
-      clip: Largest global norm of the gradient, or None.
+      max_norm: Largest global norm of the gradient, or None.
       has_aux: Whether `loss_fn` returns auxiliary outputs last.
       in_evaluation: What `TrainStep.evaluate` calls instead of `loss_fn`, such as with
         dropout switched off: `in_evaluation(params, batch) -> losses`, or with
-        `has_aux` `(losses, aux)`. With model state it is given `model_state=`, and
+        `has_aux` `(losses, aux)`. With model state it is given `states=`, and
         returns no new one; it takes no key.
       **synchronization: See `Synchronization`.
 
@@ -309,32 +309,32 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     replicas = replicas_of(mesh, axis, call)
     check_optimizer(f"{call}(optimizer=...)", optimizer)
     _check_accumulate(call, accumulate)
-    _check_clip(call, clip)
+    _check_max_norm(call, max_norm)
     options = _checked_options(call, synchronization)
-    rule = options.pop("model_state", "mean")
+    rule = options.pop("states", "mean")
     check_rule(call, rule)
     divided = check_mesh(call, mesh, axis)
-    exchange = Exchange(call, axis, reduction, **options, divided=divided)
+    communication = Communication(call, axis, reduction, **options, divided=divided)
     masters = optimizer.precision is not None
     loss = Loss(loss_fn, has_aux)
-    work = Work(loss, exchange, accumulate, rule, wide=masters)
-    mapped = _mapped(work, mesh, axis)
-    step = _step(mapped, optimizer, clip, divided)
+    replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)
+    mapped = _mapped(replica_step, mesh, axis)
+    step = _step(mapped, optimizer, max_norm, divided)
     return TrainStep(
         optimizer,
         mesh,
         replicas * accumulate,
         jax.jit(step, donate_argnums=0),
-        _start(work, mesh, axis) if exchange.stateful else None,
+        _start(replica_step, mesh, axis) if communication.stateful else None,
         axis,
-        exchange.debug,
+        communication.debug,
         reduction,
         evaluation(loss, in_evaluation, mesh, axis, reduction),
     )
 
 
 def _step(
-    mapped: Any, optimizer: Optimizer, clip: float | None, divided: bool
+    mapped: Any, optimizer: Optimizer, max_norm: float | None, divided: bool
 ) -> Callable[..., Any]:
     """The function that is compiled: gradients, clipping, and the optimizer's step."""
 
@@ -344,20 +344,18 @@ def _step(
         scale = None
         if optimizer.loss_factor is not None:
             scale = optimizer.loss_factor(state.opt_state)
-        value, grads, model_state, hook_state, aux, sums = mapped(
+        value, grads, states, hook_state, aux, sums = mapped(
             state._replace(opt_state=None, hook_state=None, key=key),
             state.hook_state,
             scale,
             batch,
             weights,
         )
-        grads, norm = _clipped(grads, clip, scale)
+        grads, norm = _clipped(grads, max_norm, scale)
         params, opt_state = optimizer.step(
             state.params, _ascending(grads), state.opt_state, **overrides
         )
-        new = TrainState(
-            state.step + 1, params, opt_state, model_state, None, hook_state
-        )
+        new = TrainState(state.step + 1, params, opt_state, states, None, hook_state)
         if divided:  # A donated buffer serves again for what is laid out like it.
             new = jax.tree.map(alike, new, state)
         return new, Metrics(_unscaled(value, scale), norm, aux), sums
@@ -365,16 +363,16 @@ def _step(
     return step
 
 
-def _mapped(work: Work, mesh: Mesh | int, axis: str) -> Any:
+def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> Any:
     rows = PartitionSpec(axis)
     takes = (EACH, rows, EACH, rows, rows)
     gives = (EACH, EACH, EACH, rows, rows, EACH)
-    return over_replicas(work.step, mesh, axis, takes, gives)
+    return over_replicas(replica_step.step, mesh, axis, takes, gives)
 
 
-def _start(work: Work, mesh: Mesh | int, axis: str) -> Any:
+def _start(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> Any:
     rows = PartitionSpec(axis)
-    mapped = over_replicas(work.start, mesh, axis, (EACH, rows, rows), (rows,))
+    mapped = over_replicas(replica_step.start, mesh, axis, (EACH, rows, rows), (rows,))
 
     def start(state: TrainState, batch: Any, weights: Any) -> Any:
         return mapped(state._replace(opt_state=None), batch, weights)[0]
@@ -387,15 +385,15 @@ def _unscaled(number: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _clipped(
-    grads: Any, clip: float | None, scale: jax.Array | None
+    grads: Any, max_norm: float | None, scale: jax.Array | None
 ) -> tuple[Any, jax.Array | None]:
     """Gradients clipped as if they were not scaled, and the norm that they would have.
 
     A loss scale stays on: the optimizer takes it off where 16 bits no longer matter.
     """
-    if clip is None:
+    if max_norm is None:
         return grads, None
-    limit = clip if scale is None else clip * scale
+    limit = max_norm if scale is None else max_norm * scale
     clipped, norm = clip_by_global_norm(grads, limit)
     return clipped, _unscaled(norm, scale)
 
@@ -423,6 +421,8 @@ def _check_accumulate(call: str, count: Any) -> None:
         raise ValueError(requirement(argument, rule, count))
 
 
-def _check_clip(call: str, clip: Any) -> None:
-    if clip is not None and not clip >= 0:
-        raise ValueError(requirement(f"{call}(clip=...)", "must be at least 0", clip))
+def _check_max_norm(call: str, max_norm: Any) -> None:
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(
+            requirement(f"{call}(max_norm=...)", "must be at least 0", max_norm)
+        )

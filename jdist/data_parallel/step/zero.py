@@ -30,8 +30,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist._compat import laid_out
 from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves
-from jdist.data_parallel.gradient.layout import check_alone, check_params
-from jdist.data_parallel.gradient.shards import replicas_of
+from jdist.data_parallel.replicas.layout import check_alone, check_params
+from jdist.data_parallel.replicas.shards import replicas_of
 from jdist.optim import Optimizer, check_optimizer
 
 
@@ -93,7 +93,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         rule = "must be a jax.sharding.Mesh: one device has nobody to share with"
         raise TypeError(requirement("zero(mesh=...)", rule, mesh))
     check_optimizer("zero(opt=...)", opt)
-    layout = _Layout(mesh, axis, replicas_of(mesh, axis, "zero"))
+    layout = _StateLayout(mesh, axis, replicas_of(mesh, axis, "zero"))
     check_alone("zero", mesh, axis)
 
     def init_tree(params: Any) -> Any:
@@ -140,7 +140,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _StateLayout:
     """How arrays are divided over the replicas of a mesh axis."""
 
     mesh: Mesh

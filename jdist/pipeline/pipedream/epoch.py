@@ -21,15 +21,15 @@ from jdist._errors import requirement
 from jdist.pipeline.pipedream.batch_stream import BatchStream
 from jdist.pipeline.pipedream.joint_update import JointUpdate
 from jdist.pipeline.pipedream.stashed_run import StashedRun
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.auxiliary import Entries, merged, stacked
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import Parcel, Post
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels
 from jdist.pipeline.run.step import Actions, Step
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.open_schedule import OpenActions, OpenSchedule
-from jdist.pipeline.stages.wiring import Wiring
+from jdist.pipeline.stages.wiring import StageWiring
 from jdist.reduction import Partial
 
 _CALL = "PipeDream.train_epoch"
@@ -39,7 +39,7 @@ AHEAD = 32
 starts computations before devices are free: it would read what none can take yet."""
 
 
-class Pass(NamedTuple):
+class PassRecord(NamedTuple):
     """What a worker did, and with which weights.
 
     Versions are numbered from the beginning of the epoch: version v is what v updates
@@ -65,7 +65,7 @@ class Pass(NamedTuple):
     held: int
 
 
-class Told(NamedTuple):
+class EpochReport(NamedTuple):
     """What a process has found out in an epoch, for all others.
 
     Attributes:
@@ -105,7 +105,7 @@ class EpochStep(Step):
       wiring: Which value goes where.
       places: Who runs which stage for which micro-batch, and on what device.
       runs: By worker and stage, of the workers of this process.
-      post: Brings values to other stages.
+      channels: Brings values to other stages.
       loss: The loss function.
       read: The entries of the batch that the loss reads.
       plan: The micro-batches, and what is done with them.
@@ -116,16 +116,16 @@ class EpochStep(Step):
 
     def __init__(
         self,
-        wiring: Wiring,
+        wiring: StageWiring,
         places: Places,
         runs: Mapping[tuple[int, int], StashedRun],
-        post: Post,
+        channels: StageChannels,
         loss: PipelineLoss,
         read: tuple[str, ...],
         plan: EpochPlan,
     ) -> None:
-        super().__init__(wiring, places, runs, post, loss, read, plan.stream)
-        self.passes: list[Pass] = []
+        super().__init__(wiring, places, runs, channels, loss, read, plan.stream)
+        self.passes: list[PassRecord] = []
         self._stashed = runs
         self._stream, self._schedule, self._every, self._joint = plan
         self._computing: deque[tuple[int, Any]] = deque()
@@ -134,9 +134,9 @@ class EpochStep(Step):
         self._ends: dict[int, int] = {}
         self._end_told = False
 
-    def run(self, stopwatch: Stopwatch | None = None) -> None:
+    def run(self, action_timer: ActionTimer | None = None) -> None:
         """See `Step`; then the drain: stages make the updates that are left."""
-        super().run(stopwatch)
+        super().run(action_timer)
         self._tell_end()
         for (worker, stage), run in self._stashed.items():
             if run.grown and self._shared[worker, stage] == run.contributed:
@@ -156,20 +156,20 @@ class EpochStep(Step):
     def _is_split(self, action: Action) -> bool:
         return False
 
-    def _waiting(self, lists: Mapping[int, Actions]) -> dict[Parcel, str]:
+    def _waiting(self, lists: Mapping[int, Actions]) -> dict[MessageTag, str]:
         """See `Step`; and for the end of the batches on other workers."""
         self._tell_end()
         waiting = super()._waiting(lists)
         return waiting | self._unheard() if waiting else {}
 
-    def _unheard(self) -> dict[Parcel, str]:
+    def _unheard(self) -> dict[MessageTag, str]:
         """Workers whose end is not known; refuses ends that are not this one's."""
         here = self._places.own[0]
         unheard = {}
         for other in self._elsewhere():
-            end = Parcel("E", -1, "", -1, other)
-            if self._post.has(end, here):
-                self._ends[other] = self._post.take(end, here)
+            end = MessageTag("E", -1, "", -1, other)
+            if self._channels.has(end, here):
+                self._ends[other] = self._channels.take(end, here)
             if other not in self._ends:
                 unheard[end] = "more batches"
         for other, length in self._ends.items():
@@ -186,7 +186,9 @@ class EpochStep(Step):
         self._end_told = True
         here = self._places.own[0]
         for other in self._elsewhere():
-            self._post.put(Parcel("E", -1, "", -1, here), other, self._stream.length)
+            self._channels.put(
+                MessageTag("E", -1, "", -1, here), other, self._stream.length
+            )
 
     def _elsewhere(self) -> list[int]:
         """Workers of other processes."""
@@ -200,7 +202,7 @@ class EpochStep(Step):
 
         Args:
           more: Whether there are batches for another part of it.
-          computed: What the epoch leaves behind; see `Post.agree`.
+          computed: What the epoch leaves behind; see `StageChannels.agree`.
 
         Returns:
           Of all micro-batches, on every worker: the weighted sums of the losses, the
@@ -208,13 +210,15 @@ class EpochStep(Step):
 
         Raises:
           ValueError: Other workers have read other batches, or more.
-          Exception: What `Post.agree` raises.
+          Exception: What `StageChannels.agree` raises.
         """
         self._fetch(0)
         length = len(self._stream.totals)
         found = stacked(self._found, np.stack)
-        mine = Told(found, length, more, self._stream.checksums)
-        told = [Told(*each) for each in self._post.agree(tuple(mine), computed)]
+        mine = EpochReport(found, length, more, self._stream.checksums)
+        told = [
+            EpochReport(*each) for each in self._channels.agree(tuple(mine), computed)
+        ]
         # All are told the same, and therefore raise the same.
         _check_alike(told)
         values, weights, aux = merged([each.found for each in told])
@@ -232,11 +236,11 @@ class EpochStep(Step):
 
     # --- passes ---
 
-    def _missing(self, worker: int, action: Action) -> list[Parcel]:
+    def _missing(self, worker: int, action: Action) -> list[MessageTag]:
         stage = action.stage
         due = self._due(worker, stage) if self._full(worker, stage) else []
         due += self._due_together(worker, action)
-        late = [parcel for parcel in due if not self._post.has(parcel, worker)]
+        late = [tag for tag in due if not self._channels.has(tag, worker)]
         return late or super()._missing(worker, action)
 
     def _do(self, worker: int, action: Action) -> Any:
@@ -253,7 +257,7 @@ class EpochStep(Step):
             self._stream.forget(micro)  # All its forward passes are done.
         used = run.used[micro] if kind == "F" else run.used.pop(micro)
         held = len(run.stash.kept)
-        self.passes.append(Pass(kind, worker, stage, micro, used, newest, held))
+        self.passes.append(PassRecord(kind, worker, stage, micro, used, newest, held))
         return computed
 
     # --- updates ---
@@ -270,8 +274,8 @@ class EpochStep(Step):
         run = self._stashed[worker, stage]
         self._shared[worker, stage] += 1
         for other in self._replicas(worker, stage):
-            parcel = Parcel("G", run.contributed, "", stage, worker)
-            self._post.put(parcel, other, run.partial())
+            tag = MessageTag("G", run.contributed, "", stage, worker)
+            self._channels.put(tag, other, run.partial())
 
     def _full(self, worker: int, stage: int) -> bool:
         """Whether a worker has contributed all it has to, and not updated yet."""
@@ -282,30 +286,30 @@ class EpochStep(Step):
             return False
         return run.grown == self._contributions(stage, run.contributed)[worker]
 
-    def _due(self, worker: int, stage: int) -> list[Parcel]:
+    def _due(self, worker: int, stage: int) -> list[MessageTag]:
         """What others contribute to the next update."""
         number = self._stashed[worker, stage].contributed
         return [
-            Parcel("G", number, "", stage, other)
+            MessageTag("G", number, "", stage, other)
             for other in sorted(self._contributions(stage, number))
             if other != worker
         ]
 
-    def _due_together(self, worker: int, action: Action) -> list[Parcel]:
+    def _due_together(self, worker: int, action: Action) -> list[MessageTag]:
         """What other stages tell before an update that a forward pass needs."""
         run = self._stashed[worker, action.stage]
         if self._joint is None or action.kind != "F":
             return []
         numbers = range(run.stash.version, run.version(action.micro_batch))
         awaited = [self._joint.awaited(action.stage, number) for number in numbers]
-        return [parcel for parcels in awaited for parcel in parcels]
+        return [tag for tags in awaited for tag in tags]
 
     def _update(self, worker: int, stage: int) -> None:
         others = {}
-        for parcel in self._due(worker, stage):
-            while not self._post.has(parcel, worker):
-                self._post.wait({parcel: "an update"} | self._unheard())
-            others[parcel.sender] = self._post.take(parcel, worker)
+        for tag in self._due(worker, stage):
+            while not self._channels.has(tag, worker):
+                self._channels.wait({tag: "an update"} | self._unheard())
+            others[tag.sender] = self._channels.take(tag, worker)
         run = self._stashed[worker, stage]
         if self._joint is None:
             run.update(others, worker)
@@ -348,7 +352,7 @@ def contributions(
     return Counter(workers[micro % len(workers)] for micro in range(first, end))
 
 
-def _check_alike(told: Sequence[Told]) -> None:
+def _check_alike(told: Sequence[EpochReport]) -> None:
     """Refuses an epoch whose workers have not read the same batches."""
     seen: dict[str, tuple[int, int]] = {}
     for rank, each in enumerate(told):

@@ -11,11 +11,11 @@ the first stage's backward pass at every update, which is a flush.
 from collections.abc import Sequence
 
 from jdist._errors import requirement
+from jdist.pipeline.pipedream.policy import Policy
 from jdist.pipeline.pipedream.stashed_run import StashedRun
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import Parcel, Post, receive
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
 from jdist.pipeline.run.update import square_of, sum_of_squares
-from jdist.pipeline.schedule.update_policy import Policy
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.tied import Tied
 
@@ -72,16 +72,20 @@ class JointUpdate:
       tied: The parameters that stages share.
       max_norm: To which the gradient of all stages is clipped; None: it is not.
       places: Who runs what.
-      post: Brings the parts to the other stages.
+      channels: Brings the parts to the other stages.
     """
 
     def __init__(
-        self, tied: Tied, max_norm: float | None, places: Places, post: Post
+        self,
+        tied: Tied,
+        max_norm: float | None,
+        places: Places,
+        channels: StageChannels,
     ) -> None:
         self._tied = tied
         self._max_norm = max_norm
         self._places = places
-        self._post = post
+        self._channels = channels
 
     def tell(self, worker: int, stage: int, number: int, run: StashedRun) -> None:
         """Tells the others a stage's part of an update, which it has just got.
@@ -93,27 +97,27 @@ class JointUpdate:
           run: The stage; the gradient is the one that it holds last.
         """
         for name, part in self._tied.parts(stage, run.params, run.held[-1]).items():
-            parcel = Parcel("T", number, name, stage, worker)
+            tag = MessageTag("T", number, name, stage, worker)
             for other in self._tied.stages(name):
                 if other != stage:
-                    self._post.put(parcel, self._worker(other), part)
+                    self._channels.put(tag, self._worker(other), part)
         if self._max_norm is not None:
-            parcel = Parcel("N", number, "", stage, worker)
+            tag = MessageTag("N", number, "", stage, worker)
             square = square_of(run.held[-1])
             for other in self._others(stage):
-                self._post.put(parcel, self._worker(other), square)
+                self._channels.put(tag, self._worker(other), square)
 
-    def awaited(self, stage: int, number: int) -> list[Parcel]:
+    def awaited(self, stage: int, number: int) -> list[MessageTag]:
         """What a stage needs of the others for an update."""
         found = [
-            Parcel("T", number, name, other, self._worker(other))
+            MessageTag("T", number, name, other, self._worker(other))
             for name in self._tied.names(stage)
             for other in self._tied.stages(name)
             if other != stage
         ]
         if self._max_norm is not None:
             found += [
-                Parcel("N", number, "", other, self._worker(other))
+                MessageTag("N", number, "", other, self._worker(other))
                 for other in self._others(stage)
             ]
         return found
@@ -128,10 +132,10 @@ class JointUpdate:
         """
         grads, square = run.held[0], None
         told = {
-            (parcel.name, parcel.stage): receive(
-                self._post, parcel, worker, "an update of all stages"
+            (tag.name, tag.stage): receive(
+                self._channels, tag, worker, "an update of all stages"
             )
-            for parcel in self.awaited(stage, run.stash.version)
+            for tag in self.awaited(stage, run.stash.version)
         }
         if self._max_norm is not None:
             squares = {j: told["", j] for j in self._others(stage)}

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,20 +11,20 @@ from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
-from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, Pass
+from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
-from jdist.pipeline.pipedream.stashed_run import Rule, StashedRun
+from jdist.pipeline.pipedream.policy import Policy, schedule_of_epoch
+from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
 from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.auxiliary import stacked
-from jdist.pipeline.run.stage_channels import Post, moved
+from jdist.pipeline.run.stage_channels import StageChannels, moved
 from jdist.pipeline.run.training import PipelineState, optimizers_for
 from jdist.pipeline.run.update import scale_in, skipped_in, static_loss_scale_of
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.update_policy import Policy, schedule_of_epoch
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "PipeDream.train_epoch"
@@ -150,12 +149,12 @@ class PipeDream(Pipeline):
             rule = "must be 'mean' or 'sum'"
             raise ValueError(requirement("PipeDream(reduction=...)", rule, reduction))
         self._scaled = _is_scaled(stages, optimizer, reduction)
-        updates = schedule(1).updates
+        updates = schedule(1).update_policy
         assert updates is not None
         self._updates = updates
         check_together(stages, policy, max_norm, self._scaled)
         self.epoch_schedule = schedule
-        self.passes: list[Pass] = []
+        self.passes: list[PassRecord] = []
         self._policy = policy
         # For what `Pipeline` does: no worker idles, and nobody updates by itself.
         workers = schedule(1).workers
@@ -163,7 +162,7 @@ class PipeDream(Pipeline):
         super().__init__(
             stages,
             loss_fn,
-            replace(synchronous, updates=None),
+            synchronous.synchronous(),
             workers_or_devices,
             optimizer=optimizer,
             max_norm=max_norm,
@@ -178,7 +177,7 @@ class PipeDream(Pipeline):
         batches: Iterable[Any],
         weights: Iterable[Any] | None = None,
         *,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: PipelineCheckpoints | None = None,
         save_every: int | None = None,
     ) -> tuple[PipelineState, EpochMetrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
@@ -216,11 +215,11 @@ class PipeDream(Pipeline):
         del state  # Unless the caller keeps it, versions go when no batch needs them.
         supply: Supply | None = None
         while supply is None or supply.more():
-            with self.executor.opened("train_epoch") as post:
+            with self.executor.opened("train_epoch") as channels:
                 if supply is None:
                     _check_saving(checkpoints, save_every)
                     supply = Supply(batches, weights, _CALL)
-                after, metrics = self._part(post, held.pop(), supply, save_every)
+                after, metrics = self._part(channels, held.pop(), supply, save_every)
             held.append(after)
             found.append(metrics)
             del after
@@ -229,39 +228,43 @@ class PipeDream(Pipeline):
         return held.pop(), self._joined(found)
 
     def _part(
-        self, post: Post, state: PipelineState, supply: Supply, limit: int | None
-    ) -> tuple[PipelineState, "_Part"]:
+        self,
+        channels: StageChannels,
+        state: PipelineState,
+        supply: Supply,
+        limit: int | None,
+    ) -> tuple[PipelineState, "_EpochPart"]:
         """Trains on the next batches, `limit` at most, and drains."""
         stream = self._stream(supply, limit)
         stream.reaches(0)
-        schedule = OpenSchedule(self.epoch_schedule, stream)
+        schedule = OpenSchedule(self.epoch_schedule(1), stream)
         key = state.key
         step, own = state.step, None
         if key is not None:
             own = jax.random.fold_in(key, step)
-        self._identify(post, step, supply, limit, stream, own)
+        self._identify(channels, step, supply, limit, stream, own)
         runs = self._stashed_runs(schedule, state, own)
         loss, skipped = self._loss, None
         if self._scaled:
             loss = loss.scaled(scale_in(state.opt_states), None)
             skipped = skipped_in(state.opt_states)
         del state
-        read = self._shapes.read(post, runs, stream[0].batch)
+        read = self._shapes.read(channels, runs, stream[0].batch)
         if not self._takes(0):
             stream.forget(0)
         joint = None
         if self._max_norm is not None or self._tied:
-            joint = JointUpdate(self._tied, self._max_norm, self._places, post)
+            joint = JointUpdate(self._tied, self._max_norm, self._places, channels)
         plan = EpochPlan(stream, schedule, self._updates.every, joint)
-        given = self.wiring, self._places, runs, post, loss, read
+        given = self.wiring, self._places, runs, channels, loss, read
         epoch = EpochStep(*given, plan)
-        epoch.run(self.stopwatch)
+        epoch.run(self.action_timer)
         after_epoch = epoch.states(stream.totals)
         left = [run.arrays() for run in runs.values()]
         more = limit is not None and supply.more()
         found = epoch.agree_on_epoch(more, left)
         self._shapes.agreed(read)
-        self.record, self.passes = epoch.passages, epoch.passes
+        self.transfer_log, self.passes = epoch.transfers, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
             run = runs[self._first(j), j]
@@ -271,7 +274,7 @@ class PipeDream(Pipeline):
             pairs = zip(skipped_in(opt_states), skipped, strict=True)
             skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
         after = PipelineState(step + 1, params, opt_states, states, key)
-        return after, _Part(*found, skipped)
+        return after, _EpochPart(*found, skipped)
 
     def _stream(self, supply: Supply, limit: int | None) -> BatchStream:
         placement, every = self.schedule.placement, self._updates.every
@@ -293,7 +296,7 @@ class PipeDream(Pipeline):
 
     def _identify(
         self,
-        post: Post,
+        channels: StageChannels,
         step: int,
         supply: Supply,
         limit: int | None,
@@ -308,9 +311,9 @@ class PipeDream(Pipeline):
         }
         if limit is not None:
             settings["save_every"] = limit
-        post.identify(step, settings, [first.batch], [first], key)
+        channels.identify(step, settings, [first.batch], [first], key)
 
-    def _joined(self, parts: Sequence["_Part"]) -> EpochMetrics:
+    def _joined(self, parts: Sequence["_EpochPart"]) -> EpochMetrics:
         """What the parts of an epoch have found."""
         values, weights = (
             np.concatenate([part[field] for part in parts]) for field in (0, 1)
@@ -345,7 +348,7 @@ class PipeDream(Pipeline):
             workers = self.schedule.placement[j]
             consistent = self._policy != "none"
             versions = int(schedule.kept[j, worker]) if consistent else 1
-            rule = Rule(
+            rule = VersionRule(
                 with_weight_stashing(optimizers[j], versions),
                 functools.partial(schedule.version, j),
                 functools.partial(schedule.may_have, worker),
@@ -353,7 +356,7 @@ class PipeDream(Pipeline):
                 len(workers),
                 consistent,
                 self._scaled,
-                schedule.updates.every == 1,
+                self._updates.every == 1,
             )
             device = self._places.devices[worker]
             # A copy for each worker, because an update donates it.
@@ -362,7 +365,7 @@ class PipeDream(Pipeline):
         return runs
 
 
-class _Part(NamedTuple):
+class _EpochPart(NamedTuple):
     """What a part of an epoch found out; by micro-batch, and by stage.
 
     Attributes:
@@ -378,7 +381,9 @@ class _Part(NamedTuple):
     skipped: list[int | None] | None
 
 
-def _check_saving(checkpoints: Checkpoints | None, save_every: int | None) -> None:
+def _check_saving(
+    checkpoints: PipelineCheckpoints | None, save_every: int | None
+) -> None:
     call = f"{_CALL}(save_every=...)"
     if save_every is None:
         return

@@ -14,11 +14,11 @@ from jdist._tree import wide_dtype
 from jdist.optim import Optimizer
 from jdist.optim.clipping import scaled, shrinking
 from jdist.pipeline.pipedream.weight_stashing import StashState, WeightStashing
-from jdist.pipeline.run.stage_run import Share, StageRun, added
+from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, added
 from jdist.reduction import Partial
 
 
-class Rule(NamedTuple):
+class VersionRule(NamedTuple):
     """Which versions a worker of a stage uses, and how it makes new ones.
 
     Attributes:
@@ -60,7 +60,7 @@ class StashedRun(StageRun):
       used: By micro-batch under way, the version that its last pass has used.
     """
 
-    def __init__(self, plain: StageRun, rule: Rule, opt_state: Any) -> None:
+    def __init__(self, plain: StageRun, rule: VersionRule, opt_state: Any) -> None:
         made_of = plain._stage, plain._compiled, plain.params, plain.state
         super().__init__(*made_of, plain._key, plain._kind, rule.single)
         self.stash = StashState(0, {0: plain.params}, opt_state)
@@ -92,7 +92,11 @@ class StashedRun(StageRun):
         return super().forward(micro, inputs)
 
     def backward(
-        self, micro: int, cotangents: Mapping[str, Any], share: Share, split: bool
+        self,
+        micro: int,
+        cotangents: Mapping[str, Any],
+        share: MicroBatchShare,
+        split: bool,
     ) -> dict[str, Any]:
         """See `StageRun`. Versions that are not needed any more are forgotten."""
         newest = self.stash.version
@@ -180,7 +184,7 @@ class StashedRun(StageRun):
         self.params = self._rule.stashing.load_old_params(self.stash, version)
 
 
-def _weighted(so_far: Partial | None, d_params: Any, share: Share) -> Partial:
+def _weighted(so_far: Partial | None, d_params: Any, share: MicroBatchShare) -> Partial:
     """The gradient with that of another micro-batch's mean, times what it weighs.
 
     In full precision: 16 bits hold a mean times the scale, but not any sum.

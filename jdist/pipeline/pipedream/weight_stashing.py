@@ -25,7 +25,7 @@ import jax
 from jdist._errors import requirement
 from jdist.optim import Optimizer
 from jdist.pipeline.run.training import optimizers_for
-from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.actions import check_counts
 
 
 class StashState(NamedTuple):

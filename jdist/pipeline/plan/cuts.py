@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.plan.layer_profile import Profile
+from jdist.pipeline.plan.profile import Profile
 
 MOST = 4000
 """Cuts that a planner can still look at; a wide graph has exponentially many."""

@@ -14,10 +14,10 @@ BLOCK = 2**16
 
 ANY = Fraction(0)
 
-Column = Callable[[int], np.ndarray]
+SpanSeconds = Callable[[int], np.ndarray]
 """From an end to the seconds of all spans that end there, `(cases, begin)`."""
 
-Machine = Callable[[Sequence[Fraction]], Column]
+Machine = Callable[[Sequence[Fraction]], SpanSeconds]
 """One worker of a level, with all that is inside it: what spans take there. A case is
 the number of workers after a stage's own, divided by its own: it decides how many
 micro-batches are in flight on the stage, and so whether they fit."""
@@ -44,7 +44,7 @@ class Level:
     limited: bool
 
 
-class Placed(NamedTuple):
+class PlacedStage(NamedTuple):
     """One stage of a level's pipeline."""
 
     begin: int
@@ -54,7 +54,7 @@ class Placed(NamedTuple):
     """Workers after its own, divided by its own."""
 
 
-class Programme:
+class DynamicProgram:
     """The best pipelines of one level, for all spans and numbers of workers.
 
     Attributes:
@@ -96,15 +96,15 @@ class Programme:
         for end in range(1, len(cuts)):
             self._solve(end)
 
-    def stages(self, begin: int, end: int) -> list[Placed]:
+    def stages(self, begin: int, end: int) -> list[PlacedStage]:
         """The stages of the best pipeline for a span on all workers, first to last."""
-        found: list[Placed] = []
+        found: list[PlacedStage] = []
         left = self.level.workers
         while self.best[begin, left - 1, end] != self._alone(end)[begin, left - 1]:
             cut, own = self._last(begin, left, end)
-            found.insert(0, Placed(cut, end, own, self._case(left - own, own)))
+            found.insert(0, PlacedStage(cut, end, own, self._case(left - own, own)))
             end, left = cut, left - own
-        return [Placed(begin, end, left, self._case(0, left)), *found]
+        return [PlacedStage(begin, end, left, self._case(0, left)), *found]
 
     def _case(self, before: int, own: int) -> Fraction:
         return (self.level.workers - before - own + self.after) / own
@@ -161,7 +161,7 @@ class Programme:
             found = np.flatnonzero(slowest == best)
             if found.size:
                 return int(found[-1]), own
-        raise AssertionError("the programme's best is one of its candidates")
+        raise AssertionError("the program's best is one of its candidates")
 
 
 def spans(cuts: Cuts, totals: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """PipeDream's planner: which layers on which workers.
 
 A machine has levels: workers in a server, servers in a rack. At the innermost level a
-dynamic programme finds, for every span of layers and every number of workers, the best
+dynamic program finds, for every span of layers and every number of workers, the best
 pipeline; at the next level a "worker" is a whole server and a span's time is what its
 best pipeline inside a server takes; and so on. With C the time and P the parameter
 bytes of a span, a the bytes that cross a cut, B the level's bandwidth, r of its workers
@@ -27,15 +27,15 @@ from jdist._errors import requirement
 from jdist.pipeline.plan.cuts import Cuts, cuts_of
 from jdist.pipeline.plan.dynamic_program import (
     ANY,
-    Column,
+    DynamicProgram,
     Level,
     Machine,
-    Programme,
+    SpanSeconds,
     spans,
 )
-from jdist.pipeline.plan.layer_profile import Profile
 from jdist.pipeline.plan.plan import Plan, PlannedStage
-from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.plan.profile import Profile
+from jdist.pipeline.schedule.actions import check_counts
 
 
 def partition(
@@ -89,7 +89,7 @@ def partition(
         raise ValueError(requirement("partition(memory=...)", rule, memory))
     cuts = cuts_of(profile)
     planner = Planner(cuts, levels, memory)
-    bottleneck = float(planner.programme().best[0, -1, -1])
+    bottleneck = float(planner.program().best[0, -1, -1])
     total = math.prod(level.workers for level in levels)
     if not bottleneck < math.inf:
         rule = f"must allow a plan for all {total} workers"
@@ -107,7 +107,7 @@ def partition(
 
 
 class Planner:
-    """The programmes of all levels: solved when they are wanted, and once.
+    """The programs of all levels: solved when they are wanted, and once.
 
     With a memory limit a level inside is solved for each number of workers that may
     come after it, since they decide what is in flight; without one, only once.
@@ -117,16 +117,16 @@ class Planner:
         self, cuts: Cuts, levels: Sequence[Level], memory: float | None
     ) -> None:
         self.cuts, self.levels, self.memory = cuts, levels, memory
-        self._solved: dict[tuple[int, Fraction], Programme] = {}
+        self._solved: dict[tuple[int, Fraction], DynamicProgram] = {}
 
-    def programme(self, depth: int = -1, after: Fraction = ANY) -> Programme:
-        """Of one level, with so many workers after it; see `Programme`."""
+    def program(self, depth: int = -1, after: Fraction = ANY) -> DynamicProgram:
+        """Of one level, with so many workers after it; see `DynamicProgram`."""
         depth %= len(self.levels)
         key = (depth, after)
         if key not in self._solved:
             level, whole = self.levels[depth], depth == len(self.levels) - 1
             machine = self._inside(depth) if depth else self._worker()
-            made = Programme(self.cuts, level, machine, after, whole=whole)
+            made = DynamicProgram(self.cuts, level, machine, after, whole=whole)
             self._solved[key] = made
         return self._solved[key]
 
@@ -145,14 +145,14 @@ class Planner:
           end: Of the span.
           machines: The ranks of each of the machines, alike, that share the span.
           depth: The level whose workers they have.
-          after: As in `programme`.
+          after: As in `program`.
         """
         depth %= len(self.levels)
-        programme, taken = self.programme(depth, after), 0
-        for stage in programme.stages(begin, end):
+        program, taken = self.program(depth, after), 0
+        for stage in program.stages(begin, end):
             wanted = slice(taken, taken + stage.workers)
             taken += stage.workers
-            count = programme.level.workers
+            count = program.level.workers
             parts = [part for m in machines for part in _divided(m, count)[wanted]]
             if depth:
                 later = self._later(depth, stage.after)
@@ -168,9 +168,9 @@ class Planner:
         return after * self.levels[depth - 1].workers if limited else ANY
 
     def _inside(self, depth: int) -> Machine:
-        def machine(cases: Sequence[Fraction]) -> Column:
+        def machine(cases: Sequence[Fraction]) -> SpanSeconds:
             tables = [
-                self.programme(depth - 1, self._later(depth, case)).best[:, -1]
+                self.program(depth - 1, self._later(depth, case)).best[:, -1]
                 for case in cases
             ]
             return lambda end: np.stack([table[:, end] for table in tables])
@@ -183,7 +183,7 @@ class Planner:
         # What a stage takes from those before is kept there for its backward pass.
         held += self.cuts.output_bytes[:, None]
 
-        def machine(cases: Sequence[Fraction]) -> Column:
+        def machine(cases: Sequence[Fraction]) -> SpanSeconds:
             in_flight = np.array([math.ceil(1 + case) for case in cases])[:, None]
 
             def column(end: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from jdist._errors import Unavailable, extra, requirement
-from jdist.pipeline.plan.layer_profile import Profile
+from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.simulate.costs import Costs

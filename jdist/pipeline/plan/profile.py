@@ -1,129 +1,217 @@
-"""Measuring a model's layers: the profile that a plan is made from."""
+"""A model's profile: what each layer costs, and which layer feeds which.
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+The text form is PipeDream's, so that published profiles can be read and profiles
+written here can be planned there:
 
-import jax
-import jax.numpy as jnp
+    node1 -- Linear(10, 10) -- forward_compute_time=0.021, backward_compute_time=0.043,
+        activation_size=800.0, parameter_size=440.000          (on one line)
+    \tnode1 -- node2
+
+Times are milliseconds, sizes bytes.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact
-from jdist.pipeline.plan.layer_profile import Layer, Profile
-from jdist.pipeline.schedule.program import check_counts
-from jdist.pipeline.stages.module import Module, outputs_by_name
-from jdist.pipeline.stages.stage import Stage
+
+_COSTS = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "activation_size",
+    "parameter_size",
+)
+_LAYER = re.compile(
+    r"(?P<name>\S+) -- (?P<description>.*) -- "
+    + ", ".join(rf"{cost}=(?P<{cost}>[^,]+?)" for cost in _COSTS)
+    + r"(?: -- stage_id=(?P<stage>\d+))?"
+)
+_EDGE = re.compile(r"\t\s*(\S+) -- (\S+)")
 
 
-def profile(
-    layers: Sequence[Module],
-    batch: Mapping[str, Any],
-    *,
-    repeats: int = 10,
-    key: Any = None,
-) -> Profile:
-    """Runs every layer on its own, forward and backward, and writes down what it costs.
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer costs for one micro-batch.
 
-    Each is compiled into the two halves in which a pipeline runs it, warmed up, and
-    timed until its results are there; the median counts. It runs where its parameters
-    and inputs are, as in training: with its state, and with a key if it takes one.
+    Attributes:
+      name: Unique within the profile.
+      description: For people; "Input..." marks an input, which costs nothing.
+      forward: Seconds.
+      backward: Seconds.
+      activation_bytes: Of its outputs, one number each.
+      parameter_bytes: Of its parameters.
+      stage: Where a plan put it; None: nowhere yet.
+    """
 
-    Args:
-      layers: In an order in which they can run. A value may be read by several, and
-        written again: the newest counts, so that a chain needs no names.
-      batch: The values that the first layers read: one micro-batch, of any pytrees.
-      repeats: Timed runs of each half.
-      key: A PRNG key for the layers that take one; by default that of 0.
+    name: str
+    description: str
+    forward: float
+    backward: float
+    activation_bytes: tuple[float, ...]
+    parameter_bytes: float
+    stage: int | None = None
 
-    Returns:
-      Seconds, bytes of each output, bytes of parameters, and an edge from each layer
-      (or input) to those that read what it wrote.
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def output_bytes(self) -> float:
+        """Of all outputs together."""
+        return sum(self.activation_bytes)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Layers and the edges between them.
+
+    Attributes:
+      layers: In any order.
+      edges: Pairs of names: the first feeds the second.
 
     Raises:
-      ValueError: There are no layers, two have one name, one reads a value that nobody
-        wrote, or gives another number of outputs than it names.
+      ValueError: A name occurs twice or has blanks, an edge names no layer, layers feed
+        each other in a circle, or a cost is negative or NaN.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> dense = lambda w, x: jnp.tanh(x @ w)
-      >>> first = Module("a", dense, jnp.ones((3, 4)))
-      >>> second = Module("b", dense, jnp.ones((4, 2)))
-      >>> found = profile([first, second], {"x": jnp.ones((5, 3))})
-      >>> found["b"].activation_bytes, found["b"].parameter_bytes, found.edges
-      ((40.0,), 32.0, (('input_x', 'a'), ('a', 'b')))
+      >>> first = Layer("a", "Linear(10, 10)", 1e-3, 2e-3, (800.0,), 440.0)
+      >>> second = Layer("b", "ReLU()", 1e-4, 1e-4, (800.0,), 0.0)
+      >>> profile = Profile((first, second), (("a", "b"),))
+      >>> print(profile.to_text(), end="")
+      a -- Linear(10, 10) -- forward_compute_time=1.000, backward_compute_time=2.000,
+          activation_size=800.0, parameter_size=440.000
+      b -- ReLU() -- forward_compute_time=0.100, backward_compute_time=0.100,
+          activation_size=800.0, parameter_size=0.000
+      <BLANKLINE>
+          a -- b
     """
-    check_counts("profile", repeats=repeats)
-    if not layers:
-        raise ValueError(
-            requirement("profile(layers=...)", "must not be empty", "none")
-        )
-    key = jax.random.key(0) if key is None else key
-    values = {name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()}
-    writer = {name: f"input_{name}" for name in values}
-    found = [
-        Layer(writer[name], f"Input: {name}", 0.0, 0.0, (0.0,), 0.0) for name in values
-    ]
+
+    layers: tuple[Layer, ...]
+    edges: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        """Checks names and costs."""
+        names = [layer.name for layer in self.layers]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            rule = "must have different names"
+            raise ValueError(requirement("Profile(layers=...)", rule, repeated))
+        for layer in self.layers:
+            costs = (layer.seconds, layer.output_bytes, layer.parameter_bytes)
+            values = (layer.forward, layer.backward, *layer.activation_bytes, *costs)
+            if not all(value >= 0 for value in values):
+                rule = "must have costs of at least 0"
+                raise ValueError(requirement("Profile(layers=...)", rule, layer))
+        known = set(names)
+        spaced = [name for name in names if not re.fullmatch(r"\S+", name)]
+        if spaced:
+            rule = "must have names without blanks"
+            raise ValueError(requirement("Profile(layers=...)", rule, spaced))
+        for edge in self.edges:
+            if not known >= set(edge):
+                rule = "must join two of its layers"
+                raise ValueError(requirement("Profile(edges=...)", rule, edge))
+        try:
+            _ = self.order
+        except CycleError as error:
+            rule = "must not lead in a circle"
+            circle = " -> ".join(error.args[1])
+            raise ValueError(requirement("Profile(edges=...)", rule, circle)) from None
+
+    @classmethod
+    def chain(cls, layers: Sequence[Layer]) -> "Profile":
+        """Layers that feed each other one by one."""
+        names = [layer.name for layer in layers]
+        return cls(tuple(layers), tuple(pairwise(names)))
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Names, each after all that feed it; the order of `layers` decides ties."""
+        before: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
+        for source, target in self.edges:
+            before[target].append(source)
+        return tuple(TopologicalSorter(before).static_order())
+
+    def __getitem__(self, name: str) -> Layer:
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    def to_text(self) -> str:
+        """PipeDream's format. Times are rounded to a microsecond, as there."""
+        return "".join([*map(_line, self.layers), *map(_edge, self.edges)])
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the text to a file."""
+        Path(path).write_text(self.to_text())
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Reads a profile in PipeDream's format.
+
+    Raises:
+      ValueError: A line is neither a layer nor an edge, names its number; or the
+        profile is refused by `Profile`.
+    """
+    layers: list[Layer] = []
     edges: list[tuple[str, str]] = []
-    for module in layers:
-        missing = [name for name in module.inputs if name not in values]
-        if missing:
-            rule = f"must write {missing[0]!r} before {module.name!r} reads it"
-            raise ValueError(requirement("profile(layers=...)", rule, sorted(values)))
-        inputs = [values[name] for name in module.inputs]
-        layer, outputs = _measured(module, inputs, key, repeats)
-        sources = dict.fromkeys(writer[name] for name in module.inputs)
-        edges += [(source, module.name) for source in sources]
-        values |= outputs
-        writer |= dict.fromkeys(module.outputs, module.name)
-        found.append(layer)
-    return Profile(tuple(found), tuple(edges))
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        edge = _EDGE.fullmatch(line)
+        layer = None if edge else _LAYER.fullmatch(line)
+        if edge:
+            edges.append((edge[1], edge[2]))
+        elif layer:
+            layers.append(_layer(layer, number))
+        elif line.strip():
+            rule = f"must have a layer or an edge in line {number}"
+            raise ValueError(requirement("load_profile(path=...)", rule, line))
+    return Profile(tuple(layers), tuple(edges))
 
 
-def _measured(
-    module: Module, inputs: Sequence[Any], key: Any, repeats: int
-) -> tuple[Layer, dict[str, Any]]:
-    stage = Stage(
-        module.fn,
-        [str(number) for number in range(len(inputs))],
-        stateful=module.state is not None,
-        keyed=module.keyed,
-    )
-    # Layers of one factory share code: each is compiled on purpose.
-    halves = stage.compiled(frozenset(), ("profile", module.name))
-    given = (module.params, module.state, tuple(inputs), key if module.keyed else None)
-    (returned, _), residuals = halves.forward(*given)
-    call = f"profile(layers=...), {module.name!r}"
-    outputs = outputs_by_name(call, module.outputs, returned)
-    ones = jax.tree.map(lambda y: y if is_inexact(y) else None, returned)
-    cotangents = (ones, None)  # none flows into the state
-    forward = _seconds(lambda: halves.forward(*given), repeats)
-    backward = _seconds(
-        lambda: halves.backward(module.params, residuals, cotangents), repeats
-    )
-    return (
-        Layer(
-            module.name,
-            getattr(module.fn, "__qualname__", type(module.fn).__name__),
-            forward,
-            backward,
-            tuple(float(_nbytes(output)) for output in outputs.values()),
-            float(_nbytes(module.params)),
-        ),
-        outputs,
+def _layer(found: re.Match[str], number: int) -> Layer:
+    try:
+        forward, backward, parameters = (float(found[_COSTS[i]]) for i in (0, 1, 3))
+        outputs = found["activation_size"].strip("[]").split("; ")
+        activations = tuple(float(size) for size in outputs)
+    except ValueError as error:
+        rule = f"must have numbers in line {number}"
+        raise ValueError(
+            requirement("load_profile(path=...)", rule, str(error))
+        ) from None
+    stage = None if found["stage"] is None else int(found["stage"])
+    return Layer(
+        found["name"],
+        found["description"],
+        forward / 1e3,
+        backward / 1e3,
+        activations,
+        parameters,
+        stage,
     )
 
 
-def _seconds(run: Callable[[], Any], repeats: int) -> float:
-    """The median of `repeats` runs, after one that compiles."""
-    jax.block_until_ready(run())
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def _line(layer: Layer) -> str:
+    sizes = "; ".join(f"{size:.1f}" for size in layer.activation_bytes)
+    if len(layer.activation_bytes) != 1:
+        sizes = f"[{sizes}]"
+    stage = "" if layer.stage is None else f" -- stage_id={layer.stage}"
+    description = layer.description.replace("\n", "")
+    costs = (
+        f"forward_compute_time={layer.forward * 1e3:.3f}, "
+        f"backward_compute_time={layer.backward * 1e3:.3f}, "
+        f"activation_size={sizes}, parameter_size={layer.parameter_bytes:.3f}"
+    )
+    return f"{layer.name} -- {description} -- {costs}{stage}\n"
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+def _edge(edge: tuple[str, str]) -> str:
+    return f"\t{edge[0]} -- {edge[1]}\n"

@@ -14,7 +14,7 @@ ROUND_TRIPS = 20
 """Questions to another clock; the answer that came soonest counts."""
 
 
-class Stopwatch:
+class ActionTimer:
     """What a timed step notes of the workers of this process.
 
     An action ends when all that it computes is there. To see that, its worker waits for

@@ -78,7 +78,7 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
         got = f"one for {schedule.stages}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
     schedule.validate()
-    if schedule.forward_only or schedule.updates is not None:
+    if schedule.forward_only or schedule.update_policy is not None:
         rule = "must have a backward pass for each forward pass, and a flush"
         raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
     for number, workers in enumerate(schedule.placement):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.stages.shapes import describe
+from jdist.pipeline.run.shapes import describe
 
 Entries = tuple[list[int], Any]
 """Numbers of micro-batches, and a tree whose leaves have an entry for each of them."""

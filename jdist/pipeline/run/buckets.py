@@ -1,7 +1,7 @@
 """A stage's gradient in buckets, for its workers to add up.
 
 When a worker's last backward pass of a stage is done, its sum leaves for the stage's
-other workers in several parcels, while the worker goes on with other stages. Each
+other workers in several messages, while the worker goes on with other stages. Each
 bucket is added up as soon as it is there from everybody; the next ones are still under
 way.
 """

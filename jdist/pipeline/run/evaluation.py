@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import Post
+from jdist.pipeline.run.stage_channels import StageChannels
 from jdist.pipeline.run.stage_run import StageRun, fold
 from jdist.pipeline.run.step import Step
-from jdist.pipeline.run.transfer_log import Passage
+from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import Wiring
+from jdist.pipeline.stages.wiring import StageWiring
 
 
 class Evaluation(NamedTuple):
@@ -106,7 +106,7 @@ class Evaluator:
       loss: The loss function.
     """
 
-    def __init__(self, wiring: Wiring, places: Places, loss: PipelineLoss) -> None:
+    def __init__(self, wiring: StageWiring, places: Places, loss: PipelineLoss) -> None:
         self._wiring = wiring
         self._places = places
         self._loss = loss
@@ -114,24 +114,26 @@ class Evaluator:
 
     def run(
         self,
-        post: Post,
+        channels: StageChannels,
         runs: Mapping[tuple[int, int], StageRun],
         parts: Sequence[MicroBatch],
         read: tuple[str, ...],
         outputs: bool,
-    ) -> tuple[list[Passage], Evaluation]:
+    ) -> tuple[list[Transfer], Evaluation]:
         """What was sent, and what was found; see `Step` and `Pipeline.evaluate`."""
         if len(parts) not in self._forward:
             self._forward[len(parts)] = forward_places(self._places, len(parts))
         places = self._forward[len(parts)]
-        step = EvaluationStep(self._wiring, places, runs, post, self._loss, read, parts)
+        step = EvaluationStep(
+            self._wiring, places, runs, channels, self._loss, read, parts
+        )
         step.kept = {} if outputs else None
         step.run()
         examples = sum(len(part.weights) for part in parts)
         weight = sum(part.given for part in parts)
         loss, aux, _ = step.agree({}, step.kept)
         found = Evaluation(loss, examples, weight, step.outputs(), aux)
-        return step.passages, found
+        return step.transfers, found
 
 
 def forward_places(places: Places, micro_batches: int) -> Places:

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jdist._errors import requirement
 from jdist.pipeline.run.action_timer import clock_offset
 from jdist.pipeline.run.places import Places, places_on
-from jdist.pipeline.run.stage_channels import InProcessPost, Post, ending
-from jdist.pipeline.run.worker_channels import CLOCK, WorkerPost, mailbox_of
+from jdist.pipeline.run.stage_channels import InProcessChannels, StageChannels, ending
+from jdist.pipeline.run.worker_channels import CLOCK, WorkerChannels, mailbox_of
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.rpc.base import current
 from jdist.rpc.calls.agent import Agent
@@ -37,10 +37,10 @@ class Executor(Protocol):
         """Whether all workers are in this process."""
 
     @property
-    def last(self) -> Post | None:
+    def last(self) -> StageChannels | None:
         """The last call that was begun."""
 
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """Begins a call that all processes of the pipeline make; see `Opened`.
 
         Args:
@@ -76,12 +76,12 @@ class InProcess:
 
     def __init__(self, places: Places) -> None:
         self.places = places
-        self.last: Post | None = None
+        self.last: StageChannels | None = None
         self._calls = itertools.count()
 
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Executor`."""
-        self.last = InProcessPost(self.places.devices, next(self._calls))
+        self.last = InProcessChannels(self.places.devices, next(self._calls))
         return ending(self.last)
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
@@ -117,26 +117,26 @@ class Workers:
         self._leader = min(schedule.placement[0])
         self._about = about
         self._pipeline = mailbox_of(agent).new_pipeline(names)
-        self.last: Post | None = None
+        self.last: StageChannels | None = None
         self._calls = itertools.count()
         self._met = False
 
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[Post]:
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
         """See `Executor`."""
         if not self._met:
             self._meet()
             self._met = True
         address = (self._pipeline, next(self._calls))
         own = self.places.own[0]
-        self.last = WorkerPost(
+        self.last = WorkerChannels(
             self._agent, self._names, own, self._leader, address, kind
         )
         return ending(self.last)
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """See `Executor`."""
-        with self.opened(purpose) as post:
-            return post.agree(value)
+        with self.opened(purpose) as channels:
+            return channels.agree(value)
 
     def clock_offset(self) -> float:
         """See `Executor`."""

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from jdist._fit import check_save_every, fitted, pair
-from jdist.pipeline.checkpoint import Checkpoints
+from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.training import Metrics, PipelineState
 
@@ -17,7 +17,7 @@ def fit(
     batches: Iterable[Any],
     *,
     total: int | None = None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: PipelineCheckpoints | None = None,
     save_every: int = 1000,
     console: Console | None = None,
 ) -> tuple[PipelineState, list[Metrics]]:
@@ -42,8 +42,8 @@ def fit(
 
     Raises:
       ValueError: `save_every` is less than 1.
-      Exception: What `train_step` and `Checkpoints.save` raise; and what `batches`
-        raises, which is then raised on all workers. They must end alike, too.
+      Exception: What `train_step` and `PipelineCheckpoints.save` raise; and what
+        `batches` raises, which is then raised on all workers. They must end alike, too.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,14 +59,14 @@ def fit(
       >>> state.step, round(pipeline.over_epoch(found).loss, 3)
       (3, 9.844)
     """
-    with pipe.executor.opened("fit") as post:
+    with pipe.executor.opened("fit") as channels:
         check_save_every(save_every)
         saves = save_every if checkpoints is not None else 0
-        post.identify(None, {"save_every": saves})
+        channels.identify(None, {"save_every": saves})
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         supply = iter(batches)
-        post.agree(None)
+        channels.agree(None)
     return fitted(
         pipe.train_step,
         state,

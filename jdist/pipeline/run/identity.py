@@ -22,7 +22,7 @@ SAMPLE = 1024
 """Elements of an array that its checksum covers, so that its cost has a bound."""
 
 
-class Identity(NamedTuple):
+class CallIdentity(NamedTuple):
     """What a call is; equal on all workers that make it together.
 
     Attributes:
@@ -56,7 +56,7 @@ class Identity(NamedTuple):
         given = ", ".join(f"{name}={value}" for name, value in self.settings.items())
         return f"{text} ({given})" if given else text
 
-    def check(self, name: str, other: "Identity", name_of_other: str) -> None:
+    def check(self, name: str, other: "CallIdentity", name_of_other: str) -> None:
         """Refuses to work with a worker that does something else.
 
         Args:
@@ -85,11 +85,11 @@ class Identity(NamedTuple):
 
 
 def sized(
-    identity: Identity,
+    identity: CallIdentity,
     batches: Iterable[Mapping[str, Any]],
     parts: Sequence[MicroBatch],
     key: Any = None,
-) -> Identity:
+) -> CallIdentity:
     """The identity of a call with the data that it works on.
 
     Args:
@@ -102,7 +102,7 @@ def sized(
       >>> from jdist.pipeline.run.micro_batch import split_batch
       >>> batch = {"x": np.arange(5.0)}
       >>> parts = split_batch(batch, None, 2, "mean")
-      >>> made = sized(Identity("evaluate"), [batch], parts)
+      >>> made = sized(CallIdentity("evaluate"), [batch], parts)
       >>> str(made), list(made.checksums)
       ('evaluate with 5 examples in 2 micro-batches', ["entry 'x'", 'weights'])
     """

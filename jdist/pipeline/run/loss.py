@@ -13,7 +13,7 @@ from jdist._compat import trace, without_unread
 from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
 from jdist.pipeline.run.stage_channels import moved
-from jdist.pipeline.stages.array_spec import Kind, is_kind, kinds_of
+from jdist.pipeline.stages.array_spec import ArraySpec, is_spec, specs_of
 from jdist.reduction import Partial
 from jdist.segment._cache import PATIENCE_WITH_MODELS, VERSIONS, Cache
 from jdist.segment._contents import Contents
@@ -64,7 +64,7 @@ class _Compiled:
         unread: Mapping[str, Any],
     ) -> LossPasses:
         """See `PipelineLoss.passes`."""
-        leaves, structure = jax.tree.flatten(unread, is_leaf=is_kind)
+        leaves, structure = jax.tree.flatten(unread, is_leaf=is_spec)
         options = (names, kind, has_aux, tuple(leaves), structure)
         made = self._passes.get(options)
         if made is None:
@@ -156,7 +156,7 @@ class PipelineLoss:
           read: What `entries_read` found.
         """
         unread = {
-            name: kinds_of(entry) for name, entry in batch.items() if name not in read
+            name: specs_of(entry) for name, entry in batch.items() if name not in read
         }
 
         def passes() -> LossPasses:
@@ -214,7 +214,7 @@ def _compiled(
     names: tuple[str, ...],
     kind: str,
     has_aux: bool,
-    unread: list[Kind],
+    unread: list[ArraySpec],
     structure: Any,
 ) -> LossPasses:
     def losses_of(values: Any, entries: Any, weights: Any) -> tuple[jax.Array, Any]:

@@ -15,7 +15,7 @@ from jdist._errors import requirement
 from jdist.pipeline.run.micro_batch import MicroBatch
 
 
-class Parcel(NamedTuple):
+class MessageTag(NamedTuple):
     """What tells a value under way from all others of its step.
 
     Attributes:
@@ -38,7 +38,7 @@ class Parcel(NamedTuple):
     sender: int
 
 
-class Post(Protocol):
+class StageChannels(Protocol):
     """One call that all workers make: brings values to the workers that take them.
 
     Attributes:
@@ -70,16 +70,16 @@ class Post(Protocol):
           Exception: Another worker has refused the call, or was given something else.
         """
 
-    def put(self, parcel: Parcel, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
         """Sends a value to a worker; does not wait until it is there."""
 
-    def has(self, parcel: Parcel, worker: int) -> bool:
+    def has(self, tag: MessageTag, worker: int) -> bool:
         """Whether it has arrived at that worker, which is one of this process."""
 
-    def take(self, parcel: Parcel, worker: int) -> Any:
+    def take(self, tag: MessageTag, worker: int) -> Any:
         """The value, which is not kept."""
 
-    def wait(self, waiting: Mapping[Parcel, str]) -> None:
+    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
         """Returns once something has arrived that was not there before.
 
         Args:
@@ -107,27 +107,27 @@ class Post(Protocol):
         """The call is over here; if it failed before `agree`, the others are told."""
 
 
-Opened = Callable[[str], contextlib.AbstractContextManager[Post]]
+Opened = Callable[[str], contextlib.AbstractContextManager[StageChannels]]
 """Begins a call of that kind. What is raised inside is raised on all workers, until
 they have agreed."""
 
 
-def receive(post: Post, parcel: Parcel, worker: int, purpose: str) -> Any:
+def receive(channels: StageChannels, tag: MessageTag, worker: int, purpose: str) -> Any:
     """Waits for a value and takes it.
 
-    Raises: what `Post.wait` raises.
+    Raises: what `StageChannels.wait` raises.
     """
-    while not post.has(parcel, worker):
-        post.wait({parcel: purpose})
-    return post.take(parcel, worker)
+    while not channels.has(tag, worker):
+        channels.wait({tag: purpose})
+    return channels.take(tag, worker)
 
 
-class InProcessPost:
+class InProcessChannels:
     """All workers are in this process: a value is there as soon as it is sent.
 
     Args:
       devices: Of each worker; None for wherever values are.
-      number: See `Post`.
+      number: See `StageChannels`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class InProcessPost:
         self.number = number
         self.failed = False
         self._devices = devices
-        self._arrived: dict[tuple[Parcel, int], Any] = {}
+        self._arrived: dict[tuple[MessageTag, int], Any] = {}
 
     def identify(
         self,
@@ -146,21 +146,21 @@ class InProcessPost:
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
-        """See `Post`: there is no other process to compare with."""
+        """See `StageChannels`: there is no other process to compare with."""
 
-    def put(self, parcel: Parcel, worker: int, value: Any) -> None:
-        """See `Post`."""
-        self._arrived[parcel, worker] = moved(value, self._devices[worker])
+    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+        """See `StageChannels`."""
+        self._arrived[tag, worker] = moved(value, self._devices[worker])
 
-    def has(self, parcel: Parcel, worker: int) -> bool:
-        """See `Post`."""
-        return (parcel, worker) in self._arrived
+    def has(self, tag: MessageTag, worker: int) -> bool:
+        """See `StageChannels`."""
+        return (tag, worker) in self._arrived
 
-    def take(self, parcel: Parcel, worker: int) -> Any:
-        """See `Post`."""
-        return self._arrived.pop((parcel, worker))
+    def take(self, tag: MessageTag, worker: int) -> Any:
+        """See `StageChannels`."""
+        return self._arrived.pop((tag, worker))
 
-    def wait(self, waiting: Mapping[Parcel, str]) -> None:
+    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
         """No other process is there to send anything.
 
         Raises:
@@ -171,29 +171,29 @@ class InProcessPost:
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
     def agree(self, value: Any, computed: Any = None) -> list[Any]:
-        """See `Post`; does not wait for arrays, which one process need not."""
+        """See `StageChannels`; does not wait for arrays, which one process need not."""
         return [value]
 
     def end(self, error: BaseException | None) -> None:
-        """See `Post`."""
+        """See `StageChannels`."""
         self.failed = error is not None
         self._arrived.clear()
 
 
 @contextlib.contextmanager
-def ending(post: Post) -> Iterator[Post]:
+def ending(channels: StageChannels) -> Iterator[StageChannels]:
     """Ends a call with the error that the block raises, or without."""
     try:
-        yield post
+        yield channels
     except BaseException as error:
-        post.end(error)
+        channels.end(error)
         raise
-    post.end(None)
+    channels.end(None)
 
 
-def alone(kind: str) -> contextlib.AbstractContextManager[Post]:
+def alone(kind: str) -> contextlib.AbstractContextManager[StageChannels]:
     """An `Opened` for a process that shares its calls with no other."""
-    return ending(InProcessPost())
+    return ending(InProcessChannels())
 
 
 def moved(value: Any, device: jax.Device | None) -> Any:

@@ -19,7 +19,7 @@ from jdist.reduction import Partial
 from jdist.segment import Deferred, Segment
 
 
-class Share(NamedTuple):
+class MicroBatchShare(NamedTuple):
     """What a micro-batch counts for in the gradient of the batch.
 
     Attributes:
@@ -69,7 +69,7 @@ class StageRun:
         self._add: Callable[..., Partial] = _ADD[kind]
         self._residuals: dict[int, Any] = {}
         self._returns: Callable[..., Any] = tuple
-        self._rests: dict[int, tuple[Any, Share]] = {}
+        self._rests: dict[int, tuple[Any, MicroBatchShare]] = {}
         self._deferred: dict[int, Deferred] = {}
         self._partial: Partial | None = None
 
@@ -114,7 +114,11 @@ class StageRun:
         return self._stage.named(returned)
 
     def backward(
-        self, micro: int, cotangents: Mapping[str, Any], share: Share, split: bool
+        self,
+        micro: int,
+        cotangents: Mapping[str, Any],
+        share: MicroBatchShare,
+        split: bool,
     ) -> dict[str, Any]:
         """The cotangents of the inputs by name, None where none flows.
 
@@ -142,7 +146,7 @@ class StageRun:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
 
-    def _begun(self, share: Share, d_outputs: Any) -> Partial | None:
+    def _begun(self, share: MicroBatchShare, d_outputs: Any) -> Partial | None:
         """What the gradient grows from; None if there is nothing to add it to."""
         if self._single:
             return None
@@ -214,7 +218,9 @@ def fold(key: Any, number: Any) -> Any:
     return jax.random.fold_in(key, number)
 
 
-def added(kind: str, so_far: Partial | None, d_params: Any, share: Share) -> Partial:
+def added(
+    kind: str, so_far: Partial | None, d_params: Any, share: MicroBatchShare
+) -> Partial:
     """The gradient with another micro-batch's; earlier ones come first in the sum."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
     if so_far is not None:

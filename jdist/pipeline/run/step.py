@@ -17,19 +17,19 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.auxiliary import merged, stacked
 from jdist.pipeline.run.buckets import buckets_of, whole
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatches
 from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.replica_state import joined_state
-from jdist.pipeline.run.stage_channels import Parcel, Post, moved, receive
-from jdist.pipeline.run.stage_run import Share, StageRun, join
-from jdist.pipeline.run.transfer_log import Passage, size_of
+from jdist.pipeline.run.shapes import entry_of
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, moved, receive
+from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
+from jdist.pipeline.run.transfer_log import Transfer, size_of
 from jdist.pipeline.schedule.actions import Action
-from jdist.pipeline.stages.shapes import entry_of
-from jdist.pipeline.stages.wiring import BATCH, Wiring
+from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
 
 
@@ -40,33 +40,33 @@ class Step:
       wiring: Which value goes where.
       places: Who runs which stage for which micro-batch, and on what device.
       runs: By worker and stage, of the workers of this process.
-      post: Brings values to other stages.
+      channels: Brings values to other stages.
       loss: The loss function; it runs where the last stage runs.
       read: The entries of the batch that the loss reads.
       parts: The micro-batches.
 
     Attributes:
-      passages: What was sent from here, in order.
+      transfers: What was sent from here, in order.
       losses: Of the workers of this process that run the last stage, so far.
     """
 
     def __init__(
         self,
-        wiring: Wiring,
+        wiring: StageWiring,
         places: Places,
         runs: Mapping[tuple[int, int], StageRun],
-        post: Post,
+        channels: StageChannels,
         loss: PipelineLoss,
         read: tuple[str, ...],
         parts: MicroBatches,
     ) -> None:
-        self.passages: list[Passage] = []
+        self.transfers: list[Transfer] = []
         self.losses: dict[int, Partial] = {}
         self._aux: dict[int, Any] = {}
         self._wiring = wiring
         self._places = places
         self._runs = runs
-        self._post = post
+        self._channels = channels
         self._loss = loss
         self._read = read
         self._parts = parts
@@ -80,17 +80,17 @@ class Step:
             for worker, stage in runs
         }
 
-    def run(self, stopwatch: Stopwatch | None = None) -> None:
+    def run(self, action_timer: ActionTimer | None = None) -> None:
         """Does all actions of this process's workers, each worker's in its order.
 
         Args:
-          stopwatch: Times each of them.
+          action_timer: Times each of them.
 
         Raises:
           ValueError: The workers wait for each other.
         """
-        if stopwatch is not None:
-            stopwatch.clear()
+        if action_timer is not None:
+            action_timer.clear()
         lists = {worker: self._actions(worker) for worker in self._places.own}
         while True:
             moved_on, left = False, False
@@ -101,26 +101,26 @@ class Step:
                         break
                     actions.advance()
                     with _naming(worker, action):
-                        if stopwatch is None:
+                        if action_timer is None:
                             self._do(worker, action)
                         else:
                             do = functools.partial(self._do, worker, action)
-                            stopwatch.time(worker, action, do, self._runs)
+                            action_timer.time(worker, action, do, self._runs)
                     moved_on = True
             if not left:
                 return
             if not moved_on:
                 waiting = self._waiting(lists)
                 if waiting:  # Else it came since it was looked for.
-                    self._post.wait(waiting)
+                    self._channels.wait(waiting)
 
     def _actions(self, worker: int) -> "Actions":
         """What a worker of this process does."""
         return ListedActions(self._places.schedule.actions(worker))
 
-    def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[Parcel, str]:
+    def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[MessageTag, str]:
         """What the next actions wait for; nothing if one of them need not."""
-        waiting: dict[Parcel, str] = {}
+        waiting: dict[MessageTag, str] = {}
         for worker, actions in lists.items():
             action = actions.next()
             if action is None:
@@ -131,13 +131,11 @@ class Step:
             waiting |= dict.fromkeys(missing, str(action))
         return waiting
 
-    def _missing(self, worker: int, action: Action) -> list[Parcel]:
+    def _missing(self, worker: int, action: Action) -> list[MessageTag]:
         if action.kind == "W":
             return []
         needed = self._needed_forward if action.kind == "F" else self._taken_by
-        return [
-            parcel for parcel in needed(action) if not self._post.has(parcel, worker)
-        ]
+        return [tag for tag in needed(action) if not self._channels.has(tag, worker)]
 
     def _do(self, worker: int, action: Action) -> Any:
         """Starts an action; what it computes beside what its stage keeps."""
@@ -183,31 +181,31 @@ class Step:
         for number, bucket in enumerate(buckets_of(own)):
             found = {worker: bucket}
             for other in replicas:
-                parcel = Parcel("G", number, "", stage, other)
-                found[other] = self._last(worker, parcel)
+                tag = MessageTag("G", number, "", stage, other)
+                found[other] = self._last(worker, tag)
             sums.append(run.joined(found))
         return run.finished(whole(sums, own), unrounded)
 
     def agree(
-        self, news: Mapping[int, Any], computed: Any
+        self, stats: Mapping[int, Any], computed: Any
     ) -> tuple[Any, Any, list[Any]]:
         """Ends the step on all workers, or on none.
 
         Args:
-          news: What each stage of this process has to tell all workers.
-          computed: What the step leaves behind; see `Post.agree`.
+          stats: What each stage of this process has to tell all workers.
+          computed: What the step leaves behind; see `StageChannels.agree`.
 
         Returns:
           The loss of the whole batch, over all workers that run the last stage; the
-          auxiliary outputs of its micro-batches; and the news of every stage that has
+          auxiliary outputs of its micro-batches; and the stats of every stage that has
           some, in order.
 
-        Raises: what `Post.agree` raises.
+        Raises: what `StageChannels.agree` raises.
         """
         here = self._places.devices[self._places.own[0]]
         # Those of several workers of the last stage are on several devices.
-        mine = self.losses, news, stacked(moved(self._aux, here), jnp.stack)
-        told = self._post.agree(mine, (mine, computed))
+        mine = self.losses, stats, stacked(moved(self._aux, here), jnp.stack)
+        told = self._channels.agree(mine, (mine, computed))
         losses: dict[int, Partial] = {}
         stages: dict[int, Any] = {}
         entries = []
@@ -226,8 +224,8 @@ class Step:
         buckets = buckets_of(self._runs[worker, stage].partial()) if replicas else []
         for number, bucket in enumerate(buckets):
             for other in replicas:
-                parcel = Parcel("G", number, "", stage, worker)
-                self._post.put(parcel, other, bucket)
+                tag = MessageTag("G", number, "", stage, worker)
+                self._channels.put(tag, other, bucket)
 
     def states(self, totals: Sequence[float]) -> dict[int, Any]:
         """What the stages of this process are left with, over all their workers.
@@ -239,7 +237,7 @@ class Step:
             if run.state is None:
                 continue
             for other in self._replicas(worker, stage):
-                self._post.put(self._state_of(worker, stage), other, run.state)
+                self._channels.put(self._state_of(worker, stage), other, run.state)
         found: dict[int, Any] = {}
         for (worker, stage), run in sorted(self._runs.items(), key=_place):
             replicas = self._replicas(worker, stage)
@@ -258,23 +256,22 @@ class Step:
             )
         return found
 
-    def _state_of(self, worker: int, stage: int) -> Parcel:
-        return Parcel("G", -1, "state", stage, worker)
+    def _state_of(self, worker: int, stage: int) -> MessageTag:
+        return MessageTag("G", -1, "state", stage, worker)
 
     def _replicas(self, worker: int, stage: int) -> list[int]:
         workers = sorted(self._places.schedule.placement[stage])
         return [other for other in workers if other != worker]
 
-    def _last(self, worker: int, parcel: Parcel) -> Any:
-        return receive(self._post, parcel, worker, "the end of the step")
+    def _last(self, worker: int, tag: MessageTag) -> Any:
+        return receive(self._channels, tag, worker, "the end of the step")
 
     # --- forward ---
 
     def _forward(self, worker: int, run: StageRun, action: Action) -> dict[str, Any]:
         _, stage, micro = action
         inputs = {
-            parcel.name: self._post.take(parcel, worker)
-            for parcel in self._inputs(action)
+            tag.name: self._channels.take(tag, worker) for tag in self._inputs(action)
         }
         for name in self._wiring.from_batch(stage):
             inputs[name] = self._entry(worker, micro, name, stage)
@@ -294,9 +291,9 @@ class Step:
         passes = self._loss.passes(part.batch, self._read)
         found, d_values, aux = passes.both(values, entries, part.weights)
         self._add_loss(worker, micro, found, aux)
-        share = Share(np.float32(0), part.total)
+        share = MicroBatchShare(np.float32(0), part.total)
         if self._loss.kind in ("max", "min"):
-            share = Share(found.value, found.weight)
+            share = MicroBatchShare(found.value, found.weight)
         for name in self._sources_of_loss:
             d_value = d_values[name]
             self._send_back(worker, micro, name, last, (d_value, share))
@@ -312,8 +309,8 @@ class Step:
         }
         for name, source in self._sources_of_loss.items():
             sender = self._places.worker(source, micro)
-            parcel = Parcel("F", micro, name, last, sender)
-            values[name] = self._post.take(parcel, worker)
+            tag = MessageTag("F", micro, name, last, sender)
+            values[name] = self._channels.take(tag, worker)
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
         return values, entries
 
@@ -332,9 +329,9 @@ class Step:
     ) -> None:
         _, stage, micro = action
         received: dict[str, list[Any]] = {}
-        for parcel in self._taken_by(action):
-            cotangent, share = self._post.take(parcel, worker)
-            received.setdefault(parcel.name, []).append(cotangent)
+        for tag in self._taken_by(action):
+            cotangent, share = self._channels.take(tag, worker)
+            received.setdefault(tag.name, []).append(cotangent)
         cotangents = {name: summed(parts) for name, parts in received.items()}
         d_inputs = run.backward(micro, cotangents, share, split)
         for name, cotangent in d_inputs.items():
@@ -361,8 +358,8 @@ class Step:
     ) -> None:
         self._note(micro, name, source, taker, value, kind == "B")
         stage = taker if kind == "F" else source
-        parcel = Parcel(kind, micro, name, stage, worker)
-        self._post.put(parcel, self._places.worker(taker, micro), value)
+        tag = MessageTag(kind, micro, name, stage, worker)
+        self._channels.put(tag, self._places.worker(taker, micro), value)
 
     def _entry(self, worker: int, micro: int, name: str, taker: int) -> Any:
         """An entry of the batch, where it is taken."""
@@ -382,19 +379,19 @@ class Step:
         cotangent: bool,
     ) -> None:
         size = size_of(value[0] if cotangent else value)
-        self.passages.append(
-            Passage(self._post.number, micro, name, source, taker, cotangent, size)
+        self.transfers.append(
+            Transfer(self._channels.number, micro, name, source, taker, cotangent, size)
         )
 
-    def _inputs(self, action: Action) -> list[Parcel]:
+    def _inputs(self, action: Action) -> list[MessageTag]:
         _, stage, micro = action
         return [
-            Parcel("F", micro, name, stage, self._places.worker(source, micro))
+            MessageTag("F", micro, name, stage, self._places.worker(source, micro))
             for name, source in self._wiring.source[stage].items()
             if source != BATCH
         ]
 
-    def _needed_forward(self, action: Action) -> list[Parcel]:
+    def _needed_forward(self, action: Action) -> list[MessageTag]:
         """What a forward pass waits for; the last stage's, for the loss's inputs too.
 
         Those of the loss that the last stage puts out are there when it is done.
@@ -404,17 +401,17 @@ class Step:
         needed = self._inputs(action)
         if stage == last - 1:
             needed += [
-                Parcel("F", micro, name, last, self._places.worker(source, micro))
+                MessageTag("F", micro, name, last, self._places.worker(source, micro))
                 for name, source in self._sources_of_loss.items()
                 if source != stage
             ]
         return needed
 
-    def _taken_by(self, action: Action) -> list[Parcel]:
+    def _taken_by(self, action: Action) -> list[MessageTag]:
         """The cotangents of a stage's outputs, one from each stage that took one."""
         _, stage, micro = action
         return [
-            Parcel("B", micro, name, taker, self._places.worker(taker, micro))
+            MessageTag("B", micro, name, taker, self._places.worker(taker, micro))
             for name, takers in self._wiring.consumers[stage].items()
             for taker in takers
         ]

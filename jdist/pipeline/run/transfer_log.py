@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Passage(NamedTuple):
+class Transfer(NamedTuple):
     """A value, or its cotangent, that went from one stage to another.
 
     Attributes:

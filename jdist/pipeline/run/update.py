@@ -25,7 +25,7 @@ from jdist.optim._hyper import check_overrides
 from jdist.optim.clipping import scaled, shrinking, square, sum_of
 
 
-class News(NamedTuple):
+class GradientStats(NamedTuple):
     """What a stage tells all others of its gradient, or what all of them amount to.
 
     Attributes:
@@ -37,29 +37,29 @@ class News(NamedTuple):
     finite: jax.Array | None
 
 
-NO_NEWS = News(None, None)
+NO_STATS = GradientStats(None, None)
 """Of a stage that needs not know of the others' gradients."""
 
 
-class Found(NamedTuple):
+class StepResult(NamedTuple):
     """What the passes of one step have found.
 
     Attributes:
       loss: Of the batch.
       grads: Of each stage of this process; None for the others.
-      news: Of all stages' gradients together, as far as it is asked for.
+      stats: Of all stages' gradients together, as far as it is asked for.
       states: What stateful stages of this process were left with.
       aux: Auxiliary outputs of the loss function; see `Metrics`.
     """
 
     loss: jax.Array
     grads: list[Any]
-    news: News
+    stats: GradientStats
     states: list[Any]
     aux: Any = None
 
 
-class Update:
+class StageUpdates:
     """The optimizers of all stages, and what they start from in one step.
 
     Args:
@@ -123,7 +123,7 @@ class Update:
         """
         return self._optimizers[stage].precision is not None
 
-    def news(self, stage: int, grads: Any, counted: Any) -> News:
+    def stats(self, stage: int, grads: Any, counted: Any) -> GradientStats:
         """What one stage has to tell.
 
         Args:
@@ -131,25 +131,27 @@ class Update:
           grads: Its gradient.
           counted: What of it counts for the norm.
         """
-        return News(
+        return GradientStats(
             None if self._max_norm is None else square_of(counted),
             None
             if self.loss_scale is None
             else _all_finite(self._params[stage], grads, self._opt_states[stage]),
         )
 
-    def rehearse(self, stage: int, grads: Any, news: News, known: set[Any]) -> None:
+    def rehearse(
+        self, stage: int, grads: Any, stats: GradientStats, known: set[Any]
+    ) -> None:
         """Traces one stage's step, so that what it refuses is refused before any steps.
 
         Args:
           stage: Its number.
           grads: Its gradient.
-          news: Of all stages together, or of one: its numbers do not matter.
+          stats: Of all stages together, or of one: its numbers do not matter.
           known: Of which steps that is known; grows.
 
         Raises: what `Optimizer.step` raises.
         """
-        given = self._given(stage, grads, news)
+        given = self._given(stage, grads, stats)
         leaves, structure = jax.tree.flatten(given[1:])
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
         step = given[0], structure, kinds
@@ -157,27 +159,29 @@ class Update:
             _update.trace(*given)
             known.add(step)
 
-    def apply(self, stage: int, grads: Any, news: News) -> tuple[Any, Any, Any]:
+    def apply(
+        self, stage: int, grads: Any, stats: GradientStats
+    ) -> tuple[Any, Any, Any]:
         """One stage's step; its parameters and the optimizer's state are donated.
 
         Args:
           stage: Its number.
           grads: Its gradient.
-          news: Of all stages together, on the stage's device.
+          stats: Of all stages together, on the stage's device.
 
         Returns:
           The parameters, the optimizer's state, and the norm without the loss scale.
         """
-        return _update(*self._given(stage, grads, news))
+        return _update(*self._given(stage, grads, stats))
 
-    def _given(self, stage: int, grads: Any, news: News) -> tuple[Any, ...]:
+    def _given(self, stage: int, grads: Any, stats: GradientStats) -> tuple[Any, ...]:
         """The arguments of `_update`."""
         return (
             self._optimizers[stage],
             self._params[stage],
             grads,
             self._opt_states[stage],
-            news,
+            stats,
             self._max_norm,
             self._overrides,
         )
@@ -243,11 +247,11 @@ def skipped_in(opt_states: Sequence[Any]) -> list[Any]:
 
 
 @jax.jit
-def joined(news: Sequence[News]) -> News:
+def joined(stats: Sequence[GradientStats]) -> GradientStats:
     """Of all stages together; squares are added in the order of the stages."""
-    squares = [one.square for one in news if one.square is not None]
-    flags = [one.finite for one in news if one.finite is not None]
-    return News(
+    squares = [one.square for one in stats if one.square is not None]
+    flags = [one.finite for one in stats if one.finite is not None]
+    return GradientStats(
         sum_of(squares) if squares else None,
         jnp.all(jnp.stack(flags)) if flags else None,
     )
@@ -273,16 +277,16 @@ def _update(
     params: Any,
     grads: Any,
     opt_state: Any,
-    news: News,
+    stats: GradientStats,
     max_norm: float | None,
     overrides: dict[str, Any],
 ) -> tuple[Any, Any, jax.Array | None]:
     norm = None
-    if news.square is not None and max_norm is not None:
-        norm = jnp.sqrt(news.square)
+    if stats.square is not None and max_norm is not None:
+        norm = jnp.sqrt(stats.square)
         if optimizer.loss_factor is not None:
             norm = norm / optimizer.loss_factor(opt_state).astype(norm.dtype)
         factor = shrinking(norm, max_norm)
         grads = jax.tree.map(lambda g: scaled(g, factor), grads)
-    finite = {} if news.finite is None else {"finite": news.finite}
+    finite = {} if stats.finite is None else {"finite": stats.finite}
     return *optimizer.step(params, grads, opt_state, **overrides, **finite), norm

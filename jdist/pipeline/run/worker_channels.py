@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist.pipeline.run.identity import Identity, sized
+from jdist.pipeline.run.identity import CallIdentity, sized
 from jdist.pipeline.run.micro_batch import MicroBatch
-from jdist.pipeline.run.stage_channels import Parcel
+from jdist.pipeline.run.stage_channels import MessageTag
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.remote_exception import describe, rebuild
@@ -44,7 +44,7 @@ from jdist.rpc.calls.remote_exception import describe, rebuild
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""
 
-_PARCEL, _FAILED = "pipeline.parcel", "pipeline.failed"
+_VALUE, _FAILED = "pipeline.value", "pipeline.failed"
 _HERE, _GIVE_UP = "pipeline.here", "pipeline.give up"
 _RESTED = "pipeline.rested"
 _IDENTITY = "identity"
@@ -63,7 +63,7 @@ Address = tuple[str, int]
 """A pipeline, by its workers and its number among theirs; and the number of a call."""
 
 
-class Failure(NamedTuple):
+class CallFailure(NamedTuple):
     """Why a call cannot be finished.
 
     Attributes:
@@ -75,7 +75,7 @@ class Failure(NamedTuple):
     told: bool
 
 
-class Mailbox:
+class PipelineMailbox:
     """What has arrived for the pipelines of one worker.
 
     Args:
@@ -99,16 +99,16 @@ class Mailbox:
         # Ctrl-C may leave a condition taken that is entered by `with`, but not a lock.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.arrived: dict[Address, dict[Parcel, Any]] = {}
+        self.arrived: dict[Address, dict[MessageTag, Any]] = {}
         self.identities: dict[Address, dict[str, list[Any]]] = {}
-        self.failures: dict[Address, Failure] = {}
+        self.failures: dict[Address, CallFailure] = {}
         self.decisions: dict[str, tuple[int, list[Any]]] = {}
         self.lost: dict[str, str] = {}
         self.done: dict[str, int] = {}
         self.under_way: dict[str, tuple[int, float | None]] = {}
         self._pipelines: Counter[str] = Counter()
         self._functions = agent.codec.functions
-        agent.register(_PARCEL, self._receive)
+        agent.register(_VALUE, self._receive)
         agent.register(_HERE, self._hear)
         agent.register(_FAILED, self._fail)
         agent.register(_GIVE_UP, self._give_up)
@@ -124,11 +124,11 @@ class Mailbox:
             return f"pipeline {self._pipelines[among]} of {among}"
 
     def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
-        pipeline, number, parcel, value = body
+        pipeline, number, tag, value = body
         with self.lock:
             if self._note(caller, (pipeline, number), meta):
                 found = self.arrived.setdefault((pipeline, number), {})
-                found[Parcel(*parcel)] = value
+                found[MessageTag(*tag)] = value
 
     def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
         with self.lock:
@@ -147,9 +147,9 @@ class Mailbox:
     def _fail(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
         pipeline, number, described = body
         error = rebuild(described, self._functions)
-        self.fail((pipeline, number), Failure(error, told=True))
+        self.fail((pipeline, number), CallFailure(error, told=True))
 
-    def fail(self, address: Address, failure: Failure) -> None:
+    def fail(self, address: Address, failure: CallFailure) -> None:
         """A call cannot be finished: what waits for it here is to raise the error."""
         with self.lock:
             if address[1] > self.done.get(address[0], -1):
@@ -210,21 +210,23 @@ class Mailbox:
                         del table[old]
 
 
-_mailboxes: "weakref.WeakKeyDictionary[Agent, Mailbox]" = weakref.WeakKeyDictionary()
+_mailboxes: "weakref.WeakKeyDictionary[Agent, PipelineMailbox]" = (
+    weakref.WeakKeyDictionary()
+)
 _lock = threading.Lock()
 
 
-def mailbox_of(agent: Agent) -> Mailbox:
+def mailbox_of(agent: Agent) -> PipelineMailbox:
     """The mailbox of a worker, made when first asked for."""
     with _lock:
         found = _mailboxes.get(agent)
         if found is None:
-            found = _mailboxes[agent] = Mailbox(agent)
+            found = _mailboxes[agent] = PipelineMailbox(agent)
         return found
 
 
-class WorkerPost:
-    """One worker per process (or thread): see `Post`, and above.
+class WorkerChannels:
+    """One worker per process (or thread): see `StageChannels`, and above.
 
     Args:
       agent: This worker.
@@ -251,7 +253,7 @@ class WorkerPost:
         self._own = own
         self._leader = leader
         self._address = address
-        self._identity = Identity(kind)
+        self._identity = CallIdentity(kind)
         self._meta = {_IDENTITY: self._identity.plain()}
         self._voted = self._over = self._announced = False
         self._timeout = agent.default_timeout
@@ -277,7 +279,7 @@ class WorkerPost:
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
-        """See `Post`."""
+        """See `StageChannels`."""
         texts = {name: str(value) for name, value in (settings or {}).items()}
         number = None if step is None else int(step)
         made = self._identity._replace(step=number, settings=texts)
@@ -288,19 +290,19 @@ class WorkerPost:
 
     # --- values ---
 
-    def put(self, parcel: Parcel, worker: int, value: Any) -> None:
-        """See `Post`.
+    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+        """See `StageChannels`.
 
         On a CPU this thread waits for the value and sends it before the next action
         begins: the core that would compute is the one that would send, so that a value
         sent "meanwhile" would wait for a turn of the scheduler, and the other worker
         with it. Next to an accelerator another thread waits and sends.
         """
-        body = (*self._address, tuple(parcel), value)
+        body = (*self._address, tuple(tag), value)
         if worker == self._own:
             with self._mailbox.lock:
                 found = self._mailbox.arrived.setdefault(self._address, {})
-                found[parcel] = value
+                found[tag] = value
             return
         if self._computes_here:
             self._send(worker, body)
@@ -310,7 +312,7 @@ class WorkerPost:
     def _send(self, worker: int, body: Any) -> None:
         agent, to = self._agent, self._names[worker]
         try:
-            sent = agent.outgoing(to, _PARCEL, body, self._limit, self._meta)
+            sent = agent.outgoing(to, _VALUE, body, self._limit, self._meta)
             agent.request(sent._replace(ended=self._ended))
         except BaseException as error:  # noqa: BLE001 - the call's
             self._failed(error)
@@ -323,24 +325,24 @@ class WorkerPost:
         """A value could not be computed or sent; or a worker does not answer."""
         if isinstance(error, WorkerLost):
             error = WorkerLost(error.worker, self._operation, error.reason)
-        self._mailbox.fail(self._address, Failure(error, told=False))
+        self._mailbox.fail(self._address, CallFailure(error, told=False))
 
-    def has(self, parcel: Parcel, worker: int) -> bool:
-        """See `Post`."""
-        return parcel in self._mailbox.arrived.get(self._address, ())
+    def has(self, tag: MessageTag, worker: int) -> bool:
+        """See `StageChannels`."""
+        return tag in self._mailbox.arrived.get(self._address, ())
 
-    def take(self, parcel: Parcel, worker: int) -> Any:
-        """See `Post`.
+    def take(self, tag: MessageTag, worker: int) -> Any:
+        """See `StageChannels`.
 
         Raises:
           ValueError: The worker that sent it is in another call.
         """
         with self._mailbox.lock:
-            self._compare(self._names[parcel.sender])
-            return self._mailbox.arrived[self._address].pop(parcel)
+            self._compare(self._names[tag.sender])
+            return self._mailbox.arrived[self._address].pop(tag)
 
-    def wait(self, waiting: Mapping[Parcel, str]) -> None:
-        """See `Post`.
+    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
+        """See `StageChannels`.
 
         A worker that is at work may be compiling, which takes as long as it takes: the
         limit is on the time in which nothing is done on any worker of the call.
@@ -361,7 +363,7 @@ class WorkerPost:
                 elif until is not None and time.monotonic() >= until:
                     until = self._prolonged(waiting)
 
-    def _prolonged(self, waiting: Mapping[Parcel, str]) -> float:
+    def _prolonged(self, waiting: Mapping[MessageTag, str]) -> float:
         """Until when to wait, after the timeout; it may have come meanwhile."""
         told = self._rests_of_others()
         rested = min((each for each in told.values() if each is not None), default=None)
@@ -395,13 +397,13 @@ class WorkerPost:
         return told
 
     def _arrives(
-        self, waiting: Mapping[Parcel, str], until: float | None, announce: float
+        self, waiting: Mapping[MessageTag, str], until: float | None, announce: float
     ) -> bool:
         """Whether something came; returns when it did, or when there is more to do."""
         moments = [until] if self._announced else [until, announce]
         end = min((at for at in moments if at is not None), default=None)
         with self._mailbox.lock:
-            while not any(self.has(parcel, self._own) for parcel in waiting):
+            while not any(self.has(tag, self._own) for tag in waiting):
                 self._check()
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
@@ -432,17 +434,17 @@ class WorkerPost:
     def _compare(self, name: str) -> None:
         told = self._mailbox.identities.get(self._address, {}).get(name)
         if told is not None and told != self._meta[_IDENTITY]:
-            self._identity.check(self._name, Identity(*told), name)
+            self._identity.check(self._name, CallIdentity(*told), name)
 
     def _late(
         self,
-        waiting: Mapping[Parcel, str],
+        waiting: Mapping[MessageTag, str],
         told: Mapping[str, float | None] | None = None,
     ) -> str:
         missing = [
-            f"{action} for {_KINDS[parcel.kind]} of {self._names[parcel.sender]!r}"
-            for parcel, action in waiting.items()
-            if parcel.kind != "E"  # It is waited for along with everything else.
+            f"{action} for {_KINDS[tag.kind]} of {self._names[tag.sender]!r}"
+            for tag, action in waiting.items()
+            if tag.kind != "E"  # It is waited for along with everything else.
         ]
         shown = "; ".join(dict.fromkeys(missing))
         absent = [repr(name) for name, rest in (told or {}).items() if rest is None]
@@ -455,7 +457,7 @@ class WorkerPost:
     # --- the end ---
 
     def agree(self, value: Any, computed: Any = None) -> list[Any]:
-        """See `Post`."""
+        """See `StageChannels`."""
         jax.block_until_ready(computed)
         told = self._lead(value) if self._own == self._leader else self._vote(value)
         self._over = True
@@ -466,9 +468,9 @@ class WorkerPost:
         votes = {self._own: value}
         while len(votes) < len(self._names):
             missing = [_vote_of(rank) for rank in self._others() if rank not in votes]
-            there = [parcel for parcel in missing if self.has(parcel, self._own)]
-            for parcel in there:
-                votes[parcel.sender] = self.take(parcel, self._own)
+            there = [tag for tag in missing if self.has(tag, self._own)]
+            for tag in there:
+                votes[tag.sender] = self.take(tag, self._own)
             if not there:
                 self.wait(dict.fromkeys(missing, "the end of the call"))
         told = [votes[rank] for rank in sorted(votes)]
@@ -516,7 +518,7 @@ class WorkerPost:
         return told
 
     def end(self, error: BaseException | None) -> None:
-        """See `Post`."""
+        """See `StageChannels`."""
         self.failed = error is not None
         failure = self._mailbox.failures.get(self._address)
         known = failure is not None and failure.told and failure.error is error
@@ -539,12 +541,12 @@ class WorkerPost:
         }
 
 
-def _vote_of(rank: int) -> Parcel:
-    return Parcel("V", -1, "", -1, rank)
+def _vote_of(rank: int) -> MessageTag:
+    return MessageTag("V", -1, "", -1, rank)
 
 
-def _decision_of(leader: int) -> Parcel:
-    return Parcel("D", -1, "", -1, leader)
+def _decision_of(leader: int) -> MessageTag:
+    return MessageTag("D", -1, "", -1, leader)
 
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "S": "the shapes"}

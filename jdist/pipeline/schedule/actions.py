@@ -1,8 +1,8 @@
-"""What a worker does: actions one by one, and millions of them as columns.
+"""Actions of a schedule, one by one and as columns.
 
 An action is a forward pass, a backward pass or a weight gradient of one stage for one
-micro-batch. A schedule for a thousand stages has millions; they are kept as four NumPy
-columns and become `Action`s only where somebody looks.
+micro-batch. A schedule of a thousand stages has millions of them, so they are stored as
+NumPy columns and become `Action` objects only on request.
 """
 
 import re
@@ -14,8 +14,22 @@ import numpy as np
 
 from jdist._errors import JdistError, requirement
 
-Kind = Literal["F", "B", "W"]
-KINDS: tuple[Kind, Kind, Kind] = ("F", "B", "W")
+__all__ = [
+    "KINDS",
+    "Action",
+    "ActionKind",
+    "B",
+    "Columns",
+    "F",
+    "ScheduleError",
+    "W",
+    "WorkerActions",
+    "check_counts",
+    "check_int32",
+]
+
+ActionKind = Literal["F", "B", "W"]
+KINDS: tuple[ActionKind, ActionKind, ActionKind] = ("F", "B", "W")
 F, B, W = range(len(KINDS))
 """Numbers of the kinds in `Columns.kind`."""
 
@@ -23,12 +37,12 @@ _SPELLING = re.compile(r"(\d+)([FBW])(\d+)")
 
 
 class ScheduleError(JdistError, ValueError):
-    """A schedule breaks one of the rules.
+    """A schedule that breaks one of the rules.
 
     Attributes:
-      rule: Its name; see `Schedule.validate`.
+      rule: Name of the rule; see `Schedule.validate`.
       what: What is wrong.
-      worker: Rank of the worker whose program breaks it, or None if no single one does.
+      worker: Rank of the worker whose actions break it, or None if no single one does.
       action: The first action that breaks it, or None.
     """
 
@@ -39,7 +53,8 @@ class ScheduleError(JdistError, ValueError):
         worker: int | None = None,
         action: "Action | None" = None,
     ) -> None:
-        super().__init__(rule, what, worker, action)  # all of it survives pickling
+        # Pickle calls the class with `args`: all fields must be among them.
+        super().__init__(rule, what, worker, action)
         self.rule = rule
         self.what = what
         self.worker = worker
@@ -53,15 +68,20 @@ class ScheduleError(JdistError, ValueError):
 
 
 class Action(NamedTuple):
-    """One piece of work.
+    """One unit of a worker's work.
+
+    Attributes:
+      kind: "F", forward; "B", backward, without weight gradients where a W follows;
+        "W", weight gradients.
+      stage: The stage.
+      micro_batch: The micro-batch.
 
     Example:
       >>> str(Action("B", stage=2, micro_batch=7)), Action.parse("2B7").stage
       ('2B7', 2)
     """
 
-    kind: Kind
-    """F: forward. B: backward, without weight gradients where a W follows. W: those."""
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -70,7 +90,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Reads what `str` writes.
+        """Reads the text that `str` writes.
 
         Raises:
           ValueError: It is not a stage, one of F, B, W, and a micro-batch.
@@ -80,22 +100,31 @@ class Action(NamedTuple):
         if not found:
             rule = "must be a stage, one of F, B, W, and a micro-batch, such as 2B7"
             raise ValueError(requirement("Action.parse(text=...)", rule, text))
-        if max(len(found[1]), len(found[3])) > 10:  # Python itself reads 4300 at most
+        # Python's int() refuses more than 4300 digits with a message of its own.
+        if max(len(found[1]), len(found[3])) > 10:
             what = f"{text[:40]}... is beyond what 32 bits hold"
             raise ScheduleError("complete", what)
         kind = KINDS["FBW".index(found[2])]
         return cls(kind, int(found[1]), int(found[3]))
 
 
+class WorkerActions(NamedTuple):
+    """The actions of one worker as columns, in order; see `Columns`."""
+
+    kind: np.ndarray
+    stage: np.ndarray
+    micro_batch: np.ndarray
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Columns:
-    """The actions of all workers, one worker's after the other's, in order.
+    """The actions of all workers, in order, one worker after the other.
 
     Attributes:
       kind: Index into `KINDS` per action, uint8.
       stage: int32.
       micro_batch: int32.
-      first: Where each worker's actions begin, and at the end the number of actions;
+      first: Index of each worker's first action, and at the end the number of actions;
         int64, `(workers + 1,)`.
     """
 
@@ -105,7 +134,7 @@ class Columns:
     first: np.ndarray
 
     def __post_init__(self) -> None:
-        """Fixes dtypes, and makes the arrays read-only."""
+        """Sets dtypes and makes the arrays read-only."""
         wanted = {"kind": np.uint8, "stage": np.int32, "micro_batch": np.int32}
         for name, dtype in {**wanted, "first": np.int64}.items():
             array = np.asarray(getattr(self, name), dtype).view()
@@ -114,9 +143,9 @@ class Columns:
 
     @classmethod
     def of(cls, programs: Sequence[Sequence[Action]]) -> "Columns":
-        """From lists of actions, one per worker."""
+        """Columns from a list of actions per worker."""
         flat = [action for program in programs for action in program]
-        check_numbers("complete", [n for action in flat for n in action[1:]])
+        check_int32("complete", [n for action in flat for n in action[1:]])
         return cls(
             np.array([KINDS.index(action.kind) for action in flat], np.uint8),
             np.array([action.stage for action in flat], np.int32),
@@ -125,14 +154,11 @@ class Columns:
         )
 
     @classmethod
-    def joined(cls, programs: "Sequence[Program]") -> "Columns":
-        """From columns per worker."""
-        return cls(
-            np.concatenate([program.kind for program in programs]),
-            np.concatenate([program.stage for program in programs]),
-            np.concatenate([program.micro_batch for program in programs]),
-            np.cumsum([0, *(len(program.kind) for program in programs)]),
-        )
+    def joined(cls, programs: Sequence[WorkerActions]) -> "Columns":
+        """Columns of all workers from those of each."""
+        first = np.cumsum([0, *(len(program.kind) for program in programs)])
+        kind, stage, micro_batch = map(np.concatenate, zip(*programs, strict=True))
+        return cls(kind, stage, micro_batch, first)
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -147,16 +173,16 @@ class Columns:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """Number of workers."""
         return len(self.first) - 1
 
     def action(self, index: int) -> Action:
-        """The action at one place of the columns."""
+        """The action at an index of the columns."""
         kind = KINDS[self.kind[index]]
         return Action(kind, int(self.stage[index]), int(self.micro_batch[index]))
 
     def worker(self, index: int) -> int:
-        """The worker whose action stands there."""
+        """The worker of the action at an index."""
         return int(np.searchsorted(self.first, index, side="right")) - 1
 
     def worker_of_each(self) -> np.ndarray:
@@ -165,12 +191,12 @@ class Columns:
         return np.repeat(workers, np.diff(self.first))
 
     def actions(self, worker: int) -> list[Action]:
-        """What one worker does, in order."""
+        """The actions of one worker, in order."""
         span = range(int(self.first[worker]), int(self.first[worker + 1]))
         return [self.action(index) for index in span]
 
     def index_of(self, kind: int, stages: int, micro_batches: int) -> np.ndarray:
-        """Where each stage and micro-batch's action of `kind` stands; -1: nowhere.
+        """The index of each stage and micro-batch's action of `kind`; -1: none.
 
         Returns:
           int32, `(stages, micro_batches)`.
@@ -181,11 +207,11 @@ class Columns:
         return found
 
 
-def check_numbers(rule: str, numbers: Sequence[int]) -> None:
+def check_int32(rule: str, numbers: Sequence[int]) -> None:
     """Refuses stages, micro-batches and clocks that no int32 holds.
 
     Raises:
-      ScheduleError: With `rule`, which such a number breaks whatever the others are.
+      ScheduleError: With the `rule` that such a number breaks.
     """
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     beyond = [number for number in numbers if not least <= number <= most]
@@ -193,9 +219,14 @@ def check_numbers(rule: str, numbers: Sequence[int]) -> None:
         raise ScheduleError(rule, f"{beyond[0]} is beyond what 32 bits hold")
 
 
-class Program(NamedTuple):
-    """What one worker does, as columns."""
+def check_counts(call: str, least: int = 1, **counts: int) -> None:
+    """Refuses arguments that are not integers of at least `least`.
 
-    kind: np.ndarray
-    stage: np.ndarray
-    micro_batch: np.ndarray
+    Raises:
+      ValueError: Names the argument and its value.
+    """
+    for name, value in counts.items():
+        integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not integer or value < least:
+            rule = f"must be an integer of at least {least}"
+            raise ValueError(requirement(f"{call}({name}=...)", rule, value))

@@ -1,9 +1,9 @@
-"""When each action happens: every worker works through its program as soon as it can.
+"""Start times: every worker executes its actions in order, each as early as possible.
 
-An action starts when its worker is free and what it waits for has arrived. Workers are
-advanced together, one NumPy step for all whose next action can be timed, so that the
-cost is that of the longest chain, not of the number of actions. No order of events is
-guessed: a time depends only on times that are known.
+An action starts when its worker is free and its input has arrived. All workers whose
+next input time is known advance together in one NumPy step, so that the cost follows
+the longest chain of dependencies and not the number of actions. The result does not
+depend on the order of events, because a time is computed from known times only.
 """
 
 from typing import NamedTuple
@@ -12,31 +12,36 @@ import numpy as np
 
 from jdist.pipeline.schedule.actions import B, Columns, F, ScheduleError
 
+__all__ = ["Links", "play", "waits_for"]
+
 NOTHING = -1
-"""In place of an index: the action waits for no other stage."""
+"""In place of an index: the action needs no result of another stage."""
 
 
-class Wires(NamedTuple):
-    """What happens to the result of each action on its way to who waits for it."""
+class Links(NamedTuple):
+    """How the result of each action travels to the stage that needs it.
 
-    link: np.ndarray
-    """Number of the link it takes, int32; -1: it stays on its worker. A link carries
-    one result after the other, in the order in which one worker produces them."""
+    Attributes:
+      number: Of the link that it takes, int32; -1: it stays on its worker. A link
+        carries one result at a time, in the order in which its worker produces them.
+      occupied: Seconds for which it occupies the link: bytes / bandwidth.
+      latency: Seconds from leaving the link to arriving.
+    """
+
+    number: np.ndarray
     occupied: np.ndarray
-    """Seconds for which it keeps the link from others: bytes / bandwidth."""
     latency: np.ndarray
-    """Seconds from leaving the link to arriving."""
 
 
 def waits_for(columns: Columns, stages: int, micro_batches: int) -> np.ndarray:
     """For each action, the index of the one on a neighbouring stage that it waits for.
 
     F waits for F of the stage before, B for B of the stage after, and B of the last
-    stage for its own F. What it waits for on its own stage beside that comes earlier in
-    its own worker's program; `Schedule.validate` sees to that.
+    stage for its own F. Its other dependencies are on its own stage and stand earlier
+    among the actions of its own worker, which `Schedule.validate` checks.
 
     Raises:
-      ScheduleError: What an action waits for is nowhere ("complete").
+      ScheduleError: An action that one waits for is missing ("complete").
     """
     forward = columns.index_of(F, stages, micro_batches)
     backward = columns.index_of(B, stages, micro_batches)
@@ -61,15 +66,15 @@ def play(
     columns: Columns,
     waits: np.ndarray,
     seconds: np.ndarray,
-    wires: Wires | None = None,
+    links: Links | None = None,
 ) -> np.ndarray:
-    """When each action starts, if none waits without need.
+    """The start of each action, with no unnecessary waiting.
 
     Args:
-      columns: The workers' programs.
+      columns: The actions.
       waits: See `waits_for`.
-      seconds: How long each action takes, float64.
-      wires: How results travel; None: they are there at once.
+      seconds: Duration of each action, float64.
+      links: How results travel; None: they arrive at once.
 
     Returns:
       Seconds from the beginning, float64, one per action.
@@ -78,35 +83,39 @@ def play(
       ScheduleError: Workers wait for each other in a circle ("dependencies").
     """
     start = np.empty(len(columns))
-    there = np.full(len(columns) + 1, np.inf)  # when each result has arrived
-    there[NOTHING] = 0.0
+    arrived = np.full(len(columns) + 1, np.inf)
+    # The last entry, index NOTHING: actions without an input need not wait.
+    arrived[NOTHING] = 0.0
     free = np.zeros(columns.workers)
     turn, stop = columns.first[:-1].copy(), columns.first[1:]
-    links = 0 if wires is None else int(wires.link.max(initial=-1)) + 1
-    link_free = np.zeros(links + 1)  # the last stands for "stays here"
+    count = 0 if links is None else int(links.number.max(initial=-1)) + 1
+    # The last entry, index -1, stands for results that stay on their worker.
+    link_free = np.zeros(count + 1)
     working = np.flatnonzero(turn < stop)
     while working.size:
         at = turn[working]
-        needed = there[waits[at]]
+        needed = arrived[waits[at]]
         able = needed < np.inf
         if not able.all():
             at, needed = at[able], needed[able]
             if not at.size:
                 _refuse_circle(columns, turn, working)
-        who = working[able]
-        begin = np.maximum(free[who], needed)
+        workers = working[able]
+        begin = np.maximum(free[workers], needed)
         end = begin + seconds[at]
-        start[at], free[who] = begin, end
-        if wires is None:
-            there[at] = end
+        start[at], free[workers] = begin, end
+        if links is None:
+            arrived[at] = end
         else:
-            link = wires.link[at]
-            left = np.maximum(end, link_free[link]) + wires.occupied[at]
+            # A link belongs to one sender, so that no index occurs twice here, except
+            # -1, which is reset.
+            link = links.number[at]
+            left = np.maximum(end, link_free[link]) + links.occupied[at]
             link_free[link] = left
             link_free[-1] = 0.0
-            there[at] = left + wires.latency[at]
-        turn[who] += 1
-        if (turn[who] == stop[who]).any():
+            arrived[at] = left + links.latency[at]
+        turn[workers] += 1
+        if (turn[workers] == stop[workers]).any():
             working = working[turn[working] < stop[working]]
     return start
 

@@ -1,4 +1,4 @@
-"""The memory of a schedule: what its workers hold between two actions.
+"""Memory of a schedule: the amounts that its workers hold between two actions.
 
     F              takes the stage's activations for the micro-batch
     B              gives them back
@@ -9,11 +9,11 @@
 A stage that joins its weight gradients leaves what they need at every B, and gives all
 of it back after its last backward pass before an update.
 
-Two units. In bytes, each stage has sizes of its own (`Costs`). Without sizes, one
-stage's activations for one micro-batch count as 1, and a pending weight gradient as 2:
-its activations and as many cotangents, which is what a stack of matrix products keeps.
-The literature on zero bubbles calls the two M_B and M_W, and compares schedules by how
-many micro-batches lie between F and W, which takes M_W for no more than M_B.
+There are two units. In bytes, each stage has sizes of its own (`Costs`). Without sizes,
+one stage's activations for one micro-batch count as 1 and a pending weight gradient as
+2: its activations and as many cotangents, which is what a stack of matrix products
+keeps. The literature on zero bubbles calls these M_B and M_W and compares schedules by
+the number of micro-batches between F and W, which assumes that M_W is at most M_B.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdist.pipeline.schedule.actions import B, Columns, F, W
+
+__all__ = ["PENDING", "held", "peak_activations", "peak_in_flight", "peaks"]
 
 PENDING = 2
 """A pending weight gradient, in activations of its stage and micro-batch."""
@@ -33,14 +35,14 @@ def held(
     joined: Sequence[bool] = (),
     every: int | None = None,
 ) -> np.ndarray:
-    """What an action's worker holds when the action has ended.
+    """The amount that an action's worker holds after the action.
 
     Args:
       columns: The actions.
-      activation: For each action, of its stage's activations for its micro-batch.
-      pending: For each action, of what its stage's weight gradient waits with.
+      activation: For each action, the activations of its stage for its micro-batch.
+      pending: For each action, what its stage keeps for its weight gradient.
       joined: For each stage, whether it joins weight gradients; empty: none does.
-      every: A worker's stage updates after so many backward passes; None: after all.
+      every: Backward passes of a worker per update of its stage; None: all of them.
 
     Returns:
       float64, one per action.
@@ -49,23 +51,22 @@ def held(
     split = (columns.index_of(W, *shape) >= 0)[columns.stage, columns.micro_batch]
     forward, backward = columns.kind == F, columns.kind == B
     joins = np.asarray(joined, bool)[columns.stage] if any(joined) else False
-    waits = split | joins
     change = np.where(forward, activation, 0.0)
     change -= np.where(backward, activation, 0.0)
-    change += np.where(backward & waits, pending, 0.0)
+    change += np.where(backward & (split | joins), pending, 0.0)
     change -= np.where((columns.kind == W) & ~joins, pending, 0.0)
     if any(joined):
         left = np.where(backward & joins, pending, 0.0)
         done = joins & np.where(split, columns.kind == W, backward)
         change -= _given_back_together(columns, left, done, every)
     total = np.concatenate([[0.0], np.cumsum(change)])
-    # Counted from the beginning of each worker's own program.
+    # The running sum goes over all workers: subtract its value at the worker's start.
     begin = np.repeat(columns.first[:-1], np.diff(columns.first))
     return total[1:] - total[begin]
 
 
 def peaks(columns: Columns, amount: np.ndarray) -> np.ndarray:
-    """The most of each worker; 0 for one without actions.
+    """The maximum of each worker; 0 for one without actions.
 
     Args:
       columns: The actions.
@@ -93,18 +94,18 @@ def peak_activations(
 
 
 def peak_in_flight(columns: Columns) -> tuple[int, ...]:
-    """Per worker, of how many (stage, micro-batch) F has ended and B has not."""
+    """Per worker, the most (stage, micro-batch) pairs between F and B."""
     return tuple(peaks(columns, held(columns, 1, 0)).astype(int).tolist())
 
 
 def _given_back_together(
     columns: Columns, left: np.ndarray, done: np.ndarray, every: int | None
 ) -> np.ndarray:
-    """What joined gradients waited with, at the action that completes an update's.
+    """The amounts given back by joined weight gradients, at each update's last action.
 
     Args:
       columns: The actions.
-      left: What each action leaves for a joined gradient.
+      left: The amount that each action leaves for a joined gradient.
       done: Whether an action is the last of its micro-batch at a stage that joins.
       every: As for `held`.
     """
@@ -116,6 +117,6 @@ def _given_back_together(
         begins = np.flatnonzero((place == own) & (columns.kind == B))
         step = every or len(ends)
         for start in range(0, len(ends), step):
-            taken = slice(start, start + step)
-            found[ends[taken][-1]] = left[begins[taken]].sum()
+            update = slice(start, start + step)
+            found[ends[update][-1]] = left[begins[update]].sum()
     return found

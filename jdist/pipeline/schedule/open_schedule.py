@@ -1,94 +1,105 @@
-"""The schedule of an epoch whose length shows only at its end.
+"""Schedules of epochs whose length is known only at their end.
 
-A worker does the same in all epochs until one of them has no micro-batch for its next
-forward pass: only the drain depends on the length. So its actions are read from the
-schedule of some longer epoch, one at a time, and from that of the true length once it
-is known. The same is true of the versions of the weights that micro-batches meet.
+Until a worker finds no micro-batch for its next forward pass, its actions are the same
+in all longer epochs; the length affects the drain alone. So the actions are read one by
+one from the schedule of a longer epoch, and from that of the true length once it is
+known. The same holds for the versions of the weights that micro-batches use.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
-from jdist.pipeline.pipedream.batch_stream import BatchStream
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.versions import live_versions, versions_used
 
+__all__ = ["MicroBatches", "OpenActions", "OpenSchedule", "steady_length"]
+
+
+class MicroBatches(Protocol):
+    """A stream of numbered micro-batches."""
+
+    @property
+    def length(self) -> int | None:
+        """Number of micro-batches; None until the end was reached."""
+
+    def reaches(self, micro: int) -> bool:
+        """Whether there is a micro-batch of that number; reads up to it."""
+
 
 class OpenSchedule:
-    """What workers do, and with which weights, as long as batches come.
+    """The actions and weight versions of all workers, for a stream of micro-batches.
 
     Args:
-      of: The schedule of an epoch, by its number of micro-batches.
+      schedule: An asynchronous schedule that `Schedule.resized` can extend.
       stream: The micro-batches.
 
     Attributes:
-      kept: How many versions of a stage's weights its worker keeps at most, however
-        long the epoch is; `(stages, workers)`.
-      updates: When weights are updated, however long the epoch is.
+      kept: The most versions of a stage's weights that its worker keeps at a time, for
+        an epoch of any length; `(stages, workers)`.
     """
 
-    def __init__(self, of: Callable[[int], Schedule], stream: BatchStream) -> None:
-        self._of = of
+    def __init__(self, schedule: Schedule, stream: MicroBatches) -> None:
         self._stream = stream
         self._drains: dict[int, list[Action]] = {}
-        self._make(steady_length(of(1)))
-        assert self._longer.updates is not None
-        self.updates = self._longer.updates
-        self.kept = live_versions(self._longer.columns, self.updates)
+        self._read(schedule.resized(steady_length(schedule)))
+        self.kept = live_versions(self._longer.columns, self._longer.update_policy)
 
     def version(self, stage: int, micro: int) -> int:
-        """The version that a micro-batch meets at a stage, if it exists."""
+        """The version that a micro-batch uses at a stage, if the micro-batch exists."""
         while micro >= self._longer.micro_batches:
-            self._make(2 * self._longer.micro_batches)
+            self._double()
         return int(self._versions[stage, micro])
 
     def has_ended(self, worker: int) -> bool:
-        """Whether a worker has looked in vain for another micro-batch.
+        """Whether a worker has found no micro-batch for its next forward pass.
 
-        What others know does not count: what it keeps and when it updates must not
-        depend on where they are.
+        The knowledge of other workers does not count: versions and updates of a worker
+        must not depend on which workers share its process.
         """
         return worker in self._drains
 
     def may_have(self, worker: int, micro: int) -> bool:
-        """Whether a micro-batch may exist, as far as a worker has looked."""
+        """Whether a micro-batch may exist, as far as a worker has read."""
         length = self._stream.length
         return not self.has_ended(worker) or length is None or micro < length
 
-    def look(self, worker: int, number: int) -> Action | None:
+    def action(self, worker: int, number: int) -> Action | None:
         """A worker's action by its number; reads the batch of a forward pass.
 
-        None after the last one of an epoch that has ended.
+        None after the last action of an epoch that has ended.
         """
         if not self.has_ended(worker):
-            while number >= self._sure[worker]:
-                self._make(2 * self._longer.micro_batches)
+            while number >= self._certain[worker]:
+                self._double()
             action = self._actions[worker][number]
             if action.kind != "F" or self._stream.reaches(action.micro_batch):
                 return action
             assert self._stream.length is not None
-            self._drains[worker] = self._of(self._stream.length).actions(worker)
+            drained = self._longer.resized(self._stream.length)
+            self._drains[worker] = drained.actions(worker)
         actions = self._drains[worker]
         return actions[number] if number < len(actions) else None
 
-    def _make(self, length: int) -> None:
-        self._longer = self._of(length)
-        self._versions = versions_used(self._longer)
-        workers = range(self._longer.workers)
-        self._actions = [self._longer.actions(worker) for worker in workers]
-        # Up to its last forward pass a worker does the same in a longer epoch.
-        self._sure = [
+    def _double(self) -> None:
+        self._read(self._longer.resized(2 * self._longer.micro_batches))
+
+    def _read(self, longer: Schedule) -> None:
+        self._longer = longer
+        self._versions = versions_used(longer)
+        self._actions = [longer.actions(worker) for worker in range(longer.workers)]
+        # Up to its last forward pass a worker does the same in every longer epoch.
+        self._certain = [
             max((i + 1 for i, a in enumerate(actions) if a.kind == "F"), default=0)
             for actions in self._actions
         ]
 
 
 class OpenActions:
-    """What one worker does as long as batches come; see `Actions`.
+    """The actions of one worker of an open schedule, as a cursor.
 
     Args:
-      schedule: Of all workers.
-      worker: Which.
+      schedule: The schedule of all workers.
+      worker: The worker.
     """
 
     def __init__(self, schedule: OpenSchedule, worker: int) -> None:
@@ -97,26 +108,26 @@ class OpenActions:
         self._done = 0
 
     def next(self) -> Action | None:
-        """See `Actions`; reads the batch of a forward pass."""
-        return self._schedule.look(self._worker, self._done)
+        """The next action, None after the last; reads the batch of a forward pass."""
+        return self._schedule.action(self._worker, self._done)
 
     def advance(self) -> None:
-        """See `Actions`."""
+        """Moves on to the action after the next one."""
         self._done += 1
 
 
 def steady_length(schedule: Schedule) -> int:
-    """Micro-batches after which an epoch goes on as it did before.
+    """The number of micro-batches after which an epoch is in its steady state.
 
-    All stages are then filled, and as many versions as ever are kept.
+    All stages are then filled, and no longer epoch keeps more versions.
 
     Args:
-      schedule: Of an epoch of any length.
+      schedule: An asynchronous one, of an epoch of any length.
 
     Example:
       >>> from jdist.pipeline.schedules import pipedream
       >>> steady_length(pipedream(3, 1, update_every=2))
       24
     """
-    assert schedule.updates is not None
-    return 4 * schedule.workers * schedule.updates.every
+    assert schedule.update_policy is not None
+    return 4 * schedule.workers * schedule.update_policy.every

@@ -1,6 +1,6 @@
-"""The rules that a schedule keeps, each checked on all actions at once."""
+"""The rules of a schedule, each checked on all actions at once."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,42 +15,25 @@ from jdist.pipeline.schedule.actions import (
 )
 from jdist.pipeline.schedule.memory import held
 
-if TYPE_CHECKING:
-    from jdist.pipeline.schedule.schedule import Schedule
-
-
-def validate(schedule: "Schedule") -> None:
-    """Checks every rule, in the order of `Schedule.validate`.
-
-    Raises:
-      ScheduleError: With the first rule broken.
-    """
-    check_complete(schedule)
-    _one_action(schedule)
-    _dependencies(schedule)
-    _live_activations(schedule)
-    _clock_count(schedule)
-
-
-def check_complete(schedule: "Schedule") -> None:
-    """Checks "complete", the one rule that needs no clock.
-
-    Raises:
-      ScheduleError: It is broken.
-    """
-    check_size(schedule.columns, schedule.stages, schedule.micro_batches)
-    _placed(schedule)
-    _each_once(schedule)
+__all__ = [
+    "check_clock_count",
+    "check_dependencies",
+    "check_each_once",
+    "check_live_activations",
+    "check_one_action",
+    "check_placed",
+    "check_size",
+]
 
 
 def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
-    """Checks that there are forward passes enough for so many stages and batches.
+    """Checks that there are enough forward passes for the stages and micro-batches.
 
-    It costs no memory beyond that of the actions, unlike all that makes a table of
-    stages and micro-batches, whose numbers may be typing errors.
+    Its memory is that of the actions. Every other check makes a table of stages and
+    micro-batches, whose numbers may be typing errors.
 
     Raises:
-      ScheduleError: There are not ("complete").
+      ScheduleError: There are too few ("complete").
     """
     own = columns.kind == F
     if stages * micro_batches <= np.count_nonzero(own):
@@ -70,59 +53,86 @@ def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
     raise ScheduleError("complete", what, None, action)
 
 
-def _placed(schedule: "Schedule") -> None:
-    columns = schedule.columns
+def check_placed(columns: Columns, owner: np.ndarray) -> None:
+    """Checks that every action exists and stands on the worker of its stage.
+
+    Args:
+      columns: The actions.
+      owner: The worker of each stage and micro-batch, `(stages, micro_batches)`.
+
+    Raises:
+      ScheduleError: One does not ("complete").
+    """
+    stages, micro_batches = owner.shape
     wrong = (
         (columns.stage < 0)
-        | (columns.stage >= schedule.stages)
+        | (columns.stage >= stages)
         | (columns.micro_batch < 0)
-        | (columns.micro_batch >= schedule.micro_batches)
+        | (columns.micro_batch >= micro_batches)
     )
-    what = f"is not one of {schedule.stages} stages, {schedule.micro_batches} batches"
-    _refuse_first(schedule, "complete", wrong, what)
-    owner = schedule.owner[columns.stage, columns.micro_batch]
-    wrong = owner != columns.worker_of_each()
-    _refuse_first(schedule, "complete", wrong, "stands on another worker than its own")
+    what = f"is not one of {stages} stages, {micro_batches} batches"
+    _refuse_first(columns, "complete", wrong, what)
+    wrong = owner[columns.stage, columns.micro_batch] != columns.worker_of_each()
+    _refuse_first(columns, "complete", wrong, "stands on another worker than its own")
 
 
-def _each_once(schedule: "Schedule") -> None:
-    columns = schedule.columns
-    shape = (schedule.stages, schedule.micro_batches)
-    cell = columns.stage.astype(np.int64) * shape[1] + columns.micro_batch
+def check_each_once(columns: Columns, owner: np.ndarray, forward_only: bool) -> None:
+    """Checks that F and B occur once and W at most once, or F alone.
+
+    Args:
+      columns: The actions.
+      owner: As in `check_placed`.
+      forward_only: Whether B and W are not allowed.
+
+    Raises:
+      ScheduleError: They do not ("complete").
+    """
+    stages, micro_batches = owner.shape
+    cell = columns.stage.astype(np.int64) * micro_batches + columns.micro_batch
     for kind, name in enumerate(KINDS):
         where = np.flatnonzero(columns.kind == kind)
-        count = np.bincount(cell[where], minlength=shape[0] * shape[1])
-        allowed = not (schedule.forward_only and kind != F)
+        count = np.bincount(cell[where], minlength=stages * micro_batches)
+        allowed = not (forward_only and kind != F)
         repeated = np.zeros(len(columns), bool)
         repeated[where] = (count[cell[where]] > 1) | (not allowed)
         what = "stands there more than once" if allowed else "in a forward-only one"
-        _refuse_first(schedule, "complete", repeated, what)
+        _refuse_first(columns, "complete", repeated, what)
         missing = np.flatnonzero(count == 0)
         if missing.size and kind != W and allowed:
-            stage, micro_batch = divmod(int(missing[0]), shape[1])
-            worker = schedule.worker(stage, micro_batch)
+            stage, micro_batch = divmod(int(missing[0]), micro_batches)
+            worker = int(owner[stage, micro_batch])
             action = Action(name, stage, micro_batch)
             raise ScheduleError("complete", "is missing", worker, action)
 
 
-def _one_action(schedule: "Schedule") -> None:
-    clock, first = schedule.clock, schedule.columns.first
+def check_one_action(columns: Columns, clock: np.ndarray) -> None:
+    """Checks that the clocks of each worker's actions increase from 0 on.
+
+    Raises:
+      ScheduleError: They do not ("one action").
+    """
     wrong = np.zeros(len(clock), bool)
     wrong[1:] = clock[1:] <= clock[:-1]
-    wrong[first[:-1][first[:-1] < len(clock)]] = False
+    # The first action of a worker has none before it; a worker may have no actions.
+    wrong[columns.first[:-1][columns.first[:-1] < len(clock)]] = False
     wrong |= clock < 0
     what = "has not a clock of its own after the worker's action before it"
-    _refuse_first(schedule, "one action", wrong, what)
+    _refuse_first(columns, "one action", wrong, what)
 
 
-def _dependencies(schedule: "Schedule") -> None:
-    columns = schedule.columns
-    shape = (schedule.stages, schedule.micro_batches)
-    never = np.full(shape, -1, np.int32)
+def check_dependencies(
+    columns: Columns, clock: np.ndarray, stages: int, micro_batches: int
+) -> None:
+    """Checks that every action has a later clock than all actions that it waits for.
+
+    Raises:
+      ScheduleError: One has not ("dependencies").
+    """
+    never = np.full((stages, micro_batches), -1, np.int32)
     when = [never.copy() for _ in KINDS]
     for kind, table in enumerate(when):
         own = columns.kind == kind
-        table[columns.stage[own], columns.micro_batch[own]] = schedule.clock[own]
+        table[columns.stage[own], columns.micro_batch[own]] = clock[own]
     before = np.vstack([never[:1], when[F][:-1]])
     after = np.vstack([when[B][1:], never[:1]])
     for kind, needed, name in (
@@ -132,31 +142,37 @@ def _dependencies(schedule: "Schedule") -> None:
         (W, when[B], "its own B"),
     ):
         due = needed[columns.stage, columns.micro_batch]
-        wrong = (columns.kind == kind) & (schedule.clock <= due)
-        _refuse_first(schedule, "dependencies", wrong, f"does not come after {name}")
+        wrong = (columns.kind == kind) & (clock <= due)
+        _refuse_first(columns, "dependencies", wrong, f"does not come after {name}")
 
 
-def _live_activations(schedule: "Schedule") -> None:
-    if schedule.activation_bound is None:
+def check_live_activations(columns: Columns, bound: Sequence[int] | None) -> None:
+    """Checks that no worker holds more activations than its bound; None: no bound.
+
+    Raises:
+      ScheduleError: One does ("live activations").
+    """
+    if bound is None:
         return
-    bound = np.asarray(schedule.activation_bound)
-    wrong = held(schedule.columns) > np.repeat(bound, np.diff(schedule.columns.first))
-    what = f"exceeds the bounds {schedule.activation_bound}"
-    _refuse_first(schedule, "live activations", wrong, what)
+    wrong = held(columns) > np.repeat(np.asarray(bound), np.diff(columns.first))
+    what = f"exceeds the bounds {bound}"
+    _refuse_first(columns, "live activations", wrong, what)
 
 
-def _clock_count(schedule: "Schedule") -> None:
-    if schedule.clock_bound is None:
+def check_clock_count(columns: Columns, clock: np.ndarray, bound: int | None) -> None:
+    """Checks that every action has a clock below the bound; None: no bound.
+
+    Raises:
+      ScheduleError: One has not ("clock count").
+    """
+    if bound is None:
         return
-    wrong = schedule.clock >= schedule.clock_bound
-    what = f"comes after the last of {schedule.clock_bound} clocks"
-    _refuse_first(schedule, "clock count", wrong, what)
+    what = f"comes after the last of {bound} clocks"
+    _refuse_first(columns, "clock count", clock >= bound, what)
 
 
-def _refuse_first(
-    schedule: "Schedule", rule: str, wrong: np.ndarray, what: str
-) -> None:
+def _refuse_first(columns: Columns, rule: str, wrong: np.ndarray, what: str) -> None:
     found = np.flatnonzero(wrong)
     if found.size:
-        columns, index = schedule.columns, int(found[0])
+        index = int(found[0])
         raise ScheduleError(rule, what, columns.worker(index), columns.action(index))

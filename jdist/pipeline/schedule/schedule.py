@@ -1,4 +1,4 @@
-"""A schedule: who does what, in which order and at which clock. Data, and nothing else.
+"""Schedules: the order and the clock of every worker's actions, as data.
 
     s = one_f_one_b(2, 3)
     print(s)
@@ -6,71 +6,59 @@
     worker 0 | 0F0 0F1  .  0B0 0F2 0B1  .  0B2
     worker 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2  .
 
-An executor works through a worker's actions in order; a clock only says how the
-schedule would run if every action took the same time, which is what papers draw.
+An executor follows the order of a worker's actions. The clock is the time at which an
+action would happen if every action took the same time, which is what papers draw.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule import memory, rules
-from jdist.pipeline.schedule.actions import Action, B, Columns, W, check_numbers
+from jdist.pipeline.schedule.actions import (
+    Action,
+    B,
+    Columns,
+    ScheduleError,
+    W,
+    check_counts,
+    check_int32,
+)
 from jdist.pipeline.schedule.clock import play, waits_for
-from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.csv import csv_text, read_csv
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
+
+__all__ = ["Placement", "Schedule", "derived"]
 
 Placement = tuple[tuple[int, ...], ...]
-"""The workers of each stage: one, or several among which micro-batches go round."""
-
-Uses = Literal["latest", "entry", "previous"]
-
-
-@dataclass(frozen=True, slots=True)
-class Updates:
-    """When the stages of an asynchronous schedule update, and what a forward pass uses.
-
-    Attributes:
-      every: A worker updates its stage after so many of its backward passes.
-      uses: Which weights a micro-batch meets. "latest": at each stage the newest there
-        (weight stashing). "entry": at every stage the version that was the newest at
-        stage 0 when it entered (vertical sync). "previous": those before the newest
-        complete update that all stages share, w(t-1) for batch t (2BW).
-
-    Raises:
-      ValueError: `every` is not a positive integer, or `uses` none of the three.
-    """
-
-    every: int = 1
-    uses: Uses = "latest"
-
-    def __post_init__(self) -> None:
-        """Checks both."""
-        check_counts("Updates", every=self.every)
-        if self.uses not in ("latest", "entry", "previous"):
-            rule = "must be 'latest', 'entry' or 'previous'"
-            raise ValueError(requirement("Updates(uses=...)", rule, self.uses))
+"""The workers of each stage: one, or several that take micro-batches in turn."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The programs of all workers, and what is promised about them.
+    """The actions of all workers, and what is promised about them.
 
     Attributes:
-      name: Of the family.
+      name: Name of the family.
       micro_batches: Their number m.
       placement: The workers of each stage.
       columns: All actions.
       given_clock: The clock of each action; None: its earliest.
-      forward_only: There are no backward passes.
-      updates: When stages update; None: once, after all micro-batches (a flush).
+      forward_only: Whether there are no backward passes.
+      update_policy: When stages update, and with which weights they compute; None: one
+        update after all micro-batches (a synchronous schedule).
       activation_bound: Per worker, the most that it may hold between two actions, in
         activations of one stage for one micro-batch: 1 from F to B, and 2 from B to W,
         the activations and their cotangents. None: no promise.
-      clock_bound: How many clocks it takes at most. None: no promise.
+      clock_bound: The most clocks that it takes. None: no promise.
+      family: The same schedule for another number of micro-batches; None: it is known
+        for one number only. See `resized`.
 
     Example:
       >>> from jdist.pipeline.schedules import one_f_one_b
@@ -90,9 +78,10 @@ class Schedule:
     columns: Columns
     given_clock: np.ndarray | None = None
     forward_only: bool = False
-    updates: Updates | None = None
+    update_policy: UpdatePolicy | None = None
     activation_bound: tuple[int, ...] | None = None
     clock_bound: int | None = None
+    family: "Callable[[int], Schedule] | None" = None
 
     @classmethod
     def of(
@@ -102,25 +91,25 @@ class Schedule:
         name: str = "custom",
         placement: Placement | None = None,
         clock: Sequence[Sequence[int]] | None = None,
-        updates: Updates | None = None,
+        update_policy: UpdatePolicy | None = None,
     ) -> "Schedule":
-        """A schedule of one's own, from a list of actions per worker.
+        """A user's own schedule, from a list of actions per worker.
 
         Args:
           programs: Actions, or their text such as "0F3". Without any B the schedule is
-            taken to be forward only.
-          name: For pictures and messages.
+            forward only.
+          name: Name for pictures and messages.
           placement: The workers of each stage; None: those that run it, which must be
             one each.
           clock: The clock of each action; None: as soon as possible.
-          updates: See the class.
+          update_policy: See the class.
 
         Raises:
           ScheduleError: It is not "complete", or workers wait for each other in a
             circle ("dependencies").
-          ValueError: Nothing is done, an action's text does not parse, a stage has
-            several workers and no placement was given, or clocks and actions are not
-            equally many.
+          ValueError: There is no action, an action's text does not parse, a stage has
+            several workers and no placement was given, or clocks and actions differ in
+            number.
 
         Example:
           >>> two = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -138,34 +127,108 @@ class Schedule:
             raise ValueError(requirement("Schedule.of(programs=...)", rule, programs))
         micro_batches = int(columns.micro_batch.max()) + 1
         stages = len(placement or ()) or int(columns.stage.max()) + 1
+        # Before anything of the size of stages x micro-batches is made.
         rules.check_size(columns, stages, micro_batches)
         if placement is None:
             placement = _placement_of(columns)
         elif not all(placement):
             rule = "must have a worker for each stage"
             raise ValueError(requirement("Schedule.of(placement=...)", rule, placement))
-        flat = None if clock is None else _flat_clock(clock, read)
         made = cls(
             name,
             micro_batches,
             placement,
             columns,
-            flat,
+            None if clock is None else _flat_clock(clock, read),
             forward_only=not (columns.kind == B).any(),
-            updates=updates,
+            update_policy=update_policy,
         )
-        rules.check_complete(made)
+        made._check_complete()
         made.clock  # noqa: B018 - a circle is refused here, not at the first use
         return made
 
+    @classmethod
+    def from_csv(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        name: str = "custom",
+        placement: Placement | None = None,
+        update_policy: UpdatePolicy | None = None,
+    ) -> "Schedule":
+        """Reads a schedule, written by `to_csv` or by torch, and validates it.
+
+        The columns are the clocks if every action can happen at its column's clock.
+        Otherwise only the order within each row counts, as in torch, whose files often
+        have the order alone; the clocks are then the earliest. Messages and collectives
+        are left out, because an executor derives them. Overlapped actions become
+        consecutive ones.
+
+        Args:
+          source: A path; or the text itself, if it has a comma or a line break. Of
+            torch, what `_dump_csv` writes in either format.
+          name: Name for pictures and messages.
+          placement: The workers of each stage, where a stage has several.
+          update_policy: For an asynchronous schedule.
+
+        Raises:
+          ScheduleError: It breaks a rule; or a backward pass is written as `I` without
+            a `W`, or as `B` with one ("complete").
+          ValueError: A cell is none of torch's; names its row and column.
+
+        Example:
+          >>> print(Schedule.from_csv("0F0,0B0,0REDUCE_GRAD\\n1F0,1B0,1REDUCE_GRAD"))
+          worker 0 | 0F0  .   .  0B0
+          worker 1 |  .  1F0 1B0  .
+        """
+        text = os.fspath(source)
+        if "," not in text and "\n" not in text:
+            # Spreadsheets write a byte order mark, which utf-8-sig skips.
+            text = Path(text).read_text(encoding="utf-8-sig")
+        table = read_csv(text)
+        ordered = cls.of(
+            table.programs,
+            name=name,
+            placement=placement,
+            update_policy=update_policy,
+        )
+        for (stage, micro_batch), half in table.halves.items():
+            if half != ordered.split[stage, micro_batch]:
+                written = "written as I without" if half else "a whole B beside"
+                worker = ordered.worker(stage, micro_batch)
+                action = Action("B", stage, micro_batch)
+                raise ScheduleError("complete", f"is {written} a W", worker, action)
+        if table.clocks is not None:
+            clock = np.array([column for row in table.clocks for column in row])
+            with contextlib.suppress(ScheduleError):
+                return replace(ordered, given_clock=clock).validate()
+        return ordered.validate()
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The schedule as CSV text, a row per worker and a column per clock.
+
+        Args:
+          path: A file that the text is written to, too.
+
+        Example:
+          >>> from jdist.pipeline.schedules import zero_bubble
+          >>> print(zero_bubble(2, 2).to_csv(), end="")
+          0F0,0F1,,0I0,0W0,0I1,0W1
+          ,1F0,1I0,1F1,1I1,1W0,1W1
+        """
+        text = csv_text(self.columns, self.clock, self.split)
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
     @property
     def stages(self) -> int:
-        """Their number."""
+        """Number of stages."""
         return len(self.placement)
 
     @property
     def workers(self) -> int:
-        """Their number."""
+        """Number of workers."""
         return self.columns.workers
 
     @cached_property
@@ -186,21 +249,21 @@ class Schedule:
 
     @property
     def clocks(self) -> int:
-        """How many clocks it takes."""
+        """Number of clocks that it takes."""
         return int(self.clock.max(initial=-1)) + 1
 
     def worker(self, stage: int, micro_batch: int) -> int:
-        """Who runs this stage for this micro-batch."""
+        """The worker that runs a stage for a micro-batch."""
         workers = self.placement[stage]
         return workers[micro_batch % len(workers)]
 
     def actions(self, worker: int) -> list[Action]:
-        """What a worker does, in order."""
+        """The actions of a worker, in order."""
         return self.columns.actions(worker)
 
     @cached_property
     def owner(self) -> np.ndarray:
-        """Each stage and micro-batch's worker, int32, `(stages, micro_batches)`."""
+        """Worker of each stage and micro-batch, int32, `(stages, micro_batches)`."""
         turns = np.arange(self.micro_batches)
         rows = [np.array(w, np.int32)[turns % len(w)] for w in self.placement]
         return np.stack(rows)
@@ -214,23 +277,6 @@ class Schedule:
         """
         return self.columns.index_of(W, self.stages, self.micro_batches) >= 0
 
-    def validate(self) -> "Schedule":
-        """Checks every rule and returns the schedule itself.
-
-        - "complete": each stage has each micro-batch once in F and, unless forward
-          only, once in B, at most once in W, on the worker of its placement.
-        - "one action": a worker has at most one action at a clock, in program order.
-        - "dependencies": an action comes at a later clock than all it waits for: F of
-          the stage before; B of the stage after and F of its own; W its own B.
-        - "live activations": no worker exceeds `activation_bound`.
-        - "clock count": no clock lies at or beyond `clock_bound`.
-
-        Raises:
-          ScheduleError: With the first rule broken, its worker and its action.
-        """
-        rules.validate(self)
-        return self
-
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """Per worker, the most held between two actions.
@@ -243,19 +289,74 @@ class Schedule:
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per worker, of how many (stage, micro-batch) at most F is done and B not.
+        """Per worker, the most (stage, micro-batch) pairs with F done and B not.
 
-        What the literature calls micro-batches in flight; pending weight gradients
-        (B done, W not) are not among them.
+        The literature calls them micro-batches in flight; pending weight gradients (B
+        done, W not) are not among them.
         """
         return memory.peak_in_flight(self.columns)
+
+    def validate(self) -> "Schedule":
+        """Checks every rule and returns the schedule itself.
+
+        - "complete": each stage has each micro-batch once in F and, unless forward
+          only, once in B, at most once in W, on the worker of its placement.
+        - "one action": a worker has at most one action at a clock, in its order.
+        - "dependencies": an action comes at a later clock than all it waits for: F of
+          the stage before; B of the stage after and F of its own; W its own B.
+        - "live activations": no worker exceeds `activation_bound`.
+        - "clock count": no clock lies at or beyond `clock_bound`.
+
+        Raises:
+          ScheduleError: With the first rule broken, its worker and its action.
+        """
+        # Without completeness the clock may not exist.
+        self._check_complete()
+        columns, clock = self.columns, self.clock
+        rules.check_one_action(columns, clock)
+        rules.check_dependencies(columns, clock, self.stages, self.micro_batches)
+        rules.check_live_activations(columns, self.activation_bound)
+        rules.check_clock_count(columns, clock, self.clock_bound)
+        return self
+
+    def _check_complete(self) -> None:
+        rules.check_size(self.columns, self.stages, self.micro_batches)
+        rules.check_placed(self.columns, self.owner)
+        rules.check_each_once(self.columns, self.owner, self.forward_only)
+
+    def resized(self, micro_batches: int) -> "Schedule":
+        """The schedule of the same family for another number of micro-batches.
+
+        Raises:
+          ValueError: The number is below 1 or not possible in the family; or the
+            schedule was made from a user's own actions and the number is not theirs.
+
+        Example:
+          >>> from jdist.pipeline.schedules import pipedream
+          >>> pipedream(2, 3).resized(5) == pipedream(2, 5)
+          True
+        """
+        check_counts("Schedule.resized", micro_batches=micro_batches)
+        if micro_batches == self.micro_batches:
+            return self
+        if self.family is None:
+            rule = f"must be the {self.micro_batches} that its actions were given for"
+            remedy = "Make the schedule by a function such as `pipedream(n, m)`."
+            call = "Schedule.resized(micro_batches)"
+            raise ValueError(requirement(call, rule, micro_batches, remedy))
+        return self.family(micro_batches)
+
+    def synchronous(self) -> "Schedule":
+        """The same actions with one update after all micro-batches."""
+        family = self.family and partial(derived, Schedule.synchronous, self.family)
+        return replace(self, update_policy=None, family=family)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        same = (self.placement, self.updates, self.micro_batches, self.columns)
-        theirs = (other.placement, other.updates, other.micro_batches, other.columns)
-        return same == theirs and np.array_equal(self.clock, other.clock)
+        names = ("placement", "update_policy", "micro_batches", "columns")
+        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        return same and np.array_equal(self.clock, other.clock)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
@@ -282,6 +383,15 @@ class Schedule:
         )
 
 
+def derived(
+    change: Callable[[Schedule], Schedule],
+    family: Callable[[int], Schedule],
+    micro_batches: int,
+) -> Schedule:
+    """A schedule of a family, changed; with `partial` a family that can be pickled."""
+    return change(family(micro_batches))
+
+
 def _flat_clock(
     clock: Sequence[Sequence[int]], programs: Sequence[Sequence[Action]]
 ) -> np.ndarray:
@@ -290,7 +400,7 @@ def _flat_clock(
         rule = "must have one number for each action of each worker"
         raise ValueError(requirement("Schedule.of(clock=...)", rule, clock))
     flat = [number for row in clock for number in row]
-    check_numbers("one action", flat)
+    check_int32("one action", flat)
     return np.array(flat, np.int64)
 
 

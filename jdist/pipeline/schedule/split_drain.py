@@ -1,29 +1,32 @@
-"""A shorter drain: what the stage before waits for is sent before weight gradients."""
+"""A shorter drain: cotangents are sent before weight gradients are computed."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule.actions import B, Columns, F, W
-from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.schedule import Schedule, derived
+
+__all__ = ["split_drain"]
 
 
 def split_drain(schedule: Schedule) -> Schedule:
     """The same schedule, with the backward passes of its drain split in two.
 
-    After a worker's last forward pass nothing is left but to bring the last cotangents
-    from stage to stage, and each stage lets the one before it wait for its weight
-    gradients. Here it sends the cotangent first (B) and computes them right afterwards
-    (W). With W no longer than F, the bubble of (n-1)(F + B) is one of (n-1)(F + B - W).
-    Backward passes before the drain stay whole, since two halves cost a little more,
-    and so do those of the first stage, which no worker waits for. The order is that of
-    the schedule given. Between its B and its W a worker holds the cotangents of one
+    After a worker's last forward pass only the last cotangents are left to pass from
+    stage to stage, and the weight gradients of each stage delay the stage before it.
+    Here a stage sends the cotangent first (B) and computes its weight gradients right
+    afterwards (W). With W no longer than F, the bubble of (n-1)(F + B) becomes
+    (n-1)(F + B - W). Backward passes before the drain stay whole, since two halves cost
+    slightly more, and so do those of the first stage, which no worker waits for. The
+    order is unchanged. Between its B and its W a worker holds the cotangents of one
     more micro-batch than before.
 
     Args:
-      schedule: With a flush, as 1F1B, GPipe or the looped ones have. What is split in
-        it already stays as it is.
+      schedule: A synchronous one, such as 1F1B, GPipe or a looped one. Backward passes
+        that are split already stay as they are.
 
     Raises:
       ValueError: It has no backward passes, or stages update in between.
@@ -37,7 +40,7 @@ def split_drain(schedule: Schedule) -> Schedule:
       worker 0 | 0F0 0F1  .  0B0 0F2 0B1  .  0B2
       worker 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1W2
     """
-    if schedule.forward_only or schedule.updates is not None:
+    if schedule.forward_only or schedule.update_policy is not None:
         rule = "must have backward passes and one update after all of them"
         call = "split_drain(schedule)"
         raise ValueError(requirement(call, rule, repr(schedule)))
@@ -45,12 +48,14 @@ def split_drain(schedule: Schedule) -> Schedule:
     worker = columns.worker_of_each()
     forward = np.flatnonzero(columns.kind == F)
     last = np.full(columns.workers, -1)
-    last[worker[forward]] = forward  # of one worker's, the later one stays
+    last[worker[forward]] = forward  # NumPy keeps the last of a worker's assignments
     drain = np.arange(len(columns)) > last[worker]
     whole = ~schedule.split[columns.stage, columns.micro_batch]
     at = np.flatnonzero(drain & whole & (columns.kind == B) & (columns.stage > 0))
     more = np.bincount(worker[at], minlength=columns.workers) > 0
     bound = schedule.activation_bound
+    if bound is not None:
+        bound = tuple(b + int(one) for b, one in zip(bound, more, strict=True))
     split = Columns(
         np.insert(columns.kind, at + 1, W),
         np.insert(columns.stage, at + 1, columns.stage[at]),
@@ -62,8 +67,7 @@ def split_drain(schedule: Schedule) -> Schedule:
         name=f"{schedule.name}, split drain",
         columns=split,
         given_clock=None,
-        activation_bound=None
-        if bound is None
-        else tuple(b + int(one) for b, one in zip(bound, more, strict=True)),
+        activation_bound=bound,
         clock_bound=None,
+        family=schedule.family and partial(derived, split_drain, schedule.family),
     )

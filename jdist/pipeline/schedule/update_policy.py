@@ -1,55 +1,53 @@
-"""PipeDream's policies: which weights a micro-batch meets, as an epoch's schedule."""
+"""Update policies: when the stages of an asynchronous schedule update.
 
-from collections.abc import Sequence
+A policy also says which weights a micro-batch uses. It is data that a schedule carries;
+what follows from it and the order of the actions is computed in `versions`.
+"""
+
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules.pipedream import pipedream
-from jdist.pipeline.schedules.pipedream_2bw import pipedream_2bw
-from jdist.pipeline.schedules.pipedream_flush import pipedream_flush
+from jdist.pipeline.schedule.actions import check_counts
 
-Policy = Literal["stashing", "vertical_sync", "2bw", "flush", "none"]
+__all__ = ["UpdatePolicy", "UpdateRule"]
+
+UpdateRule = Literal["stashing", "vertical_sync", "2bw", "flush"]
 
 
-def schedule_of_epoch(
-    policy: Policy,
-    n: int,
-    m: int,
-    replicas: Sequence[int] | None,
-    update_every: int | None,
-) -> Schedule:
-    """The schedule of an epoch under a policy.
+@dataclass(frozen=True, slots=True)
+class UpdatePolicy:
+    """When stages update, and which version of the weights a micro-batch uses.
 
-    Args:
-      policy: See `PipeDream`.
-      n: Stages.
-      m: Micro-batches of the epoch.
-      replicas: Workers of each stage; None: one each.
-      update_every: Micro-batches of a worker per update; None: 1, or n for "2bw".
+    Attributes:
+      rule: The weights that a micro-batch uses. "stashing": at each stage the newest
+        ones there (weight stashing). "vertical_sync": at every stage the version that
+        was the newest at stage 0 when the micro-batch entered. "2bw": the version
+        before the newest one that all stages share, w(t-1) for batch t. "flush": the
+        newest ones, which are of one version at all stages because the schedule drains
+        before each update.
+      every: A worker updates its stage after this many of its backward passes.
 
     Raises:
-      ValueError: The policy is none of them, or cannot have replicas; or what the
-        schedules raise.
+      ValueError: `every` is not a positive integer, or `rule` is none of the four.
 
-    Example:
-      >>> schedule_of_epoch("2bw", 3, 12, None, None).updates
-      Updates(every=3, uses='previous')
+    Source:
+      Narayanan et al., PipeDream, SOSP 2019, 3.3; Memory-Efficient Pipeline-Parallel
+      DNN Training, ICML 2021.
     """
-    if policy not in get_args(Policy):
-        rule = f"must be one of {', '.join(map(repr, get_args(Policy)))}"
-        raise ValueError(requirement("PipeDream(policy=...)", rule, policy))
-    if policy in ("stashing", "none"):
-        every = 1 if update_every is None else update_every
-        return pipedream(n, m, replicas=replicas, update_every=every)
-    if replicas is not None and any(count != 1 for count in replicas):
-        rule = f"must be 1 for each stage with the policy {policy!r}"
-        remedy = "Versions of replicas count their own updates: use 'stashing'."
-        call = "PipeDream(replicas=...)"
-        raise ValueError(requirement(call, rule, tuple(replicas), remedy))
-    if policy == "2bw":
-        return pipedream_2bw(n, m, update_every=update_every)
-    every = 1 if update_every is None else update_every
-    if policy == "flush":
-        return pipedream_flush(n, m, update_every=every)
-    return pipedream(n, m, update_every=every, uses="entry")
+
+    rule: UpdateRule = "stashing"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks both."""
+        check_counts("UpdatePolicy", every=self.every)
+        if self.rule not in get_args(UpdateRule):
+            shown = ", ".join(map(repr, get_args(UpdateRule)))
+            rule = f"must be one of {shown}"
+            raise ValueError(requirement("UpdatePolicy(rule=...)", rule, self.rule))
+
+    @property
+    def one_version(self) -> bool:
+        """Whether a micro-batch uses the same version at all stages."""
+        return self.rule != "stashing"

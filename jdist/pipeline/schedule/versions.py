@@ -1,45 +1,51 @@
-"""Which weights a micro-batch meets at a stage, and how many versions are kept there.
+"""Versions of weights: which one a micro-batch uses, and how many a stage keeps.
 
-An asynchronous schedule never waits for all micro-batches before it updates. Version v
-of a stage's weights is what v updates have made of the initial ones. A backward pass
-uses the version that its forward pass used, so a version is kept as long as a
-micro-batch may still need it. All of this follows from the order of a worker's actions.
+Version v of a stage's weights is the result of v updates of the initial ones. A
+backward pass uses the version of its forward pass, so that a version is kept as long as
+a micro-batch may still need it. All of this follows from the order of a worker's
+actions and the update policy.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule.actions import B, Columns, F
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
-if TYPE_CHECKING:
-    from jdist.pipeline.schedule.schedule import Schedule, Updates
+__all__ = ["live_versions", "versions_used"]
 
 
-class _Turn(NamedTuple):
-    """What one worker does of one stage, at its forward and backward passes only."""
+class _StagePasses(NamedTuple):
+    """The forward and backward passes of one stage on one worker.
+
+    Attributes:
+      worker: The worker.
+      stage: The stage.
+      micro_batch: Its micro-batches, in the order of their forward passes.
+      forward: For each pass, whether it is a forward pass.
+    """
 
     worker: int
     stage: int
     micro_batch: np.ndarray
-    """Those it gets, in the order of their forward passes."""
     forward: np.ndarray
-    """Whether each of its passes is a forward pass."""
 
 
-def versions_used(schedule: "Schedule") -> np.ndarray:
-    """The version that each micro-batch meets at each stage, in forward and backward.
+def versions_used(schedule: Schedule) -> np.ndarray:
+    """The version that each micro-batch uses at each stage, forward and backward.
 
-    With several workers for a stage each counts its own updates.
+    Where a stage has several workers, each counts its own updates.
 
     Returns:
-      int32, `(stages, micro_batches)`; all 0 for a schedule with a flush.
+      int32, `(stages, micro_batches)`; all 0 for a synchronous schedule.
 
     Raises:
-      ValueError: A worker's backward passes come in another order than its forward
-        passes, or a stage has several workers where `uses` is not "latest".
+      ValueError: A worker's backward passes have another order than its forward passes,
+        or a stage has several workers under "vertical_sync" or "2bw".
 
     Example:
       >>> from jdist.pipeline.schedules import pipedream
@@ -49,63 +55,73 @@ def versions_used(schedule: "Schedule") -> np.ndarray:
              [0, 1, 2, 3, 4, 5]], dtype=int32)
     """
     found = np.zeros((schedule.stages, schedule.micro_batches), np.int32)
-    if schedule.updates is not None:
-        for turn, used in _used(schedule.columns, schedule.updates):
-            found[turn.stage, turn.micro_batch] = used
+    if schedule.update_policy is not None:
+        for passes, used in _used(schedule.columns, schedule.update_policy):
+            found[passes.stage, passes.micro_batch] = used
     return found
 
 
-def live_versions(columns: Columns, updates: "Updates | None") -> np.ndarray:
-    """How many versions of a stage's weights its worker keeps at most.
+def live_versions(columns: Columns, policy: UpdatePolicy | None) -> np.ndarray:
+    """The most versions of a stage's weights that its worker keeps at a time.
 
-    Between a worker's actions these are the newest version, those of micro-batches
-    in flight, and, where a micro-batch brings its version along, those of micro-batches
+    Between a worker's actions these are the newest version, those of micro-batches in
+    flight, and, where a micro-batch enters with its version, those of micro-batches
     that are still to come.
 
     Returns:
-      int32, `(stages, workers)`: 0 where the worker has nothing to do with the stage.
+      int32, `(stages, workers)`: 0 where the worker does not run the stage.
 
     Raises:
       ValueError: As in `versions_used`.
     """
     found = np.zeros((int(columns.stage.max(initial=0)) + 1, columns.workers), np.int32)
-    if updates is None:
+    if policy is None:
         found[columns.stage, columns.worker_of_each()] = 1
         return found
-    for turn, used in _used(columns, updates):
-        kept = _kept(turn, used, updates)
-        found[turn.stage, turn.worker] = kept.max()
+    for passes, used in _used(columns, policy):
+        found[passes.stage, passes.worker] = _kept(passes, used, policy).max()
     return found
 
 
-def _used(columns: Columns, updates: "Updates") -> Iterator[tuple[_Turn, np.ndarray]]:
+def _used(
+    columns: Columns, policy: UpdatePolicy
+) -> Iterator[tuple[_StagePasses, np.ndarray]]:
+    """The passes of each stage and worker, with the version each micro-batch uses."""
     micro_batches = int(columns.micro_batch.max(initial=0)) + 1
     entry = np.zeros(micro_batches, np.int64)
-    for turn in sorted(_turns(columns), key=lambda turn: turn.stage):
-        done = np.cumsum(~turn.forward) // updates.every
-        if updates.uses != "latest" and len(turn.micro_batch) != micro_batches:
-            rule = "must be 'latest' where a stage has several workers"
-            raise ValueError(requirement("Updates(uses=...)", rule, updates.uses))
-        if updates.uses == "latest":
-            used = done[turn.forward]
-        elif updates.uses == "previous":
-            used = np.maximum(turn.micro_batch // updates.every - 1, 0)
+    # By stage, because vertical sync takes all versions from stage 0.
+    for passes in sorted(_passes(columns), key=lambda passes: passes.stage):
+        updates = np.cumsum(~passes.forward) // policy.every
+        by_own_count = _counts_own_updates(policy)
+        if not by_own_count and len(passes.micro_batch) != micro_batches:
+            rule = "must be 'stashing' or 'flush' where a stage has several workers"
+            raise ValueError(requirement("UpdatePolicy(rule=...)", rule, policy.rule))
+        if by_own_count:
+            used = updates[passes.forward]
+        elif policy.rule == "2bw":
+            used = np.maximum(passes.micro_batch // policy.every - 1, 0)
         else:
-            if turn.stage == 0:
-                entry[turn.micro_batch] = done[turn.forward]
-            used = entry[turn.micro_batch]
-        yield turn, used
+            if passes.stage == 0:
+                entry[passes.micro_batch] = updates[passes.forward]
+            used = entry[passes.micro_batch]
+        yield passes, used
 
 
-def _kept(turn: _Turn, used: np.ndarray, updates: "Updates") -> np.ndarray:
-    """Versions kept after each pass."""
-    finished = np.cumsum(~turn.forward)
-    newest = finished // updates.every
-    if updates.uses == "latest":
-        last = np.cumsum(turn.forward) - 1
+def _counts_own_updates(policy: UpdatePolicy) -> bool:
+    """Whether a forward pass uses the newest version of its stage."""
+    return policy.rule in ("stashing", "flush")
+
+
+def _kept(passes: _StagePasses, used: np.ndarray, policy: UpdatePolicy) -> np.ndarray:
+    """The number of versions kept after each pass."""
+    finished = np.cumsum(~passes.forward)
+    newest = finished // policy.every
+    if _counts_own_updates(policy):
+        last = np.cumsum(passes.forward) - 1
     else:
         last = np.searchsorted(used, newest, side="right") - 1
-    # Versions do not decrease along the micro-batches: count where they change.
+    # Versions never decrease along the micro-batches, so that the number of distinct
+    # ones between two micro-batches is the number of increases.
     change = np.concatenate([[0], np.cumsum(np.diff(used) > 0)])
     first = np.minimum(finished, len(used) - 1)
     needed = np.where(last >= finished, change[last] - change[first] + 1, 0)
@@ -113,7 +129,7 @@ def _kept(turn: _Turn, used: np.ndarray, updates: "Updates") -> np.ndarray:
     return needed + also_newest
 
 
-def _turns(columns: Columns) -> Iterator[_Turn]:
+def _passes(columns: Columns) -> Iterator[_StagePasses]:
     for worker in range(columns.workers):
         span = slice(*columns.first[worker : worker + 2])
         kind, stage = columns.kind[span], columns.stage[span]
@@ -121,8 +137,10 @@ def _turns(columns: Columns) -> Iterator[_Turn]:
             passes = (stage == own) & (kind <= B)
             forward = kind[passes] == F
             micro_batch = columns.micro_batch[span][passes]
+            # `_kept` counts a prefix as finished, which needs one order for both.
             if not np.array_equal(micro_batch[forward], micro_batch[~forward]):
                 rule = f"must finish micro-batches in order (worker {worker})"
                 got = "another order of backward passes than of forward passes"
-                raise ValueError(requirement("Schedule(updates=...)", rule, got))
-            yield _Turn(worker, int(own), micro_batch[forward], forward)
+                call = "Schedule(update_policy=...)"
+                raise ValueError(requirement(call, rule, got))
+            yield _StagePasses(worker, int(own), micro_batch[forward], forward)

@@ -1,9 +1,13 @@
 """DualPipeV: forward passes of one direction beside backward passes of the other."""
 
+from functools import partial
+
 from jdist._errors import requirement
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import Phase, check_counts, phases
+from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.patterns import Phase, phases
 from jdist.pipeline.schedule.schedule import Schedule
+
+__all__ = ["dualpipe_v"]
 
 
 def dualpipe_v(n: int, m: int) -> Schedule:
@@ -37,6 +41,7 @@ def dualpipe_v(n: int, m: int) -> Schedule:
         Columns.joined(programs),
         activation_bound=(2 * n + 1,) * n,
         clock_bound=4 * m + 2 * n - 1,
+        family=partial(dualpipe_v, n),
     )
 
 

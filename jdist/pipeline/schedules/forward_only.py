@@ -1,10 +1,13 @@
 """Forward only: a pipeline that evaluates."""
 
+from functools import partial
+
 import numpy as np
 
-from jdist.pipeline.schedule.actions import Columns, F, Program
-from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.actions import Columns, F, WorkerActions, check_counts
 from jdist.pipeline.schedule.schedule import Schedule
+
+__all__ = ["forward_only"]
 
 
 def forward_only(n: int, m: int) -> Schedule:
@@ -20,7 +23,7 @@ def forward_only(n: int, m: int) -> Schedule:
     """
     check_counts("forward_only", n=n, m=m)
     kind, every = np.full(m, F), np.arange(m)
-    programs = [Program(kind, np.full(m, stage), every) for stage in range(n)]
+    programs = [WorkerActions(kind, np.full(m, stage), every) for stage in range(n)]
     return Schedule(
         "forward only",
         m,
@@ -28,4 +31,5 @@ def forward_only(n: int, m: int) -> Schedule:
         Columns.joined(programs),
         forward_only=True,
         clock_bound=m + n - 1,
+        family=partial(forward_only, n),
     )

@@ -1,11 +1,13 @@
 """GPipe: all forward passes, then all backward passes."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules._replicas import in_turn, placed, replica_counts
+from jdist.pipeline.schedules.replicas import in_turn, placed, replica_counts
+
+__all__ = ["gpipe"]
 
 
 def gpipe(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
@@ -41,4 +43,5 @@ def gpipe(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
         Columns.joined(programs),
         activation_bound=bound,
         clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
+        family=partial(gpipe, n, replicas=replicas),
     )

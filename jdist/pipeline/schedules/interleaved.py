@@ -1,11 +1,15 @@
 """Interleaved 1F1B: several stages per worker, so that the pipeline fills sooner."""
 
+from functools import partial
+
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import Sequenced, alternating, check_counts
+from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.patterns import Passes, alternating
 from jdist.pipeline.schedule.schedule import Schedule
+
+__all__ = ["interleaved"]
 
 
 def interleaved(n: int, m: int, chunks: int) -> Schedule:
@@ -58,12 +62,13 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
         activation_bound=tuple(min(m * chunks, a + 1) for a in ahead),
         # With fewer micro-batches than workers a round waits for its own return.
         clock_bound=2 * (m * chunks + n - 1 + (chunks - 1) * max(0, n - m)),
+        family=partial(interleaved, n, chunks=chunks),
     )
 
 
 def _order(
     n: int, m: int, chunks: int, size: int, rank: int, backward: bool = False
-) -> Sequenced:
+) -> Passes:
     k = np.arange(m * chunks)
     chunk = k // size % chunks
     micro_batch = k // (size * chunks) * size + k % size

@@ -1,10 +1,14 @@
 """Looped breadth-first: each stage of a worker takes all micro-batches at once."""
 
+from functools import partial
+
 import numpy as np
 
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import Sequenced, alternating, check_counts
+from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.patterns import Passes, alternating
 from jdist.pipeline.schedule.schedule import Schedule
+
+__all__ = ["looped_bfs"]
 
 
 def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
@@ -42,8 +46,9 @@ def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
         activation_bound=(m * chunks,) * n,
         # A stage's turn comes when its worker is free and the round before has arrived.
         clock_bound=2 * ((chunks - 1) * max(m, n) + m + n - 1),
+        family=partial(looped_bfs, n, chunks=chunks),
     )
 
 
-def _breadth_first(stages: np.ndarray, m: int) -> Sequenced:
+def _breadth_first(stages: np.ndarray, m: int) -> Passes:
     return np.repeat(stages, m), np.tile(np.arange(m), len(stages))

@@ -1,11 +1,13 @@
 """1F1B with a flush: a backward pass as soon as there is one."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import check_counts
+from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules._replicas import ahead_of, in_turn, placed, replica_counts
+from jdist.pipeline.schedules.replicas import ahead_of, in_turn, placed, replica_counts
+
+__all__ = ["one_f_one_b"]
 
 
 def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
@@ -44,4 +46,5 @@ def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Sch
         Columns.joined(programs),
         activation_bound=bound,
         clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
+        family=partial(one_f_one_b, n, replicas=replicas),
     )

@@ -1,16 +1,21 @@
 """PipeDream: 1F1B without a flush, stages updating as they go, replicas in turn."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Literal
 
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import check_counts
-from jdist.pipeline.schedule.schedule import Schedule, Updates, Uses
-from jdist.pipeline.schedules._replicas import (
+from jdist._errors import requirement
+from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
+from jdist.pipeline.schedules.replicas import (
     ahead_of,
     in_turn,
     placed,
     replica_counts,
 )
+
+__all__ = ["pipedream"]
 
 
 def pipedream(
@@ -19,7 +24,7 @@ def pipedream(
     *,
     replicas: Sequence[int] | None = None,
     update_every: int = 1,
-    uses: Uses = "latest",
+    policy: Literal["stashing", "vertical_sync"] = "stashing",
 ) -> Schedule:
     """Asynchronous 1F1B for n stages and an epoch of m micro-batches.
 
@@ -38,11 +43,11 @@ def pipedream(
       m: Micro-batches until the pipeline drains.
       replicas: Workers of each stage; None: one each. Ranks are given out in order.
       update_every: Backward passes of a worker per update (macro-batches).
-      uses: "latest", or "entry" for vertical sync; see `Updates`.
+      policy: See `UpdatePolicy`.
 
     Raises:
-      ValueError: A number is below 1, `replicas` has not n of them, or `uses` is
-        neither.
+      ValueError: A number is below 1, `replicas` has not n of them, or `policy`
+        is neither.
 
     Source:
       Narayanan et al., PipeDream, SOSP 2019, 3.2 and 3.3.
@@ -54,6 +59,10 @@ def pipedream(
       worker 2 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3  .
     """
     check_counts("pipedream", n=n, m=m, update_every=update_every)
+    if policy not in ("stashing", "vertical_sync"):
+        rule = "must be 'stashing' or 'vertical_sync'"
+        remedy = "Other policies have a schedule of their own, such as `pipedream_2bw`."
+        raise ValueError(requirement("pipedream(policy=...)", rule, policy, remedy))
     counts = replica_counts("pipedream", n, replicas)
     programs, bound = in_turn(counts, m, ahead_of(counts))
     return Schedule(
@@ -61,7 +70,10 @@ def pipedream(
         m,
         placed(counts),
         Columns.joined(programs),
-        updates=Updates(update_every, uses),
+        update_policy=UpdatePolicy(policy, update_every),
         activation_bound=bound,
         clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
+        family=partial(
+            pipedream, n, replicas=counts, update_every=update_every, policy=policy
+        ),
     )

@@ -1,11 +1,15 @@
 """PipeDream-2BW: 1F1B without a flush and with two versions of the weights."""
 
 from dataclasses import replace
+from functools import partial
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.program import check_counts
-from jdist.pipeline.schedule.schedule import Schedule, Updates
+from jdist.pipeline.schedule.actions import check_counts
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
+
+__all__ = ["pipedream_2bw"]
 
 
 def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedule:
@@ -27,8 +31,8 @@ def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedul
       Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021.
 
     Example:
-      >>> pipedream_2bw(2, 8).updates
-      Updates(every=2, uses='previous')
+      >>> pipedream_2bw(2, 8).update_policy
+      UpdatePolicy(rule='2bw', every=2)
     """
     every = n if update_every is None else update_every
     check_counts("pipedream_2bw", n=n, m=m, update_every=every)
@@ -36,5 +40,8 @@ def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedul
         rule = f"must be at least the {n} stages"
         raise ValueError(requirement("pipedream_2bw(update_every=...)", rule, every))
     return replace(
-        one_f_one_b(n, m), name="PipeDream-2BW", updates=Updates(every, "previous")
+        one_f_one_b(n, m),
+        name="PipeDream-2BW",
+        update_policy=UpdatePolicy("2bw", every),
+        family=partial(pipedream_2bw, n, update_every=every),
     )

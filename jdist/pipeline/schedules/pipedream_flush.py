@@ -1,10 +1,15 @@
 """PipeDream-Flush: 1F1B that drains before each update, for a whole epoch."""
 
+from functools import partial
+
 import numpy as np
 
-from jdist.pipeline.schedule.actions import Columns, Program
-from jdist.pipeline.schedule.program import alternating, check_counts
-from jdist.pipeline.schedule.schedule import Schedule, Updates
+from jdist.pipeline.schedule.actions import Columns, WorkerActions, check_counts
+from jdist.pipeline.schedule.patterns import alternating
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
+
+__all__ = ["pipedream_flush"]
 
 
 def pipedream_flush(n: int, m: int, *, update_every: int | None = None) -> Schedule:
@@ -38,13 +43,14 @@ def pipedream_flush(n: int, m: int, *, update_every: int | None = None) -> Sched
         for block in blocks:
             own = (np.full(len(block), stage), block)
             parts.append(alternating(own, own, warm_up=n - stage - 1))
-        programs.append(Program(*map(np.concatenate, zip(*parts, strict=True))))
+        programs.append(WorkerActions(*map(np.concatenate, zip(*parts, strict=True))))
     return Schedule(
         "PipeDream-Flush",
         m,
         tuple((stage,) for stage in range(n)),
         Columns.joined(programs),
-        updates=Updates(every, "latest"),
+        update_policy=UpdatePolicy("flush", every),
         activation_bound=tuple(min(every, m, n - stage) for stage in range(n)),
         clock_bound=2 * (m + len(blocks) * (n - 1)),
+        family=partial(pipedream_flush, n, update_every=every),
     )

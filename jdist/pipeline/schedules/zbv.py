@@ -1,8 +1,12 @@
 """ZBV: zero bubble with two stages per worker, laid out as a V."""
 
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import check_counts, phases
+from functools import partial
+
+from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.patterns import phases
 from jdist.pipeline.schedule.schedule import Schedule
+
+__all__ = ["zbv"]
 
 
 def zbv(n: int, m: int) -> Schedule:
@@ -52,4 +56,5 @@ def zbv(n: int, m: int) -> Schedule:
         ),
         # Below 2n - 1 micro-batches the way there and back, 4n actions, shows.
         clock_bound=max(6 * m + n - 1, 4 * m + 4 * n - 2),
+        family=partial(zbv, n),
     )

@@ -1,8 +1,12 @@
 """Zero bubble, form H1: weight gradients fill the gaps that 1F1B leaves."""
 
-from jdist.pipeline.schedule.actions import Columns
-from jdist.pipeline.schedule.program import check_counts, phases
+from functools import partial
+
+from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.patterns import phases
 from jdist.pipeline.schedule.schedule import Schedule
+
+__all__ = ["zero_bubble"]
 
 
 def zero_bubble(n: int, m: int) -> Schedule:
@@ -52,4 +56,5 @@ def zero_bubble(n: int, m: int) -> Schedule:
         # The last stage defers n weight gradients at most; with fewer micro-batches
         # than workers there is nothing else to fill its gaps with.
         clock_bound=max(3 * m + n - 1, 2 * m + 2 * n - 1),
+        family=partial(zero_bubble, n),
     )

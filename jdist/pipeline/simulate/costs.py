@@ -1,4 +1,4 @@
-"""What actions and messages cost: what a simulation is made of."""
+"""Costs of actions and messages: the input of a simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,11 +11,13 @@ from jdist.pipeline.schedule.actions import KINDS, B, F, W
 from jdist.pipeline.schedule.memory import PENDING
 from jdist.pipeline.simulate.timeline import Timeline
 
+__all__ = ["Cost", "Costs"]
+
 Cost = float | Sequence[float] | np.ndarray
 """One number for all stages; one per stage; or `(stages, micro_batches)`."""
 
 BETWEEN = ("message_bytes", "latency", "bandwidth")
-"""Given per pair of neighbouring stages, one less than there are stages."""
+"""Costs per pair of neighbouring stages, one less than there are stages."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -32,22 +34,22 @@ class Costs:
       backward_params: Seconds of a W; None: half of `backward`.
       overhead: Seconds that each action takes its worker beside that.
       message_bytes: Of an activation from stage j to j + 1, and of its cotangent back.
-      latency: Seconds that a message takes beside what bandwidth costs. It does not
-        keep the link from the next.
+      latency: Seconds that a message takes besides its time on the link. It does not
+        delay the next message.
       bandwidth: Bytes per second from one worker to another, in each direction. A link
         carries one message at a time.
       activation_bytes: What a stage keeps of a micro-batch from F to B.
-      pending_bytes: What it keeps of one from B to W: activations that enter weight
-        gradients, and cotangents. None: twice `activation_bytes`, as much of each. A
-        stage that recomputes, or whose outputs are wider than its inputs, has more.
-      join_weight_gradients: Whether the stage is made so (see `Stage`): for all, or one
-        per stage. It keeps `pending_bytes` of each micro-batch from B on, until its
-        last backward pass before an update has ended.
+      pending_bytes: What a stage keeps of a micro-batch from B to W: activations that
+        enter weight gradients, and cotangents. None: twice `activation_bytes`. A stage
+        that recomputes, or whose outputs are wider than its inputs, keeps more.
+      join_weight_gradients: Whether a stage joins them (see `Stage`): for all, or one
+        per stage. Such a stage keeps `pending_bytes` of each micro-batch from B to the
+        end of its last backward pass before an update.
       weight_bytes: Of one version of a stage's weights.
 
     Raises:
-      ValueError: A cost is negative or NaN, or a bandwidth 0. Of the wrong length:
-        `simulate` says so.
+      ValueError: A cost is negative or NaN, or a bandwidth 0. The lengths are checked
+        by `simulate`.
     """
 
     forward: Cost = 1.0
@@ -110,15 +112,15 @@ class Costs:
         return tuple((table[:, 0] > 0).tolist())
 
     @classmethod
-    def measured(cls, timeline: Timeline, **others: Any) -> "Costs":
-        """Takes the medians of a run's actions, per stage and kind, and its latencies.
+    def measured(cls, timeline: Timeline, **others: Cost) -> "Costs":
+        """The costs of a run: medians of its actions per stage and kind, and latencies.
 
-        Of a run by `timed` also the bytes that its stages kept of a micro-batch.
+        From a run by `timed` also the bytes that its stages kept of a micro-batch.
 
         Args:
-          timeline: Of a run; its first micro-batch is left out where there are others.
-          others: Costs that a timeline does not show, such as those of messages; or
-            that are to take the place of what it shows.
+          timeline: The run; its first micro-batch is left out where there are others.
+          others: Costs that a timeline does not show, such as those of messages; they
+            replace those that it shows.
 
         Raises:
           ValueError: A stage has no forward passes.
@@ -158,7 +160,7 @@ class Costs:
             joined = np.array(timeline.joined or [False] * stages)
             waits = joined | np.isin(np.arange(stages), columns.stage[halved])
             found["activation_bytes"] = kept.activation
-            # Of a stage that ran whole it is not known what a W would wait with.
+            # A stage that ran whole does not show what a W would keep.
             guess = PENDING * kept.activation
             found["pending_bytes"] = np.where(waits, kept.pending, guess)
             found["join_weight_gradients"] = joined

@@ -1,14 +1,14 @@
-"""What a schedule costs before anybody runs it.
+"""The simulator: time and memory of a schedule under given costs.
 
-The model. A worker does its actions in the schedule's order, each as soon as the worker
-is free and what the action needs has arrived. An action takes its cost plus the
-overhead. Its result goes to the neighbouring stage while the worker goes on: if that
-stage is on another worker, the message takes the link between the two workers (one for
-each direction), after the messages before it, for bytes / bandwidth, and arrives
-`latency` later. Updates of weights, reductions between replicas and waiting buffers
-cost nothing here; add them to `backward` where they matter. Memory is what workers hold
-between two actions (`schedule_memory`); what an action needs while it runs, and values
-that wait to be sent or taken, come on top.
+A worker executes its actions in the schedule's order, each as soon as the worker is
+free and the action's input has arrived. An action takes its cost plus the overhead. Its
+result travels to the neighbouring stage while the worker goes on: if that stage is on
+another worker, the message takes the link between the two workers (one for each
+direction), after the messages before it, for bytes / bandwidth, and arrives `latency`
+later. Updates of weights, reductions between replicas and waiting buffers cost nothing
+here; add them to `backward` where they matter. Memory is what workers hold between two
+actions (`jdist.pipeline.schedule.memory`), without what an action needs while it runs
+and values that wait to be sent or consumed.
 """
 
 import math
@@ -16,16 +16,18 @@ import math
 import numpy as np
 
 from jdist.pipeline.schedule.actions import B, F, W
-from jdist.pipeline.schedule.clock import Wires, play, waits_for
+from jdist.pipeline.schedule.clock import Links, play, waits_for
 from jdist.pipeline.schedule.memory import held, peaks
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.versions import live_versions
 from jdist.pipeline.simulate.costs import Costs
 from jdist.pipeline.simulate.timeline import Timeline
 
+__all__ = ["simulate"]
+
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Plays a schedule through.
+    """Simulates a schedule.
 
     1024 stages and 4096 micro-batches, 8.4 million actions, take seconds.
 
@@ -34,8 +36,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
       costs: None: the units of `Costs()`.
 
     Returns:
-      Makespan, bubble, peak activations and their bytes, weight versions, and when each
-      action happened.
+      Makespan, bubble, peak activations and their bytes, weight versions, and the start
+      and end of each action.
 
     Raises:
       ScheduleError: The schedule's workers wait for each other in a circle, or an
@@ -54,7 +56,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     shape = (schedule.stages, schedule.micro_batches)
     waits = waits_for(columns, *shape)
     seconds = _seconds(schedule, costs)
-    start = play(columns, waits, seconds, _wires(schedule, costs))
+    start = play(columns, waits, seconds, _links(schedule, costs))
+    # Arrays of millions of actions: freed, and reused, as early as possible.
     del waits
     end = np.add(start, seconds, out=seconds)
     for array in (start, end):
@@ -63,7 +66,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         columns,
         start,
         end,
-        schedule.updates,
+        schedule.update_policy,
         f"{schedule.name}, {schedule.workers} workers, {shape[1]} micro-batches",
         _activation_bytes(schedule, costs),
         _weight_bytes(schedule, costs),
@@ -90,15 +93,15 @@ def _seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
     return seconds + costs.overhead
 
 
-def _wires(schedule: Schedule, costs: Costs) -> Wires | None:
-    """Which link each result takes, and for how long; None where messages are free."""
+def _links(schedule: Schedule, costs: Costs) -> Links | None:
+    """The link of each result and its times; None where messages are free."""
     shape = (schedule.stages, schedule.micro_batches)
     latency = costs.table("latency", *shape)
     sending = costs.table("message_bytes", *shape) / costs.table("bandwidth", *shape)
     if not (latency.any() or sending.any()):
         return None
     columns = schedule.columns
-    links = _links(schedule)
+    numbers = _link_numbers(schedule)
     link = np.full(len(columns), -1, np.int32)
     occupied, late = np.zeros(len(columns)), np.zeros(len(columns))
     for kind, step in ((F, 0), (B, -1)):
@@ -107,14 +110,14 @@ def _wires(schedule: Schedule, costs: Costs) -> Wires | None:
         sends = (columns.kind == kind) & (pair >= 0) & (pair < shape[0] - 1)
         at = np.flatnonzero(sends)
         pair, micro_batch = pair[at], columns.micro_batch[at]
-        link[at] = links[kind, pair, micro_batch % links.shape[2]]
+        link[at] = numbers[kind, pair, micro_batch % numbers.shape[2]]
         away = link[at] >= 0
         occupied[at] = np.where(away, sending[pair, micro_batch], 0.0)
         late[at] = np.where(away, latency[pair, micro_batch], 0.0)
-    return Wires(link, occupied, late)
+    return Links(link, occupied, late)
 
 
-def _links(schedule: Schedule) -> np.ndarray:
+def _link_numbers(schedule: Schedule) -> np.ndarray:
     """A number for each link, -1 within a worker: `(F or B, pair of stages, turn)`."""
     turns = math.lcm(*(len(workers) for workers in schedule.placement))
     owner = schedule.owner[:, : min(turns, schedule.micro_batches)].astype(np.int64)
@@ -132,7 +135,8 @@ def _activation_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         costs.table(name, *shape)[columns.stage, columns.micro_batch]
         for name in ("activation_bytes", "pending_bytes")
     )
-    every = None if schedule.updates is None else schedule.updates.every
+    policy = schedule.update_policy
+    every = None if policy is None else policy.every
     joined = costs.joined(schedule.stages)
     amount = held(columns, activation, pending, joined, every)
     return tuple(peaks(columns, amount).tolist())
@@ -141,5 +145,5 @@ def _activation_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 def _weight_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     shape = (schedule.stages, schedule.micro_batches)
     each = costs.table("weight_bytes", *shape)[:, 0]
-    kept = live_versions(schedule.columns, schedule.updates)
+    kept = live_versions(schedule.columns, schedule.update_policy)
     return tuple((each @ kept).tolist())

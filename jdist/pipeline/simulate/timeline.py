@@ -1,26 +1,31 @@
-"""What happened when: of a simulation and of a run alike."""
+"""Timelines: the start and the end of every action of a simulation or a run."""
 
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule import memory
-from jdist.pipeline.schedule.actions import Action, B, Columns, F, Kind
-from jdist.pipeline.schedule.schedule import Updates
+from jdist.pipeline.schedule.actions import Action, ActionKind, B, Columns, F
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedule.versions import live_versions
-from jdist.pipeline.simulate import timeline_picture, timeline_trace
+from jdist.pipeline.simulate import pictures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Record", "StageBytes", "Timeline"]
 
 
 class StageBytes(NamedTuple):
-    """What a run's stages kept of a micro-batch, in bytes, float64, `(stages,)` each.
+    """Bytes that a run's stages kept of a micro-batch, float64, `(stages,)` each.
 
-    Where micro-batches differ in size, of the largest.
+    Where micro-batches differ in size, those of the largest.
 
     Attributes:
       activation: Between F and B.
@@ -32,10 +37,10 @@ class StageBytes(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One action of a run: who did what from when to when, in seconds."""
+    """One action of a run, with its worker and the seconds of its start and end."""
 
     worker: int
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
     start: float
@@ -44,20 +49,20 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each worker did what.
+    """The start and end of every action of all workers.
 
     Attributes:
       columns: The actions.
       start: Seconds at which each began, float64, from 0.
-      end: And ended.
-      updates: When stages updated; None: after all.
-      name: For pictures.
+      end: Seconds at which each ended.
+      update_policy: See `Schedule`.
+      name: Title of pictures.
       activation_bytes: Per worker, the most bytes held between two actions:
         activations of micro-batches in flight, and what weight gradients wait with.
         None: not known.
       weight_bytes: Per worker, the bytes of all versions that it keeps at most; None:
         not known.
-      stage_bytes: Of a run by `timed`: what each stage kept. None: not known.
+      stage_bytes: What each stage kept, in a run by `timed`; None: not known.
       joined: Whether each stage joins its weight gradients; empty: none does.
 
     Example:
@@ -70,7 +75,7 @@ class Timeline:
     columns: Columns
     start: np.ndarray
     end: np.ndarray
-    updates: Updates | None = None
+    update_policy: UpdatePolicy | None = None
     name: str = ""
     activation_bytes: tuple[float, ...] | None = None
     weight_bytes: tuple[float, ...] | None = None
@@ -83,14 +88,14 @@ class Timeline:
         records: Iterable[Record],
         *,
         name: str = "measured",
-        updates: Updates | None = None,
+        update_policy: UpdatePolicy | None = None,
     ) -> "Timeline":
         """The timeline of a run, from records in any order.
 
         Args:
-          records: What each worker did, on one clock.
-          name: For pictures.
-          updates: See `Schedule`.
+          records: The actions of all workers, on one clock.
+          name: Title of pictures.
+          update_policy: See `Schedule`.
 
         Raises:
           ValueError: There are none, one ends before it starts, or two of one worker
@@ -119,18 +124,18 @@ class Timeline:
             Columns.of(programs),
             np.array([record.start - begin for record in ordered]),
             np.array([record.end - begin for record in ordered]),
-            updates,
+            update_policy,
             name,
         )
 
     @property
     def workers(self) -> int:
-        """Their number."""
+        """Number of workers."""
         return self.columns.workers
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the first action's begin to the last one's end."""
+        """Seconds from the start of the first action to the end of the last."""
         return float(self.end.max(initial=0.0))
 
     @cached_property
@@ -141,7 +146,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all workers' time in which they did not work."""
+        """The fraction of all workers' time in which they were idle."""
         if not self.makespan:
             return 0.0
         return 1 - sum(self.busy) / (self.workers * self.makespan)
@@ -150,23 +155,23 @@ class Timeline:
     def peak_activations(self) -> tuple[int, ...]:
         """Per worker, the most held between two actions; see `Schedule`.
 
-        With what joined weight gradients keep, which a schedule does not know of.
+        Joined weight gradients are counted, which a schedule does not know of.
         """
-        every = None if self.updates is None else self.updates.every
+        every = None if self.update_policy is None else self.update_policy.every
         return memory.peak_activations(self.columns, self.joined, every)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Per worker, the most (stage, micro-batch) between F and B."""
+        """Per worker, the most (stage, micro-batch) pairs between F and B."""
         return memory.peak_in_flight(self.columns)
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """Per worker, how many versions of one of its stages' weights it kept at most.
+        """Per worker, the most versions of one of its stages' weights kept at a time.
 
-        1 for a schedule with a flush.
+        1 for a synchronous schedule.
         """
-        kept = live_versions(self.columns, self.updates)
+        kept = live_versions(self.columns, self.update_policy)
         return tuple(int(count) for count in kept.max(axis=0))
 
     @property
@@ -179,11 +184,11 @@ class Timeline:
 
     @cached_property
     def latencies(self) -> np.ndarray:
-        """Median seconds from a result to the action that had waited for it.
+        """Median seconds from a result to the action that was waiting for it.
 
-        Per pair of neighbouring stages, `(stages - 1,)`, both ways taken together; only
-        where the other worker was free before the result was there, so that nothing
-        else can have kept it. 0 where that never happened.
+        Per pair of neighbouring stages, `(stages - 1,)`, both directions together. Only
+        actions whose worker was free before the result existed are counted, since
+        nothing else can have delayed these. 0 where there are none.
         """
         columns = self.columns
         shape = (int(columns.stage.max()) + 1, int(columns.micro_batch.max()) + 1)
@@ -204,12 +209,17 @@ class Timeline:
         return np.array([max(0.0, np.median(s)) if s else 0.0 for s in samples])
 
     def records(self) -> Iterator[Record]:
-        """Its actions, one worker's after the other's, in order."""
+        """The actions in order, one worker after the other."""
         columns = self.columns
         workers = columns.worker_of_each()
         for index, worker in enumerate(workers):
             start, end = float(self.start[index]), float(self.end[index])
             yield Record(int(worker), *columns.action(index), start, end)
+
+    @property
+    def title(self) -> str:
+        """Title of pictures: the name, the makespan and the bubble."""
+        return f"{self.name}: {self.makespan:.6g} s, bubble {self.bubble:.1%}"
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
         """Draws a Gantt chart into a file, PNG unless its name says otherwise.
@@ -217,15 +227,18 @@ class Timeline:
         Raises:
           Unavailable: matplotlib is not installed.
         """
-        return timeline_picture.draw(self, Path(path))
+        shown = self.columns, self.start, self.end, self.title
+        return pictures.write_gantt(*shown, Path(path))
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: "Axes") -> None:
         """Draws a Gantt chart on matplotlib's axes, without a legend."""
-        timeline_picture.draw_on(self, axes)
+        pictures.draw_gantt(self.columns, self.start, self.end, self.title, axes)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Writes JSON that chrome://tracing and ui.perfetto.dev show."""
-        return timeline_trace.write(self, Path(path))
+        return pictures.write_chrome_trace(
+            self.columns, self.start, self.end, Path(path)
+        )
 
     def __repr__(self) -> str:
         return (

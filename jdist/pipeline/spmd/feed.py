@@ -17,7 +17,7 @@ from jdist._tree import examples_in
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.stage_channels import moved
-from jdist.pipeline.stages.array_spec import Kind
+from jdist.pipeline.stages.array_spec import ArraySpec
 
 
 class Lots(NamedTuple):
@@ -81,7 +81,7 @@ class Spread:
     def __init__(self, places: Places, mesh: Mesh) -> None:
         self._places = places
         self._sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-        self._blanks: dict[tuple[int, Kind], jax.Array] = {}
+        self._blanks: dict[tuple[int, ArraySpec], jax.Array] = {}
 
     def together(self, parts: Sequence[Any]) -> jax.Array:
         """One array of the parts on this process's devices, which are not copied.
@@ -98,14 +98,14 @@ class Spread:
         shape = (first * self._places.schedule.workers, *others)
         return jax.make_array_from_single_device_arrays(shape, self._sharding, placed)
 
-    def only(self, worker: int, kind: Kind, value: Callable[[], Any]) -> jax.Array:
+    def only(self, worker: int, kind: ArraySpec, value: Callable[[], Any]) -> jax.Array:
         """A value on the device of one worker, and blanks on the others."""
         own = self._places.own
         return self.together(
             [value() if rank == worker else self._blank(rank, kind) for rank in own]
         )
 
-    def _blank(self, rank: int, kind: Kind) -> jax.Array:
+    def _blank(self, rank: int, kind: ArraySpec) -> jax.Array:
         if (rank, kind) not in self._blanks:
             device = self._places.devices[rank]
             self._blanks[rank, kind] = kind.blank(device)

@@ -21,7 +21,8 @@ from jdist._tree import is_none
 from jdist.pipeline.run.arguments import check_not_traced
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.update import Found, News, Update
+from jdist.pipeline.run.shapes import entry_of
+from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
 from jdist.pipeline.spmd.program import Feed, Model, run
 from jdist.pipeline.spmd.rules import (
@@ -32,9 +33,8 @@ from jdist.pipeline.spmd.rules import (
     check_value,
 )
 from jdist.pipeline.spmd.table import tabulate
-from jdist.pipeline.stages.array_spec import Kind
-from jdist.pipeline.stages.shapes import entry_of
-from jdist.pipeline.stages.wiring import Wiring
+from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.wiring import StageWiring
 
 
 class OneProgram:
@@ -53,7 +53,7 @@ class OneProgram:
 
     def __init__(
         self,
-        wiring: Wiring,
+        wiring: StageWiring,
         places: Places,
         mesh: Mesh,
         loss: PipelineLoss,
@@ -74,8 +74,12 @@ class OneProgram:
         self._everywhere = jax.jit(lambda rows: rows, out_shardings=everywhere)
 
     def __call__(
-        self, params: Sequence[Any], batch: Any, weights: Any, update: Update | None
-    ) -> Found:
+        self,
+        params: Sequence[Any],
+        batch: Any,
+        weights: Any,
+        update: StageUpdates | None,
+    ) -> StepResult:
         """The loss of a batch and the gradients of this process's stages.
 
         Raises: what `Pipeline.value_and_grad` raises; ValueError if the optimizers
@@ -98,8 +102,8 @@ class OneProgram:
             for chunk, stage in enumerate(self._table.stages[rank]):
                 own = _like(_here(grads[chunk], index), program.shapes)
                 found[stage] = own if masters(stage) else _rounded(own, program.shapes)
-        news = News(_here(square, 0), None)
-        return Found(_here(loss, 0), found, news, [None] * len(found))
+        stats = GradientStats(_here(square, 0), None)
+        return StepResult(_here(loss, 0), found, stats, [None] * len(found))
 
     def lower(
         self, params: Sequence[Any], batch: Any, weights: Any = None
@@ -226,7 +230,7 @@ class OneProgram:
 
 def one_program_on(
     where: Any,
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
     loss: PipelineLoss,
     max_norm: float | None,
@@ -263,8 +267,8 @@ def _shape(x: Any, rows: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
 
-def _kind(x: Any, cut: Lots) -> Kind:
-    return Kind((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
+def _kind(x: Any, cut: Lots) -> ArraySpec:
+    return ArraySpec((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
 
 
 def _like(tree: Any, shapes: Any) -> Any:

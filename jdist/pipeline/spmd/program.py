@@ -25,7 +25,7 @@ from jdist import reduction
 from jdist._tree import is_none, split_inexact, wide_dtype
 from jdist.optim.clipping import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
-from jdist.pipeline.run.stage_run import Share
+from jdist.pipeline.run.stage_run import MicroBatchShare
 from jdist.pipeline.schedule.actions import B, F, W
 from jdist.pipeline.spmd.table import INPUTS, NOTHING, Row, Table
 from jdist.reduction import Partial
@@ -46,23 +46,23 @@ class Feed(NamedTuple):
     """The sums of the micro-batches' weights, `(micro_batches,)`."""
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What stages send each other."""
 
     value: Any
     """A stage's output, or the cotangent of one."""
-    share: Share | None
+    share: MicroBatchShare | None
     """Beside a cotangent, for max and min: what its micro-batch counts for."""
 
 
 class State(NamedTuple):
     """What a device carries from clock to clock."""
 
-    mail: Message
+    mail: StageMessage
     """What waits for its action, by slot; in the last one what is to be sent."""
     activations: list[jax.Array]
     """The residuals of forward passes, by slot."""
-    rests: tuple[list[jax.Array], Share | None]
+    rests: tuple[list[jax.Array], MicroBatchShare | None]
     """What split backward passes have left, by slot."""
     partials: list[Partial]
     """The gradient so far of each of the device's stages."""
@@ -170,9 +170,11 @@ class _Device:
         found, *_ = jax.eval_shape(
             called, {model.name: value}, first.entries, first.weights
         )
-        share = Share(found.value, found.weight) if self._shares_travel else None
+        share = (
+            MicroBatchShare(found.value, found.weight) if self._shares_travel else None
+        )
         counted = share or _share_of(first.totals)
-        message = Message(value, share)
+        message = StageMessage(value, share)
         return State(
             _empty(message, slots.mail),
             _empty(residuals, slots.activations),
@@ -243,9 +245,11 @@ class _Device:
         found, d_values, _ = self._model.loss.both(
             {name: take(state.mail.value, at.result)}, entries, weights
         )
-        share = Share(found.value, found.weight) if self._shares_travel else None
+        share = (
+            MicroBatchShare(found.value, found.weight) if self._shares_travel else None
+        )
         return state._replace(
-            mail=put(state.mail, at.result, Message(d_values[name], share)),
+            mail=put(state.mail, at.result, StageMessage(d_values[name], share)),
             loss=reduction.combine(state.loss, found, self._model.kind),
         )
 
@@ -278,12 +282,17 @@ class _Device:
         d_own = self._model.segment.backward_params(Rest(self._split, tuple(arrays)))
         return self._added(state, at, chunk, d_own, share)
 
-    def _called_back(self, at: Row, state: State) -> tuple[Message, Residuals]:
+    def _called_back(self, at: Row, state: State) -> tuple[StageMessage, Residuals]:
         kept = take(state.activations, at.activation)
         return take(state.mail, at.mail), Residuals(self._plan, tuple(kept))
 
     def _added(
-        self, state: State, at: Row, chunk: int, d_own: Any, share: Share | None
+        self,
+        state: State,
+        at: Row,
+        chunk: int,
+        d_own: Any,
+        share: MicroBatchShare | None,
     ) -> State:
         """Earlier micro-batches first: the order of sums is the schedule's."""
         counted = share or _share_of(take(self._feed.totals, at.micro_batch))
@@ -343,7 +352,7 @@ def _empty(value: Any, count: int) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), value)
 
 
-def _answered(state: State, at: Row, d_inputs: Any, cotangent: Message) -> State:
+def _answered(state: State, at: Row, d_inputs: Any, cotangent: StageMessage) -> State:
     """The cotangent of the stage's input is its message; zeros where none flows."""
     _, (d_value,), _ = d_inputs
     value = jax.tree.map(
@@ -362,11 +371,11 @@ def _computed(rest: Rest) -> list[Any]:
     return [x for x, (group, _) in zip(rest.arrays, places, strict=True) if group > 1]
 
 
-def _share_of(total: jax.Array) -> Share:
-    return Share(jnp.zeros_like(total), total)
+def _share_of(total: jax.Array) -> MicroBatchShare:
+    return MicroBatchShare(jnp.zeros_like(total), total)
 
 
-def _partial(d_own: Any, share: Share) -> Partial:
+def _partial(d_own: Any, share: MicroBatchShare) -> Partial:
     return Partial(share.value, jax.tree.map(_wide, d_own), share.weight)
 
 

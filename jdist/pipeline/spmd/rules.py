@@ -7,11 +7,11 @@ import jax
 
 from jdist._errors import requirement
 from jdist._tree import is_inexact
+from jdist.pipeline.run.shapes import describe, outputs_of
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.array_spec import kinds_of
-from jdist.pipeline.stages.shapes import describe, outputs_of
+from jdist.pipeline.stages.array_spec import specs_of
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import BATCH, Wiring
+from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.segment._contents import contents_of
 
 _STAGES = "Pipeline(stages, .., mesh)"
@@ -21,7 +21,7 @@ _REMEDY = (
 )
 
 
-def check_stages(wiring: Wiring) -> None:
+def check_stages(wiring: StageWiring) -> None:
     """Refuses stages that one program cannot stand for.
 
     Raises:
@@ -53,7 +53,7 @@ def check_stages(wiring: Wiring) -> None:
         _refuse(f"end in the loss, which takes {last[0]!r} alone", got)
 
 
-def _check_chain(wiring: Wiring, number: int, stage: Stage) -> None:
+def _check_chain(wiring: StageWiring, number: int, stage: Stage) -> None:
     if len(stage.inputs) != 1 or len(stage.outputs) != 1:
         got = f"inputs {stage.inputs} and outputs {stage.outputs} in stage {number}"
         _refuse("have one input and one output", got)
@@ -96,7 +96,7 @@ def check_params(params: Mapping[int, Any]) -> None:
     first = min(params)
     expected = describe(params[first])
     for number, tree in params.items():
-        if kinds_of(tree) != kinds_of(params[first]):
+        if specs_of(tree) != specs_of(params[first]):
             got = f"{describe(tree)} in stage {number}"
             _refuse(f"have parameters like those of stage {first}, {expected}", got)
 
@@ -116,7 +116,7 @@ def check_value(number: int, stage: Stage, params: Any, value: Any) -> None:
     """
     name = stage.inputs[0]
     found = outputs_of(number, stage, (params, None), {name: value})
-    if kinds_of(found) != kinds_of(value):
+    if specs_of(found) != specs_of(value):
         rule = f"put out what they take, {name!r}: {describe(value)}"
         _refuse(rule, f"{describe(found)} from stage {number}")
     fixed = [leaf.dtype for leaf in jax.tree.leaves(value) if not is_inexact(leaf)]

@@ -11,7 +11,7 @@ from jdist._errors import requirement
 _GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-class Kind(NamedTuple):
+class ArraySpec(NamedTuple):
     """Shape and dtype of an array on a device.
 
     Attributes:
@@ -38,18 +38,18 @@ class Kind(NamedTuple):
         return keys if device is None else jax.device_put(keys, device)
 
 
-def kinds_of(value: Any) -> Any:
-    """The value's tree, with a `Kind` in the place of each array.
+def specs_of(value: Any) -> Any:
+    """The value's tree, with a `ArraySpec` in the place of each array.
 
     NumPy's arrays have the dtype that `jnp.asarray` would give them: without x64
     float32 for float64.
 
     Example:
       >>> import numpy as np
-      >>> kinds_of({"h": np.zeros((3, 5), np.float32)})
-      {'h': Kind(shape=(3, 5), dtype='float32')}
+      >>> specs_of({"h": np.zeros((3, 5), np.float32)})
+      {'h': ArraySpec(shape=(3, 5), dtype='float32')}
     """
-    return jax.tree.map(lambda x: Kind(x.shape, _name_on_a_device(x.dtype)), value)
+    return jax.tree.map(lambda x: ArraySpec(x.shape, _name_on_a_device(x.dtype)), value)
 
 
 def _name_on_a_device(dtype: Any) -> str:
@@ -75,6 +75,6 @@ def _key_like(name: str) -> _KeyLike | None:
     raise ValueError(requirement("Pipeline", rule, name))
 
 
-def is_kind(value: object) -> bool:
+def is_spec(value: object) -> bool:
     """Whether it is one; for `is_leaf`, because a tuple is a tree to JAX."""
-    return isinstance(value, Kind)
+    return isinstance(value, ArraySpec)

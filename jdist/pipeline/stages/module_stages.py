@@ -16,7 +16,7 @@ from jdist.pipeline.stages.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ModuleCall:
     """A module as a line of a program in which no name is written twice.
 
     Attributes:
@@ -39,7 +39,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class SharedParameter:
     """Parameters that a module shares with an earlier one of its stage.
 
     The stage keeps them once, in the earlier module.
@@ -58,7 +58,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Program:
+class StageProgram:
     """What a stage computes, line by line: `program(params, [state,] *inputs[, key])`.
 
     Attributes:
@@ -69,10 +69,10 @@ class Program:
       evaluation: Whether the state is not returned.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[ModuleCall, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[SharedParameter, ...] = ()
     evaluation: bool = False
 
     @property
@@ -111,7 +111,7 @@ class Program:
         return (outputs, after) if self.stateful and not self.evaluation else outputs
 
 
-class Member(NamedTuple):
+class StageMember(NamedTuple):
     """A module in its stage."""
 
     number: int
@@ -140,8 +140,8 @@ class FromModules(NamedTuple):
     params: list[Any]
     states: list[Any]
     loss_inputs: tuple[str, ...]
-    members: list[list[Member]]
-    copies: list[tuple[Copy, ...]]
+    members: list[list[StageMember]]
+    copies: list[tuple[SharedParameter, ...]]
 
     def modules(self, params: Sequence[Any], states: Sequence[Any]) -> list[Any]:
         """The way back: the modules, in the order in which they were given.
@@ -269,7 +269,7 @@ def assembled(
         made.states.append((members[0].state if single else states) or None)
         made.members.append(
             [
-                Member(number[m.name], m._replace(params=None, state=None), single)
+                StageMember(number[m.name], m._replace(params=None, state=None), single)
                 for m in members
             ]
         )
@@ -277,14 +277,16 @@ def assembled(
     return made
 
 
-def with_copies(params: Mapping[str, Any], copies: Sequence[Copy]) -> dict[str, Any]:
+def with_copies(
+    params: Mapping[str, Any], copies: Sequence[SharedParameter]
+) -> dict[str, Any]:
     """Parameters by module, with what modules share in all of them."""
     whole = dict(params)
     for copy in copies:
         shared = _below(whole[copy.source], copy.source_path)
 
         def filled(
-            keys: Any, leaf: Any, copy: Copy = copy, shared: Any = shared
+            keys: Any, leaf: Any, copy: SharedParameter = copy, shared: Any = shared
         ) -> Any:
             below = _suffix(path_of(keys), copy.path)
             return leaf if below is None else shared[below]
@@ -294,12 +296,14 @@ def with_copies(params: Mapping[str, Any], copies: Sequence[Copy]) -> dict[str, 
     return whole
 
 
-def without_copies(params: Mapping[str, Any], copies: Sequence[Copy]) -> dict[str, Any]:
+def without_copies(
+    params: Mapping[str, Any], copies: Sequence[SharedParameter]
+) -> dict[str, Any]:
     """Parameters by module, with what modules share in the first of them only."""
     kept = dict(params)
     for copy in copies:
 
-        def blanked(keys: Any, leaf: Any, copy: Copy = copy) -> Any:
+        def blanked(keys: Any, leaf: Any, copy: SharedParameter = copy) -> Any:
             return leaf if _suffix(path_of(keys), copy.path) is None else None
 
         kept[copy.module] = jax.tree.map_with_path(blanked, kept[copy.module])
@@ -321,13 +325,13 @@ def _below(tree: Any, top: str) -> dict[str, Any]:
 class _Ties(NamedTuple):
     """Shared parameters: between modules of each stage, and between stages."""
 
-    copies: list[tuple[Copy, ...]]
+    copies: list[tuple[SharedParameter, ...]]
     across: list[dict[str, str]]
 
 
 def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
     first: list[dict[str, tuple[Module, str]]] = []
-    copies: list[tuple[Copy, ...]] = []
+    copies: list[tuple[SharedParameter, ...]] = []
     for members in own:
         places: dict[str, tuple[Module, str]] = {}
         found = []
@@ -336,7 +340,7 @@ def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
                 source, at = places.setdefault(name, (module, path))
                 if source is not module:
                     _check_same(name, source, at, module, path)
-                    found.append(Copy(module.name, path, source.name, at))
+                    found.append(SharedParameter(module.name, path, source.name, at))
         first.append(places)
         copies.append(tuple(found))
     many = Counter(name for places in first for name in places)
@@ -376,18 +380,18 @@ def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
 
 
 def _program(
-    lines: Sequence[Line], read: set[str], copies: tuple[Copy, ...]
-) -> Program:
+    lines: Sequence[ModuleCall], read: set[str], copies: tuple[SharedParameter, ...]
+) -> StageProgram:
     """Lines of one stage, given what others read."""
     written = {name for line in lines for name in line.writes}
     taken = dict.fromkeys(name for line in lines for name in line.reads)
     inputs = tuple(name for name in taken if name not in written)
     outputs = tuple(n for line in lines for n in line.writes if n in read)
-    return Program(tuple(lines), inputs, outputs, copies)
+    return StageProgram(tuple(lines), inputs, outputs, copies)
 
 
 def _stage(
-    program: Program,
+    program: StageProgram,
     members: Sequence[Module],
     tied: Mapping[str, str],
     recompute: Any,
@@ -447,7 +451,9 @@ def _check_evaluation(members: Sequence[Module]) -> None:
 
 
 def _wanted(
-    lines: Sequence[Line], newest: Mapping[str, str], loss_inputs: Sequence[str] | None
+    lines: Sequence[ModuleCall],
+    newest: Mapping[str, str],
+    loss_inputs: Sequence[str] | None,
 ) -> tuple[str, ...]:
     """What the loss takes, by the names that values have between stages."""
     if loss_inputs is None:
@@ -460,7 +466,7 @@ def _wanted(
     return tuple(newest[name] for name in loss_inputs)
 
 
-def _lines(modules: Sequence[Module]) -> tuple[list[Line], dict[str, str]]:
+def _lines(modules: Sequence[Module]) -> tuple[list[ModuleCall], dict[str, str]]:
     """The modules, with a name of its own for each value; the newest of each name."""
     written = Counter(name for module in modules for name in module.outputs)
     newest: dict[str, str] = {}
@@ -474,7 +480,7 @@ def _lines(modules: Sequence[Module]) -> tuple[list[Line], dict[str, str]]:
         newest |= dict(zip(module.outputs, writes, strict=True))
         stateful = module.state is not None
         own = (stateful, module.keyed, stateful)
-        lines.append(Line(module.name, module.fn, reads, writes, *own))
+        lines.append(ModuleCall(module.name, module.fn, reads, writes, *own))
     return lines, newest
 
 
@@ -510,7 +516,7 @@ def _check_modules(modules: Sequence[Module]) -> None:
 
 
 def _check_order(
-    lines: Sequence[Line], writer: Mapping[str, str], stage_of: Mapping[str, int]
+    lines: Sequence[ModuleCall], writer: Mapping[str, str], stage_of: Mapping[str, int]
 ) -> None:
     for line in lines:
         for name in line.reads:

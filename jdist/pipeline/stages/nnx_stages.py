@@ -263,7 +263,7 @@ def _module(
     leaves, structure = jax.tree.flatten(streams)
     kinds = tuple([jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves])
     empty = None if stateful else jax.tree.structure(state)
-    call = Call(graph, empty, structure, kinds, keyed)
+    call = NnxFunction(graph, empty, structure, kinds, keyed)
 
     def restore(params: Any, kept: Any) -> Any:
         from flax import nnx
@@ -313,7 +313,7 @@ def _taken_apart(module: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Call:
+class NnxFunction:
     """A stage's function that calls a Flax module: `(params, [state,] *inputs[, key])`.
 
     Equal ones compute the same, so that what is compiled for one serves the other.

@@ -17,9 +17,9 @@ from jdist._errors import requirement
 from jdist._tree import path_of, wide_dtype
 from jdist.optim import Optimizer
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import Parcel, Post, moved, receive
-from jdist.pipeline.stages.array_spec import kinds_of
-from jdist.pipeline.stages.shapes import describe
+from jdist.pipeline.run.shapes import describe
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, moved, receive
+from jdist.pipeline.stages.array_spec import specs_of
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "Stage(tied=...)"
@@ -53,7 +53,7 @@ class Tied:
         self,
         params: Sequence[Any],
         optimizers: Sequence[Optimizer],
-        post: Post,
+        channels: StageChannels,
     ) -> None:
         """Refuses copies that are not equal, or would not stay so; on all processes.
 
@@ -62,7 +62,7 @@ class Tied:
         Args:
           params: Of each stage of this process.
           optimizers: Of each stage.
-          post: The call in which all processes compare theirs.
+          channels: The call in which all processes compare theirs.
 
         Raises:
           ValueError: A path is unknown; copies differ in shape, dtype or value; their
@@ -81,7 +81,7 @@ class Tied:
             for j, path in group.items()
             if params[j] is not None
         ]
-        told = post.agree(mine)
+        told = channels.agree(mine)
         reports = sorted((report for some in told for report in some), key=_order)
         first: dict[str, Any] = {}
         for name, stage, copy, complaint in reports:
@@ -90,7 +90,11 @@ class Tied:
             _check_equal(first.setdefault(name, (stage, copy)), (stage, copy))
 
     def summed(
-        self, params: Mapping[int, Any], grads: list[Any], places: Places, post: Post
+        self,
+        params: Mapping[int, Any],
+        grads: list[Any],
+        places: Places,
+        channels: StageChannels,
     ) -> list[Any]:
         """The gradients, with the sum over all copies in the place of each copy's.
 
@@ -98,7 +102,7 @@ class Tied:
           params: Of each stage of this process.
           grads: Of each stage; None for those of other processes.
           places: Where they are.
-          post: Brings the parts to the other stages.
+          channels: Brings the parts to the other stages.
 
         Raises:
           ValueError: A path is unknown, or copies differ in shape or dtype.
@@ -110,7 +114,7 @@ class Tied:
         sums: dict[int, dict[str, list[Any]]] = {j: {} for j in params}
         for name, group in self._groups.items():
             own = {j: parts[j][name] for j in group if j in params}
-            told = self._exchanged(name, own, places, post) if own else {}
+            told = self._exchanged(name, own, places, channels) if own else {}
             for j in own:
                 sums[j][name] = [told[s] for s in group]
         for j, tree in params.items():
@@ -185,7 +189,7 @@ class Tied:
         return leaves
 
     def _exchanged(
-        self, name: str, own: Mapping[int, Any], places: Places, post: Post
+        self, name: str, own: Mapping[int, Any], places: Places, channels: StageChannels
     ) -> dict[int, Any]:
         """The parts of all stages of a group."""
         placement = places.schedule.placement
@@ -197,20 +201,22 @@ class Tied:
                 continue  # Another replica tells it.
             for worker in involved:
                 if worker not in places.own and worker not in placement[j]:
-                    post.put(Parcel("T", -1, name, j, sender), worker, part)
+                    channels.put(MessageTag("T", -1, name, j, sender), worker, part)
         parts = {}
         for j in group:
-            parcel = Parcel("T", -1, name, j, min(placement[j]))
+            tag = MessageTag("T", -1, name, j, min(placement[j]))
             here = places.own[0]
-            part = own[j] if j in own else receive(post, parcel, here, "tied gradients")
+            part = (
+                own[j] if j in own else receive(channels, tag, here, "tied gradients")
+            )
             parts[j] = part
             one, another = next(iter(parts.items())), (j, part)
-            _check_alike(one[0], kinds_of(one[1]), another[0], kinds_of(another[1]))
+            _check_alike(one[0], specs_of(one[1]), another[0], specs_of(another[1]))
         return parts
 
 
 def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]:
-    """Kind and digest of every leaf of a copy, by name; and what is wrong."""
+    """ArraySpec and digest of every leaf of a copy, by name; and what is wrong."""
     try:
         found = _indices(_structure(params), stage, path)
     except ValueError as error:

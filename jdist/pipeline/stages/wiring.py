@@ -12,7 +12,7 @@ BATCH = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
+class StageWiring:
     """The named values of a pipeline of n stages, and of the loss, which is number n.
 
     Attributes:
@@ -45,7 +45,9 @@ class Wiring:
         return frozenset(name for name, source in found if source == BATCH)
 
 
-def wire(stages: Sequence[Stage], loss_inputs: Sequence[str] | None = None) -> Wiring:
+def wire(
+    stages: Sequence[Stage], loss_inputs: Sequence[str] | None = None
+) -> StageWiring:
     """Finds for every value where it comes from and where it goes.
 
     Args:
@@ -82,7 +84,7 @@ def wire(stages: Sequence[Stage], loss_inputs: Sequence[str] | None = None) -> W
         for stage in stages
     ]
     _check_consumed(consumers, source)
-    return Wiring(tuple(stages), wanted, source, consumers)
+    return StageWiring(tuple(stages), wanted, source, consumers)
 
 
 def _producers(stages: Sequence[Stage]) -> dict[str, int]:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jdist import Unavailable, optim
-from jdist.data_parallel import Checkpoints, Sharded, shard_batch, train_step, zero
+from jdist.data_parallel import Sharded, TrainCheckpoints, shard_batch, train_step, zero
 from tests.data_parallel.recording import copies_differ
 
 
-def losses_of(params, x, key, model_state):
+def losses_of(params, x, key, states):
     """Uses a key and a state, so that both must come back."""
     noise = jax.random.uniform(key, (), params["w"].dtype)
-    hidden = jnp.tanh(x @ params["w"] + params["b"][None] + model_state["mean"][None])
+    hidden = jnp.tanh(x @ params["w"] + params["b"][None] + states["mean"][None])
     return hidden.sum(axis=1) ** 2 * (1 + noise), {"mean": x.mean(axis=0) @ params["w"]}
 
 
@@ -25,7 +25,7 @@ def start(rng):
     """Nothing divides by 3 but the columns; nothing at all by 4."""
     params = {"w": rng.normal(size=(5, 6)), "b": rng.normal(size=6), "n": np.arange(2)}
     state = {"mean": rng.normal(size=6)}
-    return params, {"model_state": state, "key": jax.random.key(5, impl="rbg")}
+    return params, {"states": state, "key": jax.random.key(5, impl="rbg")}
 
 
 def steps(where, sharded=True):
@@ -60,14 +60,14 @@ def test_a_resumed_run_is_the_same_run(start, mesh, rng, tmp_path):
     batches = rng.normal(size=(6, 12, 5))
     step = steps(mesh(3))
     state, _ = trained(step, step.init(params, **rest), batches[:3], mesh(3))
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         assert saved.latest() is None
         saved.save(state)
         whole, losses = trained(step, state, batches[3:], mesh(3))
         assert saved.latest() == 3
     other = jax.tree.map(jnp.zeros_like, params)
     step = steps(mesh(3))
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         state = saved.restore(step.init(other, **rest))
     resumed, again = trained(step, state, batches[3:], mesh(3))
     assert again == losses
@@ -88,7 +88,7 @@ def test_on_another_number_of_devices(start, mesh, rng, tmp_path, replicas):
         step, step.init(params, **rest), rng.normal(size=(2, 12, 5)), mesh(3)
     )
     step = steps(mesh(replicas))
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(before)
         after = saved.restore(step.init(params, **rest))
     found, expected = undivided(after), undivided(before)
@@ -97,7 +97,7 @@ def test_on_another_number_of_devices(start, mesh, rng, tmp_path, replicas):
     moment = after.opt_state["w"].exp_avg
     share = {1: (5, 6), 2: (5, 3), 4: (5, 2)}[replicas]
     assert moment.array.addressable_shards[0].data.shape == share
-    assert copies_differ((after.params, after.model_state, after.step)) == 0
+    assert copies_differ((after.params, after.states, after.step)) == 0
     after, _ = trained(step, after, rng.normal(size=(1, 12, 5)), mesh(replicas))
     assert int(after.step) == 3
 
@@ -109,7 +109,7 @@ def test_sharded_state_for_an_optimizer_that_is_not(start, mesh, rng, tmp_path):
     before, _ = trained(
         step, step.init(params, **rest), rng.normal(size=(1, 12, 5)), mesh(4)
     )
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(before)
         after = saved.restore(steps(1, sharded=False).init(params, **rest))
     expected = before.opt_state["w"].exp_avg.whole()
@@ -120,7 +120,7 @@ def test_only_the_last_are_kept(tmp_path):
     """As many as asked for; any of them can be restored."""
     step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
     state = step.init(np.float64(4))
-    with Checkpoints(tmp_path, keep=2) as saved:
+    with TrainCheckpoints(tmp_path, keep=2) as saved:
         for _ in range(4):
             state, _ = step(state, np.ones(1))
             saved.save(state)
@@ -141,7 +141,7 @@ def test_no_thread_stays_behind(tmp_path):
     grown = []
     for turn in range(5):
         before = set(threading.enumerate())
-        with Checkpoints(tmp_path / str(turn)) as saved:
+        with TrainCheckpoints(tmp_path / str(turn)) as saved:
             saved.save(state)
             assert float(saved.restore(state).params) == 3.5
         grown.append(len(set(threading.enumerate()) - before))
@@ -152,10 +152,10 @@ def test_an_unfinished_checkpoint_is_none(tmp_path):
     """What a killed process leaves behind is not taken for a checkpoint."""
     step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
     state, _ = step(step.init(np.float64(4)), np.ones(1))
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
     (tmp_path / "2.orbax-checkpoint-tmp-0" / "arrays").mkdir(parents=True)
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         assert saved.latest() == 1
         assert float(saved.restore(step.init(np.float64(0))).params) == 3.5
 
@@ -189,7 +189,7 @@ def test_another_state_is_refused(tmp_path, params, opt, message):
         return params["w"].sum() * x
 
     step = train_step(losses, optim.adam(), 1)
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(step.init({"w": np.ones((2, 3))}))
         with pytest.raises(ValueError, match=message):
             saved.restore(train_step(losses, opt, 1).init(params))
@@ -201,7 +201,7 @@ def test_an_empty_folder(tmp_path):
     """Says that nothing was saved."""
     step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
     with (
-        Checkpoints(tmp_path) as saved,
+        TrainCheckpoints(tmp_path) as saved,
         pytest.raises(ValueError, match=r"and the folder has none\. Got None\. Is it"),
     ):
         saved.restore(step.init(np.float64(0)))
@@ -211,7 +211,7 @@ def test_a_step_is_saved_once(tmp_path):
     """The second time nothing on disk changes."""
     step = train_step(lambda w, x: w * x, optim.sgd(lr=0.5), 1)
     state, other = step.init(np.float64(4)), step.init(np.float64(7))
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
         message = r"`save\(state\)` must be .* not among those saved, \[0\]\. Got 0\."
         with pytest.raises(ValueError, match=message):
@@ -221,7 +221,7 @@ def test_a_step_is_saved_once(tmp_path):
 
 def test_parameters_are_no_state(tmp_path):
     """Neither to be saved nor as an example of what was saved."""
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         with pytest.raises(
             TypeError, match=r"`save\(state\)` must be a TrainState. Go"
         ):
@@ -236,4 +236,4 @@ def test_without_orbax(tmp_path, monkeypatch):
     """What is missing, and how to get it."""
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
-        Checkpoints(tmp_path)
+        TrainCheckpoints(tmp_path)

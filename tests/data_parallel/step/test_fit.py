@@ -41,7 +41,7 @@ def same(found, expected):
 @MESHES
 def test_fit_is_the_steps_one_by_one(mesh, data, tmp_path):
     """Saved after every second step and at the end, and resumed in the middle."""
-    step = train_step(losses, optim.adam(lr=0.1), mesh, clip=1.0)
+    step = train_step(losses, optim.adam(lr=0.1), mesh, max_norm=1.0)
     batches = list(Sampler(11, 4, seed=3).batches(data, mesh))
     state, each = step.init(START), []
     for batch, weights in batches:
@@ -49,7 +49,7 @@ def test_fit_is_the_steps_one_by_one(mesh, data, tmp_path):
         each.append(metrics)
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100)
-    with data_parallel.Checkpoints(tmp_path) as saved:
+    with data_parallel.TrainCheckpoints(tmp_path) as saved:
         found, metrics = fit(
             step,
             step.init(START),
@@ -170,10 +170,10 @@ def test_modules_are_evaluated_in_evaluation_mode(rng):
             in_evaluation=made.in_evaluation,
         )
         key = jax.random.key(2)
-        state = step.init(made.params, model_state=made.model_state, key=key)
+        state = step.init(made.params, states=made.states, key=key)
         state, _ = fit(step, state, [((x, y), None)] * 2)
         found = step.evaluate(state, (x, y))
-        model = made.module(state.params, state.model_state)
+        model = made.module(state.params, state.states)
         model.eval()
         outputs = nnx.jit(Net.__call__)(model, x)
         np.testing.assert_allclose(found.aux.reshape(8), outputs, rtol=1e-5, atol=1e-6)

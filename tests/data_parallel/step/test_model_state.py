@@ -11,12 +11,12 @@ from jdist.data_parallel import shard_batch, train_step
 MOMENTUM = 0.75
 
 
-def losses_of(params, x, model_state):
+def losses_of(params, x, states):
     """Normalises by the batch it sees, and keeps a moving average and a count."""
     mean = x.mean(axis=0)
     new = {
-        "mean": MOMENTUM * model_state["mean"] + (1 - MOMENTUM) * mean,
-        "seen": model_state["seen"] + 1,
+        "mean": MOMENTUM * states["mean"] + (1 - MOMENTUM) * mean,
+        "seen": states["seen"] + 1,
         "warm": jnp.array(True),
     }
     return ((x - mean[None]) @ params) ** 2, new
@@ -31,11 +31,11 @@ def problem(rng):
 
 def stepped(where, problem, sizes, rows=None, weights=None, **options):
     """The model state after one step."""
-    params, x, model_state = problem
+    params, x, states = problem
     step = train_step(losses_of, optim.sgd(lr=0.1), where, **options)
-    state = step.init(params, model_state=model_state)
+    state = step.init(params, states=states)
     shards = shard_batch(x, where, sizes, weights=weights, rows=rows)
-    return step(state, *shards)[0].model_state
+    return step(state, *shards)[0].states
 
 
 @pytest.mark.parametrize("kind", ["devices", "vmap"])
@@ -57,7 +57,7 @@ def test_the_mean_is_by_examples(problem, mesh, kind):
 def test_first_is_the_first_replica_that_has_examples(problem, mesh):
     """As DDP broadcasts rank 0's; bit for bit that replica's own."""
     _, x, old = problem
-    found = stepped(mesh(3), problem, (0, 6, 1), model_state="first")
+    found = stepped(mesh(3), problem, (0, 6, 1), states="first")
     one = stepped(1, (problem[0], x[:6], old), (6,))
     np.testing.assert_array_equal(found["mean"], one["mean"])
     assert int(found["seen"]) == 5
@@ -79,31 +79,31 @@ def test_micro_batches_hand_it_on(problem):
 def test_a_key_may_be_model_state(mesh):
     """Whatever has no mean comes from the first replica."""
 
-    def losses(params, x, model_state):
-        return params * x, jax.random.fold_in(model_state, jax.lax.axis_index("data"))
+    def losses(params, x, states):
+        return params * x, jax.random.fold_in(states, jax.lax.axis_index("data"))
 
     key = jax.random.key(7)
     step = train_step(losses, optim.sgd(lr=0.1), mesh(2))
-    state = step.init(np.float64(2), model_state=key)
+    state = step.init(np.float64(2), states=key)
     state, _ = step(state, *shard_batch(np.ones(3), mesh(2), (0, 3)))
-    assert state.model_state == jax.random.fold_in(key, 1)
+    assert state.states == jax.random.fold_in(key, 1)
 
 
 def test_statistics_synchronised_by_the_model(problem, mesh):
     """A model that averages over the axis: then all replicas had the same state."""
     params, x, old = problem
 
-    def losses(params, x, model_state):
+    def losses(params, x, states):
         mean = jax.lax.pmean(x.mean(axis=0), "data")
-        new = {"mean": MOMENTUM * model_state["mean"] + (1 - MOMENTUM) * mean}
+        new = {"mean": MOMENTUM * states["mean"] + (1 - MOMENTUM) * mean}
         return ((x - mean[None]) @ params) ** 2, new
 
     step = train_step(losses, optim.sgd(lr=0.1), mesh(3))
-    state = step.init(params, model_state={"mean": old["mean"]})
+    state = step.init(params, states={"mean": old["mean"]})
     state, metrics = step(state, x[:6])
     mean = x[:6].mean(axis=0)
     np.testing.assert_allclose(
-        state.model_state["mean"],
+        state.states["mean"],
         MOMENTUM * old["mean"] + (1 - MOMENTUM) * mean,
         rtol=1e-13,
     )
@@ -163,14 +163,14 @@ def test_keys_follow_from_step_replica_and_micro_batch(mesh):
 
 def test_key_state_and_aux_together(problem):
     """Third argument, keyword, and three results."""
-    params, x, model_state = problem
+    params, x, states = problem
 
-    def losses(params, x, key, model_state):
+    def losses(params, x, key, states):
         noise = jax.random.normal(key, (len(x),), params.dtype)
-        return noise * (x @ params), model_state, noise
+        return noise * (x @ params), states, noise
 
     step = train_step(losses, optim.sgd(lr=0.1), 1, has_aux=True)
-    state = step.init(params, model_state=model_state, key=jax.random.key(1))
+    state = step.init(params, states=states, key=jax.random.key(1))
     state, metrics = step(state, x)
     np.testing.assert_allclose(metrics.loss, np.mean(metrics.aux[0] * (x @ params)))
 
@@ -181,8 +181,8 @@ def test_key_state_and_aux_together(problem):
 @pytest.mark.parametrize(
     ("returned", "has_aux", "message"),
     [
-        (lambda x, s: x, False, r"the tuple \(losses, new_state\).*Got a \w*Tracer"),
-        (lambda x, s: (x, s), True, r"\(losses, new_state, aux\).*Got a tuple of 2"),
+        (lambda x, s: x, False, r"the tuple \(losses, new_states\).*Got a \w*Tracer"),
+        (lambda x, s: (x, s), True, r"\(losses, new_states, aux\).*Got a tuple of 2"),
         (lambda x, s: (x, s | {"n": x}), False, r"no leaf at n. Got float64"),
         (lambda x, s: (x, {}), False, r"float64 of shape \(3,\) at mean. Got no leaf"),
         (
@@ -199,13 +199,13 @@ def test_key_state_and_aux_together(problem):
 )
 def test_what_a_loss_must_return(problem, returned, has_aux, message):
     """By the arguments that it was given."""
-    params, x, model_state = problem
+    params, x, states = problem
     step = train_step(
-        lambda p, x, model_state: returned(x @ p, model_state),
+        lambda p, x, states: returned(x @ p, states),
         optim.sgd(lr=0.1), 1, has_aux=has_aux,
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        step(step.init(params, model_state=model_state), x)
+        step(step.init(params, states=states), x)
 
 
 def test_losses_must_be_one_per_example(problem):

@@ -97,10 +97,10 @@ def same(found, expected):
 def test_batch_norm_trains_as_by_hand(mesh, batch, by_hand):
     made = data_parallel.from_nnx(Net(), losses)
     step = data_parallel.train_step(made.loss_fn, optim.sgd(lr=0.1), mesh)
-    state = step.init(made.params, model_state=made.model_state)
+    state = step.init(made.params, states=made.states)
     for _ in range(2):
         state, _ = step(state, batch)
-    same(made.module(state.params, state.model_state), by_hand)
+    same(made.module(state.params, state.states), by_hand)
 
 
 def test_a_module_taken_apart_trains_as_by_hand(batch, by_hand):
@@ -108,15 +108,15 @@ def test_a_module_taken_apart_trains_as_by_hand(batch, by_hand):
     model = Net()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def own_losses(params, batch, model_state):
-        model = nnx.merge(graph, params, model_state)
+    def own_losses(params, batch, states):
+        model = nnx.merge(graph, params, states)
         return losses(model, batch), nnx.state(model, nnx.BatchStat)
 
     step = data_parallel.train_step(own_losses, optim.sgd(lr=0.1), 2)
-    state = step.init(params, model_state=rest)
+    state = step.init(params, states=rest)
     for _ in range(2):
         state, _ = step(state, batch)
-    nnx.update(model, state.params, state.model_state)
+    nnx.update(model, state.params, state.states)
     same(model, by_hand)
 
 
@@ -133,7 +133,7 @@ def test_dropout_draws_from_the_steps_key(mesh, batch):
         made.loss_fn, optim.sgd(lr=0.1), mesh, has_aux=True, accumulate=2
     )
     key = jax.random.key(3)
-    state = step.init(made.params, model_state=made.model_state, key=key)
+    state = step.init(made.params, states=made.states, key=key)
     found = []
     for _ in range(2):
         state, metrics = step(state, batch)
@@ -142,13 +142,13 @@ def test_dropout_draws_from_the_steps_key(mesh, batch):
     step = data_parallel.train_step(made.loss_fn, optim.sgd(), mesh, has_aux=True)
     expected = r"`init\(key=...\)` must be given where the model draws random numbers"
     with pytest.raises(ValueError, match=expected):
-        step(step.init(made.params, model_state=made.model_state), batch)
+        step(step.init(made.params, states=made.states), batch)
 
 
 def test_modules_without_state_need_none(batch):
     made = data_parallel.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda m, b: (
         m(b[0])[:, 0] - b[1]) ** 2)  # fmt: skip
-    assert made.model_state is None
+    assert made.states is None
     step = data_parallel.train_step(made.loss_fn, optim.sgd(lr=0.1), 2)
     state, metrics = step(step.init(made.params), batch)
     assert float(step(state, batch)[1].loss) < float(metrics.loss)

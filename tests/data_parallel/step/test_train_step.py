@@ -163,7 +163,7 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(problem, mesh):
     params, batch, _ = problem
     opt = optim.sgd(lr=0.1)
     where = mesh(2)
-    step = train_step(losses_of, opt, where, clip=0.5)
+    step = train_step(losses_of, opt, where, max_norm=0.5)
     state, metrics = step(step.init(params), *shard_batch(batch, where, (4, 7)))
     trainable = {k: jnp.asarray(params[k]) for k in "wb"}
     grads = jax.grad(lambda p: losses_of(p, batch).mean())(trainable)
@@ -176,8 +176,8 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(problem, mesh):
     assert step(step.init(params), *shard_batch(batch, where))[1].grad_norm is None
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_a_loss_scale_leaves_no_trace(problem, mesh, clip):
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_loss_scale_leaves_no_trace(problem, mesh, max_norm):
     """Losses are scaled inside; loss, norm, clipping and step are those without."""
     params, batch, _ = jax.tree.map(
         lambda x: x if x.dtype == int else x.astype(np.float32), problem
@@ -187,7 +187,7 @@ def test_a_loss_scale_leaves_no_trace(problem, mesh, clip):
         opt = optim.with_master_weights(
             optim.sgd(lr=0.1), compute_dtype=jnp.bfloat16, loss_scale=scale
         )
-        step = train_step(losses_of, opt, mesh(2), clip=clip)
+        step = train_step(losses_of, opt, mesh(2), max_norm=max_norm)
         where = mesh(2)
         full = jax.tree.map(jnp.asarray, params)
         copies = optim.compute_copies(full, jnp.bfloat16)
@@ -200,9 +200,9 @@ def test_a_loss_scale_leaves_no_trace(problem, mesh, clip):
     assert not np.array_equal(plain["w"], params["w"])
     # A power of two commutes with rounding, but not with torch's 1e-6 in clipping.
     np.testing.assert_allclose(
-        plain["w"], scaled["w"], rtol=0 if clip is None else 1e-5
+        plain["w"], scaled["w"], rtol=0 if max_norm is None else 1e-5
     )
-    if clip is not None:
+    if max_norm is not None:
         np.testing.assert_allclose(
             plain_metrics.grad_norm, scaled_metrics.grad_norm, rtol=1e-6
         )
@@ -397,10 +397,10 @@ def test_parameters_are_no_state(problem):
         ({"accumulate": 0}, ValueError, r"accumulate=.*at least 1. Got 0"),
         ({"accumulate": 2.0}, TypeError, r"accumulate=.*Got 2.0"),
         ({"accumulate": True}, TypeError, r"accumulate=.*Got True"),
-        ({"clip": -1.0}, ValueError, r"clip=.*at least 0. Got -1.0"),
+        ({"max_norm": -1.0}, ValueError, r"max_norm=.*at least 0. Got -1.0"),
         ({"reduction": "median"}, ValueError, r"reduction=.*'mean'.*Got 'median'"),
         ({"method": "ring"}, ValueError, r"method=.*'all_reduce'.*Got 'ring'"),
-        ({"model_state": "last"}, ValueError, r"model_state=.*'first'. Got 'last'"),
+        ({"states": "last"}, ValueError, r"states=.*'first'. Got 'last'"),
         ({"metod": "all_gather"}, TypeError, r"further arguments method.*Got metod"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from jdist import optim
 from jdist.data_parallel import (
-    Checkpoints,
+    TrainCheckpoints,
     hooks,
     shard_batch,
     train_step,
@@ -95,7 +95,7 @@ def test_a_hooks_state_is_saved(problem, mesh, tmp_path):
     state = step.init(params)
     for _ in range(3):
         state, _ = step(state, *shards)
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
         state, metrics = step(state, *shards)
         step = new()
@@ -129,7 +129,7 @@ def test_on_one_device_too_a_hooks_state_is_saved(problem, tmp_path):
     hook = hooks.error_feedback(hooks.int8_per_tensor())
     step = train_step(losses_of, optim.sgd(lr=0.1), 2, hook=hook)
     state, _ = step(step.init(params), *shard_batch(batch, 2))
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
         again = saved.restore(step.init(params))
     step.lower(again, *shard_batch(batch, 2))
@@ -147,7 +147,7 @@ def test_a_hooks_state_of_others_is_refused(problem, mesh, tmp_path):
     step, shards = made(4, feedback), shard_batch(batch, 4)
     state, _ = step(step.init(params), *shards)
     fresh = r"the hook begins anew, as in `state\._replace\(hook_state=None\)`"
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
         like = made(mesh(2), feedback).init(params)
         expected = r"must be for 4 replicas, .*Got one for 2\. .*hook_state=False\)`"
@@ -187,7 +187,7 @@ def test_keys_that_a_hook_keeps_need_its_structure(problem, tmp_path):
         shard_batch(batch, 2),
     )
     state, _ = step(step.init(params), *shards)
-    with Checkpoints(tmp_path) as saved:
+    with TrainCheckpoints(tmp_path) as saved:
         saved.save(state)
         like = step.init(params)
         with pytest.raises(

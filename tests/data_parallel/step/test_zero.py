@@ -93,7 +93,7 @@ def test_training(params, mesh, rng):
     where = mesh(3)
     runs = []
     for opt in (optim.adamw(lr=0.05), zero(optim.adamw(lr=0.05), where)):
-        step = train_step(losses_of, opt, where, clip=0.5)
+        step = train_step(losses_of, opt, where, max_norm=0.5)
         state = step.init(params)
         for t in range(50):
             sizes = np.roll((6, 0, 5), t)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist import optim, pipeline, verify
+from jdist.pipeline.pipedream import epoch as epoch_module
 from jdist.pipeline.pipedream.epoch import EpochStep
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
@@ -330,7 +331,7 @@ def test_an_iterator_that_fails_ends_the_epoch():
 
 def test_losses_are_not_fetched_all_at_the_end(monkeypatch):
     """JAX does not run ahead of the devices by more than so many micro-batches."""
-    monkeypatch.setattr("jdist.pipeline.pipedream.epoch.AHEAD", 2)
+    monkeypatch.setattr(epoch_module, "AHEAD", 2)
     params, batches, weights = problem(3, 6)
     do, waiting = EpochStep._do, []
 
@@ -358,7 +359,7 @@ def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
         part = slice(first, first + n)
         plain, metrics = runtime.train_epoch(plain, batches[part], weights[part])
         losses += metrics.losses.tolist()
-    with pipeline.Checkpoints(tmp_path / "whole", runtime, keep=None) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path / "whole", runtime, keep=None) as saved:
         options = {"checkpoints": saved, "save_every": n}
         given = zip(batches, weights, strict=True)
         state, metrics = runtime.train_epoch(runtime.init(params), given, **options)
@@ -367,7 +368,7 @@ def test_an_epoch_that_saves_is_several_epochs(tmp_path, m, parts):
         assert metrics.losses.tolist() == losses
         totals = np.array([own.sum() for own in weights])
         np.testing.assert_allclose(metrics.loss, np.average(losses, weights=totals))
-    with pipeline.Checkpoints(tmp_path / "cut", runtime) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path / "cut", runtime) as saved:
         options = {"checkpoints": saved, "save_every": n}
         state = runtime.init(params)
         if parts > 1:  # It ends in the second part, and goes on from the first.
@@ -393,7 +394,7 @@ def test_saving_that_is_refused(tmp_path):
     state = runtime.init(params)
     with pytest.raises(ValueError, match=r"save_every=...\)` must come with the check"):
         runtime.train_epoch(state, batches, save_every=2)
-    with pipeline.Checkpoints(tmp_path, runtime) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path, runtime) as saved:
         with pytest.raises(ValueError, match=r"must be 1 at least. Got 0"):
             runtime.train_epoch(state, batches, checkpoints=saved, save_every=0)
         state, _ = runtime.train_epoch(state, batches, checkpoints=saved)

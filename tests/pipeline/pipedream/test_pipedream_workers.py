@@ -74,7 +74,7 @@ def test_epochs_that_are_not_the_same(cluster):
         text = task.result()
         assert "`train_epoch` must be called by all workers alike" in text
         for batches in (3, 2):
-            assert f"(first of={batches}, schedule=PipeDream with Updates(" in text
+            assert f"(first of={batches}, schedule=PipeDream with UpdatePolicy(" in text
 
 
 FAULTS = {

@@ -78,7 +78,7 @@ def test_from_measurement_to_plan(layers, batch, tmp_path):
 
 def test_the_median_of_the_repeats_counts(monkeypatch, layers, batch):
     """A clock by hand: forward passes take 5, 1, 3 s, backward passes 20, 70, 30 s."""
-    module = importlib.import_module("jdist.pipeline.plan.profile")
+    module = importlib.import_module("jdist.pipeline.stages.measure")
     ticks = itertools.accumulate([0, 5, 9, 1, 9, 3, 9, 20, 9, 70, 9, 30])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks))
     measured = profile(layers[:1], batch, repeats=3)["in"]

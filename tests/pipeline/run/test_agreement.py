@@ -9,8 +9,8 @@ import pytest
 
 from jdist import optim, pipeline, rpc
 from jdist._checkpoint import StepFolder
-from jdist.pipeline.run.update import Update
-from jdist.pipeline.run.worker_channels import Mailbox, WorkerPost
+from jdist.pipeline.run.update import StageUpdates
+from jdist.pipeline.run.worker_channels import PipelineMailbox, WorkerChannels
 from tests.pipeline import refusals, shared, worlds
 from tests.pipeline.faults import Planted, planted
 from tests.pipeline.models import losses, problem, stages
@@ -54,8 +54,8 @@ def test_a_worker_that_gives_up_before_the_decision_ends_the_call_for_all(thread
         try:
             if rank == 0:
                 assert gave_up.wait(60.0)
-            with pipe.executor.opened("second") as post:
-                post.agree(rank)
+            with pipe.executor.opened("second") as channels:
+                channels.agree(rank)
         except rpc.RpcTimeout as error:
             gave_up.set()
             rpc.set_default_timeout(60.0)
@@ -68,7 +68,7 @@ def test_a_worker_that_gives_up_before_the_decision_ends_the_call_for_all(thread
 
 def test_a_worker_that_gives_up_after_the_decision_is_told(threads, monkeypatch):
     """What was decided did not reach it: it asks, and has finished like the others."""
-    receive, lost = Mailbox._receive, []
+    receive, lost = PipelineMailbox._receive, []
 
     def losing(mailbox, caller, body, meta):
         if body[2][0] == "D" and body[1] == 1 and not lost:
@@ -84,20 +84,20 @@ def test_a_worker_that_gives_up_after_the_decision_is_told(threads, monkeypatch)
         rpc.set_default_timeout(60.0)
         return found, pipe.executor.gather(rank, "third")
 
-    monkeypatch.setattr(Mailbox, "_receive", losing)
+    monkeypatch.setattr(PipelineMailbox, "_receive", losing)
     assert outcomes(threads, body) == [([10, 11, 12], [0, 1, 2])] * 3
     assert len(lost) == 1
 
 
 def test_an_interrupt_after_the_decision(threads, monkeypatch):
     """Its worker is a step behind, which the next call says on all."""
-    take, interrupted = WorkerPost.take, []
+    take, interrupted = WorkerChannels.take, []
 
-    def interrupting(post, parcel, worker):
-        if parcel.kind == "D" and post._own == 1 and not interrupted:
+    def interrupting(channels, tag, worker):
+        if tag.kind == "D" and channels._own == 1 and not interrupted:
             interrupted.append(True)
             raise KeyboardInterrupt
-        return take(post, parcel, worker)
+        return take(channels, tag, worker)
 
     def body():
         pipe = made(NAMES)
@@ -110,7 +110,7 @@ def test_an_interrupt_after_the_decision(threads, monkeypatch):
             pipe.train_step(state, *batch_of(1))
         return state.step, again, str(refused.value)
 
-    monkeypatch.setattr(WorkerPost, "take", interrupting)
+    monkeypatch.setattr(WorkerChannels, "take", interrupting)
     found = outcomes(threads, body)
     assert [step for step, *_ in found] == [1, 0, 1]
     assert found[1][1] == ["The other workers have finished the call."]
@@ -120,12 +120,12 @@ def test_an_interrupt_after_the_decision(threads, monkeypatch):
 
 def test_a_step_takes_one_vote_and_one_decision_of_each_worker(threads, monkeypatch):
     """Also with a norm over all stages; the loss travels with them."""
-    put, ends = WorkerPost.put, []
+    put, ends = WorkerChannels.put, []
 
-    def noted(post, parcel, worker, value):
-        if parcel.kind not in "FB":
-            ends.append((parcel.kind, parcel.sender, worker))
-        put(post, parcel, worker, value)
+    def noted(channels, tag, worker, value):
+        if tag.kind not in "FB":
+            ends.append((tag.kind, tag.sender, worker))
+        put(channels, tag, worker, value)
 
     def body():
         pipe = made(NAMES)
@@ -136,7 +136,7 @@ def test_a_step_takes_one_vote_and_one_decision_of_each_worker(threads, monkeypa
         pipe.executor.gather(None, "counted")
         pipe.train_step(state, *batch_of(1))
 
-    monkeypatch.setattr(WorkerPost, "put", noted)
+    monkeypatch.setattr(WorkerChannels, "put", noted)
     assert outcomes(threads, body) == [None] * 3
     call = [("V", 1, 0), ("V", 2, 0), ("D", 0, 1), ("D", 0, 2)]
     assert sorted(ends) == sorted(2 * call)
@@ -198,9 +198,9 @@ def test_an_update_is_traced_once(monkeypatch):
     pipe = made(optimizer=optim.sgd(lr=rate))
     state, _ = pipe.train_step(start(pipe), *batch_of(0))
     assert len(traced) == 3
-    rehearse, looked = Update.rehearse, []
+    rehearse, looked = StageUpdates.rehearse, []
     monkeypatch.setattr(
-        Update,
+        StageUpdates,
         "rehearse",
         lambda *given: (looked.append(given[1]), rehearse(*given)),
     )
@@ -296,7 +296,7 @@ def test_a_disk_that_fails_for_one(threads, tmp_path, monkeypatch):
     def body():
         pipe = made(NAMES)
         state = start(pipe)._replace(step=3)
-        with pipeline.Checkpoints(tmp_path, pipe) as saved:
+        with pipeline.PipelineCheckpoints(tmp_path, pipe) as saved:
             with pytest.raises(OSError, match="no space left"):
                 saved.save(state)
             before = saved.latest()
@@ -336,7 +336,7 @@ def test_training_with_other_settings(threads):
         pipe, rank = made(NAMES), own_rank()
         state, errors = start(pipe), []
         for save_every in (0 if rank == 1 else 5, 5 + rank):
-            saved = pipeline.Checkpoints.__new__(pipeline.Checkpoints)
+            saved = pipeline.PipelineCheckpoints.__new__(pipeline.PipelineCheckpoints)
             try:
                 pipeline.fit(pipe, state, [], checkpoints=saved, save_every=save_every)
             except ValueError as error:

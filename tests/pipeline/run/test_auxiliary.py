@@ -121,7 +121,7 @@ def test_epochs_in_parts(tmp_path):
         [stage], lambda y, b: (y, 2 * b["x"]), optimizer=optim.sgd(lr=0.1), has_aux=True
     )
     batches = [{"x": np.array([1.0, i])} for i in range(3)]
-    with pipeline.Checkpoints(tmp_path, runtime) as saved:
+    with pipeline.PipelineCheckpoints(tmp_path, runtime) as saved:
         options = {"checkpoints": saved, "save_every": 2}
         state = runtime.init([jnp.array(3.0)])
         state, metrics = runtime.train_epoch(state, batches, **options)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jdist import optim, pipeline
-from jdist.pipeline import Checkpoints, Evaluation, Metrics, fit, over_epoch
+from jdist.pipeline import Evaluation, Metrics, PipelineCheckpoints, fit, over_epoch
 from tests.pipeline.trained import EXAMPLES, batch_of, made, numbers, same, start, steps
 
 
@@ -20,7 +20,7 @@ def test_it_is_the_steps_one_by_one(tmp_path):
     batches = [batch_of(step) for step in range(3)]
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100)
-    with Checkpoints(tmp_path, pipe) as saved:
+    with PipelineCheckpoints(tmp_path, pipe) as saved:
         state, found = fit(
             pipe,
             start(pipe),

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.pipeline.run.identity import SAMPLE, Identity, sized
+from jdist.pipeline.run.identity import SAMPLE, CallIdentity, sized
 from jdist.pipeline.run.micro_batch import split_batch
 
 
 def identity_of(batch, weights=None, count=3, key=None, **fields):
     parts = split_batch(batch, weights, count, "mean")
-    return sized(Identity("train_step", 5, **fields), [batch], parts, key)
+    return sized(CallIdentity("train_step", 5, **fields), [batch], parts, key)
 
 
 def batch_of(rng, examples=7, **others):
@@ -27,7 +27,7 @@ def test_what_is_the_same_passes(rng):
     turned = {name: np.asarray(x, order="F") for name, x in batch.items()}
     for other in (batch, arrays, turned, {"x": batch["x"]}):
         mine.check("worker0", identity_of(other), "worker1")
-    mine.check("worker0", Identity(*mine.plain()), "worker1")
+    mine.check("worker0", CallIdentity(*mine.plain()), "worker1")
 
 
 def test_every_element_of_a_small_array_counts(rng):

@@ -7,7 +7,7 @@ import pytest
 
 from jdist import optim, pipeline, verify
 from jdist.pipeline.run.micro_batch import split_batch
-from jdist.pipeline.run.stage_run import Share, StageRun
+from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import mixed, worlds
 from tests.pipeline.mixed import batch_of, made, start
 
@@ -123,7 +123,7 @@ def by_hand(pipe, params, opt_states, batch, weights, opt):
         passes = pipe._loss.passes(part.batch, ("target",))
         read = {"target": rows["target"]}
         _, d_y, _ = passes.both(third, read, part.weights, factor)
-        share = Share(np.float32(0), part.total)
+        share = MicroBatchShare(np.float32(0), part.total)
         d_third = runs[2].backward(part.number, d_y, share, False)
         d_second = runs[1].backward(part.number, {"m": d_third["m"]}, share, False)
         d_first = {"h": d_second["h"], "skip": d_third["skip"]}

@@ -1,6 +1,5 @@
 """Replicated stages: schedules, too few micro-batches, and stages with a state."""
 
-import dataclasses
 from itertools import pairwise
 
 import jax
@@ -53,7 +52,7 @@ def test_replicas_that_are_refused(family, counts, message):
 def test_fewer_micro_batches_than_workers_of_a_stage():
     """Before the first step, not at the end of it."""
     asynchronous = pipeline.pipedream(2, 2, replicas=(1, 3))
-    schedule = dataclasses.replace(asynchronous, updates=None)
+    schedule = asynchronous.synchronous()
     stages = trained.made().stages
     message = r"a micro-batch for each worker of stage 1. Got 2 for the workers \(1, 2"
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline.run.stage_run import Share, StageRun
+from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 
 
 def run_of(fn, params, kind="mean"):
@@ -26,7 +26,7 @@ def test_a_gradient_that_is_the_cotangent_itself(split, rng):
     for micro in range(3):
         run.forward(micro, {"x": normal()})
         cotangents.append(normal())
-        share = Share(np.float32(0), 2.0)
+        share = MicroBatchShare(np.float32(0), 2.0)
         found = run.backward(micro, {"y": cotangents[-1]}, share, split)
         if split:
             run.backward_params(micro)
@@ -45,7 +45,7 @@ def test_the_sum_takes_no_more_memory_with_every_micro_batch(rng):
     sums = []
     for micro in range(4):
         y = run.forward(micro, {"x": x})["y"]
-        run.backward(micro, {"y": y}, Share(np.float32(0), 2.0), False)
+        run.backward(micro, {"y": y}, MicroBatchShare(np.float32(0), 2.0), False)
         sums.append(run.partial().gradient)
     jax.block_until_ready(sums[-1])
     assert [one.is_deleted() for one in sums] == [True, True, True, False]

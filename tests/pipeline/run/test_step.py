@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline.run.stage_channels import InProcessPost
-from jdist.pipeline.run.worker_channels import Mailbox, WorkerPost
+from jdist.pipeline.run.stage_channels import InProcessChannels
+from jdist.pipeline.run.worker_channels import PipelineMailbox, WorkerChannels
 from tests.pipeline.models import losses, problem, stages
 from tests.rpc.hosts import names
 
@@ -18,17 +18,17 @@ def test_a_value_that_comes_between_two_looks(monkeypatch):
     pipe = pipeline.Pipeline(stages(), losses, schedule)
     params, batch, weights = problem(7)
     expected = pipe.value_and_grad(params, batch, weights)
-    seen, look = set(), InProcessPost.has
+    seen, look = set(), InProcessChannels.has
 
-    def late(post, parcel, worker):
+    def late(channels, tag, worker):
         """The first look does not find it."""
-        there = look(post, parcel, worker)
-        if there and parcel.kind in "FB" and parcel not in seen:
-            seen.add(parcel)
+        there = look(channels, tag, worker)
+        if there and tag.kind in "FB" and tag not in seen:
+            seen.add(tag)
             return False
         return there
 
-    monkeypatch.setattr(InProcessPost, "has", late)
+    monkeypatch.setattr(InProcessChannels, "has", late)
     found = pipe.value_and_grad(params, batch, weights)
     assert len(seen) >= 2 * 2 * 4  # both boundaries, both ways, four micro-batches
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -143,7 +143,7 @@ def test_stages_that_wait_for_each_other_only_at_the_loss(micro_batches):
 
 def test_a_value_for_the_loss_that_comes_last(threads, monkeypatch):
     """Not before the last worker asks for it; without that nothing was waiting."""
-    receive, wait, held = Mailbox._receive, WorkerPost.wait, []
+    receive, wait, held = PipelineMailbox._receive, WorkerChannels.wait, []
 
     def holding(mailbox, caller, body, meta):
         kind, _, name, *_ = body[2]
@@ -152,11 +152,11 @@ def test_a_value_for_the_loss_that_comes_last(threads, monkeypatch):
         else:
             receive(mailbox, caller, body, meta)
 
-    def releasing(post, waiting):
-        if any(parcel.name == "mu" for parcel in waiting):
+    def releasing(channels, waiting):
+        if any(tag.name == "mu" for tag in waiting):
             while held:
                 receive(*held.pop())
-        wait(post, waiting)
+        wait(channels, waiting)
 
     params, batch, weights = straight_problem()
     expected = jax.value_and_grad(weighted)(params, batch, weights)
@@ -169,8 +169,8 @@ def test_a_value_for_the_loss_that_comes_last(threads, monkeypatch):
         loss, grads = pipe.value_and_grad(pipe.place(params), batch, weights)
         return np.asarray(loss), np.asarray(grads[rank])
 
-    monkeypatch.setattr(Mailbox, "_receive", holding)
-    monkeypatch.setattr(WorkerPost, "wait", releasing)
+    monkeypatch.setattr(PipelineMailbox, "_receive", holding)
+    monkeypatch.setattr(WorkerChannels, "wait", releasing)
     tasks = [threads.start(rank, body, rank) for rank in range(3)]
     for rank, task in enumerate(tasks):
         same(task.result(), (expected[0], expected[1][rank]))

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from jdist import rpc
-from jdist.pipeline.run.update import Update
-from jdist.pipeline.run.worker_channels import Failure, Mailbox, mailbox_of
+from jdist.pipeline.run.update import StageUpdates
+from jdist.pipeline.run.worker_channels import CallFailure, PipelineMailbox, mailbox_of
 from jdist.rpc.base import current
 from tests.pipeline import slow
 from tests.pipeline.test_workers import on_each, same_bits
@@ -25,14 +25,14 @@ def same_as_one_process(found, expected):
 @pytest.fixture
 def questions(monkeypatch):
     """Those of the workers of this process."""
-    found, answer = slow.Questions(), Mailbox._rested
+    found, answer = slow.Questions(), PipelineMailbox._rested
 
     def noted(mailbox, caller, body, meta):
         told = answer(mailbox, caller, body, meta)
         found.note(caller, told)
         return told
 
-    monkeypatch.setattr(Mailbox, "_rested", noted)
+    monkeypatch.setattr(PipelineMailbox, "_rested", noted)
     yield found
     slow.set_pauses()
     assert found.awaited
@@ -61,7 +61,7 @@ def test_those_who_wait_are_told_who_may_be_compiling(threads, questions, caplog
 
 def test_a_worker_that_is_still_in_the_call_before(threads, questions, monkeypatch):
     """Its update compiles after the decision; the others are in the next step."""
-    apply, done = Update.apply, []
+    apply, done = StageUpdates.apply, []
 
     def slowly(update, stage, *args):
         if stage == 1 and not done and rpc.get_worker_info().name == "worker1":
@@ -69,7 +69,7 @@ def test_a_worker_that_is_still_in_the_call_before(threads, questions, monkeypat
             questions.await_some()
         return apply(update, stage, *args)
 
-    monkeypatch.setattr(Update, "apply", slowly)
+    monkeypatch.setattr(StageUpdates, "apply", slowly)
     found = on_each(threads, slow.steps, slow.NAMES)
     monkeypatch.undo()
     assert done == [1]
@@ -93,13 +93,13 @@ def test_an_epoch_waits_for_slow_workers(threads, questions, what):
 @pytest.fixture
 def no_outputs(monkeypatch):
     """What stages put out is lost: all workers wait."""
-    receive = Mailbox._receive
+    receive = PipelineMailbox._receive
 
     def losing(mailbox, caller, body, meta):
         if body[2][0] != "F":
             receive(mailbox, caller, body, meta)
 
-    monkeypatch.setattr(Mailbox, "_receive", losing)
+    monkeypatch.setattr(PipelineMailbox, "_receive", losing)
 
 
 @pytest.mark.usefixtures("no_outputs")
@@ -119,7 +119,7 @@ def test_a_worker_that_is_lost_when_it_is_asked(threads, monkeypatch):
     def closed(mailbox, caller, body, meta):
         raise rpc.WorkerLost("worker1", "a question", "its connection closed")
 
-    monkeypatch.setattr(Mailbox, "_rested", closed)
+    monkeypatch.setattr(PipelineMailbox, "_rested", closed)
     tasks = [threads.start(rank, slow.name_of_the_lost) for rank in range(3)]
     for task in tasks:
         name, text = task.result()
@@ -143,7 +143,7 @@ def test_a_worker_that_is_killed_while_it_compiles_is_lost(fresh_hosts):
 
 def a_failed_call(mailbox):
     address = mailbox.new_pipeline(["only"]), 0
-    mailbox.fail(address, Failure(ValueError("refused"), told=False))
+    mailbox.fail(address, CallFailure(ValueError("refused"), told=False))
     with mailbox.resting(address):
         pass
     mailbox.end(address)

@@ -4,8 +4,8 @@ import pytest
 
 from jdist.pipeline import schedules
 from jdist.pipeline.schedule.actions import ScheduleError
-from jdist.pipeline.schedule.csv import from_csv, to_csv
-from jdist.pipeline.schedule.schedule import Schedule, Updates
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
 
 @pytest.mark.parametrize(
@@ -23,28 +23,30 @@ from jdist.pipeline.schedule.schedule import Schedule, Updates
 )
 def test_there_and_back(schedule, tmp_path):
     """By text and by file, clocks and split backward passes included."""
-    text = to_csv(schedule, tmp_path / "schedule.csv")
-    assert from_csv(text) == schedule
-    assert from_csv(tmp_path / "schedule.csv", name="mine").name == "mine"
-    assert from_csv(tmp_path / "schedule.csv") == schedule
+    text = schedule.to_csv(tmp_path / "schedule.csv")
+    assert Schedule.from_csv(text) == schedule
+    assert Schedule.from_csv(tmp_path / "schedule.csv", name="mine").name == "mine"
+    assert Schedule.from_csv(tmp_path / "schedule.csv") == schedule
 
 
 def test_replicas_and_updates_come_from_the_caller():
     schedule = schedules.pipedream(2, 5, replicas=(2, 1), update_every=2)
-    text = to_csv(schedule)
-    back = from_csv(text, placement=schedule.placement, updates=Updates(2))
+    text = schedule.to_csv()
+    back = Schedule.from_csv(
+        text, placement=schedule.placement, update_policy=UpdatePolicy(every=2)
+    )
     assert back == schedule
 
 
 def test_idle_clocks_are_kept():
     """A schedule that waits longer than it must."""
-    schedule = from_csv("0F0,,,,0B0\n,,1F0,1B0,\n")
+    schedule = Schedule.from_csv("0F0,,,,0B0\n,,1F0,1B0,\n")
     assert schedule.clocks == 5
     assert schedule.clock.tolist() == [0, 4, 2, 3]
 
 
 def test_blanks_around_cells_do_not_matter():
-    assert from_csv("0F0, 0B0 \n").clocks == 2
+    assert Schedule.from_csv("0F0, 0B0 \n").clocks == 2
 
 
 @pytest.mark.parametrize(
@@ -62,14 +64,14 @@ def test_blanks_around_cells_do_not_matter():
 )
 def test_cells_that_are_no_actions(text, match):
     with pytest.raises(ValueError, match=match):
-        from_csv(text)
+        Schedule.from_csv(text)
 
 
 def test_halves_must_be_written_as_halves():
     with pytest.raises(ScheduleError, match=r"0B0.*written as I without a W"):
-        from_csv("0F0,0I0\n")
+        Schedule.from_csv("0F0,0I0\n")
     with pytest.raises(ScheduleError, match=r"0B0.*whole B beside a W"):
-        from_csv("0F0,0B0,0W0\n")
+        Schedule.from_csv("0F0,0B0,0W0\n")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_halves_must_be_written_as_halves():
 )
 def test_what_is_read_is_validated(text, match):
     with pytest.raises(ScheduleError, match=match):
-        from_csv(text)
+        Schedule.from_csv(text)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_what_is_read_is_validated(text, match):
 def test_numbers_beyond_reason(text, match):
     """Refused before any table of so many stages and micro-batches is made."""
     with pytest.raises(ScheduleError, match=match):
-        from_csv(text)
+        Schedule.from_csv(text)
 
 
 def test_the_order_alone_where_columns_are_no_clocks():
@@ -111,19 +113,19 @@ def test_the_order_alone_where_columns_are_no_clocks():
     )
     order = [row.replace("I", "B").split(",") for row in text.split()]
     expected = Schedule.of([[cell for cell in row if cell] for row in order])
-    assert from_csv(text) == expected
+    assert Schedule.from_csv(text) == expected
     assert expected.clocks == 16  # one more than its columns
 
 
 def test_dumps_of_torch_with_collectives():
     """GPipe and 1F1B as torch 2.13 orders them, its last stage of 1F1B included."""
     text = "0F0,0F1,0B0,0B1,0REDUCE_GRAD\r\n1F0,1F1,1B0,1B1,1REDUCE_GRAD\r\n"
-    assert from_csv(text) == schedules.gpipe(2, 2)
+    assert Schedule.from_csv(text) == schedules.gpipe(2, 2)
     text = (
         "0F0,0F1,0B0,0F2,0B1,0B2,0REDUCE_GRAD\r\n"
         "1F1,1B0,1F2,1B1,1F3,1B2,1REDUCE_GRAD\r\n"
     )
-    assert from_csv(text) == schedules.one_f_one_b(2, 3)
+    assert Schedule.from_csv(text) == schedules.one_f_one_b(2, 3)
 
 
 def test_a_dump_of_torch_with_messages():
@@ -136,7 +138,7 @@ def test_a_dump_of_torch_with_messages():
         "3RECV_F1,3B0,3SEND_B0,1RECV_B0,3F1,3B1,3SEND_B1,1RECV_B1,3REDUCE_GRAD,"
         "3RESHARD,1B0,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD\r\n"
     )
-    assert from_csv(text) == schedules.interleaved(2, 2, 2)
+    assert Schedule.from_csv(text) == schedules.interleaved(2, 2, 2)
 
 
 def test_overlapped_pairs_are_consecutive_actions():
@@ -149,16 +151,16 @@ def test_overlapped_pairs_are_consecutive_actions():
         "(2F3;1B1)OVERLAP_F_B,(1F4;2B2)OVERLAP_F_B,(2F4;1B2)OVERLAP_F_B,2B3,1B3,2I4,"
         "1I4,2W4,1W4\r\n"
     )
-    assert from_csv(text) == schedules.dualpipe_v(2, 5)
+    assert Schedule.from_csv(text) == schedules.dualpipe_v(2, 5)
 
 
 def test_a_file_of_a_spreadsheet(tmp_path):
     """With a byte order mark, carriage returns and blank lines at the end."""
     path = tmp_path / "schedule.csv"
     path.write_bytes(b"\xef\xbb\xbf0F0,,0B0\r\n,1F0,1B0\r\n\r\n\r\n")
-    assert from_csv(path).workers == 2
+    assert Schedule.from_csv(path).workers == 2
 
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing"):
-        from_csv(tmp_path / "nothing")
+        Schedule.from_csv(tmp_path / "nothing")

@@ -7,6 +7,7 @@ import pytest
 
 from jdist.pipeline import schedules
 from jdist.pipeline.schedule.actions import Action
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
 UP_TO_8 = range(1, 9)
 PAIRS = list(itertools.product(UP_TO_8, UP_TO_8))
@@ -140,10 +141,12 @@ def test_replicas_take_turns(rng):
 
 
 def test_pipedream_says_how_it_updates():
-    assert schedules.pipedream(3, 5).updates == schedules.pipedream(3, 9).updates
-    assert schedules.pipedream(3, 5, update_every=4, uses="entry").updates.every == 4
-    assert schedules.pipedream_2bw(3, 6).updates.uses == "previous"
-    assert schedules.one_f_one_b(3, 5).updates is None
+    assert schedules.pipedream(3, 5).update_policy == UpdatePolicy("stashing", 1)
+    synced = schedules.pipedream(3, 5, update_every=4, policy="vertical_sync")
+    assert synced.update_policy == UpdatePolicy("vertical_sync", 4)
+    assert schedules.pipedream_2bw(3, 6).update_policy == UpdatePolicy("2bw", 3)
+    assert schedules.pipedream_flush(3, 6).update_policy == UpdatePolicy("flush", 3)
+    assert schedules.one_f_one_b(3, 5).update_policy is None
 
 
 @pytest.mark.parametrize(

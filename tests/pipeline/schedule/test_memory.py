@@ -10,7 +10,7 @@ import pytest
 
 from jdist import pipeline
 from jdist.pipeline import Costs, Schedule, schedules, simulate
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 
 # --- one action at a time ---
 
@@ -146,7 +146,7 @@ def losses(y, batch):
     return ((y - batch["t"]) ** 2).sum(-1)
 
 
-class Census(Stopwatch):
+class Census(ActionTimer):
     """Counts arrays that are alive after each action, in place of timing it."""
 
     def __init__(self, shapes, workers):
@@ -187,7 +187,7 @@ def built(schedule, **options):
 
 def most_alive(pipe, params, batch, shapes):
     """Per worker, the most of arrays of some shapes, each counted for its size."""
-    pipe.stopwatch = census = Census(shapes, pipe.schedule.workers)
+    pipe.action_timer = census = Census(shapes, pipe.schedule.workers)
     pipe.value_and_grad(params, batch)
     return tuple(census.most[w] for w in range(pipe.schedule.workers))
 

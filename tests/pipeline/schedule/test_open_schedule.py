@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from jdist.pipeline.pipedream.policy import schedule_of_epoch
 from jdist.pipeline.schedule.open_schedule import (
     OpenActions,
     OpenSchedule,
     steady_length,
 )
-from jdist.pipeline.schedule.update_policy import schedule_of_epoch
 from jdist.pipeline.schedule.versions import live_versions, versions_used
 
 CASES = [
@@ -49,7 +49,7 @@ def test_programs_and_versions_are_those_of_the_length(case, m):
     wanted = of(*case)(m)
     for ahead in range(wanted.workers):  # Another worker may find the end first.
         stream = Counted(m)
-        schedule = OpenSchedule(of(*case), stream)
+        schedule = OpenSchedule(of(*case)(1), stream)
         order = [ahead, *(w for w in range(wanted.workers) if w != ahead)]
         for worker in order:
             actions, found = OpenActions(schedule, worker), []
@@ -72,5 +72,5 @@ def test_longer_epochs_keep_no_more_versions(case):
     short = steady_length(of(*case)(1))
     for m in (short + 1, 3 * short + 2):
         schedule = of(*case)(m)
-        kept = live_versions(schedule.columns, schedule.updates)
-        assert np.array_equal(kept, OpenSchedule(of(*case), Counted(m)).kept)
+        kept = live_versions(schedule.columns, schedule.update_policy)
+        assert np.array_equal(kept, OpenSchedule(of(*case)(1), Counted(m)).kept)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jdist.pipeline.schedule.actions import Action, Columns, ScheduleError
-from jdist.pipeline.schedule.schedule import Schedule, Updates
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedules import forward_only, one_f_one_b, pipedream, zero_bubble
 
 GOOD = [["0F0", "0F1", "0B0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1", "1W1"]]
@@ -186,10 +187,14 @@ def test_schedules_and_their_errors_travel():
 
 
 def test_updates_are_checked():
-    with pytest.raises(ValueError, match=r"Updates\(every=...\).*at least 1. Got 0"):
-        Updates(every=0)
-    with pytest.raises(ValueError, match="'latest', 'entry' or 'previous'"):
-        Updates(uses="newest")
+    with pytest.raises(
+        ValueError, match=r"UpdatePolicy\(every=...\).*at least 1. Got 0"
+    ):
+        UpdatePolicy(every=0)
+    with pytest.raises(
+        ValueError, match="one of 'stashing', 'vertical_sync', '2bw', 'flush'"
+    ):
+        UpdatePolicy("newest")
 
 
 def test_columns_and_lists_say_the_same():

@@ -5,14 +5,21 @@ import math
 import numpy as np
 import pytest
 
-from jdist.pipeline import Action, Schedule, Updates, schedules, simulate, versions_used
+from jdist.pipeline import (
+    Action,
+    Schedule,
+    UpdatePolicy,
+    schedules,
+    simulate,
+    versions_used,
+)
 from jdist.pipeline.schedule.actions import Columns
 from jdist.pipeline.schedule.versions import live_versions
 
 
 def kept_by_hand(schedule, worker):
     """The versions a worker keeps, as a set, one action at a time."""
-    updates, used = schedule.updates, versions_used(schedule)
+    policy, used = schedule.update_policy, versions_used(schedule)
     actions = [a for a in schedule.actions(worker) if a.kind != "W"]
     stage = actions[0].stage
     done, in_flight, most = 0, [], 1
@@ -24,18 +31,18 @@ def kept_by_hand(schedule, worker):
         else:
             in_flight.remove(i)
             done += 1
-        newest = done // updates.every
-        wanted = in_flight if updates.uses == "latest" else in_flight + to_come
+        newest = done // policy.every
+        wanted = in_flight if policy.rule == "stashing" else in_flight + to_come
         held = {int(used[stage, x]) for x in wanted if used[stage, x] <= newest}
         most = max(most, len(held | {newest}))
     return most
 
 
 CASES = [
-    schedules.pipedream(n, m, update_every=k, uses=uses)
+    schedules.pipedream(n, m, update_every=k, policy=policy)
     for n, m in ((1, 3), (3, 2), (4, 11), (5, 20))
     for k in (1, 2, 3, 7)
-    for uses in ("latest", "entry")
+    for policy in ("stashing", "vertical_sync")
 ] + [
     schedules.pipedream(3, 17, replicas=(3, 2, 1), update_every=2),
     schedules.pipedream(3, 16, replicas=(1, 4, 2)),
@@ -56,7 +63,7 @@ def test_without_replicas_n_minus_j():
     for n in range(1, 9):
         found = simulate(schedules.pipedream(n, 3 * n))
         assert found.weight_versions == tuple(n - j for j in range(n))
-        found = simulate(schedules.pipedream(n, 3 * n, uses="entry"))
+        found = simulate(schedules.pipedream(n, 3 * n, policy="vertical_sync"))
         assert found.weight_versions == (n,) * n
 
 
@@ -94,7 +101,7 @@ def test_the_papers_rules():
     for stage in range(n):
         used = versions_used(schedules.pipedream(n, m))[stage]
         np.testing.assert_array_equal(used, np.maximum(t - n + 1 + stage, 0))
-        used = versions_used(schedules.pipedream(n, m, uses="entry"))[stage]
+        used = versions_used(schedules.pipedream(n, m, policy="vertical_sync"))[stage]
         np.testing.assert_array_equal(used, np.maximum(t - n + 1, 0))
         used = versions_used(schedules.pipedream_2bw(n, m, update_every=6))[stage]
         np.testing.assert_array_equal(used, np.maximum(t // 6 - 1, 0))
@@ -107,7 +114,7 @@ def test_a_version_is_there_when_it_is_used():
         for worker in range(schedule.workers):
             done = 0
             for kind, stage, i in schedule.actions(worker):
-                assert used[stage, i] <= done // schedule.updates.every
+                assert used[stage, i] <= done // schedule.update_policy.every
                 done += kind == "B"
 
 
@@ -124,12 +131,12 @@ def test_a_worker_without_the_stage_keeps_none():
 
 def test_backward_passes_out_of_order_are_refused():
     order = [["0F0", "0F1", "0B1", "0B0"]]
-    schedule = Schedule.of(order, updates=Updates())
+    schedule = Schedule.of(order, update_policy=UpdatePolicy())
     with pytest.raises(ValueError, match=r"finish micro-batches in order \(worker 0\)"):
         versions_used(schedule)
 
 
 def test_vertical_sync_wants_one_worker_per_stage():
-    schedule = schedules.pipedream(2, 6, replicas=(2, 1), uses="entry")
-    with pytest.raises(ValueError, match=r"Updates\(uses=...\).*several workers"):
+    schedule = schedules.pipedream(2, 6, replicas=(2, 1), policy="vertical_sync")
+    with pytest.raises(ValueError, match=r"UpdatePolicy\(rule=...\).*several workers"):
         versions_used(schedule)

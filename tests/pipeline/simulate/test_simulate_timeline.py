@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import Unavailable
-from jdist.pipeline import Costs, Record, Timeline, Updates, schedules, simulate
+from jdist.pipeline import Costs, Record, Timeline, UpdatePolicy, schedules, simulate
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -18,7 +18,9 @@ def test_from_its_own_records(rng):
     before = simulate(schedule, Costs(forward=rng.uniform(1, 2, (3, 8))))
     records = [r._replace(start=r.start + 7, end=r.end + 7) for r in before.records()]
     rng.shuffle(records)
-    after = Timeline.from_records([Record(*r) for r in records], updates=Updates())
+    after = Timeline.from_records(
+        [Record(*r) for r in records], update_policy=UpdatePolicy()
+    )
     assert after.columns == before.columns
     np.testing.assert_allclose(after.start, before.start, atol=1e-12)
     assert after.makespan == pytest.approx(before.makespan)
@@ -97,12 +99,12 @@ def test_the_picture_shows_what_happened(tmp_path):
     """Every pixel of a row: the colour of the action under it, or white."""
     from matplotlib.image import imread
 
-    from jdist.pipeline.simulate import timeline_picture
+    from jdist.pipeline.simulate import pictures
 
     found = simulate(schedules.one_f_one_b(128, 128))
-    assert len(found.columns) > timeline_picture.BARS
+    assert len(found.columns) > pictures.BARS
     pixels = imread(found.plot(tmp_path / "gantt.png"))[..., :3]
-    for color in timeline_picture.COLORS[:2]:
+    for color in pictures.COLORS[:2]:
         wanted = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         same = np.abs(pixels - wanted).max(-1) < 0.01
         assert same.mean() > 0.1

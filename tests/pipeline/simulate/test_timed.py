@@ -32,7 +32,7 @@ def test_each_action_in_its_order(family):
     )
     assert timeline.columns == schedule.columns
     assert timeline.peak_activations == schedule.peak_activations
-    assert pipe.stopwatch is None
+    assert pipe.action_timer is None
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(a, b)
 
@@ -53,7 +53,7 @@ def test_no_step_at_all():
     pipe = pipeline.Pipeline(stages(), losses, pipeline.gpipe(3, 2))
     with pytest.raises(ValueError, match="must not be empty"):
         pipeline.timed(pipe, lambda: None)
-    assert pipe.stopwatch is None
+    assert pipe.action_timer is None
 
 
 def test_of_all_workers(cluster):

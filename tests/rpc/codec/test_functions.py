@@ -338,7 +338,7 @@ def test_nobody_reaches_a_file_through_jdist():
     """Not by naming one to a function, nor to an object that keeps it."""
     table = FunctionTable()
     found = sorted(set(_those_that_call(FILES)) - HARMLESS)
-    assert "jdist.data_parallel.data.checkpoint:Checkpoints.__init__" in found
+    assert "jdist.data_parallel.data.checkpoint:TrainCheckpoints.__init__" in found
     assert "jdist.launch.relay:Relay.__init__" in found
     for ref in found:
         with pytest.raises(ForbiddenFunction, match=r"`rpc\(function\)` must"):
@@ -348,7 +348,7 @@ def test_nobody_reaches_a_file_through_jdist():
 def test_what_takes_a_path_cannot_be_named_in_jdist(table):
     """What users allow is theirs to judge."""
     with pytest.raises(ForbiddenFunction, match="must not read or write files that"):
-        table.resolve("jdist.data_parallel.data.checkpoint:Checkpoints")
+        table.resolve("jdist.data_parallel.data.checkpoint:TrainCheckpoints")
     assert table.resolve(f"{HERE}:read") is nameable.read
 
 

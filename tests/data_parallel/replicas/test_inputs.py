@@ -148,7 +148,7 @@ def test_integer_parameters_are_left_alone(mesh, given):
     params, batch = given
     plain, fn, local = programs(mesh)
     wrapped = optim.from_optax(optax.sgd(0.1))
-    options = {"accumulate": 3, "clip": 1e6}
+    options = {"accumulate": 3, "max_norm": 1e6}
     for step in (plain, data_parallel.train_step(losses, wrapped, mesh, **options)):
         state, metrics = step(step.init(params), batch, WEIGHTS)
         close((metrics.loss, state.params["w"]), reference(*given))
@@ -268,7 +268,7 @@ def test_an_optax_state_resumes_on_the_devices_at_hand(mesh, given, tmp_path):
         def start(step=step, params=params, opt_state=opt_state):
             return step.init(params, opt_state=opt_state)
 
-        with data_parallel.Checkpoints(tmp_path / str(number)) as saved:
+        with data_parallel.TrainCheckpoints(tmp_path / str(number)) as saved:
             state, _ = step(start(), batch)
             saved.save(state)
             again = saved.restore(start())

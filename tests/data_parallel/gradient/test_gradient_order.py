@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jdist import reduction
-from jdist.data_parallel.gradient.gradient_order import with_readiness
+from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 
 
 def order_of(loss_fn, params, batch):
     """Paths of the parameters, first those whose gradient is ready first."""
-    _, ready = with_readiness(jax.grad(loss_fn), params, batch)
+    _, ready = with_gradient_order(jax.grad(loss_fn), params, batch)
     pairs = jax.tree.leaves_with_path(ready)
     names = [(when, jax.tree_util.keystr(k, simple=True)) for k, when in pairs]
     return [name for _, name in sorted(names)]
@@ -89,7 +89,7 @@ def test_casts_at_the_end_do_not_count(rng):
         weights = jnp.ones(3, jnp.float32)
         return reduction.partial(losses, params, batch, weights, "mean")
 
-    part, ready = with_readiness(partial, params, batch)
+    part, ready = with_gradient_order(partial, params, batch)
     assert {g.dtype for g in part.gradient.values()} == {jnp.dtype("float32")}
     assert ready.gradient["b"] < ready.gradient["a"] < ready.gradient["c"]
 
@@ -98,7 +98,7 @@ def test_what_is_not_used_is_ready_at_once(rng):
     """And a result that is a constant."""
     params = {"used": jnp.asarray(rng.normal(size=4)), "unused": jnp.zeros(3)}
     fn = jax.value_and_grad(lambda p, x: jnp.sum(x @ p["used"]))
-    (_, gradient), (_, ready) = with_readiness(fn, params, rng.normal(size=(3, 4)))
+    (_, gradient), (_, ready) = with_gradient_order(fn, params, rng.normal(size=(3, 4)))
     assert ready["unused"] == -1 < ready["used"]
     np.testing.assert_array_equal(gradient["unused"], 0)
 
@@ -113,6 +113,6 @@ def test_the_function_is_traced_once(rng):
         return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
 
     w, x = jnp.asarray(rng.normal(size=(4, 2))), rng.normal(size=(3, 4))
-    found = jax.jit(lambda w, x: with_readiness(fn, w, x)[0])(w, x)
+    found = jax.jit(lambda w, x: with_gradient_order(fn, w, x)[0])(w, x)
     assert traces == 1
     assert found.tobytes() == jax.jit(fn)(w, x).tobytes()

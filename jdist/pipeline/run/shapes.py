@@ -11,11 +11,11 @@ from jdist._errors import requirement
 from jdist.pipeline.run.executor import Executor
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import Parcel, Post, receive
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
 from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.stages.array_spec import is_kind, kinds_of
+from jdist.pipeline.stages.array_spec import is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import BATCH, Wiring
+from jdist.pipeline.stages.wiring import BATCH, StageWiring
 
 
 class Shapes:
@@ -30,7 +30,9 @@ class Shapes:
       loss: The loss function.
     """
 
-    def __init__(self, wiring: Wiring, executor: Executor, loss: PipelineLoss) -> None:
+    def __init__(
+        self, wiring: StageWiring, executor: Executor, loss: PipelineLoss
+    ) -> None:
         self._wiring = wiring
         self._executor = executor
         self._loss = loss
@@ -38,7 +40,7 @@ class Shapes:
 
     def read(
         self,
-        post: Post,
+        channels: StageChannels,
         runs: Mapping[tuple[int, int], StageRun],
         batch: Mapping[str, Any],
     ) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ class Shapes:
         if signature in self._checked:
             return self._checked[signature]
         places = self._executor.places
-        found = check_shapes(self._wiring, places, post, self._loss, trees, batch)
+        found = check_shapes(self._wiring, places, channels, self._loss, trees, batch)
         if self._executor.sees_all:
             self._checked[signature] = found
         return found
@@ -69,9 +71,9 @@ class Shapes:
 
 
 def check_shapes(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
-    post: Post,
+    channels: StageChannels,
     loss: PipelineLoss,
     trees: Mapping[int, tuple[Any, Any]],
     batch: Mapping[str, Any],
@@ -83,7 +85,7 @@ def check_shapes(
     Args:
       wiring: Which value goes where.
       places: Who runs what.
-      post: Brings shapes to other stages.
+      channels: Brings shapes to other stages.
       loss: The loss function.
       trees: Parameters and state of each stage of this process.
       batch: A micro-batch.
@@ -99,39 +101,43 @@ def check_shapes(
         worker = places.worker(number, 0)
         if worker not in places.own:
             continue
-        inputs = _given(wiring, places, post, batch, number)
+        inputs = _given(wiring, places, channels, batch, number)
         returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
-            packed = kinds_of(value)
+            packed = specs_of(value)
             for taker in wiring.consumers[number][name]:
-                parcel = Parcel("S", 0, name, taker, worker)
-                post.put(parcel, places.worker(taker, 0), packed)
-    return _read(wiring, places, post, loss, batch)
+                tag = MessageTag("S", 0, name, taker, worker)
+                channels.put(tag, places.worker(taker, 0), packed)
+    return _read(wiring, places, channels, loss, batch)
 
 
 def _read(
-    wiring: Wiring,
+    wiring: StageWiring,
     places: Places,
-    post: Post,
+    channels: StageChannels,
     loss: PipelineLoss,
     batch: Mapping[str, Any],
 ) -> tuple[str, ...]:
     """What the loss reads: one worker of the last stage tells the others."""
     first = places.worker(places.loss, 0)
     workers = [w for w in places.schedule.placement[-1] if w in places.own]
-    parcel = Parcel("S", 0, "", places.loss, first)
+    tag = MessageTag("S", 0, "", places.loss, first)
     if first in workers:
-        given = _given(wiring, places, post, batch, places.loss)
+        given = _given(wiring, places, channels, batch, places.loss)
         read = loss.entries_read(given, batch)
         for worker in places.schedule.placement[-1]:
-            post.put(parcel, worker, read)
+            channels.put(tag, worker, read)
     for worker in workers:
-        read = tuple(receive(post, parcel, worker, "shapes"))
+        read = tuple(receive(channels, tag, worker, "shapes"))
     return read if workers else ()
 
 
 def _given(
-    wiring: Wiring, places: Places, post: Post, batch: Mapping[str, Any], number: int
+    wiring: StageWiring,
+    places: Places,
+    channels: StageChannels,
+    batch: Mapping[str, Any],
+    number: int,
 ) -> dict[str, Any]:
     """The shapes of what a stage, or the loss, takes."""
     taker = "the loss" if number == places.loss else f"stage {number}"
@@ -140,9 +146,9 @@ def _given(
         if source == BATCH:
             found[name] = entry_of(batch, name, taker)
             continue
-        parcel = Parcel("S", 0, name, number, places.worker(source, 0))
-        packed = receive(post, parcel, worker, f"shapes of {name!r}")
-        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_kind)
+        tag = MessageTag("S", 0, name, number, places.worker(source, 0))
+        packed = receive(channels, tag, worker, f"shapes of {name!r}")
+        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
     return found
 
 

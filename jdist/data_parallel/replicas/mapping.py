@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import map_shards
-from jdist.data_parallel.gradient.layout import further_axes
+from jdist.data_parallel.replicas.layout import further_axes
 
 EACH = PartitionSpec()
 """The same on all replicas, such as parameters."""
@@ -28,7 +28,7 @@ def over_replicas(
         `axis`.
       mesh: The devices; or a number of replicas that share one device. Over further
         axes arrays stay as they are divided (see
-        `jdist.data_parallel.gradient.layout`).
+        `jdist.data_parallel.replicas.layout`).
       axis: Name of the mesh axis, or of the `vmap`.
       in_specs: For each argument, `EACH` or `PartitionSpec(axis)`: divided along the
         first dimension.

@@ -8,7 +8,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.run.action_timer import Stopwatch
+from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.simulate.timeline import Record, StageBytes, Timeline
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     all of them on the clock of the first: the clocks are compared by round trips, to
     half of the shortest of 20 (some 30 us on one machine).
 
-    Each action is waited for (see `Stopwatch`), so that a timed step may take longer
+    Each action is waited for (see `ActionTimer`), so that a timed step may take longer
     than others. Where several workers are in one process, its one thread does their
     actions one after another: their seconds are good as costs of a simulation, while
     the makespan is not that of a pipeline.
@@ -56,7 +56,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         rule = "must have workers or devices of their own, not a mesh"
         remedy = "One program does all actions: look at it with jax.profiler."
         raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
-    pipe.stopwatch = watch = Stopwatch()
+    pipe.action_timer = watch = ActionTimer()
     before = pipe.executor.last
     try:
         result = step()
@@ -67,16 +67,16 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         with pipe.executor.opened("timed"):  # The others are in a call, or here.
             raise
     finally:
-        pipe.stopwatch = None
+        pipe.action_timer = None
     # All come first, so that the worker that is asked is not computing.
     pipe.executor.gather(None, "comparing clocks")
-    with pipe.executor.opened("timed") as post:
+    with pipe.executor.opened("timed") as channels:
         offset = pipe.executor.clock_offset()
         own = [
             tuple(record._replace(start=record.start + offset, end=record.end + offset))
             for record in watch.records
         ]
-        gathered = post.agree((own, watch.held, watch.kept))
+        gathered = channels.agree((own, watch.held, watch.kept))
     held: dict[int, int] = {}
     for _, theirs, _ in gathered:
         held |= theirs
@@ -84,7 +84,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     timeline = Timeline.from_records(
         [Record(*record) for records, *_ in gathered for record in records],
         name=f"{pipe.schedule.name}, measured",
-        updates=pipe.schedule.updates,
+        update_policy=pipe.schedule.update_policy,
     )
     bytes_held = tuple(float(held.get(w, 0)) for w in range(timeline.workers))
     return result, replace(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
 from jdist._tree import merge, named_leaves
-from jdist.data_parallel.gradient.layout import is_divided
+from jdist.data_parallel.replicas.layout import is_divided
 
 
 def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:

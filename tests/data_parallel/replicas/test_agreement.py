@@ -13,7 +13,7 @@ from jdist.data_parallel import (
     train_step,
     value_and_grad,
 )
-from jdist.data_parallel.step.agreement import checksums
+from jdist.data_parallel.replicas.agreement import checksums
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.actions import Program
-from jdist.pipeline.schedule.program import alternating, check_counts
+from jdist.pipeline.schedule.actions import WorkerActions, check_counts
+from jdist.pipeline.schedule.patterns import alternating
 from jdist.pipeline.schedule.schedule import Placement
+
+__all__ = ["ahead_of", "in_turn", "placed", "replica_counts"]
 
 
 def replica_counts(
@@ -57,7 +59,7 @@ def ahead_of(counts: Sequence[int]) -> list[int]:
 
 def in_turn(
     counts: Sequence[int], m: int, ahead: Sequence[int]
-) -> tuple[list[Program], tuple[int, ...]]:
+) -> tuple[list[WorkerActions], tuple[int, ...]]:
     """Each worker's program, and how many micro-batches' activations it holds at most.
 
     Args:

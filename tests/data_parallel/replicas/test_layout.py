@@ -135,9 +135,9 @@ def test_a_training_step_keeps_every_layout(problem, accumulate, reduction):
     params, batch, weights = problem
     mesh = grid()
     opt = optim.adam(lr=0.01)
-    step = train_step(losses_of, opt, mesh, accumulate=accumulate, clip=0.5,
+    step = train_step(losses_of, opt, mesh, accumulate=accumulate, max_norm=0.5,
                       reduction=reduction)  # fmt: skip
-    alone = train_step(losses_of, opt, 1, clip=0.5, reduction=reduction)
+    alone = train_step(losses_of, opt, 1, max_norm=0.5, reduction=reduction)
     state, expected = step.init(placed(params, mesh)), alone.init(params)
     before = layouts(state)
     shards = shard_batch(batch, mesh, (6, 1, 9, 6), weights=weights, rows=9)
@@ -176,15 +176,15 @@ def test_model_state_keeps_its_layout(problem):
     params, batch, _ = problem
     mesh = grid()
 
-    def losses(params, batch, model_state):
-        rows = jnp.arange(model_state["rows"].size, dtype=jnp.float32)
+    def losses(params, batch, states):
+        rows = jnp.arange(states["rows"].size, dtype=jnp.float32)
         return losses_of(params, batch), {"mean": batch.mean(axis=0), "rows": rows}
 
     step = train_step(losses, optim.sgd(), mesh)
     columns = NamedSharding(mesh, PartitionSpec("model"))
     zeros = {"mean": np.zeros(INPUTS), "rows": np.zeros(64)}
     zeros = jax.tree.map(lambda x: jax.device_put(np.float32(x), columns), zeros)
-    state = step.init(placed(params, mesh), model_state=zeros)
+    state = step.init(placed(params, mesh), states=zeros)
     before = layouts(state)
     sizes = (6, 5, 5, 6)
     shards = shard_batch(batch, mesh, sizes, weights=np.ones(22, np.float32), rows=6)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import named_leaves
-from jdist.data_parallel.gradient.replicas import EACH
+from jdist.data_parallel.replicas.mapping import EACH
 
 
 def check_alive(argument: str, tree: Any) -> None:
@@ -59,7 +59,7 @@ def check_place(argument: str, state: Any, mesh: Mesh | int) -> None:
     rule = f"must lie on the step's devices, {_listed(place)}"
     remedy = (
         "Make it by `init` of this step; a state of other devices goes through "
-        "`Checkpoints`, which restores it like one of `init`."
+        "`TrainCheckpoints`, which restores it like one of `init`."
     )
     got = f"{path} on {_listed(leaf.sharding)}"
     raise ValueError(requirement(argument, rule, got, remedy))

@@ -1,0 +1,55 @@
+"""PipeDream's policies: which weights a micro-batch meets, as an epoch's schedule."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from jdist._errors import requirement
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedules.pipedream import pipedream
+from jdist.pipeline.schedules.pipedream_2bw import pipedream_2bw
+from jdist.pipeline.schedules.pipedream_flush import pipedream_flush
+
+Policy = Literal["stashing", "vertical_sync", "2bw", "flush", "none"]
+
+
+def schedule_of_epoch(
+    policy: Policy,
+    n: int,
+    m: int,
+    replicas: Sequence[int] | None,
+    update_every: int | None,
+) -> Schedule:
+    """The schedule of an epoch under a policy.
+
+    Args:
+      policy: See `PipeDream`.
+      n: Stages.
+      m: Micro-batches of the epoch.
+      replicas: Workers of each stage; None: one each.
+      update_every: Micro-batches of a worker per update; None: 1, or n for "2bw".
+
+    Raises:
+      ValueError: The policy is none of them, or cannot have replicas; or what the
+        schedules raise.
+
+    Example:
+      >>> schedule_of_epoch("2bw", 3, 12, None, None).update_policy
+      UpdatePolicy(rule='2bw', every=3)
+    """
+    if policy not in get_args(Policy):
+        rule = f"must be one of {', '.join(map(repr, get_args(Policy)))}"
+        raise ValueError(requirement("PipeDream(policy=...)", rule, policy))
+    if policy in ("stashing", "none"):
+        every = 1 if update_every is None else update_every
+        return pipedream(n, m, replicas=replicas, update_every=every)
+    if replicas is not None and any(count != 1 for count in replicas):
+        rule = f"must be 1 for each stage with the policy {policy!r}"
+        remedy = "Versions of replicas count their own updates: use 'stashing'."
+        call = "PipeDream(replicas=...)"
+        raise ValueError(requirement(call, rule, tuple(replicas), remedy))
+    if policy == "2bw":
+        return pipedream_2bw(n, m, update_every=update_every)
+    every = 1 if update_every is None else update_every
+    if policy == "flush":
+        return pipedream_flush(n, m, update_every=every)
+    return pipedream(n, m, update_every=every, policy="vertical_sync")

@@ -1,0 +1,129 @@
+"""Measuring a model's layers: the profile that a plan is made from."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._errors import requirement
+from jdist._tree import is_inexact
+from jdist.pipeline.plan.profile import Layer, Profile
+from jdist.pipeline.schedule.actions import check_counts
+from jdist.pipeline.stages.module import Module, outputs_by_name
+from jdist.pipeline.stages.stage import Stage
+
+
+def profile(
+    layers: Sequence[Module],
+    batch: Mapping[str, Any],
+    *,
+    repeats: int = 10,
+    key: Any = None,
+) -> Profile:
+    """Runs every layer on its own, forward and backward, and writes down what it costs.
+
+    Each is compiled into the two halves in which a pipeline runs it, warmed up, and
+    timed until its results are there; the median counts. It runs where its parameters
+    and inputs are, as in training: with its state, and with a key if it takes one.
+
+    Args:
+      layers: In an order in which they can run. A value may be read by several, and
+        written again: the newest counts, so that a chain needs no names.
+      batch: The values that the first layers read: one micro-batch, of any pytrees.
+      repeats: Timed runs of each half.
+      key: A PRNG key for the layers that take one; by default that of 0.
+
+    Returns:
+      Seconds, bytes of each output, bytes of parameters, and an edge from each layer
+      (or input) to those that read what it wrote.
+
+    Raises:
+      ValueError: There are no layers, two have one name, one reads a value that nobody
+        wrote, or gives another number of outputs than it names.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> dense = lambda w, x: jnp.tanh(x @ w)
+      >>> first = Module("a", dense, jnp.ones((3, 4)))
+      >>> second = Module("b", dense, jnp.ones((4, 2)))
+      >>> found = profile([first, second], {"x": jnp.ones((5, 3))})
+      >>> found["b"].activation_bytes, found["b"].parameter_bytes, found.edges
+      ((40.0,), 32.0, (('input_x', 'a'), ('a', 'b')))
+    """
+    check_counts("profile", repeats=repeats)
+    if not layers:
+        raise ValueError(
+            requirement("profile(layers=...)", "must not be empty", "none")
+        )
+    key = jax.random.key(0) if key is None else key
+    values = {name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()}
+    writer = {name: f"input_{name}" for name in values}
+    found = [
+        Layer(writer[name], f"Input: {name}", 0.0, 0.0, (0.0,), 0.0) for name in values
+    ]
+    edges: list[tuple[str, str]] = []
+    for module in layers:
+        missing = [name for name in module.inputs if name not in values]
+        if missing:
+            rule = f"must write {missing[0]!r} before {module.name!r} reads it"
+            raise ValueError(requirement("profile(layers=...)", rule, sorted(values)))
+        inputs = [values[name] for name in module.inputs]
+        layer, outputs = _measured(module, inputs, key, repeats)
+        sources = dict.fromkeys(writer[name] for name in module.inputs)
+        edges += [(source, module.name) for source in sources]
+        values |= outputs
+        writer |= dict.fromkeys(module.outputs, module.name)
+        found.append(layer)
+    return Profile(tuple(found), tuple(edges))
+
+
+def _measured(
+    module: Module, inputs: Sequence[Any], key: Any, repeats: int
+) -> tuple[Layer, dict[str, Any]]:
+    stage = Stage(
+        module.fn,
+        [str(number) for number in range(len(inputs))],
+        stateful=module.state is not None,
+        keyed=module.keyed,
+    )
+    # Layers of one factory share code: each is compiled on purpose.
+    halves = stage.compiled(frozenset(), ("profile", module.name))
+    given = (module.params, module.state, tuple(inputs), key if module.keyed else None)
+    (returned, _), residuals = halves.forward(*given)
+    call = f"profile(layers=...), {module.name!r}"
+    outputs = outputs_by_name(call, module.outputs, returned)
+    ones = jax.tree.map(lambda y: y if is_inexact(y) else None, returned)
+    cotangents = (ones, None)  # none flows into the state
+    forward = _seconds(lambda: halves.forward(*given), repeats)
+    backward = _seconds(
+        lambda: halves.backward(module.params, residuals, cotangents), repeats
+    )
+    return (
+        Layer(
+            module.name,
+            getattr(module.fn, "__qualname__", type(module.fn).__name__),
+            forward,
+            backward,
+            tuple(float(_nbytes(output)) for output in outputs.values()),
+            float(_nbytes(module.params)),
+        ),
+        outputs,
+    )
+
+
+def _seconds(run: Callable[[], Any], repeats: int) -> float:
+    """The median of `repeats` runs, after one that compiles."""
+    jax.block_until_ready(run())
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
