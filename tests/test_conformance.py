@@ -16,7 +16,7 @@ COLLECT = """
 import inspect, json, sys
 import pytest
 
-class Listing:
+class PeerRecord:
     def pytest_collection_finish(self, session):
         found = {item.nodeid: marks(item) for item in session.items}
         with open(sys.argv[1], "w") as file:
@@ -28,7 +28,7 @@ def marks(item):
                     if f"pytest.{name}(" in inspect.getsource(item.function)]
 
 arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[2:]]
-sys.exit(pytest.main(arguments, plugins=[Listing()]))
+sys.exit(pytest.main(arguments, plugins=[PeerRecord()]))
 """
 
 

@@ -15,8 +15,8 @@ from jdist._errors import JdistError
 from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import Relay
 from jdist.rpc.group.rendezvous import LOOPBACK, Rendezvous, ReservedPort
-from jdist.rpc.processes.process_settings import plan
-from jdist.rpc.processes.supervisor import Program, Supervisor, require_posix
+from jdist.rpc.processes.process_settings import resolved
+from jdist.rpc.processes.supervisor import ProcessCommand, Supervisor, require_posix
 
 error_console = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -104,7 +104,7 @@ def _start(
     restart: int,
 ) -> None:
     for local_rank, cores in enumerate(options.cores):
-        program = Program(
+        program = ProcessCommand(
             name=f"worker{meeting.rank(local_rank)}",
             command=options.command,
             # What a worker has written must not be lost with it.
@@ -115,7 +115,7 @@ def _start(
                 "JDIST_RESTART_COUNT": str(restart),
                 "JDIST_MAX_RESTARTS": str(options.max_restarts),
             },
-            plan=plan(options.settings, options.nproc, cores),
+            settings=resolved(options.settings, options.nproc, cores),
             captured=True,
         )
         if child := supervisor.start(program):

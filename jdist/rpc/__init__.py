@@ -37,13 +37,13 @@ from jdist.rpc.group.api import get_worker_info as get_worker_info
 from jdist.rpc.group.api import get_worker_infos as get_worker_infos
 from jdist.rpc.group.api import new_cluster_key as new_cluster_key
 from jdist.rpc.group.api import set_default_timeout as set_default_timeout
-from jdist.rpc.group.api import shutdown as shutdown
-from jdist.rpc.group.init import init_rpc as init_rpc
+from jdist.rpc.group.lifecycle import init_rpc as init_rpc
+from jdist.rpc.group.lifecycle import shutdown as shutdown
 from jdist.rpc.modules.parameters import Parameter as Parameter
 from jdist.rpc.modules.remote_module import RemoteModule as RemoteModule
 from jdist.rpc.modules.remote_module import remote_module as remote_module
-from jdist.rpc.processes.elastic_cluster import ElasticCluster as ElasticCluster
-from jdist.rpc.processes.elastic_cluster import elastic_cluster as elastic_cluster
+from jdist.rpc.processes.local_cluster import ElasticCluster as ElasticCluster
+from jdist.rpc.processes.local_cluster import elastic_cluster as elastic_cluster
 from jdist.rpc.processes.local_cluster import local_cluster as local_cluster
 from jdist.rpc.processes.process_settings import ProcessSettings as ProcessSettings
 from jdist.rpc.processes.spawn import Processes as Processes

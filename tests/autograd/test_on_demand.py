@@ -96,7 +96,7 @@ def test_a_slot_belongs_to_its_message(threads, row):
     context_id = (1 << 48) + 5
     boundary = current.agent().interceptor
     parcel = Parcel(
-        rpc.WorkerInfo("worker1", 1, number=1), {META: [context_id, 0, 9, 2, []]}
+        rpc.WorkerInfo("worker1", 1, incarnation=1), {META: [context_id, 0, 9, 2, []]}
     )
     assert boundary.take((1, 7.0), parcel).edge.index == 1
     with pytest.raises(rpc.ProtocolError, match="has a slot of its message"):

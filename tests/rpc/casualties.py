@@ -15,7 +15,7 @@ import jax
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.group import lifecycle
-from jdist.rpc.group.membership import Group
+from jdist.rpc.group.coordinator_client import CoordinatorClient
 from tests.rpc.hosts import be_one_of
 from tests.rpc.sockets import descriptors
 
@@ -192,12 +192,12 @@ def how_it_ended(word):
 
 def has_arrived(parts):
     """On rank 0: waits until so many wait at the coordinator for others."""
-    coordinator = current.agent().coordinator
+    coordinator = current.agent().group.coordinator
     until, pause = time.monotonic() + PATIENCE, threading.Event()
     while time.monotonic() < until:
         with coordinator._lock:
-            gatherings = [g for _, g in coordinator._all_gatherings()]
-            arrived = sum(len(g._parts) for g in gatherings if g._answer is None)
+            rounds = [g for _, g in coordinator._all_rounds()]
+            arrived = sum(len(g._came) for g in rounds if g._answer is None)
         if arrived >= parts:
             return
         pause.wait(0.005)
@@ -309,13 +309,13 @@ def begin_to_join(name, rank, port, size, join):
     """Returns when this process has asked to belong to a group."""
     asked = threading.Event()
 
-    class Asking(Group):
+    class Asking(CoordinatorClient):
         def join(self, *details):
             future = super().join(*details)
             asked.set()
             return future
 
-    lifecycle.Group = Asking
+    lifecycle.CoordinatorClient = Asking
     arguments = (lambda: join(name, rank, port, size),)
     threading.Thread(target=see, args=arguments, daemon=True).start()
     assert asked.wait(PATIENCE)

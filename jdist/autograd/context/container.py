@@ -11,7 +11,7 @@ from jdist.autograd.errors import ContextNotFound, no_context
 from jdist.rpc.base import current
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.future import Future
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.release import Releases
@@ -52,7 +52,7 @@ class Container:
         """Gives out ids of contexts and messages, once the worker is in a group."""
         if self._ids is None:
             with self._lock:  # two would give out the same ids
-                self._ids = self._ids or Ids(number_of(self.agent.info))
+                self._ids = self._ids or Ids(incarnation_of(self.agent.info))
         return self._ids
 
     def worker(self, number: int) -> WorkerInfo:
@@ -61,7 +61,7 @@ class Container:
         Raises:
           ContextNotFound: It was gone before this worker came.
         """
-        peer = self.agent.directory.numbered(number)
+        peer = self.agent.directory.of_incarnation(number)
         if peer is None:
             raise ContextNotFound(
                 f"Could not find the worker of number {number}: it was gone before "
@@ -71,7 +71,7 @@ class Container:
 
     def is_gone(self, number: int | None) -> bool:
         """Whether the worker of this number is not there any more."""
-        peer = None if number is None else self.agent.directory.numbered(number)
+        peer = None if number is None else self.agent.directory.of_incarnation(number)
         return peer is None or peer.departed is not None
 
     def new(self) -> Context:

@@ -7,7 +7,7 @@ from jdist.autograd.context.ids import maker
 from jdist.autograd.errors import no_context
 from jdist.autograd.graph.node import RecvNode, SendNode
 from jdist.rpc.base.future import Future
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container
@@ -96,7 +96,7 @@ class Context:
         """
         with self.lock:
             self.check()
-            self.known[number_of(worker)] = worker.name
+            self.known[incarnation_of(worker)] = worker.name
 
     def end(self, reason: str) -> set[int]:
         """Forgets everything, and ends passes; numbers of the workers to be told."""

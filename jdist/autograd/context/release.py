@@ -24,7 +24,7 @@ from jdist.autograd.context.context import Context
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, error_of
 from jdist.rpc.base.waiting import collect_all
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.peer import Peer
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class Releases:
     ) -> list[Peer]:
         """Those that have to be told, in the order of their names."""
         known = self._container.end(context_id, reason)
-        tell = known - {told_by, self._agent.info.number}
-        peers = [self._agent.directory.numbered(number) for number in tell]
+        tell = known - {told_by, self._agent.info.incarnation}
+        peers = [self._agent.directory.of_incarnation(number) for number in tell]
         there = [peer for peer in peers if peer is not None]
         return sorted(there, key=lambda peer: peer.info)
 
@@ -118,7 +118,7 @@ class Releases:
         return _all_of([self._told(caller, context_id) for context_id in _ids(body)])
 
     def _told(self, caller: WorkerInfo, context_id: int) -> Future[None]:
-        key = (number_of(caller), context_id)
+        key = (incarnation_of(caller), context_id)
         with self._lock:
             # It is told again when the answer was lost: then it waits for the same.
             again = self._forwarded.get(key)
@@ -158,9 +158,9 @@ class Releases:
         why = f"{worker.name!r}, which made it, is gone: {reason}"
         orphans = []
         for context in self._container.contexts():
-            if context.origin == worker.number:
+            if context.origin == worker.incarnation:
                 self._container.end(context.id, why)
-            elif worker.number in context.known_numbers():
+            elif worker.incarnation in context.known_numbers():
                 orphans.append(context)
         self.seek_end(orphans)
 
@@ -171,7 +171,7 @@ class Releases:
             held.setdefault(context.origin, []).append(context.id)
         held.pop(self._container.ids.worker, None)
         for number, contexts in held.items():
-            origin = self._agent.directory.numbered(number)
+            origin = self._agent.directory.of_incarnation(number)
             asked = self._persist(origin, _HOLD, contexts)
             call_when_done(asked, functools.partial(self._let_go, asked))
 

@@ -124,7 +124,7 @@ class RpcHooks:
             return run(call), {}
         context = self._container.get_or_create(header.context)
         context.meet(caller)
-        if self._container.is_gone(caller.number):
+        if self._container.is_gone(caller.incarnation):
             self._container.releases.seek_end([context])
         if header.slots:
             _refuse_untrainable(call.function)

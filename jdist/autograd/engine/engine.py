@@ -26,7 +26,7 @@ from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT, Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcError
 from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.outstanding_calls import Operation
 from jdist.rpc.calls.request import Outgoing
 
@@ -174,7 +174,7 @@ class Engine:
 
     def name_of(self, number: int) -> str:
         """Name of the worker of this number, for people."""
-        peer = self.agent.directory.numbered(number)
+        peer = self.agent.directory.of_incarnation(number)
         return f"number {number}" if peer is None else peer.info.name
 
     def _outgoing(
@@ -204,7 +204,7 @@ class Engine:
         failure = self._ended.get(terms.pass_id)
         if failure is not None:
             part.fail(failure)
-        held = UnansweredRequest(number_of(caller), Future())
+        held = UnansweredRequest(incarnation_of(caller), Future())
         part.receive(request, held)
         return held.answer.value() if held.answer.done() else held.answer
 

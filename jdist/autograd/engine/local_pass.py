@@ -174,7 +174,9 @@ class LocalPass:
         """A worker is lost; ends the pass if it still needs that one."""
 
         def check() -> None:
-            if any(node.number == worker.number for node in self._awaited.values()):
+            if any(
+                node.number == worker.incarnation for node in self._awaited.values()
+            ):
                 what = f"a backward pass of context {self._context.id}"
                 self._end(PassFailure(self._me, WorkerLost(worker.name, what, reason)))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from jdist.autograd.errors import GraphFreed
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.segment import Residuals, Segment
 from jdist.segment._passing import passed_on
 
@@ -194,7 +194,7 @@ class SendNode(Node):
     ) -> None:
         super().__init__(f"send {label} to {worker.name}", (), 0, order)
         self.message_id = message_id
-        self.worker, self.number = worker.name, number_of(worker)
+        self.worker, self.number = worker.name, incarnation_of(worker)
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
 
@@ -250,7 +250,7 @@ class RecvNode(Node):
         super().__init__(f"receive from {worker.name}", (), outputs)
         self.context_id = context_id
         self.message_id = message_id
-        self.worker, self.number = worker.name, number_of(worker)
+        self.worker, self.number = worker.name, incarnation_of(worker)
         self.reach = reach
 
 

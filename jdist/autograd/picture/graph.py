@@ -22,7 +22,7 @@ from jdist.autograd.picture.mermaid import mermaid
 from jdist.autograd.picture.svg import svg
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 
 if TYPE_CHECKING:
     from jdist.autograd.context.container import Container
@@ -167,7 +167,7 @@ def _others(
 ) -> list[tuple[WorkerInfo, list[GraphNode]]]:
     """The parts of all workers that are reached from one to the next."""
     agent = context.container.agent
-    seen = {number_of(agent.info)}
+    seen = {incarnation_of(agent.info)}
     found: list[tuple[WorkerInfo, list[GraphNode]]] = []
     ask = context.known_numbers() - seen
     while ask:

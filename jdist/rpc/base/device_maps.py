@@ -127,7 +127,7 @@ def install(agent: "Agent") -> None:
             raise ValueError(requirement(CALL, rule, strange))
         inverse = {devices[target]: source for target, source in body.items()}
         peer = agent.directory.find(caller)
-        peer.device_maps.answer(peer.identity, inverse)
+        peer.device_maps.answer(peer.transport_name, inverse)
 
     agent.register(_KIND, answer)
 
@@ -151,7 +151,7 @@ def exchange(agent: "Agent") -> None:
         agent.call(peer.info, _KIND, inverse)
         devices = jax.local_devices()
         table = {devices[number]: target for number, target in sources.items()}
-        peer.device_maps.lead(peer.identity, table)
+        peer.device_maps.lead(peer.transport_name, table)
 
 
 def _sources(name: str, chosen: Mapping[Any, int]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Who a worker is: its name and its rank."""
+"""The identity of a worker: name, rank and incarnation."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from jdist._errors import requirement
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 127
 MOST_WORKERS = 1 << 16
-"""That a group can ever have: their numbers fill the top 16 bits of ids."""
+"""That a group can ever have: their incarnations fill the top 16 bits of ids."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -19,9 +19,9 @@ class WorkerInfo:
     Attributes:
       name: Unique in the group: 1 to 127 of the characters `A-Za-z0-9_:-`.
       id: The worker's rank, 0 to 65535.
-      number: What tells it from another that had its name and rank before, once it
-        belongs to a group. It never comes again there, and fills the top 16 bits of
-        every id. Of workers that are equal it may differ.
+      incarnation: Tells it from an earlier worker of its name and rank; None before it
+        belongs to a group. Unique in the group's life, and the top 16 bits of every
+        id. It is not compared: workers that are equal may differ in it.
 
     Raises:
       ValueError: The name or the rank is not allowed.
@@ -35,7 +35,7 @@ class WorkerInfo:
 
     name: str
     id: int
-    number: int | None = dataclasses.field(default=None, compare=False, repr=False)
+    incarnation: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -52,7 +52,7 @@ class WorkerInfo:
             raise ValueError(requirement("WorkerInfo(id=...)", rule, self.id))
 
 
-def number_of(member: WorkerInfo) -> int:
-    """The number of a worker that belongs to a group."""
-    assert member.number is not None
-    return member.number
+def incarnation_of(member: WorkerInfo) -> int:
+    """The incarnation of a worker that belongs to a group."""
+    assert member.incarnation is not None
+    return member.incarnation

@@ -11,11 +11,13 @@ from jdist.rpc.base.extension_state import Parts
 from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.interceptor import Interceptor
 from jdist.rpc.base.options import RpcOptions
+from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Alarm
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.callee import NESTED, Callee, Handler
 from jdist.rpc.calls.cancellation import Tickets
+from jdist.rpc.calls.directory import Directory
 from jdist.rpc.calls.execution import Execution
 from jdist.rpc.calls.outstanding_calls import Operation, OutstandingCalls
 from jdist.rpc.calls.peer import Peer
@@ -25,8 +27,6 @@ from jdist.rpc.calls.serving import Serving
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.message_context import Parcel
-from jdist.rpc.group.directory import Directory
-from jdist.rpc.group.peer_record import Listing
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
@@ -34,8 +34,7 @@ from jdist.rpc.wire.relief import Relief
 from jdist.rpc.wire.shared_connection import SharedConnection
 
 if TYPE_CHECKING:
-    from jdist.rpc.group.coordinator import Coordinator
-    from jdist.rpc.group.membership import Group
+    from jdist.rpc.group.coordinator_client import CoordinatorClient
     from jdist.rpc.rref.references import References
 
 
@@ -61,12 +60,11 @@ class Agent:
       ending: Whether its shutdown has begun to take it out of the group.
       closed: Whether it was shut down.
       group: Its membership, once it has joined.
-      coordinator: That of its group, on rank 0.
       references: What it has of other workers, and they of it.
       parts: What parts built upon rpc keep for it.
     """
 
-    group: "Group"
+    group: "CoordinatorClient"
     references: "References"
 
     def __init__(
@@ -90,7 +88,6 @@ class Agent:
         self.hint: Callable[[Peer], str] = lambda peer: ""
         self.ending = False
         self.closed = False
-        self.coordinator: Coordinator | None = None
         self.callee = Callee(self)
         self.parts = Parts(self.pool)
         self._transport = transport
@@ -133,37 +130,39 @@ class Agent:
 
     # --- the group ---
 
-    def meet(self, members: Iterable[Listing]) -> None:
+    def meet(self, members: Iterable[PeerRecord]) -> None:
         """This worker belongs to a group now, with these, itself among them."""
         peers = []
-        for listing in members:
-            if listing.info == self.info:
-                self.info = listing.info
-                assert self.info.number is not None
-                self.references.begin(self.info.number)
-            peers.append(self.peer(listing))
+        for record in members:
+            if record.info == self.info:
+                self.info = record.info
+                assert self.info.incarnation is not None
+                self.references.begin(self.info.incarnation)
+            peers.append(self.peer(record))
         self.directory.complete(peers)
 
-    def peer(self, listing: Listing) -> Peer:
+    def peer(self, record: PeerRecord) -> Peer:
         """The ways to a worker."""
-        info, identity, address = listing
+        info, transport_name, address = record
         lent = (self.pool, self.relief)
         if info == self.info:
             return Peer(info, info.name, None, self._loopback, *lent)
-        return Peer(info, identity, address, self._transport, *lent)
+        return Peer(info, transport_name, address, self._transport, *lent)
 
     def part(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
-        name, number = peer.info.name, peer.info.number
+        name, incarnation = peer.info.name, peer.info.incarnation
         peer.close(reason)
         with self._lock:
-            channels = [one for one in self._incoming if one.peer == peer.identity]
+            channels = [
+                one for one in self._incoming if one.peer == peer.transport_name
+            ]
         for channel in channels:
             channel.close(reason)
         # The thread that reads a channel for one call at a time is running that call,
         # and does not see it close. A function cannot be stopped: nobody waits for it.
         for execution in self.outstanding.served():
-            if execution.caller.number == number:
+            if execution.caller.incarnation == incarnation:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.outstanding.end(execution)
         self.references.gone(peer.info, reason)

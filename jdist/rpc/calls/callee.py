@@ -85,16 +85,16 @@ class Callee:
         """Enters an incoming request on the ledger."""
         caller, ticket = execution.caller, execution.ticket
         self._agent.outstanding.serve(execution)
-        if ticket is not None and (caller.number, ticket) in self._taken_back:
+        if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
             execution.cancel(_taken_back_by(caller))
 
     def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
         if type(ticket) is not int:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
         # First noted, then looked for: on another channel it may be still to come.
-        self._taken_back.append((caller.number, ticket))
+        self._taken_back.append((caller.incarnation, ticket))
         for execution in self._agent.outstanding.served():
-            same = execution.caller.number == caller.number
+            same = execution.caller.incarnation == caller.incarnation
             if same and execution.ticket == ticket:
                 execution.cancel(_taken_back_by(caller))
 

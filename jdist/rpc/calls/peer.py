@@ -53,7 +53,7 @@ class Peer:
 
     Args:
       info: The other worker.
-      identity: The name that it proves; in an elastic group no other ever has it.
+      transport_name: The name that its transport proves, see `PeerRecord`.
       address: Where it listens, for `transport`.
       transport: Connects to it.
       pool: Lends the thread that reads the shared channel.
@@ -63,14 +63,14 @@ class Peer:
     def __init__(
         self,
         info: WorkerInfo,
-        identity: str,
+        transport_name: str,
         address: Any,
         transport: Transport,
         pool: ThreadPool,
         relief: Relief,
     ) -> None:
         self.info = info
-        self.identity = identity
+        self.transport_name = transport_name
         self.asking = Turn()
         self.shared: SharedConnection | None = None
         self.departed: str | None = None
@@ -182,7 +182,7 @@ class Peer:
             self._idle.clear()
         for connection in connections:
             connection.channel.close(reason)
-        self._transport.abandon(self.identity, reason)
+        self._transport.abandon(self.transport_name, reason)
         shared = self.shared
         if shared is not None:
             shared.close(reason)
@@ -190,7 +190,7 @@ class Peer:
     def _connect(self, deadline: Deadline) -> Channel:
         if self.departed is not None:
             raise ChannelClosed(self.departed)
-        return self._transport.connect(self.identity, self._address, deadline.at)
+        return self._transport.connect(self.transport_name, self._address, deadline.at)
 
     def _check_present(self, channel: Channel) -> None:
         """Closes a channel that was being opened while the worker departed."""

@@ -1,14 +1,13 @@
-"""What a worker can ask about itself and its group, and how it ends."""
+"""Questions of a worker about itself and its group, and collectives."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, resolve
+from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.options import check_seconds
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import debug
-from jdist.rpc.group import lifecycle
 from jdist.rpc.group.rendezvous import fresh_key
 
 
@@ -143,36 +142,6 @@ def debug_info() -> dict[str, Any]:
       0
     """
     return debug.information(current.agent())
-
-
-def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Ends this worker. Threads, sockets and memory are gone afterwards, in any case.
-
-    In an elastic group only this worker ends, and the others go on: it waits until no
-    call to it or from it is under way. Rank 0 leaves last: it waits for all others.
-
-    Args:
-      graceful: Wait until all workers have called this and all calls are done, those
-        too that others have begotten. Otherwise go at once: calls of others to this
-        worker end with WorkerLost.
-      timeout: Seconds for a graceful end. By default there is no limit but that the
-        others live, because a worker that only serves waits here for as long as they
-        work: who dies or freezes ends the wait, and so do calls that are still under
-        way a minute after their own deadlines.
-
-    Raises:
-      RpcError: RPC has not been initialized.
-      RpcTimeout: The others were not ready in time; the message says who, or which
-        calls are under way. This worker has ended nevertheless.
-      WorkerLost: A worker of the group was lost, before or meanwhile; likewise. In an
-        elastic group only the coordinator.
-      CollectiveMismatch: Other workers wait for this one in `all_gather` or `barrier`,
-        and no call is under way that could make it take part; likewise.
-
-    Source: `torch.distributed.rpc.shutdown`.
-    """
-    agent = current.agent()
-    lifecycle.leave(agent, graceful, resolve(timeout, 0, current.deadline()))
 
 
 def new_cluster_key() -> str:

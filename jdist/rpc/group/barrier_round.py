@@ -4,21 +4,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.deadline import moment
-from jdist.rpc.group.member import Member
+from jdist.rpc.group.membership import Member
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
+
+__all__ = [
+    "SHUTDOWN",
+    "BarrierRound",
+    "Contribution",
+    "Purpose",
+    "RoundKey",
+    "contribution_of",
+    "end_of_wait",
+]
 
 SHUTDOWN = "shutdown"
 """The operation of the rounds in which workers end together."""
 
 
-class Key(NamedTuple):
-    """Which collectives can be one.
+class RoundKey(NamedTuple):
+    """What two requests must have in common to be of one round.
 
     A worker that waits in `shutdown` still serves calls, and a function that one of
     them runs may take part in a collective. So those are apart.
 
     Attributes:
-      names: Who takes part, sorted; None for all who belong to an elastic group.
+      names: Of the workers that take part, sorted; None for all of an elastic group.
       ends: Whether it is a shutdown.
     """
 
@@ -27,7 +37,7 @@ class Key(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """What a worker came for: what must be the same on all of them.
+    """What a worker came for; it must be the same on all of them.
 
     Attributes:
       operation: The public function, such as "all_gather".
@@ -47,8 +57,8 @@ class Purpose(NamedTuple):
         return f"{self.operation}{tag} number {self.number}"
 
 
-class Part(NamedTuple):
-    """What one worker brought.
+class Contribution(NamedTuple):
+    """One worker's part in a collective.
 
     Attributes:
       member: The worker; not its name, which a successor may bear.
@@ -71,22 +81,22 @@ class Part(NamedTuple):
     refused: str | None = None
 
 
-class Gathering:
-    """Collects one part of each worker, and has an answer once it is decided.
+class BarrierRound:
+    """Collects one contribution of each worker; has an answer once it is decided.
 
     Args:
-      names: Who takes part.
+      names: Of the workers that take part.
       numbered: Whether all must have the same number.
 
     Attributes:
-      lost: Whether it came to nothing because somebody was lost.
+      lost: Whether it failed because a worker was lost.
     """
 
     def __init__(self, names: tuple[str, ...], numbered: bool) -> None:
         self.lost = False
         self._names = names
         self._numbered = numbered
-        self._parts: dict[str, Part] = {}
+        self._came: dict[str, Contribution] = {}
         self._excused: set[str] = set()
         self._answer: Frame | None = None
 
@@ -96,52 +106,53 @@ class Gathering:
         return self._answer is not None
 
     @property
-    def parts(self) -> Sequence[Part]:
-        """What came so far."""
-        return list(self._parts.values())
+    def contributions(self) -> Sequence[Contribution]:
+        """Those that came so far."""
+        return list(self._came.values())
 
     def expects(self, name: str) -> bool:
         """Whether this worker takes part and has not come yet."""
         return name in self.missing()
 
-    def add(self, name: str, part: Part) -> None:
-        """One more came."""
-        self._parts[name] = part
-        if self._answer is None and part.refused is not None:
+    def add(self, name: str, contribution: Contribution) -> None:
+        """Take in one more."""
+        self._came[name] = contribution
+        purpose, refused = contribution.purpose, contribution.refused
+        if self._answer is None and refused is not None:
             self._fail(
-                f"{part.purpose} failed on all workers, because {name!r} had no value "
-                f"to send: {part.refused}"
+                f"{purpose} failed on all workers, because {name!r} had no value "
+                f"to send: {refused}"
             )
-        elif self._answer is None and self._differs(part.purpose):
+        elif self._answer is None and self._differs(purpose):
             self.mismatch({})
         self._decide()
 
     def missing(self) -> list[str]:
-        """Who has not come yet."""
-        present = self._parts.keys() | self._excused
+        """The workers that have not come yet and are not excused."""
+        present = self._came.keys() | self._excused
         return [name for name in self._names if name not in present]
 
     def excuse(self, name: str) -> None:
-        """One who has not come need not. Another of that name may, another time."""
+        """Wait no longer for this worker. A successor may come to another round."""
         if name in self.missing():
             self._excused.add(name)
             self._decide()
 
     def lose(self, name: str, reason: str) -> None:
-        """One of them will not come, or has gone before it was complete."""
+        """Fail, if undecided: this worker has gone, before or after it came."""
         if self._answer is None and name in self._names:
             self.lost = True
-            meta = {"lost": name, "purpose": self._what(), "reason": reason}
+            meta = {"lost": name, "purpose": self._operation(), "reason": reason}
             self._answer = Frame(ERROR, 0, meta, None, [])
 
     def mismatch(self, elsewhere: dict[str, str]) -> None:
-        """Those who came do not do the same; or the missing are `elsewhere` for good.
+        """Fail: workers came for different things, or are `elsewhere` for good.
 
         Args:
-          elsewhere: What workers are in that have not come.
+          elsewhere: By name, what missing workers wait in instead.
         """
         if self._answer is None:
-            came = {name: str(part.purpose) for name, part in self._parts.items()}
+            came = {name: str(one.purpose) for name, one in self._came.items()}
             there = {
                 name: elsewhere[name] for name in self.missing() if name in elsewhere
             }
@@ -156,16 +167,16 @@ class Gathering:
             )
 
     def expire(self, now: float, elsewhere: Callable[[], dict[str, str]]) -> None:
-        """Ends it for all when somebody's patience is over: it can never be whole."""
+        """Fail for all when one worker's time is over: it can never be complete."""
         if self._answer is not None:
             return
-        for name, part in self._parts.items():
-            if part.until is not None and part.until <= now:
+        for name, one in self._came.items():
+            if one.until is not None and one.until <= now:
                 missing, known = self.missing(), elsewhere()
                 where = [f"{n!r} is in {known[n]}" for n in missing if n in known]
                 text = (
-                    f"{part.purpose.operation} timed out in _all_gather after "
-                    f"{part.timeout:.2f} seconds on {name!r}. "
+                    f"{one.purpose.operation} timed out in _all_gather after "
+                    f"{one.timeout:.2f} seconds on {name!r}. "
                     f"Did not arrive: {', '.join(missing)}."
                 )
                 text += f" Instead, {', '.join(where)}." if where else ""
@@ -173,27 +184,26 @@ class Gathering:
                 return
 
     def until(self) -> float | None:
-        """The moment when `expire` has something to do."""
-        moments = [
-            part.until for part in self._parts.values() if part.until is not None
-        ]
+        """The moment at which `expire` has something to do."""
+        moments = [one.until for one in self._came.values() if one.until is not None]
         return min(moments, default=None) if self._answer is None else None
 
     def take_answers(self) -> list[tuple[Member, Frame]]:
         """The answers that are due, each only once."""
         if self._answer is None:
             return []
-        due = [(name, part) for name, part in self._parts.items() if part.request]
-        for name, part in due:
-            self._parts[name] = part._replace(request=0, tree=None, leaves=[])
-        return [(p.member, self._answer._replace(id=p.request)) for _, p in due]
+        due = [(name, one) for name, one in self._came.items() if one.request]
+        for name, one in due:
+            # Values are let go of; the round may stay for those who come late.
+            self._came[name] = one._replace(request=0, tree=None, leaves=[])
+        return [(one.member, self._answer._replace(id=one.request)) for _, one in due]
 
-    def _what(self) -> str:
-        """The operation, of those who came; all came for the same."""
-        return next((p.purpose.operation for p in self._parts.values()), "a collective")
+    def _operation(self) -> str:
+        # All came for the same one; with a mismatch there is an answer already.
+        return next((c.purpose.operation for c in self._came.values()), "a collective")
 
     def _differs(self, purpose: Purpose) -> bool:
-        for other in self._parts.values():
+        for other in self._came.values():
             same = (
                 purpose
                 if self._numbered
@@ -212,8 +222,8 @@ class Gathering:
             self._answer = self._complete()
 
     def _complete(self) -> Frame:
-        names = [name for name in self._names if name in self._parts]
-        parts = [self._parts[name] for name in names]
+        names = [name for name in self._names if name in self._came]
+        parts = [self._came[name] for name in names]
         sizes = [len(part.leaves) for part in parts]
         meta = {"names": names, "sizes": sizes}
         trees = [part.tree for part in parts]
@@ -221,11 +231,11 @@ class Gathering:
         return Frame(REPLY, 0, meta, trees, leaves)
 
 
-def part_of(member: Member, frame: Frame) -> tuple[Key, Part]:
-    """What a request brings, and to which collectives it belongs.
+def contribution_of(member: Member, frame: Frame) -> tuple[RoundKey, Contribution]:
+    """Read a request: its worker's contribution, and the key of its round.
 
     Raises:
-      ValueError, KeyError: A peer sent what is no such request.
+      ValueError, KeyError: A peer sent something else.
     """
     meta = frame.meta
     names, refused = meta["names"], meta["refused"]
@@ -239,22 +249,22 @@ def part_of(member: Member, frame: Frame) -> tuple[Key, Part]:
             raise ValueError("names that are none")
         if member.info.name not in names:
             raise ValueError(f"{member.info.name!r} meets others without itself")
-    purpose, timeout = Purpose(operation, tag, number), meta["timeout"]
-    key = Key(None if names is None else tuple(names), operation == SHUTDOWN)
-    return key, Part(
+    timeout = meta["timeout"]
+    key = RoundKey(None if names is None else tuple(names), operation == SHUTDOWN)
+    return key, Contribution(
         member,
         frame.id,
-        purpose,
+        Purpose(operation, tag, number),
         frame.tree,
         frame.leaves,
         timeout,
-        patience(timeout),
+        end_of_wait(timeout),
         refused,
     )
 
 
-def patience(timeout: object) -> float | None:
-    """When a wait that begins now is over; `timeout` 0 for never.
+def end_of_wait(timeout: object) -> float | None:
+    """The moment at which a wait that begins now is over; `timeout` 0 for never.
 
     Raises:
       ValueError: A peer sent what is no timeout.

@@ -1,11 +1,11 @@
-"""The coordinator: where workers meet, wait for each other, and are missed.
+"""The coordinator: where workers join, meet, and are missed.
 
 It runs beside the worker of rank 0, over a transport of its own. Every worker keeps one
-control channel to it as long as it belongs to the group; when that closes without a
-word, the worker is lost, and everybody is told.
+control channel to it for as long as it belongs to the group. When that closes without a
+`group.leave`, the worker is lost, and all others are told.
 
-Those who meet come to the first gathering of the same names that still expects them. So
-workers that meet several times meet in the order of their calls, whoever joined when.
+A worker that comes to a collective joins the first round of the same names that still
+expects it. So workers that meet several times meet in the order of their calls.
 """
 
 import threading
@@ -18,20 +18,28 @@ from jdist.rpc.base.errors import ProtocolError, RpcTimeout
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Alarm
-from jdist.rpc.group.barrier_round import SHUTDOWN, Gathering, Key, part_of, patience
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.group.barrier_round import (
+    SHUTDOWN,
+    BarrierRound,
+    RoundKey,
+    contribution_of,
+    end_of_wait,
+)
 from jdist.rpc.group.liveness import Pace, held_up_for, silent_for
-from jdist.rpc.group.member import Member
-from jdist.rpc.group.roster import Answers, Roster
-from jdist.rpc.group.stalemate import Stalemate
+from jdist.rpc.group.membership import Answers, Member, Membership
+from jdist.rpc.group.termination import Stalemate
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.frame import REPLY, Frame
+
+__all__ = ["NAME", "Coordinator"]
 
 NAME = ":coordinator:"
 """Of the coordinator's transport; no harm if a worker has the same."""
 
 _ENDING = "this group is ending; try again"
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
-"""What comes of a request that is not made as it should be."""
+"""What a request that is not made as it should be raises."""
 
 
 class Coordinator:
@@ -39,22 +47,22 @@ class Coordinator:
 
     Args:
       transport: Where the workers reach it; owned by the coordinator from now on.
-      roster: Who belongs to the group; owned likewise.
-      options: The pace of the heartbeat.
+      membership: Of the group; owned likewise.
+      options: For the heartbeat.
       beats: Whether to expect signs of life.
     """
 
     def __init__(
         self,
         transport: Transport,
-        roster: Roster,
+        membership: Membership,
         options: RpcOptions,
         beats: bool = True,
     ) -> None:
         self._transport = transport
         self._options = options
-        self._roster = roster
-        self._gatherings: dict[Key, list[Gathering]] = {}
+        self._membership = membership
+        self._rounds: dict[RoundKey, list[BarrierRound]] = {}
         self._stalemate = Stalemate()
         self._leaving: str | None = None
         self._lock = threading.Lock()
@@ -78,41 +86,41 @@ class Coordinator:
         return self._transport.address
 
     def wait_until_alone(self, seconds: float) -> None:
-        """Waits until all others have gone, at most so long."""
+        """Waits until all workers have gone, at most so long."""
         with self._lock:
-            self._fewer.wait_for(lambda: not self._roster.present(), seconds)
+            self._fewer.wait_for(lambda: not self._membership.present(), seconds)
 
     def wait_for_leavers(self, deadline: Deadline) -> None:
         """For rank 0 of an elastic group: waits until all others have left.
 
-        Nobody is let in from now on: who comes means the next group at this place.
+        None is admitted from now on: a newcomer means the next group at this place.
 
         Raises:
-          RpcTimeout: Some have not left; the message says who.
+          RpcTimeout: Some have not left; the message names them.
         """
         with self._lock:
-            for member in self._roster.close():
+            for member in self._membership.close():
                 member.channel.close(_ENDING)
-            self._leaving = self._roster.present()[0].info.name
+            self._leaving = self._membership.present()[0].info.name
             self._suspect()
             if self._fewer.wait_for(self._is_last, deadline.remaining()):
                 return
-            others = [one.info.name for one in self._roster.present()][1:]
+            others = [one.info.name for one in self._membership.present()][1:]
         raise RpcTimeout(
             f"shutdown timed out after {deadline.timeout:.2f} seconds: rank 0 of an "
             f"elastic group leaves last. Still there: {', '.join(others)}."
         )
 
     def wait_until_told(self, seconds: float) -> None:
-        """After a failure: waits until everybody came and was told, at most so long."""
+        """After a failure: waits until all came and were told, at most so long."""
         with self._lock:
-            self._fewer.wait_for(self._roster.all_told, seconds)
+            self._fewer.wait_for(self._membership.all_told, seconds)
 
     def close(self, reason: str) -> None:
         """Ends the group for everybody; to those who are still in it, with `reason`."""
         with self._lock:
-            self._post(self._roster.fail(reason))
-            for member in self._roster.present():
+            self._post(self._membership.fail(reason))
+            for member in self._membership.present():
                 member.post(Frame("group.end", 0, {"reason": reason}, None, []))
         if self._pace is not None:
             self._pace.close()
@@ -138,16 +146,16 @@ class Coordinator:
                 self._gone(member, f"its connection closed ({error})")
 
     def _join(self, channel: Channel, frame: Frame) -> Member:
-        info, address = Roster.info(frame.meta), frame.meta["address"]
-        member = Member(info, address, channel, self._pool)
+        info = WorkerInfo(frame.meta["name"], int(frame.meta["rank"]))
+        member = Member(info, frame.meta["address"], channel, self._pool)
         with self._lock:
-            if self._roster.is_ending(member.info):
+            if self._membership.is_ending(member.info):
                 # It was in this group and left it. The next one will be at this place.
                 raise ChannelClosed(_ENDING)
-        member.number = frame.id
-        member.until = patience(frame.meta["timeout"])
+        member.request = frame.id
+        member.until = end_of_wait(frame.meta["timeout"])
         with self._lock:
-            self._post(self._roster.add(member, frame.meta["world_size"]))
+            self._post(self._membership.add(member, frame.meta["world_size"]))
             self._fewer.notify_all()
         self._alarm.set(member.until)
         return member
@@ -155,7 +163,7 @@ class Coordinator:
     def _refused(self, text: str) -> None:
         """Tells those who wait for others: they may have come, with another key."""
         with self._lock:
-            self._post(self._roster.refused(text))
+            self._post(self._membership.refused(text))
 
     def _answer(self, member: Member, frame: Frame) -> None:
         if member.gone is not None:  # it thaws before its channel is closed
@@ -164,10 +172,10 @@ class Coordinator:
             member.post(Frame(REPLY, frame.id, {}, None, []))
         elif frame.kind == "group.alive":
             probe = int(frame.meta["probe"])
-            self._hear(frame, lambda: self._roster.lives(member, probe), member)
+            self._hear(frame, lambda: self._membership.lives(member, probe), member)
         elif frame.kind == "group.known":
-            newcomer = int(frame.meta["number"])
-            self._hear(frame, lambda: self._roster.knows(member, newcomer), member)
+            newcomer = int(frame.meta["incarnation"])
+            self._hear(frame, lambda: self._membership.knows(member, newcomer), member)
         elif frame.kind == "group.gather":
             self._gather(member, frame)
         elif frame.kind == "group.rest":
@@ -185,66 +193,66 @@ class Coordinator:
             self._post(heard())
 
     def _gather(self, member: Member, frame: Frame) -> None:
-        key, part = part_of(member, frame)
+        key, contribution = contribution_of(member, frame)
         with self._lock:
-            if not self._roster.has(member):
+            if not self._membership.has(member):
                 raise ProtocolError(f"{member.info.name!r} was not let in.")
-            gathering = self._gathering(key, member.info.name)
-            gathering.add(member.info.name, part)
-            for missing in gathering.missing():
-                gone = self._roster.gone(missing)
+            this = self._round_for(key, member.info.name)
+            this.add(member.info.name, contribution)
+            for missing in this.missing():
+                gone = self._membership.gone(missing)
                 if gone is not None:
-                    gathering.lose(missing, gone)
-            gathering.expire(time.monotonic(), self._whereabouts)
-            self._settle(key, gathering)
+                    this.lose(missing, gone)
+            this.expire(time.monotonic(), self._whereabouts)
+            self._settle(key, this)
             self._suspect()
-        self._alarm.set(part.until)
+        self._alarm.set(contribution.until)
 
-    def _gathering(self, key: Key, name: str) -> Gathering:
-        """The one to which this worker comes now."""
-        known = self._gatherings.setdefault(key, [])
-        for gathering in known:
-            if gathering.expects(name):
-                return gathering
+    def _round_for(self, key: RoundKey, name: str) -> BarrierRound:
+        """The round to which this worker comes now."""
+        known = self._rounds.setdefault(key, [])
+        for one in known:
+            if one.expects(name):
+                return one
         names = key.names
         if names is None:
-            names = tuple(sorted(one.info.name for one in self._roster.present()))
-        known.append(Gathering(names, numbered=not self._roster.elastic))
+            names = tuple(sorted(one.info.name for one in self._membership.present()))
+        known.append(BarrierRound(names, numbered=not self._membership.elastic))
         return known[-1]
 
-    def _settle(self, key: Key, gathering: Gathering) -> None:
-        """Sends the answers that are due; keeps a decided gathering until all came."""
-        self._post(gathering.take_answers())
-        if not gathering.decided:
+    def _settle(self, key: RoundKey, this: BarrierRound) -> None:
+        """Sends the answers that are due; keeps a decided round until all came."""
+        self._post(this.take_answers())
+        if not this.decided:
             return
         # Who comes late to an elastic group's meets those who have come instead.
-        gone = all(part.member.gone is not None for part in gathering.parts)
-        over = self._roster.elastic and (gathering.lost or gone)
-        for name in gathering.missing():
-            if over or not self._roster.is_present(name):
-                gathering.excuse(name)
-        if not gathering.missing():
-            self._gatherings[key].remove(gathering)
-            if not self._gatherings[key]:
-                del self._gatherings[key]
+        gone = all(one.member.gone is not None for one in this.contributions)
+        over = self._membership.elastic and (this.lost or gone)
+        for name in this.missing():
+            if over or not self._membership.is_present(name):
+                this.excuse(name)
+        if not this.missing():
+            self._rounds[key].remove(this)
+            if not self._rounds[key]:
+                del self._rounds[key]
 
     # --- collectives that can never be complete ---
 
     def _whereabouts(self) -> dict[str, str]:
-        """What workers wait in, by name; the operation in words."""
+        """By name, what workers wait in; the operation in words."""
         found = {} if self._leaving is None else {self._leaving: SHUTDOWN}
         # A program's collective hides the shutdown in which another thread waits.
-        for _, gathering in sorted(self._open(), key=lambda one: not one[0].ends):
-            for part in gathering.parts:
-                found[part.member.info.name] = str(part.purpose)
+        for _, this in sorted(self._open(), key=lambda one: not one[0].ends):
+            for one in this.contributions:
+                found[one.member.info.name] = str(one.purpose)
         return found
 
     def _suspect(self) -> None:
-        """Has it found out whether collectives wait for workers that only shut down."""
-        members, waits = self._roster.present(), frozenset[Any]()
+        """Asks, if need be, whether collectives wait for workers that shut down."""
+        members, waits = self._membership.present(), frozenset[Any]()
         if self._stuck() and {m.info.name for m in members} <= {*self._whereabouts()}:
-            parts = [part for _, gathering in self._open() for part in gathering.parts]
-            waits = frozenset((part.member, part.request) for part in parts)
+            came = [one for _, this in self._open() for one in this.contributions]
+            waits = frozenset((one.member, one.request) for one in came)
         self._post(self._stalemate.look(members, waits, time.monotonic()))
         self._alarm.set(self._stalemate.again)
 
@@ -258,31 +266,31 @@ class Coordinator:
                 return
             found, stuck = self._whereabouts(), self._stuck()
             ending = [(key, one) for key, one in self._open() if key.ends]
-            told = [part.member.info.name for _, g in stuck for part in g.parts]
-            for key, gathering in [*stuck, *ending]:
-                gathering.mismatch(found)
+            told = [one.member.info.name for _, r in stuck for one in r.contributions]
+            for key, this in [*stuck, *ending]:
+                this.mismatch(found)
                 for name in told:  # in its own collective: it may still end in order
-                    gathering.excuse(name)
-                self._settle(key, gathering)
+                    this.excuse(name)
+                self._settle(key, this)
             self._suspect()
 
-    def _open(self) -> list[tuple[Key, Gathering]]:
-        return [pair for pair in self._all_gatherings() if not pair[1].decided]
+    def _open(self) -> list[tuple[RoundKey, BarrierRound]]:
+        return [pair for pair in self._all_rounds() if not pair[1].decided]
 
-    def _stuck(self) -> list[tuple[Key, Gathering]]:
+    def _stuck(self) -> list[tuple[RoundKey, BarrierRound]]:
         """The collectives that miss a worker which waits in its shutdown."""
         ending = {
-            part.member.info.name
-            for key, gathering in self._open()
-            for part in gathering.parts
+            one.member.info.name
+            for key, this in self._open()
+            for one in this.contributions
             if key.ends
         }
         if self._leaving is not None:
             ending.add(self._leaving)
         return [
-            (key, gathering)
-            for key, gathering in self._open()
-            if not key.ends and ending.intersection(gathering.missing())
+            (key, this)
+            for key, this in self._open()
+            if not key.ends and ending.intersection(this.missing())
         ]
 
     # --- losses ---
@@ -292,17 +300,17 @@ class Coordinator:
             if member.gone is not None:
                 return
             member.gone = reason
-            belonged = self._roster.has(member)
+            belonged = self._membership.has(member)
             if not member.left:
                 self._blame_itself()
-            if self._roster.remove(member):
+            if self._membership.remove(member):
                 kind = "group.left" if member.left else "group.lost"
-                meta = {"number": member.info.number, "reason": reason}
-                for other in self._roster.present():
+                meta = {"incarnation": member.info.incarnation, "reason": reason}
+                for other in self._membership.present():
                     other.post(Frame(kind, 0, meta, None, []))
             if belonged:
                 self._miss(member, reason)
-            self._post(self._roster.advance())
+            self._post(self._membership.advance())
             self._suspect()
             self._fewer.notify_all()
 
@@ -315,27 +323,28 @@ class Coordinator:
         if held_up is None:
             return
         told = Frame("group.expelled", 0, {"reason": held_up}, None, [])
-        self._post([(one, told) for one in self._roster.present() if not one.info.id])
+        present = self._membership.present()
+        self._post([(one, told) for one in present if not one.info.id])
 
     def _miss(self, member: Member, reason: str) -> None:
-        """Those who meet will do so without it, or not at all."""
+        """Lets those who meet do so without it, or fail."""
         name = member.info.name
-        for key, gathering in self._all_gatherings():
+        for key, this in self._all_rounds():
             if key.names is not None or not member.left:
-                gathering.lose(name, reason)
-            gathering.excuse(name)
-            self._settle(key, gathering)
+                this.lose(name, reason)
+            this.excuse(name)
+            self._settle(key, this)
 
-    def _all_gatherings(self) -> list[tuple[Key, Gathering]]:
-        pairs = self._gatherings.items()
-        return [(key, gathering) for key, several in pairs for gathering in several]
+    def _all_rounds(self) -> list[tuple[RoundKey, BarrierRound]]:
+        pairs = self._rounds.items()
+        return [(key, one) for key, several in pairs for one in several]
 
     def _is_last(self) -> bool:
-        return len(self._roster.present()) < 2
+        return len(self._membership.present()) < 2
 
     def _listen(self, now: float, held_up: bool) -> None:
         with self._lock:
-            members = self._roster.present()
+            members = self._membership.present()
         for member in members:
             silence = now - member.heard
             if held_up:
@@ -349,12 +358,12 @@ class Coordinator:
 
     def _expire(self, now: float) -> float | None:
         with self._lock:
-            self._post(self._roster.expire(now))
-            moments = [self._roster.until()]
-            for key, gathering in self._all_gatherings():
-                gathering.expire(now, self._whereabouts)
-                self._settle(key, gathering)
-                moments.append(gathering.until())
+            self._post(self._membership.expire(now))
+            moments = [self._membership.until()]
+            for key, this in self._all_rounds():
+                this.expire(now, self._whereabouts)
+                self._settle(key, this)
+                moments.append(this.until())
             self._suspect()
             moments.append(self._stalemate.again)
         return min((at for at in moments if at is not None), default=None)

@@ -1,40 +1,55 @@
-"""The life of a worker: it joins a group, belongs to it, and leaves it."""
+"""Joining and leaving a group: `init_rpc` and `shutdown`."""
 
+import os
 import secrets
 import socket
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jdist._errors import requirement
 from jdist.rpc.base import current, device_maps, extensions
-from jdist.rpc.base.deadline import Deadline, moment
+from jdist.rpc.base.deadline import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.options import RpcOptions
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.options import RpcOptions, check_options
+from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
 from jdist.rpc.calls import caller, debug
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME, Coordinator
-from jdist.rpc.group.elastic_roster import ElasticRoster
-from jdist.rpc.group.fixed_roster import FixedRoster
-from jdist.rpc.group.membership import Group
+from jdist.rpc.group.coordinator_client import CoordinatorClient
+from jdist.rpc.group.elastic_membership import ElasticMembership
+from jdist.rpc.group.fixed_membership import FixedMembership
+from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all
 from jdist.rpc.rref.install import install as install_references
 from jdist.rpc.wire.channel import ChannelClosed, Transport
+from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
 from jdist.rpc.wire.sockets import is_loopback
+
+__all__ = [
+    "JoinRequest",
+    "init_rpc",
+    "join",
+    "leave",
+    "make_agent",
+    "make_coordinator",
+    "shutdown",
+    "transport_name",
+]
 
 _LEAVING_SECONDS = 2.0
 _RELEASE_SECONDS = 30.0
 
 
-class Place(NamedTuple):
-    """A worker's place in a group.
+class JoinRequest(NamedTuple):
+    """Which group to join, and as which worker.
 
     Attributes:
-      info: Its name and rank.
+      info: The worker's name and rank.
       world_size: How many workers make the group; 0 for an elastic one.
       coordinator: Host and port where rank 0 listens for the others.
       key: The cluster's secret.
@@ -48,28 +63,133 @@ class Place(NamedTuple):
     def __repr__(self) -> str:
         """Without the key: representations end up in logs."""
         shown = f"{self.info!r}, {self.world_size}, {self.coordinator!r}"
-        return f"Place({shown}, key=...)"
+        return f"JoinRequest({shown}, key=...)"
 
 
-def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
+def init_rpc(
+    name: str,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    coordinator: str | tuple[str, int] | None = None,
+    allow: Iterable[str] = (),
+    options: RpcOptions | None = None,
+) -> WorkerInfo:
+    """Makes this process a worker of a group.
+
+    A group of a fixed size, its `world_size`, forms once: all of its workers wait here
+    for each other. An elastic group has none. A newcomer waits only until all members
+    know of it, and a worker that shuts down leaves the others to go on.
+
+    The workers meet at the coordinator, which runs in the process of rank 0; they may
+    start in any order. `spawn` and `python -m jdist.launch` set the variables that
+    stand for the arguments left out.
+
+    Args:
+      name: Unique in the group, of the characters `A-Za-z0-9_:-`.
+      rank: 0 to world_size - 1, or to 65535 in an elastic group; by default `RANK`.
+      world_size: Number of workers, or 0 for an elastic group; by default
+        `WORLD_SIZE`, and 0 where that is not set either.
+      coordinator: `"host:port"` or `(host, port)` of rank 0; by default `MASTER_ADDR`
+        and `MASTER_PORT`. A group of one needs none.
+      allow: What other workers may call beside the main program, its package,
+        `jax.numpy`, `jax.nn` and `jdist`: modules (`"mypkg"`) or objects
+        (`"mypkg.ops:step"`).
+      options: See `RpcOptions`.
+
+    Returns:
+      This worker's name and rank.
+
+    Raises:
+      RpcError: RPC is initialized already; a name or rank is not unique; some workers
+        were given a world_size and others none.
+      RpcTimeout: Not all workers came in time; the message says which are missing.
+      AuthenticationError: The coordinator has another key. There, and on all who wait,
+        a `RuntimeWarning` tells of this worker at once; the wait goes on.
+      TypeError, ValueError: An argument, or a variable in its place, is wrong.
+
+    Source: `torch.distributed.rpc.init_rpc`. In torch, too, a group without a
+    world_size is dynamic; what `WORLD_SIZE` says does not count there.
+
+    Example:
+      >>> from jdist import rpc
+      >>> rpc.init_rpc("me", rank=0, world_size=1)
+      WorkerInfo(name='me', id=0)
+      >>> rpc.rpc_sync("me", max, args=(2, 3))
+      3
+      >>> rpc.shutdown()
+    """
+    options = RpcOptions() if options is None else options
+    check_options("init_rpc(options=...)", options)
+    rank = _number("rank", "RANK", rank)
+    world_size = _number("world_size", "WORLD_SIZE", world_size, default=0)
+    if not 0 <= world_size <= MOST_WORKERS:
+        rule = f"must be in 1..{MOST_WORKERS}, or 0 for an elastic group"
+        raise ValueError(requirement("init_rpc(world_size=...)", rule, world_size))
+    if not 0 <= rank < (world_size or MOST_WORKERS):
+        rule = f"must be in 0..{(world_size or MOST_WORKERS) - 1}"
+        raise ValueError(requirement("init_rpc(rank=...)", rule, rank))
+    info = WorkerInfo(name, rank)
+    at, key = _address(coordinator, world_size), _key(options, world_size)
+    functions = FunctionTable(allow)
+    with current.becoming():
+        agent = join(JoinRequest(info, world_size, at, key), functions, options)
+        current.add([agent])
+    return info
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Ends this worker. Threads, sockets and memory are gone afterwards, in any case.
+
+    In an elastic group only this worker ends, and the others go on: it waits until no
+    call to it or from it is under way. Rank 0 leaves last: it waits for all others.
+
+    Args:
+      graceful: Wait until all workers have called this and all calls are done, those
+        too that calls have made in turn. Otherwise go at once: calls of others to this
+        worker end with WorkerLost.
+      timeout: Seconds for a graceful end. By default there is no limit but that the
+        others live, because a worker that only serves waits here for as long as they
+        work: one that dies or freezes ends the wait, and so do calls that are still
+        under way a minute after their own deadlines.
+
+    Raises:
+      RpcError: RPC has not been initialized.
+      RpcTimeout: The others were not ready in time; the message says which, or which
+        calls are under way. This worker has ended nevertheless.
+      WorkerLost: A worker of the group was lost, before or meanwhile; likewise. In an
+        elastic group only the coordinator.
+      CollectiveMismatch: Other workers wait for this one in `all_gather` or `barrier`,
+        and no call is under way that could make it take part; likewise.
+
+    Source: `torch.distributed.rpc.shutdown`.
+    """
+    leave(current.agent(), graceful, resolve(timeout, 0, current.deadline()))
+
+
+# --- joining ---
+
+
+def join(request: JoinRequest, functions: FunctionTable, options: RpcOptions) -> Agent:
     """A worker that belongs to its group.
 
     Raises:
-      RpcTimeout: Somebody has not come, or has not said that he knows of it, in time.
+      RpcTimeout: A worker has not come, or has not said that it knows of this one, in
+        time.
       RpcError: It cannot belong to the group, or that will never be complete.
       AuthenticationError: The other side has another key.
       OSError: The coordinator cannot listen where it should.
     """
     until = moment(options.join_timeout)
-    coordinator = _listen(place, options) if place.info.id == 0 else None
+    coordinator = _listen(request, options) if request.info.id == 0 else None
     agent: Agent | None = None
     try:
-        at = place.coordinator if coordinator is None else coordinator.address
-        name = identity(place.info.name, place.world_size)
-        transport = _transport(place, options, name, _host(place, options))
-        agent = make_agent(place.info, transport, functions, options)
-        agent.coordinator = coordinator
-        _meet(agent, transport, place, at, until)
+        at = request.coordinator if coordinator is None else coordinator.address
+        name = transport_name(request.info.name, request.world_size)
+        transport = _transport(request, options, name, _host(request, options))
+        agent = make_agent(request.info, transport, functions, options)
+        group = _meet(agent, transport, request, at, until)
+        group.coordinator = coordinator
         device_maps.exchange(agent)
         return agent
     except BaseException as error:
@@ -77,23 +197,23 @@ def join(place: Place, functions: FunctionTable, options: RpcOptions) -> Agent:
             if isinstance(error, RpcError) and not isinstance(error, RpcTimeout):
                 left = 0.0 if until is None else until - time.monotonic()
                 coordinator.wait_until_told(max(0.0, left))
-            coordinator.close(f"{place.info.name} gave up: {error}")
+            coordinator.close(f"{request.info.name} gave up: {error}")
         if agent is not None:
             agent.close()
         raise
 
 
-def identity(name: str, world_size: int) -> str:
-    """What the transport of a worker is called, see `Listing.identity`."""
+def transport_name(name: str, world_size: int) -> str:
+    """The name that a new worker's transport proves, see `PeerRecord`."""
     return name if world_size else f"{name[:100]}:{secrets.token_hex(8)}"
 
 
 def make_coordinator(
     transport: Transport, world_size: int, options: RpcOptions, beats: bool = True
 ) -> Coordinator:
-    """That of a group of this size; 0 for an elastic one."""
-    roster = FixedRoster(world_size) if world_size else ElasticRoster()
-    return Coordinator(transport, roster, options, beats)
+    """The coordinator of a group of this size; 0 for an elastic one."""
+    membership = FixedMembership(world_size) if world_size else ElasticMembership()
+    return Coordinator(transport, membership, options, beats)
 
 
 def make_agent(
@@ -102,7 +222,7 @@ def make_agent(
     functions: FunctionTable,
     options: RpcOptions,
 ) -> Agent:
-    """A worker that can be called, once it belongs to a group."""
+    """A worker that can be called once it belongs to a group."""
     agent = Agent(info, transport, functions, options)
     caller.install(agent)
     debug.install(agent)
@@ -110,6 +230,89 @@ def make_agent(
     install_references(agent)
     extensions.equip(agent)
     return agent
+
+
+def _listen(request: JoinRequest, options: RpcOptions) -> Coordinator:
+    host, port = request.coordinator
+    try:
+        transport = _transport(request, options, NAME, host, port)
+    except OSError as error:
+        rule = "must be an address of rank 0's machine and a free port"
+        shown = f"{host}:{port} ({error.strerror or error})"
+        raise OSError(
+            error.errno, requirement("init_rpc(coordinator)", rule, shown)
+        ) from error
+    return make_coordinator(transport, request.world_size, options)
+
+
+def _transport(
+    request: JoinRequest, options: RpcOptions, name: str, host: str, port: int = 0
+) -> SocketTransport:
+    transport = SocketTransport(
+        name,
+        request.key,
+        host,
+        port,
+        device=options.device,
+        limits=options.limits,
+        tls=options.tls,
+        insecure=options.insecure,
+    )
+    transport.polling = options.polling
+    return transport
+
+
+def _host(request: JoinRequest, options: RpcOptions) -> str:
+    if options.host is not None:
+        return options.host
+    host, port = request.coordinator
+    return host if is_loopback(host) else _own_address_towards(host, port)
+
+
+def _own_address_towards(host: str, port: int) -> str:
+    """The address of this machine on the way to another one; nothing is sent."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, there = found[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
+def _meet(
+    agent: Agent,
+    transport: SocketTransport,
+    request: JoinRequest,
+    at: object,
+    until: float | None,
+) -> CoordinatorClient:
+    pause = threading.Event()
+    seconds = 0.01
+    while True:
+        try:
+            group = CoordinatorClient(agent, transport.connect("", at, until))
+            agent.group = group  # before it joins: others may call as soon as it has
+            left = 0.0 if until is None else max(0.01, until - time.monotonic())
+            joined = group.join(request.info.id, request.world_size, left)
+            for stranger in group.strangers(joined):
+                warnings.warn(stranger, RuntimeWarning, stacklevel=4)
+            joined.wait()
+            return group
+        except (ChannelClosed, WorkerLost, TimeoutError) as error:
+            if isinstance(error, RpcTimeout):
+                raise
+            if until is not None and time.monotonic() + seconds >= until:
+                host, port = request.coordinator
+                raise RpcTimeout(
+                    f"{request.info.name!r} could not reach the coordinator at "
+                    f"{host}:{port} within {agent.options.join_timeout} s: {error}. Is "
+                    "rank 0 running, and is this its address?"
+                ) from error
+        # Workers start in any order; rank 0 may not listen yet.
+        pause.wait(seconds)
+        seconds = min(2 * seconds, 0.25)
+
+
+# --- leaving ---
 
 
 def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
@@ -125,7 +328,7 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
     try:
         if graceful:
             _finish(agent, deadline)
-            # Everybody gives its references up, and only then somebody goes.
+            # All give their references up before the first one goes.
             agent.references.release(deadline, _RELEASE_SECONDS)
             _finish(agent, deadline)
             patience = _LEAVING_SECONDS
@@ -134,12 +337,13 @@ def leave(agent: Agent, graceful: bool, deadline: Deadline) -> None:
         patience = _LEAVING_SECONDS
         raise
     except WorkerLost:
-        _raise_lost(agent)
+        # The first loss says more than its consequence here.
+        agent.group.check("shutdown")
         raise
     finally:
         _end(agent, patience)
     if graceful:
-        _raise_lost(agent)
+        agent.group.check("shutdown")
         _report(agent.references.leaks(), agent.options)
 
 
@@ -150,13 +354,13 @@ def _finish(agent: Agent, deadline: Deadline) -> None:
     while True:
         names = [p.info.name for p in agent.directory.peers() if p.departed is None]
         try:
-            wait_for_all(agent, agent.group, names, deadline)
+            wait_for_all(agent, names, deadline)
             return
         except WorkerLost as error:
             orderly = error.worker in names and error.worker in agent.group.left()
             if agent.group.lost() or not orderly:
                 raise
-            # It left without waiting for anybody, so nobody waits for it.
+            # It left without waiting for the others, so they do not wait for it.
 
 
 def _finish_alone(agent: Agent, deadline: Deadline) -> None:
@@ -164,8 +368,9 @@ def _finish_alone(agent: Agent, deadline: Deadline) -> None:
 
     With rank 0 goes the coordinator, so it leaves last.
     """
-    if agent.coordinator is not None:
-        agent.coordinator.wait_for_leavers(deadline)
+    coordinator = agent.group.coordinator
+    if coordinator is not None:
+        coordinator.wait_for_leavers(deadline)
     agent.outstanding.when_empty(deadline, lambda: None)
 
 
@@ -178,104 +383,81 @@ def _report(leaks: list[str], options: RpcOptions) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def _raise_lost(agent: Agent) -> None:
-    agent.group.check("shutdown")
-
-
 def _end(agent: Agent, patience: float) -> None:
     current.remove([agent])
     agent.ending = True
     try:
         agent.group.leave(_LEAVING_SECONDS)
-        if agent.coordinator is not None:
-            agent.coordinator.wait_until_alone(patience)
-            agent.coordinator.close("it was shut down")
+        coordinator = agent.group.coordinator
+        if coordinator is not None:
+            coordinator.wait_until_alone(patience)
+            coordinator.close("it was shut down")
     finally:
         agent.references.close()
         agent.close()
 
 
-def _listen(place: Place, options: RpcOptions) -> Coordinator:
-    host, port = place.coordinator
-    try:
-        transport = _transport(place, options, NAME, host, port)
-    except OSError as error:
-        rule = "must be an address of rank 0's machine and a free port"
-        shown = f"{host}:{port} ({error.strerror or error})"
-        raise OSError(
-            error.errno, requirement("init_rpc(coordinator)", rule, shown)
-        ) from error
-    return make_coordinator(transport, place.world_size, options)
+# --- arguments, or environment variables in their place ---
 
 
-def _transport(
-    place: Place, options: RpcOptions, name: str, host: str, port: int = 0
-) -> SocketTransport:
-    transport = SocketTransport(
-        name,
-        place.key,
-        host,
-        port,
-        device=options.device,
-        limits=options.limits,
-        tls=options.tls,
-        insecure=options.insecure,
-    )
-    transport.polling = options.polling
-    return transport
-
-
-def _host(place: Place, options: RpcOptions) -> str:
-    if options.host is not None:
-        return options.host
-    host, port = place.coordinator
-    return host if is_loopback(host) else _own_address_towards(host, port)
-
-
-def _own_address_towards(host: str, port: int) -> str:
-    """The address of this machine on the way to another one; nothing is sent."""
-    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
-        0
-    ]
-    with socket.socket(family, kind) as probe:
-        probe.connect(there)
-        return str(probe.getsockname()[0])
-
-
-def _meet(
-    agent: Agent,
-    transport: SocketTransport,
-    place: Place,
-    at: object,
-    until: float | None,
-) -> None:
-    pause = threading.Event()
-    seconds = 0.01
-    while True:
+def _number(
+    argument: str, variable: str, given: int | None, default: int | None = None
+) -> int:
+    call = f"init_rpc({argument}=...)"
+    if given is None:
+        text = os.environ.get(variable)
+        if text is None and default is not None:
+            return default
+        if text is None:
+            rule = f"{argument} parameter missing, and environment variable {variable} "
+            rule += "expected"
+            raise ValueError(requirement(call, rule, "neither"))
         try:
-            # Before it joins: others may call as soon as it has.
-            agent.group = Group(agent, transport.connect("", at, until))
-            left = 0.0 if until is None else max(0.01, until - time.monotonic())
-            joined = agent.group.join(place.info.id, place.world_size, left)
-            for stranger in agent.group.strangers(joined):
-                warnings.warn(stranger, RuntimeWarning, stacklevel=4)
-            joined.wait()
-            return
-        except (ChannelClosed, WorkerLost, TimeoutError) as error:
-            if isinstance(error, RpcTimeout):
-                raise
-            if until is not None and time.monotonic() + seconds >= until:
-                host, port = place.coordinator
-                raise RpcTimeout(
-                    f"{place.info.name!r} could not reach the coordinator at "
-                    f"{host}:{port} within {agent.options.join_timeout} s: {error}. Is "
-                    "rank 0 running, and is this its address?"
-                ) from error
-        # Workers start in any order; rank 0 may not listen yet.
-        pause.wait(seconds)
-        seconds = min(2 * seconds, 0.25)
+            return int(text)
+        except ValueError:
+            rule = f"must be a number, here from the environment variable {variable}"
+            raise ValueError(requirement(call, rule, text)) from None
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(requirement(call, "must be an integer", given))
+    return given
 
 
-def random_key() -> bytes:
-    """For a group of one: nobody else has to know it."""
-    return secrets.token_bytes(32)
+def _address(given: str | tuple[str, int] | None, world_size: int) -> tuple[str, int]:
+    call = "init_rpc(coordinator=...)"
+    if given is None:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if host is None or port is None:
+            if world_size == 1:
+                return (LOOPBACK, 0)
+            rule = "must be given, or MASTER_ADDR and MASTER_PORT be set"
+            raise ValueError(requirement(call, rule, "neither"))
+        given = f"{host}:{port}"
+    if isinstance(given, str):
+        host, _, port = given.rpartition(":")
+        parts: tuple[object, object] = (host.strip("[]"), _port(port))
+    else:
+        parts = (given[0], given[1]) if len(given) == 2 else (None, None)
+    match parts:
+        case (str() as host, int() as number) if host and 0 <= number <= LAST_PORT:
+            return (host, number)
+    rule = 'must be "host:port" or (host, port)'
+    raise ValueError(requirement(call, rule, given))
+
+
+def _port(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def _key(options: RpcOptions, world_size: int) -> bytes:
+    origin, key = "RpcOptions(key=...)", options.key
+    if key is None:
+        origin, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
+    if key is not None:
+        return check_key(key.encode() if isinstance(key, str) else key, origin)
+    if world_size == 1:
+        return secrets.token_bytes(32)  # for a group of one, which tells it to none
+    raise RpcError(
+        f"The workers need a secret that they share. Set {KEY_VARIABLE} on all of them "
+        "to the same text, such as one made by rpc.new_cluster_key(), or give it as "
+        "RpcOptions(key=...). rpc.spawn and jdist.launch do so by themselves."
+    )

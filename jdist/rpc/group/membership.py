@@ -1,493 +1,318 @@
-"""A worker's membership in its group: joining, meeting the others, losses, leaving."""
+"""The coordinator's view of a group: who belongs to it, who may join, who has gone.
 
-import functools
+A name or a rank counts as taken only once its owner has answered a probe: a worker that
+died a moment ago is still listed, and must not keep its successor out.
+"""
+
+import abc
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from queue import SimpleQueue
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
-from jdist._errors import requirement
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import NEVER, Deadline, resolve
-from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.future import (
-    Future,
-    await_done,
-    call_when_done,
-    complete,
-    error_of,
-    run_all,
-)
+from jdist.rpc.base.peer_record import PeerRecord
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.peer import Peer
-from jdist.rpc.group.barrier_round import SHUTDOWN
-from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for
-from jdist.rpc.group.peer_record import Listing
-from jdist.rpc.wire.channel import Channel, NotSent
-from jdist.rpc.wire.frame import REPLY, Frame
-from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
+from jdist.rpc.wire.channel import Channel, ChannelClosed
+from jdist.rpc.wire.frame import ERROR, Frame
 
-Lost = Callable[[str, str], None]
-"""Told the name of a lost worker, and how its loss was noticed."""
+__all__ = [
+    "LATE",
+    "MISFIT",
+    "NOT_UNIQUE",
+    "Answers",
+    "Doubt",
+    "Member",
+    "Membership",
+    "Refusal",
+    "clash",
+    "record_of",
+    "refuse",
+    "rival_of",
+    "set_incarnation",
+]
 
-_ANSWER_SECONDS = 1.0
-_LOOK_SECONDS = 0.02
-_INSTANT = 1e-9
-"""Seconds to wait where the deadline has passed; 0 would be no limit."""
+LATE = "late"
+NOT_UNIQUE = "not unique"
+MISFIT = "misfit"
 
-_LONGEST_REFUSAL = 1000
-_LONGEST_TAG = 200
-
-_GRACE = 5.0
-"""Seconds beyond a deadline that the coordinator watches: it knows who is missing, so
-its answer is better than our own."""
+_MIXED = (
+    "RPC group mixes statically and dynamically initialized members which is not "
+    "supported: {name} was given {theirs}, the coordinator {ours}."
+)
 
 
-class Group:
-    """The control channel of one worker.
+class Member:
+    """A worker that belongs to the group, or asks to join it.
+
+    Frames are sent to it in order, on a thread of the pool, so that a member which does
+    not read delays no other.
 
     Args:
-      agent: The worker.
-      channel: To the coordinator; owned by the group from now on.
-      beats: Whether to give signs of life, and to expect them.
+      info: Its name and rank.
+      address: Where other workers reach it.
+      channel: Its control channel.
+      pool: Lends the thread that sends.
+
+    Attributes:
+      request: Number of its request to join, which the answer bears.
+      until: When it stops waiting for an answer to that; None for no limit.
+      heard: When it last gave a sign of life.
+      gone: Why it no longer belongs to the group; None while it does.
+      left: Whether it has gone in order, by a shutdown.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, address: Any, channel: Channel, pool: ThreadPool
+    ) -> None:
+        self.info = info
+        self.address = address
+        self.channel = channel
+        self.request = 0
+        self.until: float | None = None
+        self.heard = time.monotonic()
+        self.gone: str | None = None
+        self.left = False
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._outbox: deque[Frame] = deque()
+        self._sending = False
+
+    def post(self, frame: Frame) -> None:
+        """Sends a frame after those posted before; returns at once."""
+        with self._lock:
+            self._outbox.append(frame)
+            if self._sending:
+                return
+            self._sending = True
+        self._pool.run(self._send)
+
+    def _send(self) -> None:
+        while True:
+            with self._lock:
+                if not self._outbox:
+                    self._sending = False
+                    return
+                frame = self._outbox.popleft()
+            try:
+                self.channel.send(frame)
+            except ChannelClosed:
+                return  # the thread that reads from it notices as well
+
+
+Answers = list[tuple[Member, Frame]]
+"""Frames to send, and to which member."""
+
+
+class Refusal(NamedTuple):
+    """Why a worker is not admitted.
+
+    Attributes:
+      text: In words.
+      kind: `LATE`, `NOT_UNIQUE`, `MISFIT`, or empty for any other reason.
+      numbers: The ranks that are missing (`LATE`); the rank that two workers have
+        (`NOT_UNIQUE`); the rank and the world_size that do not fit (`MISFIT`).
+    """
+
+    text: str
+    kind: str = ""
+    numbers: tuple[int, ...] = ()
+
+
+class Doubt(NamedTuple):
+    """A newcomer whose name or rank is taken, by a worker that may be dead."""
+
+    newcomer: Member
+    rival: Member
+    world_size: int
+    probe: int
+
+
+class Membership(abc.ABC):
+    """The members of one group. Its owner locks it.
+
+    Methods that change it return the frames that are due because of the change.
+
+    Args:
+      world_size: How many make the group; 0 for an elastic one.
 
     Attributes:
       elastic: Whether workers come and go one by one.
+      failure: Why no worker can join any more, if so.
     """
 
-    def __init__(self, agent: Agent, channel: Channel, beats: bool = True) -> None:
-        self.elastic = False
-        self._agent = agent
-        self._beats = beats
-        self._head = "the coordinator"
-        self._ended: str | None = None
-        self._alone: str | None = None
-        self._left = False
-        self._lock = threading.Lock()
-        self._collective = threading.Lock()
-        self._came: dict[Any, int] = {}
-        self._listeners: list[Lost] = []
-        self._lost: dict[str, str] = {}
-        self._gone_orderly: set[str] = set()
-        self._strangers: SimpleQueue[str | None] = SimpleQueue()
-        self._heard = time.monotonic()
-        self._pace: Pace | None = None
-        self._shared = SharedConnection(
-            channel, agent.pool, agent.relief, self._pushed, self._closed
-        )
-        agent.watch(self._shared)
-
-    # --- joining and leaving ---
-
-    def join(self, rank: int, world_size: int, timeout: float) -> Future[None]:
-        """Asks to belong to the group; done when this worker does.
-
-        That is in a group of fixed size when all have come, and in an elastic one
-        (`world_size` 0) when all who are there know of it. The future raises
-        RpcTimeout, with who is missing, and RpcError when a name or rank is not unique.
-        """
+    def __init__(self, world_size: int) -> None:
         self.elastic = not world_size
-        meta = {
-            "name": self._agent.info.name,
-            "rank": rank,
-            "world_size": world_size,
-            "address": self._agent.address,
-            "timeout": timeout,
-        }
-        asked = self._ask("group.join", meta, timeout, "init_rpc")
-        return asked.then(self._joined)
+        self.failure: Refusal | None = None
+        self._world_size = world_size
+        self._members: dict[str, Member] = {}
+        self._doubts: list[Doubt] = []
+        self._probes = 0
 
-    def strangers(self, joined: Future[None]) -> Iterator[str]:
-        """Who came with another key, in words, as they come; ends when `joined` is."""
-        call_when_done(joined, lambda: self._strangers.put(None))
-        return iter(self._strangers.get, None)
+    # --- joining ---
 
-    def _joined(self, asked: Future[Frame]) -> None:
-        frame = asked.value()
-        if frame.kind != REPLY:
-            kind = RpcTimeout if frame.meta["timeout"] else RpcError
-            raise kind(str(frame.meta["error"]))
-        members = [Listing.of_row(row) for row in frame.meta["members"]]
-        self._head = members[0].info.name
-        self._agent.meet(members)
-        if self._beats:
-            self._heard = time.monotonic()
-            options = self._agent.options
-            name = f"{self._agent.info.name} heartbeat"
-            memory = MEMORY * options.heartbeat_timeout
-            self._pace = Pace(name, options.heartbeat_interval, self._beat, memory)
+    @abc.abstractmethod
+    def add(self, member: Member, world_size: int) -> Answers:
+        """Handle a request to join."""
 
-    def leave(self, seconds: float) -> None:
-        """Tells the coordinator that this worker goes, and closes the channel."""
-        self._left = True
-        if self._pace is not None:
-            self._pace.close()
-        if self._shared.closed is None:
-            asked = self._ask("group.leave", {}, seconds, "shutdown")
-            await_done(asked, time.monotonic() + seconds)
-        self._shared.close("this worker was shut down")
+    @abc.abstractmethod
+    def not_unique(self, doubt: Doubt) -> Answers:
+        """Handle a newcomer whose name or rank is certainly taken."""
 
-    # --- meeting ---
+    @abc.abstractmethod
+    def fail(self, failure: str) -> Answers:
+        """Refuse all who wait to join, and all who come later."""
 
-    def all_gather(
-        self,
-        value: Any,
-        names: Iterable[str] | None,
-        timeout: float,
-        operation: str = "all_gather",
-        tag: str = "",
-    ) -> dict[str, Any]:
-        """What every one of `names` gave, by name, once all have come for the same.
+    def refused(self, stranger: str) -> Answers:
+        """Handle a peer that could not prove the key.
 
-        Args:
-          value: Anything that can be sent.
-          names: Who takes part; None for all.
-          timeout: Seconds; -1 for the default, 0 for no limit.
-          operation: What all must have come for, see `gathering.Purpose`.
-          tag: The caller's own, likewise.
+        It does not end the wait: anyone who reaches the port could end every group so.
         """
-        taking_part = self._check_names(operation, names)
-        enclosing = current.deadline()
-        limit = NEVER
-        body: tuple[Any, list[Any]] = (None, [])
-        refused: Exception | None = None
-        try:
-            limit = resolve(timeout, self._agent.default_timeout, enclosing)
-            _check_tag(operation, tag)
-            body = self._agent.codec.encode(value)
-        except Exception as error:  # noqa: BLE001 - raised below, once all are told
-            refused, tag = error, ""
-        meta = {"names": taking_part, "operation": operation, "tag": tag}
-        asked = self._come(meta, body, limit, refused)
-        frame = asked.wait()
-        if frame.kind == REPLY:
-            return self._parts(frame)
-        if "lost" in frame.meta:
-            known = self._lost.get(self._agent.info.name)
-            if known is not None:
-                raise WorkerLost(self._agent.info.name, operation, known)
-            raise WorkerLost(frame.meta["lost"], operation, frame.meta["reason"])
-        if "failed" in frame.meta:
-            kind = CollectiveMismatch if frame.meta["mismatch"] else RpcError
-            raise kind(frame.meta["failed"])
-        raise RpcTimeout(frame.meta["timeout"])
+        return []
 
-    def refuse(
-        self, names: Iterable[str], error: BaseException, operation: str, tag: str
-    ) -> None:
-        """Comes to the next collective of these workers to make it fail on all.
+    @abc.abstractmethod
+    def expire(self, now: float) -> Answers:
+        """Refuse those whose time to wait is over."""
 
-        Does not wait for them; one that comes late is told too.
-        """
-        meta = {
-            "names": self._check_names(operation, names),
-            "operation": operation,
-            "tag": tag,
-        }
-        try:
-            self._come(meta, (None, []), NEVER, error)
-        except BaseException as raised:
-            if raised is not error:
-                raise
+    def until(self) -> float | None:
+        """The moment at which `expire` has something to do."""
+        moments = [member.until for member in self._joining()]
+        return min((at for at in moments if at is not None), default=None)
 
-    def _come(
-        self,
-        meta: dict[str, Any],
-        body: tuple[Any, list[Any]],
-        limit: Deadline,
-        refused: BaseException | None,
-    ) -> Future[Frame]:
-        """Goes to the next collective of these workers, if only to refuse it.
+    @abc.abstractmethod
+    def is_ending(self, info: WorkerInfo) -> bool:
+        """Whether this newcomer means the next group at this place, not this one."""
 
-        The others are about to come, or have. If this worker stayed away, they would
-        take its next collective for this one.
+    def knows(self, member: Member, newcomer: int) -> Answers:
+        """Handle a member's word that it knows the newcomer of this incarnation."""
+        return []
 
-        Raises:
-          Exception: What was refused, or that the value is beyond the limits.
-        """
-        operation = meta["operation"]
-        names = meta["names"]
-        left = limit.remaining()
-        meta["timeout"] = 0.0 if left is None else max(left, _INSTANT)
-        with self._collective:  # requests leave in the order of their numbers
-            key = (None if names is None else tuple(names), operation == SHUTDOWN)
-            self._came[key] = meta["number"] = self._came.get(key, 0) + 1
-            if refused is None:
-                try:
-                    sent = meta | {"refused": None}
-                    return self._ask_until(limit, "group.gather", sent, body, operation)
-                except ValueError as error:
-                    refused = error
-            meta["refused"] = f"{type(refused).__name__}: {refused}"[:_LONGEST_REFUSAL]
-            self._ask_until(NEVER, "group.gather", meta, (None, []), operation)
-        raise refused
+    def close(self) -> list[Member]:
+        """Admit no worker any more; those who were waiting for that."""
+        return []
 
-    def workers(self) -> list[WorkerInfo]:
-        """All workers, by rank; those who have gone only in a group of fixed size."""
-        peers = self._agent.directory.peers()
-        if self.elastic:
-            peers = [peer for peer in peers if peer.departed is None]
-        return [peer.info for peer in peers]
+    def all_told(self) -> bool:
+        """Whether, after a failure, as many were refused as were expected."""
+        return True
 
-    def lost(self) -> dict[str, str]:
-        """The workers that were lost, and how that was noticed."""
-        with self._lock:
-            return dict(self._lost)
+    def lives(self, member: Member, probe: int) -> Answers:
+        """Handle a member's answer to the probe of this number."""
+        decided = [d for d in self._doubts if d.rival is member and d.probe <= probe]
+        self._doubts = [doubt for doubt in self._doubts if doubt not in decided]
+        return [answer for doubt in decided for answer in self.not_unique(doubt)]
 
-    def check(self, purpose: str) -> None:
-        """Refuses to go on without those who were lost.
+    # --- leaving ---
 
-        In an elastic group that is only the coordinator.
+    def remove(self, member: Member) -> bool:
+        """Strike out a worker that has gone; whether all others knew it as a member."""
+        self._doubts = [one for one in self._doubts if one.newcomer is not member]
+        return self._forget(member)
 
-        Raises:
-          WorkerLost: One was.
-        """
-        if self._alone is not None:
-            raise self._without_coordinator(purpose, self._alone)
-        for name, reason in self.lost().items():
-            if not self.elastic:
-                raise WorkerLost(name, purpose, reason)
+    def advance(self) -> Answers:
+        """Admit those who were kept out by a worker that has gone."""
+        settled = [doubt for doubt in self._doubts if doubt.rival.gone is not None]
+        self._doubts = [doubt for doubt in self._doubts if doubt.rival.gone is None]
+        return [
+            answer
+            for doubt in settled
+            for answer in self.add(doubt.newcomer, doubt.world_size)
+        ]
 
-    def left(self) -> set[str]:
-        """The workers that went in an orderly way."""
-        with self._lock:
-            return set(self._gone_orderly)
+    # --- asking ---
 
-    def on_lost(self, listener: Lost) -> None:
-        """Has `listener(name, reason)` called for every worker that gets lost.
+    @abc.abstractmethod
+    def has(self, member: Member) -> bool:
+        """Whether it was admitted, and no other of its name since."""
 
-        It runs on a thread of its own, once for each, also for those lost before. Who
-        leaves in an orderly way is not lost.
-        """
-        with self._lock:
-            self._listeners.append(listener)
-            before = dict(self._lost)
-        for name, reason in before.items():
-            self._tell([listener], name, reason)
+    @abc.abstractmethod
+    def present(self) -> list[Member]:
+        """The live members, by rank."""
+
+    @abc.abstractmethod
+    def gone(self, name: str) -> str | None:
+        """Why it is useless to wait for the worker of this name; None if it is not."""
+
+    def is_present(self, name: str) -> bool:
+        """Whether a worker of this name is a live member."""
+        return any(member.info.name == name for member in self.present())
 
     # --- inside ---
 
-    def _check_names(
-        self, purpose: str, names: Iterable[str] | None
-    ) -> list[str] | None:
-        """What the coordinator is asked for; None for all, as it sees them."""
-        everybody = sorted(worker.name for worker in self.workers())
-        if names is None:
-            return None if self.elastic else everybody
-        chosen = sorted({names} if isinstance(names, str) else set(names))
-        known = chosen if self.elastic else everybody
-        if self._agent.info.name not in chosen or not set(known).issuperset(chosen):
-            rule = f"must be workers of the group, {self._agent.info.name} among them"
-            raise ValueError(requirement(f"{purpose}(names=...)", rule, chosen))
-        return chosen
+    @abc.abstractmethod
+    def _forget(self, member: Member) -> bool:
+        """See `remove`."""
 
-    def _parts(self, frame: Frame) -> dict[str, Any]:
-        gathered, start = {}, 0
-        for name, tree, size in zip(
-            frame.meta["names"], frame.tree, frame.meta["sizes"], strict=True
-        ):
-            leaves = frame.leaves[start : start + size]
-            gathered[name] = self._agent.codec.decode(tree, leaves)
-            start += size
-        return gathered
+    @abc.abstractmethod
+    def _joining(self) -> list[Member]:
+        """Those who wait to be admitted."""
 
-    def _ask(
-        self, kind: str, meta: dict[str, Any], timeout: float, purpose: str
-    ) -> Future[Frame]:
-        limit = resolve(timeout, 0.0, current.deadline())
-        return self._ask_until(limit, kind, meta, (None, []), purpose)
+    def _doubt(self, newcomer: Member, rival: Member, world_size: int) -> Answers:
+        answers = self._probe([rival])
+        self._doubts.append(Doubt(newcomer, rival, world_size, self._probes))
+        return answers
 
-    def _ask_until(
-        self,
-        limit: Deadline,
-        kind: str,
-        meta: dict[str, Any],
-        body: tuple[Any, list[Any]],
-        purpose: str,
-    ) -> Future[Frame]:
-        late = limit if limit.at is None else limit._replace(at=limit.at + _GRACE)
-        asked = _Asked(self, purpose, late)
-        try:
-            self._shared.submit(asked, kind, meta, *body)
-        except NotSent as error:
-            run_all(asked.disconnected(str(error)))
-        self._agent.alarm.set(late.at)
-        return asked.future
+    def _probe(self, members: list[Member]) -> Answers:
+        """Ask them whether they live. Only answers to this very probe say so."""
+        self._probes += 1
+        meta = {"probe": self._probes}
+        return [(one, Frame("group.probe", 0, meta, None, [])) for one in members]
 
-    def unreachable(self, purpose: str, reason: str) -> RpcError:
-        """Why the coordinator does not answer."""
-        if self._left:
-            return RpcError(f"RPC was shut down on this worker during {purpose}.")
-        return self._without_coordinator(purpose, reason)
-
-    def expelled(self) -> str | None:
-        """Why the others take this worker for lost, if they do.
-
-        Nobody tells a worker that was frozen and goes on: it finds its connections
-        closed. May wait a second for the coordinator's answer.
-        """
-        known = self._lost.get(self._agent.info.name)
-        if known is not None:
-            return known
-        held_up = self._held_up()
-        if held_up is not None and self._shared.closed is None and self._is_heard():
-            # All were held up together, as by a suspended machine; or this is the
-            # coordinator's worker, which hears itself and may be told in a moment.
-            return self._told_to_be_lost()
-        return held_up if self._shared.closed is None else self._blame_itself()
-
-    def _told_to_be_lost(self) -> str | None:
-        name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
-        pause = threading.Event()
-        if self._agent.coordinator is not None:
-            while name not in self._lost and time.monotonic() < until:
-                pause.wait(_LOOK_SECONDS)
-        return self._lost.get(name)
-
-    def _held_up(self) -> str | None:
-        if self._pace is None or self._ended is not None:
+    def _misfit(self, member: Member, world_size: int) -> Refusal | None:
+        """Why a newcomer with another idea of the group cannot belong to it."""
+        name, rank, ours = member.info.name, member.info.id, self._world_size
+        if bool(world_size) != bool(ours):
+            theirs, own = (
+                f"a world_size of {n}" if n else "none" for n in (world_size, ours)
+            )
+            text = _MIXED.format(name=name, theirs=theirs, ours=own)
+        elif world_size != ours:
+            text = (
+                f"{name} was told a world_size of {world_size}, the coordinator {ours}."
+            )
+        elif ours and rank >= ours:
+            text = f"{name} has rank {rank} in a group of {ours}."
+        else:
             return None
-        return held_up_for(self._pace, self._agent.options)
-
-    def _blame_itself(self) -> str | None:
-        """Why the others take this worker for lost, now that they are out of its reach.
-
-        Kept for good: what was found out once is said of each later loss.
-        """
-        held_up, name = self._held_up(), self._agent.info.name
-        with self._lock:
-            if held_up is not None:
-                self._lost.setdefault(name, held_up)
-            return self._lost.get(name)
-
-    def _is_heard(self) -> bool:
-        asked = self._ask("group.beat", {}, _ANSWER_SECONDS, "heartbeat")
-        answered = await_done(asked, time.monotonic() + _ANSWER_SECONDS)
-        return answered and error_of(asked) is None
-
-    def _without_coordinator(self, purpose: str, reason: str) -> WorkerLost:
-        expelled = self._blame_itself()
-        if expelled is not None:
-            return WorkerLost(self._agent.info.name, purpose, expelled)
-        reason = f"as coordinator, {self._ended or reason}"
-        return WorkerLost(self._head, purpose, reason)
-
-    def _pushed(self, frame: Frame) -> None:
-        directory, meta = self._agent.directory, frame.meta
-        if frame.kind == "group.end":
-            self._ended = str(meta["reason"])
-        elif frame.kind == "group.stranger":
-            self._strangers.put(str(meta["text"]))
-        elif frame.kind == "group.probe":
-            self._reply("group.alive", {"probe": meta["probe"]})
-        elif frame.kind == "group.quiet":
-            begun = self._agent.outstanding.at_rest()
-            self._reply("group.rest", {"round": meta["round"], "begun": begun})
-        elif frame.kind == "group.coming":
-            peer = self._agent.peer(Listing.of_row(meta["member"]))
-            directory.know(peer)
-            self._reply("group.known", {"number": peer.info.number})
-        elif frame.kind == "group.came":
-            self._admit(directory.numbered(meta["number"]))
-        elif frame.kind == "group.expelled":
-            with self._lock:
-                self._lost.setdefault(self._agent.info.name, str(meta["reason"]))
-        elif frame.kind in ("group.lost", "group.left"):
-            peer_gone = directory.numbered(meta["number"])
-            self._part(frame.kind, peer_gone, str(meta["reason"]))
-
-    def _reply(self, kind: str, meta: dict[str, Any]) -> None:
-        """Says what the coordinator wants to hear; not on the thread that reads."""
-        timeout = self._agent.options.heartbeat_timeout
-
-        def say() -> None:
-            self._ask(kind, meta, timeout, "membership")
-
-        self._agent.pool.run(say)
-
-    def _closed(self, reason: str) -> None:
-        if self._left or self._head not in self._agent.directory:
-            return
-        ended = self._ended
-        if self.elastic:
-            self._alone = reason
-        kind = "group.lost" if ended is None else "group.left"
-        head = self._agent.directory.find(self._head)
-        self._blame_itself()
-        self._part(kind, head, ended or f"its control channel closed ({reason})")
-
-    def _admit(self, peer: Peer | None) -> None:
-        if peer is None:
-            return
-        with self._lock:
-            self._lost.pop(peer.info.name, None)
-            self._gone_orderly.discard(peer.info.name)
-            self._agent.directory.admit(peer)
-
-    def _part(self, kind: str, peer: Peer | None, reason: str) -> None:
-        if peer is None or peer.departed is not None:
-            return  # It was gone before this worker came, or that is known.
-        listeners = []
-        with self._lock:
-            # One that was about to join was nobody's yet.
-            if self._agent.directory.is_admitted(peer):
-                if kind == "group.lost":
-                    self._lost[peer.info.name] = reason
-                    listeners = list(self._listeners)
-                else:
-                    self._gone_orderly.add(peer.info.name)
-        if self.elastic:
-            self._agent.directory.expel(peer)
-        self._agent.part(peer, reason)
-        self._tell(listeners, peer.info.name, reason)
-
-    def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:
-        for listener in listeners:
-            self._agent.pool.run(functools.partial(listener, name, reason))
-
-    def _beat(self, now: float, held_up: bool) -> None:
-        silence = now - self._heard
-        if held_up:
-            self._heard = now
-        elif silence > self._agent.options.heartbeat_timeout:
-            self._shared.close(silent_for(silence))
-            return
-        timeout = self._agent.options.heartbeat_timeout
-        self._ask("group.beat", {}, timeout, "heartbeat")
-
-    def heard(self) -> None:
-        """The coordinator gave a sign of life."""
-        self._heard = time.monotonic()
+        return Refusal(text, MISFIT, (rank, world_size))
 
 
-def _check_tag(operation: str, tag: object) -> None:
-    call = f"{operation}(tag=...)"
-    if type(tag) is not str:
-        raise TypeError(requirement(call, "must be a string", tag))
-    if len(tag) > _LONGEST_TAG:
-        rule = f"must be shorter than {_LONGEST_TAG + 1} characters"
-        raise ValueError(requirement(call, rule, f"{len(tag)} of them"))
+def rival_of(newcomer: Member, members: list[Member]) -> Member | None:
+    """The first of `members` that has the newcomer's name or rank."""
+    for other in members:
+        info = newcomer.info
+        if other.info.name == info.name or other.info.id == info.id:
+            return other
+    return None
 
 
-class _Asked:
-    """A request to the coordinator that waits for its answer; see `Pending`."""
+def clash(newcomer: WorkerInfo, rival: WorkerInfo) -> Refusal:
+    """The name or the rank that two workers have and only one may have."""
+    if newcomer.name == rival.name:
+        text = (
+            f"RPC worker name {newcomer.name} is not unique. Workers {rival.id} and "
+            f"{newcomer.id} share the same name."
+        )
+    else:
+        text = (
+            f"Rank {newcomer.id} is not unique: {rival.name} and {newcomer.name} "
+            "have it."
+        )
+    return Refusal(text, NOT_UNIQUE, (newcomer.id,))
 
-    def __init__(self, group: Group, purpose: str, deadline: Deadline) -> None:
-        self.deadline = deadline
-        self.future: Future[Frame] = Future()
-        self._group = group
-        self._purpose = purpose
 
-    def answered(self, frame: Frame) -> Callbacks:
-        self._group.heard()
-        return complete(self.future, frame, None) or []
+def set_incarnation(member: Member, incarnation: int) -> None:
+    """Give a worker that is being admitted its incarnation."""
+    member.info = dataclasses.replace(member.info, incarnation=incarnation)
 
-    def disconnected(self, reason: str) -> Callbacks:
-        error = self._group.unreachable(self._purpose, reason)
-        return complete(self.future, None, error) or []
 
-    def expired(self) -> Callbacks:
-        text = f"{self._purpose} timed out: the coordinator does not answer."
-        return complete(self.future, None, RpcTimeout(text)) or []
+def record_of(member: Member) -> list[Any]:
+    """A member as others are told of it: the row of a `PeerRecord`."""
+    return PeerRecord(member.info, member.channel.peer, member.address).row()
+
+
+def refuse(members: list[Member], refusal: Refusal) -> Answers:
+    """The answers to their requests to join."""
+    text, kind, numbers = refusal
+    meta = {"error": text, "kind": kind, "numbers": list(numbers)}
+    return [(one, Frame(ERROR, one.request, meta, None, [])) for one in members]

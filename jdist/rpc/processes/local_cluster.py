@@ -1,4 +1,4 @@
-"""Several workers in one process."""
+"""Groups whose workers are all in this process: of fixed size, and elastic."""
 
 import contextlib
 import contextvars
@@ -20,8 +20,13 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME
-from jdist.rpc.group.lifecycle import identity, leave, make_agent, make_coordinator
-from jdist.rpc.group.membership import Group
+from jdist.rpc.group.coordinator_client import CoordinatorClient
+from jdist.rpc.group.lifecycle import (
+    leave,
+    make_agent,
+    make_coordinator,
+    transport_name,
+)
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 
 
@@ -80,7 +85,97 @@ def local_cluster(
         finally:
             current.scope.reset(token)
     finally:
-        stop(agents, graceful)
+        _stop(agents, graceful)
+
+
+class ElasticCluster:
+    """An elastic group in this process; `elastic_cluster` makes one."""
+
+    def __init__(self, functions: FunctionTable, options: RpcOptions) -> None:
+        self._meeting = Meeting(0, functions, options)
+        self.agents: list[Agent] = []
+        self._lock = threading.Lock()
+
+    def join(self, name: str, device: jax.Device | None = None) -> WorkerInfo:
+        """One more worker, with the lowest rank that nobody has.
+
+        It leaves like any other: `with rpc.use_worker(name): rpc.shutdown()`.
+
+        Args:
+          name: That nobody has just now.
+          device: By default JAX's devices in turn.
+
+        Raises:
+          RpcError: The name is not unique.
+        """
+        with self._lock:
+            self.agents = [agent for agent in self.agents if not agent.closed]
+            ranks = {agent.info.id for agent in self.agents}
+            rank = min(set(range(len(ranks) + 1)) - ranks)
+            require_backend()
+            devices = jax.local_devices()
+            chosen = devices[rank % len(devices)] if device is None else device
+            agent, joined = self._meeting.begin(WorkerInfo(name, rank), chosen)
+            try:
+                joined.wait()
+            except BaseException:
+                agent.group.leave(1.0)
+                agent.references.close()
+                agent.close()
+                raise
+            if not self.agents:
+                agent.group.coordinator = self._meeting.coordinator
+            self.agents.append(agent)
+            current.add([agent])
+        return agent.info
+
+
+@contextlib.contextmanager
+def elastic_cluster(
+    name: str = "worker0",
+    options: RpcOptions | None = None,
+    allow: Iterable[str] = (),
+) -> Iterator[ElasticCluster]:
+    """An elastic group in this process; the calling thread is its first worker.
+
+    Everything else is as in `local_cluster`, and as between processes where `init_rpc`
+    was called without a `world_size`. At the end of the block all workers leave.
+
+    Args:
+      name: Of the worker of rank 0, which the coordinator is with.
+      options: As for `local_cluster`.
+      allow: As for `init_rpc`.
+
+    Yields:
+      What lets more workers join.
+
+    Raises:
+      RpcError: This process has workers already.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.elastic_cluster("first") as cluster:
+      ...     info = cluster.join("second")
+      ...     with rpc.use_worker("second"):
+      ...         rpc.rpc_sync("first", max, args=(3, 5))
+      ...         rpc.shutdown()  # the others are told a moment later
+      5
+    """
+    options = RpcOptions() if options is None else options
+    check_options("elastic_cluster(options=...)", options)
+    with current.becoming():
+        cluster = ElasticCluster(FunctionTable(allow), options)
+        cluster.join(name)
+    graceful = False
+    try:
+        token = current.scope.set(Scope(cluster.agents[0]))
+        try:
+            yield cluster
+            graceful = True
+        finally:
+            current.scope.reset(token)
+    finally:
+        _stop(cluster.agents, graceful)
 
 
 def _places(
@@ -119,7 +214,7 @@ def _start(
             agent.close()
         meeting.coordinator.close("the cluster did not start")
         raise
-    agents[0].coordinator = meeting.coordinator
+    agents[0].group.coordinator = meeting.coordinator
     return agents
 
 
@@ -140,21 +235,21 @@ class Meeting:
         self._options = options
         self._hub = Hub()
         self._at = InProcessTransport(NAME, Hub())
-        # One process: nobody can fall silent alone.
+        # One process: no worker can fall silent alone.
         self.coordinator = make_coordinator(self._at, world_size, options, beats=False)
 
     def begin(self, info: WorkerInfo, device: jax.Device) -> tuple[Agent, Future[None]]:
         """A worker that is about to join; done when it has."""
-        name = identity(info.name, self._world_size)
+        name = transport_name(info.name, self._world_size)
         transport = InProcessTransport(name, self._hub, device)
         options = dataclasses.replace(self._options, device=device)
         agent = make_agent(info, transport, self._functions, options)
-        agent.group = Group(agent, self._at.connect_from(name), beats=False)
+        agent.group = CoordinatorClient(agent, self._at.connect_from(name), beats=False)
         seconds = options.join_timeout
         return agent, agent.group.join(info.id, self._world_size, seconds)
 
 
-def stop(agents: list[Agent], graceful: bool) -> None:
+def _stop(agents: list[Agent], graceful: bool) -> None:
     """Each worker leaves on a thread of its own, because they wait for each other."""
     errors: list[BaseException] = []
     deadline = resolve(0, 0, Deadline())

@@ -1,6 +1,6 @@
 """How the processes that jdist starts are set up before JAX is: decided here.
 
-The parent decides (`plan`); the child applies what is not an environment variable in
+The parent decides (`resolved`); the child applies what is no environment variable in
 `jdist/rpc/processes/trampoline.py`, before the first line of the user's program, and
 can tell what came of it (`applied`). The parent's own process is never touched.
 
@@ -96,7 +96,7 @@ OFF = ProcessSettings(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class ResolvedSettings:
     """What one child is given.
 
     Attributes:
@@ -112,12 +112,12 @@ class Plan:
     notes: Mapping[str, str]
 
 
-def plan(
+def resolved(
     settings: ProcessSettings,
     nprocs: int,
     cores: tuple[int, ...] = (),
     environment: Mapping[str, str] = os.environ,
-) -> Plan:
+) -> ResolvedSettings:
     """Decides for one of `nprocs` processes.
 
     Args:
@@ -127,7 +127,7 @@ def plan(
       environment: The user's variables, which win over the settings.
 
     Returns:
-      The plan. A setting that this platform lacks is left out and its note says why.
+      The settings. One that this platform lacks is left out and its note says why.
     """
     usable = len(cores) or max(1, len(available_cores()) // nprocs)
     notes = {"cores": ",".join(map(str, cores)) or "not pinned"}
@@ -137,17 +137,17 @@ def plan(
         said = f"as the environment has it: {' '.join(kept)}" if kept else note
         notes[setting] = said
         variables |= {k: v for k, v in group.items() if k not in environment}
-    return Plan(variables, settings.batch_scheduling, cores, notes)
+    return ResolvedSettings(variables, settings.batch_scheduling, cores, notes)
 
 
-Group = tuple[Mapping[str, str], str]
-"""The variables of a setting, none where it is not applied, and what to say of it."""
+Variables = tuple[Mapping[str, str], str]
+"""The variables of a setting, none where it is not applied, and a note on it."""
 
 
 def _groups(
     settings: ProcessSettings, cores: tuple[int, ...], usable: int
-) -> dict[str, Group]:
-    found: dict[str, Group] = {}
+) -> dict[str, Variables]:
+    found: dict[str, Variables] = {}
     if settings.keep_freed_memory:
         found["allocator"] = _allocator()
     if settings.large_pages:
@@ -163,11 +163,11 @@ def _groups(
     return found
 
 
-def _allocator() -> Group:
+def _allocator() -> Variables:
     return (_ALLOCATOR, "keeps freed memory") if _glibc() else ({}, _NOT_GLIBC)
 
 
-def _pages() -> Group:
+def _pages() -> Variables:
     version = _glibc()
     if not version:
         return {}, _NOT_GLIBC
@@ -182,7 +182,7 @@ def _pages() -> Group:
     return _LARGE_PAGES, "of 2 MiB where possible"
 
 
-def _programs() -> Group:
+def _programs() -> Variables:
     # XLA ends a process that gives it a flag that it does not know.
     release = tuple(int(n) for n in metadata.version("jaxlib").split(".")[:2])
     if release >= (0, 13):

@@ -24,15 +24,15 @@ from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.group.rendezvous import Rendezvous, ReservedPort, check_count, fresh_key
 from jdist.rpc.processes.process_settings import (
     OFF,
-    Plan,
     ProcessSettings,
-    plan,
+    ResolvedSettings,
+    resolved,
     share_out,
 )
 from jdist.rpc.processes.supervisor import (
     GRACE,
     Ending,
-    Program,
+    ProcessCommand,
     Supervisor,
     interpreter,
     require_posix,
@@ -131,8 +131,8 @@ def spawn(
         check_duration("spawn(timeout=...)", timeout, least=sys.float_info.min)
     check_duration("spawn(grace=...)", grace)
     cores = share_out("spawn(pin=...)", nprocs, pin)
-    plans = [plan(settings or OFF, nprocs, each) for each in cores]
-    processes = Processes(_request(fn, args), plans, timeout, grace)
+    chosen = [resolved(settings or OFF, nprocs, each) for each in cores]
+    processes = Processes(_request(fn, args), chosen, timeout, grace)
     if not join:
         return processes
     try:
@@ -153,15 +153,19 @@ class Processes:
     """
 
     def __init__(
-        self, request: bytes, plans: Sequence[Plan], timeout: float | None, grace: float
+        self,
+        request: bytes,
+        settings: Sequence[ResolvedSettings],
+        timeout: float | None,
+        grace: float,
     ) -> None:
         self._timeout = timeout
         self._results: list[Any] | None = None
         self._failure: RpcError | None = None
         with ExitStack() as stack:
-            self._outcomes = [stack.enter_context(TemporaryFile()) for _ in plans]
+            self._outcomes = [stack.enter_context(TemporaryFile()) for _ in settings]
             meeting = Rendezvous(
-                nprocs=len(plans),
+                nprocs=len(settings),
                 port=stack.enter_context(ReservedPort()).port,
                 jax_port=stack.enter_context(ReservedPort()).port,
                 key=fresh_key(),
@@ -170,21 +174,21 @@ class Processes:
             with TemporaryFile() as file:
                 file.write(request)
                 file.flush()
-                for rank in range(len(plans)):
-                    self._start(rank, file.fileno(), meeting, plans[rank])
+                for rank in range(len(settings)):
+                    self._start(rank, file.fileno(), meeting, settings[rank])
             self._resources = stack.pop_all()
         self.pids = tuple(child.pid for child in self._supervisor.children)
 
     def _start(
-        self, rank: int, request: int, meeting: Rendezvous, settings: Plan
+        self, rank: int, request: int, meeting: Rendezvous, settings: ResolvedSettings
     ) -> None:
         descriptors = (request, self._outcomes[rank].fileno())
         arguments = [str(number) for number in (rank, *descriptors)]
-        program = Program(
+        program = ProcessCommand(
             name=f"rank {rank}",
             command=[*interpreter(), str(_SPAWNED), *arguments],
             environment={**os.environ, **meeting.variables(rank)},
-            plan=settings,
+            settings=settings,
             descriptors=descriptors,
         )
         self._supervisor.start(program)

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from jdist._errors import Unavailable
-from jdist.rpc.processes.process_settings import Plan
+from jdist.rpc.processes.process_settings import ResolvedSettings
 
 GRACE = 5.0
 """Seconds between the request to end and the order."""
@@ -73,14 +73,14 @@ class Ending:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ProcessCommand:
     """What to run, and in what surroundings.
 
     Attributes:
       name: For messages and thread names.
       command: Executable and arguments.
-      environment: All its variables, but for those of the plan.
-      plan: Its process settings.
+      environment: All its variables, but for those of the settings.
+      settings: Its process settings.
       descriptors: Further file descriptors that it inherits.
       captured: Whether its output and errors go to pipes that the caller reads.
     """
@@ -89,7 +89,7 @@ class Program:
     command: Sequence[str]
     # Not in the representation, which may be logged: the cluster's key is among them.
     environment: Mapping[str, str] = dataclasses.field(repr=False)
-    plan: Plan
+    settings: ResolvedSettings
     descriptors: tuple[int, ...] = ()
     captured: bool = False
 
@@ -105,7 +105,7 @@ class Child:
       ending: How it ended; None while it runs.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ProcessCommand) -> None:
         self.name = program.name
         self.ending: Ending | None = None
         far, near = os.pipe()
@@ -145,19 +145,19 @@ class Child:
             os.killpg(self.pid, number)
 
 
-def _start(program: Program, lifeline: int) -> subprocess.Popen[bytes]:
-    plan = {
+def _start(program: ProcessCommand, lifeline: int) -> subprocess.Popen[bytes]:
+    settings = {
         "lifeline": lifeline,
-        "batch": program.plan.batch,
-        "cores": program.plan.cores,
-        "notes": dict(program.plan.notes),
+        "batch": program.settings.batch,
+        "cores": program.settings.cores,
+        "notes": dict(program.settings.notes),
     }
     # -I -S: nothing of the user's is imported before the program itself is started.
-    first = [interpreter()[0], "-I", "-S", str(_TRAMPOLINE), json.dumps(plan)]
+    first = [interpreter()[0], "-I", "-S", str(_TRAMPOLINE), json.dumps(settings)]
     stream = subprocess.PIPE if program.captured else None
     return subprocess.Popen(
         [*first, *program.command],
-        env={**program.environment, **program.plan.variables},
+        env={**program.environment, **program.settings.variables},
         stdin=subprocess.DEVNULL,
         stdout=stream,
         stderr=stream,
@@ -198,7 +198,7 @@ class Supervisor:
         self._changed = threading.Condition(self._lock)
         self._watchers: list[threading.Thread] = []
 
-    def start(self, program: Program) -> Child | None:
+    def start(self, program: ProcessCommand) -> Child | None:
         """Starts a process; none any more once the others are being ended.
 
         Raises:

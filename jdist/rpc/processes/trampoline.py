@@ -1,6 +1,6 @@
 """The first steps of every process that jdist starts; then it becomes the program.
 
-Run as a file, `python -I -S trampoline.py PLAN COMMAND...`, with nothing but the
+Run as a file, `python -I -S trampoline.py SETTINGS COMMAND...`, with nothing but the
 standard library: JAX must not be loaded before the settings are in force. What is set
 here belongs to the process, not to the interpreter, so it outlives the `exec` at the
 end, and the program runs exactly as if it had been started by hand.
@@ -21,13 +21,13 @@ import sys
 
 
 def main() -> None:
-    """Applies the plan of the first argument and runs the command of the others."""
-    plan, command = json.loads(sys.argv[1]), sys.argv[2:]
-    hold_lifeline(plan["lifeline"])
-    notes = plan["notes"]
-    if plan["cores"]:
-        os.sched_setaffinity(0, plan["cores"])
-    if plan["batch"]:
+    """Applies the settings of the first argument and runs the command of the others."""
+    settings, command = json.loads(sys.argv[1]), sys.argv[2:]
+    hold_lifeline(settings["lifeline"])
+    notes = settings["notes"]
+    if settings["cores"]:
+        os.sched_setaffinity(0, settings["cores"])
+    if settings["batch"]:
         notes["scheduling"] = schedule_in_batches()
     os.environ["JDIST_PROCESS_SETTINGS"] = json.dumps(notes)
     try:

@@ -9,7 +9,7 @@ from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, complete, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.interceptor import Invocation
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls import caller as calls
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
@@ -66,10 +66,10 @@ def remote(
     """
     agent = current.agent()
     outgoing = calls.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
-    if outgoing.peer.info.number == agent.info.number:
+    if outgoing.peer.info.incarnation == agent.info.incarnation:
         return _on_itself(agent, outgoing)
     references = agent.references
-    held, floor = references.create(number_of(outgoing.peer.info))
+    held, floor = references.create(incarnation_of(outgoing.peer.info))
     name = (held.rref.packed(), held.fork.packed(), floor)
     creation: Future[None] = new_cell()
 
@@ -158,9 +158,9 @@ def failure_of(error: BaseException, table: FunctionTable) -> Exception:
 
 
 def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
-    if caller.number == agent.info.number:
+    if caller.incarnation == agent.info.incarnation:
         return agent.references.find(name[0])
-    if name[0].created_on != caller.number:
+    if name[0].created_on != caller.incarnation:
         raise ProtocolError("A reference's id bears the number of its creator.")
     return agent.references.on_create(caller, *name)
 

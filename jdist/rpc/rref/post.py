@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.rref.keeper import GATHERING, Keeper
 from jdist.rpc.rref.messages import Accept, Message
 from jdist.rpc.rref.window import UnderWay, Window
@@ -121,12 +121,12 @@ class Post:
             raise ProtocolError("Messages about references need a number and a floor.")
         messages = [unpack(kind, row) for row in rows]
         with self._lock:
-            inbox = self._inboxes[number_of(sender)]
+            inbox = self._inboxes[incarnation_of(sender)]
         with inbox.lock:
             if not inbox.window.take(number, floor):
                 return inbox.answers.get(number, [None] * len(messages))
             inbox.prune(floor)
-            answers, react = self._receive(number_of(sender), messages)
+            answers, react = self._receive(incarnation_of(sender), messages)
             inbox.answers[number] = answers
         react()
         return answers
@@ -151,7 +151,7 @@ class Post:
             floor = outbox.numbers.floor
         body = (batch.number, floor, [pack(message) for message in batch.messages])
         patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
-        peer = self._agent.directory.numbered(batch.to)
+        peer = self._agent.directory.of_incarnation(batch.to)
         assert peer is not None, "only workers that were met are told anything"
         try:
             sent = self._agent.call_async(peer.info, KINDS[batch.kind], body, patience)
@@ -166,7 +166,7 @@ class Post:
         except RpcTimeout:
             self._try(batch, attempt + 1)
         except WorkerLost:
-            receiver = self._agent.directory.numbered(batch.to)
+            receiver = self._agent.directory.of_incarnation(batch.to)
             if receiver is None or receiver.departed is not None:
                 self._settle(batch)
                 return

@@ -10,7 +10,7 @@ from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError, RpcError, WorkerLost
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
-from jdist.rpc.base.worker_info import WorkerInfo, number_of
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.codec.message_context import Parcel
 from jdist.rpc.rref.cell import Cell, fail, new_cell
 from jdist.rpc.rref.held import Held
@@ -105,7 +105,7 @@ class References:
           RpcError: The request was given up by the creator, which is known already.
         """
         with self._lock:
-            entry = self._protocol.on_create(number_of(creator), rref, fork, floor)
+            entry = self._protocol.on_create(incarnation_of(creator), rref, fork, floor)
         if entry is None:
             raise RpcError("RRef creation was given up before the request arrived.")
         return entry.cell
@@ -142,12 +142,12 @@ class References:
         """Puts a reference of another worker's value into a message."""
         with self._lock:
             return self._put(
-                self._protocol.give(held, number_of(parcel.worker)), parcel
+                self._protocol.give(held, incarnation_of(parcel.worker)), parcel
             )
 
     def give_owned(self, rref: GloballyUniqueId, cell: Cell, parcel: Parcel) -> Ref:
         """Puts a reference of this worker's value into a message."""
-        to = number_of(parcel.worker)
+        to = incarnation_of(parcel.worker)
         with self._lock:
             return self._put(self._protocol.give_owned(rref, cell, to), parcel)
 
@@ -161,7 +161,7 @@ class References:
         self._keeper.start()
         self._miss(ref.owner)
         with self._lock:
-            taken, effects = self._protocol.take(number_of(parcel.worker), ref)
+            taken, effects = self._protocol.take(incarnation_of(parcel.worker), ref)
             if isinstance(taken, Held) and taken.pending:
                 wait = self._waits[taken.fork] = Future()
                 parcel.unsettled = [*parcel.unsettled, wait]
@@ -176,7 +176,7 @@ class References:
         """The message with these references is lost, or may be."""
         if not parcel.forks:
             return
-        to = number_of(parcel.worker)
+        to = incarnation_of(parcel.worker)
         self._do(lambda p: [e for f in parcel.forks for e in p.undelivered(f, to)])
 
     def answer(self, execution: "Execution", parcel: Parcel) -> None:
@@ -190,7 +190,7 @@ class References:
 
     def decline(self, tree: Any, giver: WorkerInfo) -> None:
         """Takes and drops the references in an answer that could not be read."""
-        refs, of = list(refs_in(self.agent.codec, tree)), number_of(giver)
+        refs, of = list(refs_in(self.agent.codec, tree)), incarnation_of(giver)
         for ref in refs:
             self._miss(ref.owner)
         if refs:
@@ -206,12 +206,12 @@ class References:
         """A worker is lost or has left."""
         with self._lock:
             if self.released:
-                self._leaks += self._held_by(worker.number)
-            effects = self._protocol.gone(number_of(worker), reason)
+                self._leaks += self._held_by(worker.incarnation)
+            effects = self._protocol.gone(incarnation_of(worker), reason)
             for fork, execution in list(self._answers.items()):
-                if execution.caller.number == worker.number:
+                if execution.caller.incarnation == worker.incarnation:
                     del self._answers[fork]
-        self.post.forget(number_of(worker))
+        self.post.forget(incarnation_of(worker))
         self._perform(effects, WorkerLost(worker.name, "RRef creation", reason))
 
     def release(self, deadline: "Deadline", seconds: float) -> None:
@@ -299,14 +299,14 @@ class References:
         Raises:
           RpcError: It was gone before this worker joined.
         """
-        peer = self.agent.directory.numbered(held.owner)
+        peer = self.agent.directory.of_incarnation(held.owner)
         if peer is None:
             raise RpcError(held.failed)
         return peer.info
 
     def failure(self, held: Held, operation: str) -> RpcError:
         """Why a reference cannot be used."""
-        owner = self.agent.directory.numbered(held.owner)
+        owner = self.agent.directory.of_incarnation(held.owner)
         if owner is not None and owner.departed is not None:
             name, reason = owner.info.name, owner.departed
             return WorkerLost(name, f"{operation} of an RRef", reason)
@@ -369,12 +369,12 @@ class References:
         ]
 
     def _name_of(self, holder: int) -> str | int:
-        peer = self.agent.directory.numbered(holder)
+        peer = self.agent.directory.of_incarnation(holder)
         return holder if peer is None else peer.info.name
 
     def _miss(self, owner: int) -> None:
         """Notes it when an owner was gone before this worker joined."""
-        if self.agent.directory.numbered(owner) is None:
+        if self.agent.directory.of_incarnation(owner) is None:
             with self._lock:
                 self._protocol.gone(owner, "Its owner left before this worker joined.")
 

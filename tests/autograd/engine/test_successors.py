@@ -66,7 +66,7 @@ def test_the_loss_of_a_predecessor_ends_no_pass(group):
     replace(group)
     after = current.agent().directory.find("worker1").info
     assert before == after
-    assert before.number != after.number
+    assert before.incarnation != after.incarnation
     with autograd.context() as context_id:
         context = autograd.retrieve_context(context_id)
         terms = PassTerms(context_id, 7, False, False)
@@ -84,5 +84,5 @@ def test_an_end_that_a_predecessor_told_is_told_to_its_successor(group):
         before = current.agent().directory.find("worker1").info
         replace(group)
         rpc.rpc_sync("worker1", doubled, args=(leaf(2),))
-        here().releases._end(context_id, "released", before.number).wait(60)
+        here().releases._end(context_id, "released", before.incarnation).wait(60)
     assert not rpc.rpc_sync("worker1", has, args=(context_id,))

@@ -128,7 +128,9 @@ def _threads():
 @pytest.fixture(params=["worker", "coordinator"])
 def mad(request, attacked):
     """Somebody with the key who knows where the worker or its coordinator listens."""
-    yield from _mad(attacked if request.param == "worker" else attacked.coordinator)
+    yield from _mad(
+        attacked if request.param == "worker" else attacked.group.coordinator
+    )
 
 
 @pytest.fixture
@@ -311,7 +313,7 @@ JOIN = {
 )
 def test_requests_to_the_coordinator(attacked, kind, good):
     """Each field missing, or odd; a second worker1 never gets in."""
-    mad = Mad(attacked.coordinator.address)
+    mad = Mad(attacked.group.coordinator.address)
     try:
         metas = [good] + [
             {name: value for name, value in good.items() if name != left}

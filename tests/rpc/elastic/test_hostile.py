@@ -55,7 +55,7 @@ def mad(worker):
             "address": transport.address,
             "timeout": 5.0,
         }
-        channel = transport.connect("", worker.coordinator.address, soon())
+        channel = transport.connect("", worker.group.coordinator.address, soon())
         channel.send(Frame("group.join", 1, told | odd, None, []))
         return channel
 
@@ -65,9 +65,9 @@ def mad(worker):
 
 def is_gone():
     """Whether worker 0 is alone again, as the coordinator sees it and it itself."""
-    coordinator = current.agent().coordinator
+    coordinator = current.agent().group.coordinator
     with coordinator._lock:
-        present = [member.info.name for member in coordinator._roster.present()]
+        present = [member.info.name for member in coordinator._membership.present()]
     told = [info.name for info in rpc.get_worker_infos()]
     return present == told == ["worker0"]
 
@@ -77,7 +77,7 @@ def is_gone():
     [
         ("group.gather", GATHER),
         ("group.alive", {"probe": 1}),
-        ("group.known", {"number": 1}),
+        ("group.known", {"incarnation": 1}),
         ("x", {}),
     ],
 )
@@ -95,7 +95,7 @@ def test_requests_that_make_no_sense(worker, mad, kind, good):
         channel.close()
         assert wait_for(is_gone)
     assert rpc.all_gather(5) == {"worker0": 5}
-    assert worker.coordinator._all_gatherings() == []
+    assert worker.group.coordinator._all_rounds() == []
 
 
 @pytest.mark.parametrize("field", ["name", "rank", "world_size", "timeout"])

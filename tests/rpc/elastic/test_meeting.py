@@ -15,18 +15,18 @@ def gather(value, names=None, timeout=60):
 
 def arrived():
     """On rank 0: how many wait at the coordinator."""
-    coordinator = current.agent().coordinator
+    coordinator = current.agent().group.coordinator
     with coordinator._lock:
-        gatherings = [one for _, one in coordinator._all_gatherings()]
-        return sum(len(one._parts) for one in gatherings if not one.decided)
+        rounds = [one for _, one in coordinator._all_rounds()]
+        return sum(len(one._came) for one in rounds if not one.decided)
 
 
 def has_arrived(count):
     assert wait_for(lambda: arrived() == count), arrived()
 
 
-def kept_gatherings():
-    return len(current.agent().coordinator._all_gatherings())
+def kept_rounds():
+    return len(current.agent().group.coordinator._all_rounds())
 
 
 def ask_from_worker0(elastic, body, *args):
@@ -50,7 +50,7 @@ def test_all_who_are_there_when_the_first_one_comes(elastic):
     tasks = [elastic.start(f"worker{i}", gather, i) for i in range(3)]
     expected = {f"worker{i}": i for i in range(4)}
     assert results([newcomer, *tasks]) == [expected] * 4
-    assert elastic.run("worker0", kept_gatherings) == 0
+    assert elastic.run("worker0", kept_rounds) == 0
 
 
 def rounds(count, names):
@@ -88,7 +88,7 @@ def test_who_is_named_does_not_come(elastic):
     text = r"timed out in _all_gather after 0\.10 seconds.* Did not arrive: worker1"
     with pytest.raises(rpc.RpcTimeout, match=text):
         elastic.run("worker0", gather, 1, pair, 0.1)
-    assert elastic.run("worker0", kept_gatherings) == 0
+    assert elastic.run("worker0", kept_rounds) == 0
     elastic.join("worker1")
     assert set(map(str, elastic.everywhere(gather, 7, pair).values())) == {
         "{'worker0': 7, 'worker1': 7}"
@@ -118,7 +118,7 @@ def test_somebody_leaves_while_others_wait_for_it(elastic, named):
             assert told == ("WorkerLost", text)
         else:
             assert told == {"worker0": 4, "worker1": 4}
-    assert elastic.run("worker0", kept_gatherings) == 0
+    assert elastic.run("worker0", kept_rounds) == 0
 
 
 def without_itself():

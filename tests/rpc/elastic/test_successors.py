@@ -42,7 +42,7 @@ def replace(elastic, name):
 
 def has_number_of_a_successor():
     info = current.agent().info
-    assert info.number != info.id
+    assert info.incarnation != info.id
 
 
 # --- calls that were taken back ---
@@ -86,7 +86,7 @@ def wait_for_taken_back(count):
 
 
 def is_serving(name, count=1):
-    served = current.agent().ledger.served
+    served = current.agent().outstanding.served
     assert wait_for(lambda: [one.peer for one in served()].count(name) == count)
 
 
@@ -109,7 +109,7 @@ def test_news_of_a_predecessors_end_come_late(threads):
 def kept(to):
     info = current.agent().directory.find(to).info
     _kept[:] = [info]
-    return info.number
+    return info.incarnation
 
 
 _kept: list[rpc.WorkerInfo] = []

@@ -11,7 +11,7 @@ from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Scope
 from jdist.rpc.base.deadline import Deadline
-from jdist.rpc.group.stalemate import Stalemate
+from jdist.rpc.group.termination import Stalemate
 from jdist.rpc.wire.frame import Frame
 from tests.rpc.collectives import SAME, averaged, do, each, seen
 from tests.rpc.hosts import results
@@ -118,11 +118,11 @@ def wait_for_part(cluster, names):
 
 
 def has_part(names):
-    coordinator = current.agent().coordinator
+    coordinator = current.agent().group.coordinator
     event, limit = threading.Event(), time.monotonic() + 60
     while time.monotonic() < limit:
         with coordinator._lock:
-            known = coordinator._all_gatherings()
+            known = coordinator._all_rounds()
             if any(key.names == tuple(names) for key, _ in known):
                 return True
         event.wait(0.005)

@@ -9,10 +9,10 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.group.lifecycle import Place
+from jdist.rpc.group.lifecycle import JoinRequest
 from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.processes import process_settings
-from jdist.rpc.processes.supervisor import Program
+from jdist.rpc.processes.supervisor import ProcessCommand
 from tests.rpc.hosts import be_one_of, become_worker, results
 from tests.rpc.sockets import nothing_left
 
@@ -129,10 +129,12 @@ def test_no_representation_shows_the_key():
     """What the library keeps the key in may be logged."""
     key = secrets.token_hex(16)
     variables = {"JDIST_CLUSTER_KEY": key}
-    settings = process_settings.plan(process_settings.OFF, 1, ())
+    settings = process_settings.resolved(process_settings.OFF, 1, ())
     for holder in (
-        Place(WorkerInfo("a", 0), 2, ("127.0.0.1", 1), key.encode()),
-        Program(name="a", command=["b"], environment=variables, plan=settings),
+        JoinRequest(WorkerInfo("a", 0), 2, ("127.0.0.1", 1), key.encode()),
+        ProcessCommand(
+            name="a", command=["b"], environment=variables, settings=settings
+        ),
         rpc.RpcOptions(key=key),
     ):
         assert key not in repr(holder)
@@ -362,7 +364,7 @@ def test_a_key_that_differs_is_told_to_all_who_wait(hosts, port):
         assert kind is RuntimeWarning
         assert text.startswith(STRANGER)
         assert text.endswith("It came from 127.0.0.1.")
-        assert "membership" not in file
+        assert "jdist/rpc" not in file
     results([hosts.start(rank, rpc.shutdown) for rank in range(3)])
 
 

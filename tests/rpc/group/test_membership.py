@@ -1,227 +1,340 @@
-"""Meeting: barriers and all_gather, of all workers and of some."""
+"""Who may join a group, of both kinds, and who is told what; without any channels."""
 
-import re
-import threading
+import itertools
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jdist import rpc
+from jdist.rpc.base.thread_pool import ThreadPool
+from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
+from jdist.rpc.group.elastic_membership import ElasticMembership
+from jdist.rpc.group.fixed_membership import FixedMembership
+from jdist.rpc.group.membership import LATE, Member
+from jdist.rpc.wire.frame import ERROR, REPLY
 
-_arrived: list[str] = []
-_lock = threading.Lock()
-
-
-def arrive(name):
-    with _lock:
-        _arrived.append(name)
-
-
-def count():
-    return sorted(_arrived)
+_numbers = itertools.count(1)
 
 
-def clear():
-    _arrived.clear()
+class Line:
+    """A channel of which only the name matters."""
+
+    def __init__(self, peer):
+        self.peer = peer
 
 
-def meet(names):
-    """Says on worker0 that this one came, and counts after the barrier."""
-    me = rpc.get_worker_info().name
-    if me not in names:
-        return None
-    rpc.rpc_sync("worker0", arrive, args=(me,))
-    rpc.barrier(names)
-    return rpc.rpc_sync("worker0", count)
+def member(name, rank):
+    """One that asks to join; nothing is sent to it."""
+    made = Member(WorkerInfo(name, rank), None, Line(name), ThreadPool("nobody", 2))
+    made.request = next(_numbers)
+    return made
+
+
+def told(answers):
+    """What was told, to whom, in order."""
+    return [(to.info.name, frame.kind) for to, frame in answers]
+
+
+def leave(group, one, left=True):
+    """What everybody is told because one has gone, beside that."""
+    one.left, one.gone = left, "left" if left else "killed"
+    return group.remove(one), group.advance()
+
+
+# --- a fixed size ---
+
+
+def complete_group():
+    group, members = FixedMembership(2), [member("first", 0), member("second", 1)]
+    answers = [group.add(one, 2) for one in members]
+    assert [told(each) for each in answers] == [[], [("first", "group.probe")]]
+    answers = group.lives(members[0], probe_in(answers[1]))
+    assert told(answers) == [("first", REPLY), ("second", REPLY)]
+    return group, members
+
+
+def probe_in(answers):
+    """The number of a probe that was sent."""
+    return answers[0][1].meta["probe"]
+
+
+def test_who_left_may_come_back_under_another_name():
+    """The process of rank 1 has left, and is early for the next group."""
+    group, (_, second) = complete_group()
+    second.left = True
+    assert group.is_ending(WorkerInfo("again", 1))
+    assert group.is_ending(WorkerInfo("second", 0))
+    assert not group.is_ending(WorkerInfo("stranger", 0))
+
+
+def test_nobody_comes_back_to_a_group_that_is_whole():
+    """A double is told so at once."""
+    group, (_, second) = complete_group()
+    assert not group.is_ending(WorkerInfo("again", 1))
+    ((_, refusal),) = group.add(member("again", 1), 2)
+    assert "Rank 1 is not unique: second and again have it." in refusal.meta["error"]
+    second.gone = "killed"
+    ((_, refusal),) = group.add(member("second", 1), 2)
+    assert "Nobody takes the place of one who is lost" in refusal.meta["error"]
+
+
+def test_who_died_while_joining_is_replaced():
+    """Before its end was noticed: nobody is told that the name is not unique."""
+    group, dead, successor = FixedMembership(2), member("a", 1), member("a", 1)
+    assert group.add(dead, 2) == []
+    assert told(group.add(successor, 2)) == [("a", "group.probe")]
+    assert group.until() is None
+    assert leave(group, dead, left=False) == (False, [])
+    answers = group.add(member("b", 0), 2)
+    assert told(answers) == [("a", "group.probe")]
+    answers = group.lives(successor, probe_in(answers))
+    assert told(answers) == [("b", REPLY), ("a", REPLY)]
+    assert answers[1][0] is successor
+
+
+def test_a_group_is_complete_when_all_live():
+    """One who died unnoticed is replaced, although all seemed to be there."""
+    group, dead, first = FixedMembership(3), member("a", 1), member("b", 0)
+    last = member("c", 2)
+    assert group.add(dead, 3) == group.add(first, 3) == []
+    answers = group.add(last, 3)
+    assert told(answers) == [("a", "group.probe"), ("b", "group.probe")]
+    assert group.lives(first, probe_in(answers)) == []
+    assert leave(group, dead, left=False) == (False, [])
+    assert not group.complete
+    old, successor = probe_in(answers), member("a", 1)
+    answers = group.add(successor, 3)
+    assert told(answers) == [("b", "group.probe"), ("c", "group.probe")]
+    for one in (first, last):  # That is no answer to this probe.
+        assert group.lives(one, old) == []
+    assert group.lives(first, probe_in(answers)) == []
+    answers = group.lives(last, probe_in(answers))
+    assert told(answers) == [("b", REPLY), ("a", REPLY), ("c", REPLY)]
+
+
+def test_somebody_is_silent():
+    group, frozen, last = FixedMembership(2), member("a", 0), member("b", 1)
+    last.until = 7.0
+    group.add(frozen, 2)
+    group.add(last, 2)
+    answers = group.expire(7.0)
+    assert {one for one, _ in answers} == {frozen, last}
+    assert answers[0][1].meta["error"].endswith("Here: a (0), b (1). Silent: a.")
+
+
+def test_strangers_are_told_of_while_some_are_missing():
+    """Each once, a bounded number, to those who wait and those who come later."""
+    group, members = FixedMembership(3), [member(f"w{rank}", rank) for rank in range(3)]
+    assert group.add(members[0], 3) == []
+    tellings = [
+        told(group.refused(f"stranger {number}.")) for number in [0, 0, *range(1, 20)]
+    ]
+    once = [("w0", "group.stranger")]
+    assert tellings == [once, [], *[once] * 7, *[[]] * 12]
+    later = group.add(members[1], 3)
+    assert told(later) == [("w1", "group.stranger")] * 8
+    texts = [frame.meta["text"] for _, frame in later]
+    assert texts == [f"stranger {number}." for number in range(8)]
+    for one in members[:2]:
+        one.until = 5.0
+    refusals = group.expire(6.0)
+    assert told(refusals) == [("w0", ERROR), ("w1", ERROR)]
+    assert refusals[0][1].meta["error"].endswith(" ".join(texts))
+    assert group.refused("another.") == []
+
+
+def test_who_lives_keeps_its_name():
+    group, first, double = FixedMembership(3), member("a", 1), member("a", 2)
+    other = member("b", 2)
+    assert group.add(first, 3) == []
+    probe = probe_in(group.add(double, 3))
+    assert group.add(other, 3) == []  # The double's rank is not taken yet.
+    assert group.lives(first, probe - 1) == []
+    answers = group.lives(first, probe)
+    assert {one for one, _ in answers} == {first, double, other}
+    for _, frame in answers:
+        assert "Workers 1 and 2 share the same name." in frame.meta["error"]
+    assert group.all_told()
+
+
+def test_a_double_is_refused_when_the_others_are_complete():
+    group, first, last = FixedMembership(2), member("a", 0), member("b", 1)
+    double = member("b", 1)
+    group.add(first, 2)
+    probe = probe_in(group.add(last, 2))
+    again = probe_in(group.add(double, 2))
+    answers = group.lives(first, probe)
+    assert told(answers) == [("a", REPLY), ("b", REPLY), ("b", ERROR)]
+    assert answers[2][0] is double
+    assert group.lives(last, again) == []
+    assert group.failure is None
+
+
+def test_doubles_wait_no_longer_than_they_want():
+    group, first, double = FixedMembership(2), member("a", 0), member("a", 1)
+    double.until = 5.0
+    group.add(first, 2)
+    group.add(double, 2)
+    assert group.until() == 5.0
+    assert group.expire(4.9) == []
+    answers = group.expire(5.0)
+    assert {one for one, _ in answers} == {first, double}
+    assert all(frame.meta["kind"] == LATE for _, frame in answers)
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("make", "theirs", "text"),
     [
-        ("worker0", "worker1", "worker2", "worker3"),
-        ("worker0", "worker2"),
-        ("worker1", "worker2", "worker3"),
+        (
+            lambda: FixedMembership(2),
+            0,
+            "b was given none, the coordinator a world_size",
+        ),
+        (ElasticMembership, 2, "b was given a world_size of 2, the coordinator none"),
     ],
 )
-def test_nobody_passes_a_barrier_before_all_have_come(cluster, names):
-    cluster.run(0, clear)
-    for rank, seen in enumerate(cluster.everywhere(meet, names)):
-        assert seen == (list(names) if f"worker{rank}" in names else None)
+def test_the_two_kinds_are_not_mixed(make, theirs, text):
+    group, newcomer = make(), member("b", 1)
+    ((one, refusal),) = group.add(newcomer, theirs)
+    assert one is newcomer
+    assert "RPC group mixes statically and dynamically" in refusal.meta["error"]
+    assert text in refusal.meta["error"]
 
 
-def meet_in_threads(rounds):
-    me = rpc.get_worker_info().name
-
-    def body():
-        with rpc.use_worker(me):
-            for _ in range(rounds):
-                rpc.barrier()
-
-    threads = [threading.Thread(target=body) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [thread.is_alive() for thread in threads]
+# --- an elastic one ---
 
 
-def test_barriers_from_several_threads(cluster):
-    assert cluster.everywhere(meet_in_threads, 10) == [[False] * 3] * 4
+def elastic(*names):
+    """An elastic group of these, by rank."""
+    group, members = ElasticMembership(), []
+    for rank, name in enumerate(names):
+        members.append(member(name, rank))
+        let_in(group, members[-1])
+    return group, members
 
 
-def gather_everything():
-    rank = rpc.get_worker_info().id
-    array = np.arange(rank + 1.0)
-    found = rpc.all_gather({"rank": rank, "numpy": array, "jax": jnp.ones((rank, 2))})
-    assert list(found) == [f"worker{i}" for i in range(4)]
-    for i, value in enumerate(found.values()):
-        assert value["rank"] == i
-        assert value["numpy"].tolist() == list(range(i + 1))
-        assert value["jax"].shape == (i, 2)
-    array[:] = -1
-    some = [f"worker{i}" for i in (0, 3)]
-    if rank in (0, 3):
-        assert rpc.all_gather(rank, some) == {"worker0": 0, "worker3": 3}
-    return rpc.all_gather(rank * 10)
+def let_in(group, newcomer):
+    """All say that they know the newcomer; what is told at the end."""
+    answers = group.add(newcomer, 0)
+    for other in group.present():
+        if other is not newcomer:
+            assert not any(one is newcomer for one, _ in answers)
+            answers = group.knows(other, newcomer.info.incarnation)
+    return answers
 
 
-def test_everybody_gets_what_everybody_gave(cluster):
-    expected = {f"worker{i}": 10 * i for i in range(4)}
-    assert cluster.everywhere(gather_everything) == [expected] * 4
+def test_a_newcomer_is_let_in_when_all_know_it():
+    group, (a, b) = elastic("a", "b")
+    c = member("c", 2)
+    assert told(group.add(c, 0)) == [("a", "group.coming"), ("b", "group.coming")]
+    assert group.knows(a, c.info.incarnation) == []
+    assert group.knows(a, c.info.incarnation) == []
+    assert not group.is_present("c")
+    answers = group.knows(b, c.info.incarnation)
+    assert told(answers) == [("c", REPLY), ("a", "group.came"), ("b", "group.came")]
+    rows = answers[0][1].meta["members"]
+    assert [row[:3] for row in rows] == [["a", 0, 0], ["b", 1, 1], ["c", 2, 2]]
 
 
-def gather_many(rounds):
-    me = rpc.get_worker_info()
-    return [rpc.all_gather((me.id, i), timeout=60) for i in range(rounds)]
-
-
-def test_rounds_are_not_mixed_up(cluster):
-    expected = [{f"worker{i}": (i, turn) for i in range(4)} for turn in range(50)]
-    assert cluster.everywhere(gather_many, 50) == [expected] * 4
-
-
-def gather_large():
-    rank = rpc.get_worker_info().id
-    rng = np.random.default_rng(rank)
-    found = rpc.all_gather(rng.normal(size=300_000))
-    return all(
-        np.array_equal(value, np.random.default_rng(i).normal(size=300_000))
-        for i, value in enumerate(found.values())
+def test_one_after_the_other_and_rank_0_first():
+    group, late, b, c = (
+        ElasticMembership(),
+        member("a", 0),
+        member("b", 1),
+        member("c", 2),
     )
+    assert group.add(c, 0) == group.add(b, 0) == []
+    assert told(group.add(late, 0)) == [("a", REPLY), ("a", "group.coming")]
+    answers = group.knows(late, c.info.incarnation)
+    assert told(answers) == [
+        ("c", REPLY),
+        ("a", "group.came"),
+        ("a", "group.coming"),
+        ("c", "group.coming"),
+    ]
 
 
-def test_large_values(cluster):
-    assert cluster.everywhere(gather_large) == [True] * 4
+def test_who_goes_is_not_waited_for():
+    group, (a, b) = elastic("a", "b")
+    c = member("c", 2)
+    group.add(c, 0)
+    assert group.knows(a, c.info.incarnation) == []
+    belonged, answers = leave(group, b, left=False)
+    assert belonged
+    assert told(answers) == [("c", REPLY), ("a", "group.came")]
+    assert [row[0] for row in answers[0][1].meta["members"]] == ["a", "c"]
 
 
-def some_wait(absent):
-    name = rpc.get_worker_info().name
-    if name in absent:
-        return None
-    timeout = 1.0 if name == "worker1" else 60
-    with pytest.raises(rpc.RpcTimeout, match="timed out in _all_gather") as caught:
-        rpc.all_gather(None, timeout=timeout)
-    return str(caught.value)
+def test_a_newcomer_that_dies_makes_room_for_the_next():
+    group, (a,) = elastic("a")
+    dead, successor = member("b", 1), member("b", 1)
+    group.add(dead, 0)
+    assert told(group.add(successor, 0)) == [("b", "group.probe")]
+    belonged, answers = leave(group, dead, left=False)
+    assert belonged  # The others had been told of it.
+    assert told(answers) == [("a", "group.coming")]
+    answers = group.knows(a, successor.info.incarnation)
+    assert answers[0][0] is successor
+    assert group.gone("b") is None
 
 
-def test_somebody_does_not_come(cluster):
-    """The one who gives up ends it for all: it can never be complete."""
-    told = cluster.everywhere(some_wait, ["worker0", "worker3"])
-    for text in (told[1], told[2]):
-        assert re.search(
-            r"timed out in _all_gather after \d\.\d+ seconds on 'worker1'", text
-        )
-        assert "Did not arrive: worker0, worker3" in text
-    # Those who come late are told the same, and the next round is in step again.
-    late = [cluster.start(rank, late_comer) for rank in (0, 3)]
-    for task in late:
-        assert "on 'worker1'" in task.result()
-    assert cluster.everywhere(gather_many, 1)[2][0]["worker3"] == (3, 0)
+def test_names_and_ranks_come_again_and_numbers_never():
+    group, (_, b) = elastic("a", "b")
+    assert leave(group, b) == (True, [])
+    second = member("b", 1)
+    assert told(let_in(group, second))[0] == ("b", REPLY)
+    assert (b.info.incarnation, second.info.incarnation) == (1, MOST_WORKERS - 1)
+    assert second.info == b.info
+    leave(group, second, left=False)
+    assert group.gone("b") == "killed"
+    third = member("c", 1)
+    let_in(group, third)
+    assert third.info.incarnation == MOST_WORKERS - 2
+    last = member("x", MOST_WORKERS - 1)  # Its rank was somebody's number.
+    let_in(group, last)
+    assert last.info.incarnation == MOST_WORKERS - 3
 
 
-def late_comer():
-    with pytest.raises(rpc.RpcTimeout, match="timed out in _all_gather") as caught:
-        rpc.all_gather(None)
-    return str(caught.value)
+def test_who_lives_keeps_its_rank_and_the_group_goes_on():
+    group, (_, b) = elastic("a", "b")
+    double = member("c", 1)
+    ((one, refusal),) = group.lives(b, probe_in(group.add(double, 0)))
+    assert one is double
+    assert "Rank 1 is not unique: b and c have it." in refusal.meta["error"]
+    assert told(let_in(group, member("c", 2)))[0] == ("c", REPLY)
 
 
-def wait_alone():
-    with pytest.raises(rpc.RpcTimeout, match=r"barrier timed out.*after 0\.10 seconds"):
-        rpc.barrier(["worker2", "worker3"], timeout=0.1)
+def test_a_newcomer_waits_no_longer_than_it_wants():
+    group, (a, b) = elastic("a", "b")
+    first, second = member("c", 2), member("d", 3)
+    first.until, second.until = 5.0, 6.0
+    group.add(first, 0)
+    group.add(second, 0)
+    group.knows(a, first.info.incarnation)
+    ((one, refusal),) = group.expire(5.5)
+    assert one is first
+    assert "c was not let in in time: b did not say" in refusal.meta["error"]
+    assert refusal.meta["kind"] == LATE
+    assert group.until() == 6.0
+    leave(group, first, left=False)
+    assert group.expire(6.5)[0][0] is second
+    assert b in group.present()
 
 
-def test_a_barrier_has_a_limit(cluster):
-    cluster.run(2, wait_alone)
-    cluster.run(3, wait_again)
+def test_nobody_is_let_in_at_the_end():
+    group, _ = elastic("a", "b")
+    entering, waiting = member("c", 2), member("d", 3)
+    group.add(entering, 0)
+    group.add(waiting, 0)
+    assert not group.is_ending(WorkerInfo("e", 4))
+    assert group.close() == [waiting, entering]
+    assert group.is_ending(WorkerInfo("e", 4))
+    leave(group, entering, left=False)
+    assert [one.info.name for one in group.present()] == ["a", "b"]
 
 
-def wait_again():
-    with pytest.raises(rpc.RpcTimeout, match="on 'worker2'"):
-        rpc.barrier(["worker2", "worker3"])
-
-
-@pytest.mark.parametrize("names", [["worker1"], ["worker0", "worker9"], [], "worker1"])
-def test_names_that_are_wrong(cluster, names):
-    for call in (rpc.barrier, lambda_gather):
-        with pytest.raises(ValueError, match="must be workers of the group"):
-            cluster.run(0, call, names)
-
-
-def lambda_gather(names):
-    return rpc.all_gather(1, names)
-
-
-UNSENDABLE = {
-    "future": lambda: rpc.all_gather(rpc.Future()),
-    "timeout": lambda: rpc.all_gather(1, timeout=-3),
-    "tag": lambda: rpc.barrier(tag=7),
-    "long tag": lambda: rpc.all_gather(1, tag="x" * 201),
-    "leaves": lambda: rpc.all_gather(list(np.zeros(((1 << 16) + 1, 1)))),
-}
-REFUSALS = {
-    "future": (TypeError, "Can not pickle"),
-    "timeout": (ValueError, "RPC Timeout must be non-negative"),
-    "tag": (TypeError, r"`barrier\(tag=...\)` must be a string. Got 7"),
-    "long tag": (ValueError, "must be shorter than 201 characters. Got 201"),
-    "leaves": (ValueError, "65537"),
-}
-
-
-def gather_or_refuse(kind):
-    """What worker2 refuses on its own; the others mean the same collective."""
-    if rpc.get_worker_info().name == "worker2":
-        expected, text = REFUSALS[kind]
-        with pytest.raises(expected, match=text) as caught:
-            UNSENDABLE[kind]()
-        return str(caught.value)
-    call = rpc.barrier if kind == "tag" else gather_one
-    with pytest.raises(rpc.RpcError, match="failed on all workers") as caught:
-        call()
-    return str(caught.value)
-
-
-def gather_one():
-    rpc.all_gather(rpc.get_worker_info().id)
-
-
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_what_cannot_be_gathered(cluster, kind):
-    """All are told, and the next collective is in step on all of them."""
-    if (kind, cluster.kind) == ("leaves", "in-process"):
-        pytest.skip("frames have no limits within a process")
-    told = cluster.everywhere(gather_or_refuse, kind)
-    for text in (told[0], told[1], told[3]):
-        assert "because 'worker2' had no value to send" in text
-        assert told[2] in text
-    assert cluster.everywhere(gather_many, 1)[1][0]["worker2"] == (2, 0)
-
-
-def within_a_call():
-    """A called function may meet others; the call's deadline holds there too."""
-    calls = [rpc.rpc_async(f"worker{i}", gather_many, args=(1,)) for i in range(4)]
-    return rpc.wait_all(calls)[3]
-
-
-def test_meeting_within_calls(cluster):
-    assert cluster.run(0, within_a_call) == [{f"worker{i}": (i, 0) for i in range(4)}]
+def test_numbers_come_to_an_end():
+    """Every worker that ever belonged has had one."""
+    group, _ = elastic("a")
+    group._incarnations = set(range(MOST_WORKERS))
+    answers = group.add(member("b", 1), 0)
+    assert told(answers) == [("b", ERROR)]
+    assert "has had 65536 workers" in answers[0][1].meta["error"]

@@ -141,7 +141,7 @@ def leak_and_end(seconds):
     """A graceful end without a limit of its own."""
     outstanding_calls._OVERDUE = 0.05
     leaked = Leaked(Deadline(time.monotonic() + seconds, seconds))
-    current.agent().ledger.send(leaked)
+    current.agent().outstanding.send(leaked)
     try:
         return end_with_error(rpc.RpcTimeout, 0)
     finally:

@@ -13,7 +13,7 @@ from jdist.rpc.processes.process_settings import (
     ProcessSettings,
     applied,
     available_cores,
-    plan,
+    resolved,
     share_out,
 )
 from jdist.rpc.processes.spawn import spawn
@@ -97,9 +97,9 @@ def test_a_large_callback_on_one_core_ends(monkeypatch):
 
 def test_the_pool_is_never_made_smaller_than_xla_would():
     cores = len(available_cores())
-    few = plan(ProcessSettings(callback_threads=1), nprocs=1, environment={})
+    few = resolved(ProcessSettings(callback_threads=1), nprocs=1, environment={})
     assert few.variables["PJRT_NPROC"] == str(cores)
-    pinned = plan(ProcessSettings(callback_threads=1), 1, (4, 5, 6), environment={})
+    pinned = resolved(ProcessSettings(callback_threads=1), 1, (4, 5, 6), environment={})
     assert pinned.variables["PJRT_NPROC"] == "3"
     assert pinned.variables["OMP_NUM_THREADS"] == "3"
 
@@ -109,7 +109,7 @@ def test_another_c_library_is_left_alone(monkeypatch):
         raise ValueError(name)
 
     monkeypatch.setattr(os, "confstr", refuse)
-    made = plan(ProcessSettings(), nprocs=1, environment={})
+    made = resolved(ProcessSettings(), nprocs=1, environment={})
     for setting in ("allocator", "pages"):
         assert made.notes[setting] == "not applied: the C library is not glibc"
     assert not set(made.variables) & set(GLIBC)
@@ -132,11 +132,11 @@ def test_large_pages_where_library_and_kernel_have_them(
         offered.write_text(kernel)
     monkeypatch.setattr(os, "confstr", lambda name: library)
     monkeypatch.setattr(process_settings, "_KERNEL_PAGES", offered)
-    made = plan(ProcessSettings(), nprocs=1, environment={})
+    made = resolved(ProcessSettings(), nprocs=1, environment={})
     assert made.notes["pages"].startswith(note)
     given = note == "of 2 MiB where possible"
     assert ("GLIBC_TUNABLES" in made.variables) is given
-    without = plan(ProcessSettings(large_pages=False), nprocs=1, environment={})
+    without = resolved(ProcessSettings(large_pages=False), nprocs=1, environment={})
     assert "pages" not in without.notes
     assert "GLIBC_TUNABLES" not in without.variables
 
@@ -154,21 +154,21 @@ def test_programs_are_ordered_for_little_memory_on_one_core():
 )
 def test_a_flag_only_for_releases_that_know_it(monkeypatch, release, given):
     monkeypatch.setattr(process_settings.metadata, "version", lambda name: release)
-    made = plan(ProcessSettings(), 1, (3,), environment={})
+    made = resolved(ProcessSettings(), 1, (3,), environment={})
     assert ("XLA_FLAGS" in made.variables) is given
     assert made.notes["programs"].startswith("not applied") is not given
     for cores, settings in (
         ((3, 4), ProcessSettings()),
         ((3,), ProcessSettings(lean_programs=False)),
     ):
-        made = plan(settings, 1, cores, environment={})
+        made = resolved(settings, 1, cores, environment={})
         assert "programs" not in made.notes
         assert "XLA_FLAGS" not in made.variables
 
 
 def test_memory_of_started_processes_asks_for_large_pages():
     """Where the kernel gives them to nobody unasked."""
-    note = plan(ProcessSettings(), nprocs=1, environment={}).notes["pages"]
+    note = resolved(ProcessSettings(), nprocs=1, environment={}).notes["pages"]
     offered = process_settings._KERNEL_PAGES
     wanted = note == PAGES[0] and "[madvise]" in offered.read_text()
     assert spawn(cases.asks_for_large_pages, nprocs=1) == [wanted]

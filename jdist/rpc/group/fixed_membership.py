@@ -1,29 +1,33 @@
-"""The members of a group whose size is known from the beginning."""
+"""The membership of a group whose size is known from the beginning."""
 
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.group.member import Member
-from jdist.rpc.group.roster import (
+from jdist.rpc.group.membership import (
+    LATE,
     Answers,
     Doubt,
-    Roster,
+    Member,
+    Membership,
+    Refusal,
     clash,
-    listing,
-    number,
+    record_of,
     refuse,
     rival_of,
+    set_incarnation,
 )
 from jdist.rpc.wire.frame import REPLY, Frame
 
+__all__ = ["FixedMembership"]
+
+# Strangers choose their names, and could send many.
 _MOST_STRANGERS = 8
-"""So many are told of: they choose their names, and could send many."""
 
 
-class FixedRoster(Roster):
-    """All join together: the last one to come completes the group, if all live.
+class FixedMembership(Membership):
+    """All workers join together: the last one completes the group, if all live.
 
-    Until then whoever goes is forgotten and may try again. Afterwards nobody is let in.
-    So before it is complete everybody has to answer a probe: one who died a moment ago
-    would be missed for ever, and his successor be refused.
+    Until then a worker that goes is forgotten and may try again. Afterwards none is
+    admitted. So before the group is complete every member has to answer a probe: one
+    that died a moment ago would be missed for ever, and its successor be refused.
 
     Args:
       world_size: How many make it complete.
@@ -41,7 +45,7 @@ class FixedRoster(Roster):
         self._asked = 0
 
     def add(self, member: Member, world_size: int) -> Answers:
-        """See `Roster.add`."""
+        """See `Membership.add`."""
         rival = rival_of(member, list(self._members.values()))
         if self.failure is not None:
             return self._refuse([member], self.failure)
@@ -52,7 +56,7 @@ class FixedRoster(Roster):
             return self._refuse([member], misfit or self._full(member, rival))
         if rival is not None:
             return self._doubt(member, rival, world_size)
-        number(member, member.info.id)
+        set_incarnation(member, member.info.id)
         self._members[member.info.name] = member
         told = [(member, _stranger(text)) for text in self._strangers]
         if len(self._members) < self._world_size:
@@ -62,7 +66,7 @@ class FixedRoster(Roster):
         return told + (probed or self._complete())
 
     def lives(self, member: Member, probe: int) -> Answers:
-        """See `Roster.lives`."""
+        """See `Membership.lives`."""
         answers = super().lives(member, probe)
         full = len(self._members) == self._world_size
         if self.complete or not full or probe < self._asked:
@@ -74,23 +78,25 @@ class FixedRoster(Roster):
         self.complete = True
         doubts, self._doubts = self._doubts, []
         present = self.present()
-        meta = {"members": [listing(one) for one in present]}
-        told = [(one, Frame(REPLY, one.number, meta, None, [])) for one in present]
+        meta = {"members": [record_of(one) for one in present]}
+        told = [(one, Frame(REPLY, one.request, meta, None, [])) for one in present]
         return told + [answer for doubt in doubts for answer in self.not_unique(doubt)]
 
     def not_unique(self, doubt: Doubt) -> Answers:
-        """See `Roster.not_unique`: one of the two is where another one should be."""
-        text = clash(doubt.newcomer.info, doubt.rival.info)
+        """See `Membership.not_unique`: one of the two is in another one's place."""
+        refusal = clash(doubt.newcomer.info, doubt.rival.info)
         if self.complete:
-            return self._refuse([doubt.newcomer], text)
-        return self._fail(text, [doubt.newcomer])
+            return self._refuse([doubt.newcomer], refusal)
+        return self._fail(refusal, [doubt.newcomer])
 
     def fail(self, failure: str) -> Answers:
-        """See `Roster.fail`: the group will never be complete."""
-        return [] if self.complete or self.failure else self._fail(failure, [])
+        """See `Membership.fail`: the group will never be complete."""
+        if self.complete or self.failure:
+            return []
+        return self._fail(Refusal(failure), [])
 
     def refused(self, stranger: str) -> Answers:
-        """See `Roster.refused`: tells all who wait, and those who come later."""
+        """See `Membership.refused`: tells all who wait, and those who come later."""
         known = stranger in self._strangers
         if self.complete or known or len(self._strangers) == _MOST_STRANGERS:
             return []
@@ -98,9 +104,9 @@ class FixedRoster(Roster):
         return [(member, _stranger(stranger)) for member in self._joining()]
 
     def expire(self, now: float) -> Answers:
-        """See `Roster.expire`.
+        """See `Membership.expire`.
 
-        Who gives up will not be there when the others come, so the group fails.
+        A worker that gives up will not be there when the others come: the group fails.
         """
         until = self.until()
         if until is None or until > now:
@@ -114,12 +120,13 @@ class FixedRoster(Roster):
             f"Here: {', '.join(f'{info.name} ({info.id})' for info in here)}."
         )
         if not missing:
+            missing = sorted(one.info.id for one in self._unsure)
             text += f" Silent: {', '.join(one.info.name for one in self._unsure)}."
         text = " ".join([text, *self._strangers])
-        return self._fail(text, [], timeout=True)
+        return self._fail(Refusal(text, LATE, tuple(missing)), [])
 
     def is_ending(self, info: WorkerInfo) -> bool:
-        """See `Roster.is_ending`: whether one of this name or rank has left.
+        """See `Membership.is_ending`: whether one of this name or rank has left.
 
         A process that ends one group and begins the next may bear another name in it.
         """
@@ -129,23 +136,23 @@ class FixedRoster(Roster):
         )
 
     def has(self, member: Member) -> bool:
-        """See `Roster.has`; also when it has left."""
+        """See `Membership.has`; also when it has left."""
         return self.complete and self._members.get(member.info.name) is member
 
     def present(self) -> list[Member]:
-        """See `Roster.present`; nobody before it is complete."""
+        """See `Membership.present`; none before the group is complete."""
         if not self.complete:
             return []
         here = [member for member in self._members.values() if member.gone is None]
         return sorted(here, key=lambda member: member.info.id)
 
     def gone(self, name: str) -> str | None:
-        """See `Roster.gone`."""
+        """See `Membership.gone`."""
         member = self._members.get(name)
         return "no such worker" if member is None else member.gone
 
     def all_told(self) -> bool:
-        """See `Roster.all_told`."""
+        """See `Membership.all_told`."""
         return self._told >= self._world_size
 
     def _forget(self, member: Member) -> bool:
@@ -160,29 +167,25 @@ class FixedRoster(Roster):
         doubtful = [doubt.newcomer for doubt in self._doubts]
         return [] if self.complete else [*self._members.values(), *doubtful]
 
-    def _full(self, member: Member, rival: Member | None) -> str:
+    def _full(self, member: Member, rival: Member | None) -> Refusal:
         if rival is not None and rival.gone is None:
             return clash(member.info, rival.info)
-        return (
+        return Refusal(
             f"{member.info.name} comes to a group of {self._world_size} workers that "
             "is complete. Nobody takes the place of one who is lost there; for that, "
             "initialize all of them without a world_size."
         )
 
-    def _fail(
-        self, failure: str, others: list[Member], timeout: bool = False
-    ) -> Answers:
+    def _fail(self, failure: Refusal, others: list[Member]) -> Answers:
         self.failure = failure
         waiting = [*self._joining(), *others]
         self._members.clear()
         self._doubts.clear()
-        return self._refuse(waiting, failure, timeout)
+        return self._refuse(waiting, failure)
 
-    def _refuse(
-        self, members: list[Member], text: str, timeout: bool = False
-    ) -> Answers:
+    def _refuse(self, members: list[Member], refusal: Refusal) -> Answers:
         self._told += len(members)
-        return refuse(members, text, timeout)
+        return refuse(members, refusal)
 
 
 def _stranger(text: str) -> Frame:

@@ -1,0 +1,503 @@
+"""A worker's control channel to the coordinator of its group.
+
+Through it a worker joins and leaves, takes part in collectives, and learns of workers
+that join, leave or are lost.
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+from jdist._errors import requirement
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import NEVER, Deadline, resolve
+from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.base.future import (
+    Future,
+    await_done,
+    call_when_done,
+    complete,
+    error_of,
+    run_all,
+)
+from jdist.rpc.base.peer_record import PeerRecord
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.peer import Peer
+from jdist.rpc.group.barrier_round import SHUTDOWN
+from jdist.rpc.group.coordinator import Coordinator
+from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for
+from jdist.rpc.group.membership import LATE
+from jdist.rpc.wire.channel import Channel, NotSent
+from jdist.rpc.wire.frame import REPLY, Frame
+from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
+
+__all__ = ["CoordinatorClient"]
+
+Lost = Callable[[str, str], None]
+"""`lost(name, reason)`: a worker was lost, and how that was noticed."""
+
+_ANSWER_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
+_INSTANT = 1e-9
+"""Seconds to wait where the deadline has passed; 0 would be no limit."""
+
+_LONGEST_REFUSAL = 1000
+_LONGEST_TAG = 200
+
+_GRACE = 5.0
+"""Seconds beyond a deadline that the coordinator watches: it knows who is missing, so
+its answer is better than our own."""
+
+
+class CoordinatorClient:
+    """A worker's side of the control channel.
+
+    Args:
+      agent: The worker.
+      channel: To the coordinator; owned from now on.
+      beats: Whether to give signs of life, and to expect them.
+
+    Attributes:
+      elastic: Whether workers come and go one by one.
+      coordinator: The other side itself, where it is in this worker's care: on rank 0.
+    """
+
+    def __init__(self, agent: Agent, channel: Channel, beats: bool = True) -> None:
+        self.elastic = False
+        self.coordinator: Coordinator | None = None
+        self._agent = agent
+        self._beats = beats
+        self._head = "the coordinator"
+        self._ended: str | None = None
+        self._alone: str | None = None
+        self._left = False
+        self._lock = threading.Lock()
+        self._collective = threading.Lock()
+        self._came: dict[Any, int] = {}
+        self._listeners: list[Lost] = []
+        self._lost: dict[str, str] = {}
+        self._gone_orderly: set[str] = set()
+        self._strangers: SimpleQueue[str | None] = SimpleQueue()
+        self._heard = time.monotonic()
+        self._pace: Pace | None = None
+        self._shared = SharedConnection(
+            channel, agent.pool, agent.relief, self._pushed, self._closed
+        )
+        agent.watch(self._shared)
+
+    # --- joining and leaving ---
+
+    def join(self, rank: int, world_size: int, timeout: float) -> Future[None]:
+        """Asks to belong to the group; done when this worker does.
+
+        That is in a group of fixed size when all have come, and in an elastic one
+        (`world_size` 0) when all members know of it. The future raises RpcTimeout,
+        which names the missing, and RpcError when a name or rank is not unique.
+        """
+        self.elastic = not world_size
+        meta = {
+            "name": self._agent.info.name,
+            "rank": rank,
+            "world_size": world_size,
+            "address": self._agent.address,
+            "timeout": timeout,
+        }
+        asked = self._ask("group.join", meta, timeout, "init_rpc")
+        return asked.then(self._joined)
+
+    def strangers(self, joined: Future[None]) -> Iterator[str]:
+        """Descriptions of peers with another key, until `joined` is done."""
+        call_when_done(joined, lambda: self._strangers.put(None))
+        return iter(self._strangers.get, None)
+
+    def _joined(self, asked: Future[Frame]) -> None:
+        frame = asked.value()
+        if frame.kind != REPLY:
+            kind = RpcTimeout if frame.meta["kind"] == LATE else RpcError
+            raise kind(str(frame.meta["error"]))
+        members = [PeerRecord.of_row(row) for row in frame.meta["members"]]
+        self._head = members[0].info.name
+        self._agent.meet(members)
+        if self._beats:
+            self._heard = time.monotonic()
+            options = self._agent.options
+            name = f"{self._agent.info.name} heartbeat"
+            memory = MEMORY * options.heartbeat_timeout
+            self._pace = Pace(name, options.heartbeat_interval, self._beat, memory)
+
+    def leave(self, seconds: float) -> None:
+        """Tells the coordinator that this worker goes, and closes the channel."""
+        self._left = True
+        if self._pace is not None:
+            self._pace.close()
+        if self._shared.closed is None:
+            asked = self._ask("group.leave", {}, seconds, "shutdown")
+            await_done(asked, time.monotonic() + seconds)
+        self._shared.close("this worker was shut down")
+
+    # --- meeting ---
+
+    def all_gather(
+        self,
+        value: Any,
+        names: Iterable[str] | None,
+        timeout: float,
+        operation: str = "all_gather",
+        tag: str = "",
+    ) -> dict[str, Any]:
+        """The values of all of `names`, by name, once all have come for the same.
+
+        Args:
+          value: Anything that can be sent.
+          names: Of the workers that take part; None for all.
+          timeout: Seconds; -1 for the default, 0 for no limit.
+          operation: What all must have come for, see `barrier_round.Purpose`.
+          tag: The caller's own, likewise.
+        """
+        taking_part = self._check_names(operation, names)
+        enclosing = current.deadline()
+        limit = NEVER
+        body: tuple[Any, list[Any]] = (None, [])
+        refused: Exception | None = None
+        try:
+            limit = resolve(timeout, self._agent.default_timeout, enclosing)
+            _check_tag(operation, tag)
+            body = self._agent.codec.encode(value)
+        except Exception as error:  # noqa: BLE001 - raised below, once all are told
+            refused, tag = error, ""
+        meta = {"names": taking_part, "operation": operation, "tag": tag}
+        asked = self._come(meta, body, limit, refused)
+        frame = asked.wait()
+        if frame.kind == REPLY:
+            return self._parts(frame)
+        if "lost" in frame.meta:
+            known = self._lost.get(self._agent.info.name)
+            if known is not None:
+                raise WorkerLost(self._agent.info.name, operation, known)
+            raise WorkerLost(frame.meta["lost"], operation, frame.meta["reason"])
+        if "failed" in frame.meta:
+            kind = CollectiveMismatch if frame.meta["mismatch"] else RpcError
+            raise kind(frame.meta["failed"])
+        raise RpcTimeout(frame.meta["timeout"])
+
+    def refuse(
+        self, names: Iterable[str], error: BaseException, operation: str, tag: str
+    ) -> None:
+        """Makes the next collective of these workers fail on all of them.
+
+        Does not wait for them; one that comes late is told too.
+        """
+        meta = {
+            "names": self._check_names(operation, names),
+            "operation": operation,
+            "tag": tag,
+        }
+        try:
+            self._come(meta, (None, []), NEVER, error)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+
+    def _come(
+        self,
+        meta: dict[str, Any],
+        body: tuple[Any, list[Any]],
+        limit: Deadline,
+        refused: BaseException | None,
+    ) -> Future[Frame]:
+        """Sends this worker's contribution to the next collective, or its refusal.
+
+        The others are about to come, or have. If this worker stayed away, they would
+        take its next collective for this one.
+
+        Raises:
+          Exception: The one that was refused, or that the value is beyond the limits.
+        """
+        operation = meta["operation"]
+        names = meta["names"]
+        left = limit.remaining()
+        meta["timeout"] = 0.0 if left is None else max(left, _INSTANT)
+        with self._collective:  # requests leave in the order of their numbers
+            key = (None if names is None else tuple(names), operation == SHUTDOWN)
+            self._came[key] = meta["number"] = self._came.get(key, 0) + 1
+            if refused is None:
+                try:
+                    sent = meta | {"refused": None}
+                    return self._ask_until(limit, "group.gather", sent, body, operation)
+                except ValueError as error:
+                    refused = error
+            meta["refused"] = f"{type(refused).__name__}: {refused}"[:_LONGEST_REFUSAL]
+            self._ask_until(NEVER, "group.gather", meta, (None, []), operation)
+        raise refused
+
+    def workers(self) -> list[WorkerInfo]:
+        """All workers, by rank; those that have gone only in a group of fixed size."""
+        peers = self._agent.directory.peers()
+        if self.elastic:
+            peers = [peer for peer in peers if peer.departed is None]
+        return [peer.info for peer in peers]
+
+    def lost(self) -> dict[str, str]:
+        """The workers that were lost, and how that was noticed."""
+        with self._lock:
+            return dict(self._lost)
+
+    def check(self, purpose: str) -> None:
+        """Raises if a worker was lost; in an elastic group only for the coordinator.
+
+        Raises:
+          WorkerLost: One was.
+        """
+        if self._alone is not None:
+            raise self._without_coordinator(purpose, self._alone)
+        for name, reason in self.lost().items():
+            if not self.elastic:
+                raise WorkerLost(name, purpose, reason)
+
+    def left(self) -> set[str]:
+        """The workers that left in order."""
+        with self._lock:
+            return set(self._gone_orderly)
+
+    def on_lost(self, listener: Lost) -> None:
+        """Has `listener(name, reason)` called for every worker that is lost.
+
+        It runs on a thread of its own, once for each, also for those lost before. A
+        worker that leaves in order is not lost.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+            before = dict(self._lost)
+        for name, reason in before.items():
+            self._tell([listener], name, reason)
+
+    # --- inside ---
+
+    def _check_names(
+        self, purpose: str, names: Iterable[str] | None
+    ) -> list[str] | None:
+        """The names to ask for; None for all, as the coordinator sees them."""
+        everybody = sorted(worker.name for worker in self.workers())
+        if names is None:
+            return None if self.elastic else everybody
+        chosen = sorted({names} if isinstance(names, str) else set(names))
+        known = chosen if self.elastic else everybody
+        if self._agent.info.name not in chosen or not set(known).issuperset(chosen):
+            rule = f"must be workers of the group, {self._agent.info.name} among them"
+            raise ValueError(requirement(f"{purpose}(names=...)", rule, chosen))
+        return chosen
+
+    def _parts(self, frame: Frame) -> dict[str, Any]:
+        gathered, start = {}, 0
+        for name, tree, size in zip(
+            frame.meta["names"], frame.tree, frame.meta["sizes"], strict=True
+        ):
+            leaves = frame.leaves[start : start + size]
+            gathered[name] = self._agent.codec.decode(tree, leaves)
+            start += size
+        return gathered
+
+    def _ask(
+        self, kind: str, meta: dict[str, Any], timeout: float, purpose: str
+    ) -> Future[Frame]:
+        limit = resolve(timeout, 0.0, current.deadline())
+        return self._ask_until(limit, kind, meta, (None, []), purpose)
+
+    def _ask_until(
+        self,
+        limit: Deadline,
+        kind: str,
+        meta: dict[str, Any],
+        body: tuple[Any, list[Any]],
+        purpose: str,
+    ) -> Future[Frame]:
+        late = limit if limit.at is None else limit._replace(at=limit.at + _GRACE)
+        asked = _Asked(self, purpose, late)
+        try:
+            self._shared.submit(asked, kind, meta, *body)
+        except NotSent as error:
+            run_all(asked.disconnected(str(error)))
+        self._agent.alarm.set(late.at)
+        return asked.future
+
+    def unreachable(self, purpose: str, reason: str) -> RpcError:
+        """The error for a request that the coordinator does not answer."""
+        if self._left:
+            return RpcError(f"RPC was shut down on this worker during {purpose}.")
+        return self._without_coordinator(purpose, reason)
+
+    def expelled(self) -> str | None:
+        """Why the others take this worker for lost, if they do.
+
+        A worker that was frozen and goes on is not told so: it finds its connections
+        closed. May wait a second for the coordinator's answer.
+        """
+        known = self._lost.get(self._agent.info.name)
+        if known is not None:
+            return known
+        held_up = self._held_up()
+        if held_up is not None and self._shared.closed is None and self._is_heard():
+            # All were held up together, as by a suspended machine; or this is the
+            # coordinator's worker, which hears itself and may be told in a moment.
+            return self._told_to_be_lost()
+        return held_up if self._shared.closed is None else self._blame_itself()
+
+    def _told_to_be_lost(self) -> str | None:
+        name, until = self._agent.info.name, time.monotonic() + _ANSWER_SECONDS
+        pause = threading.Event()
+        if self.coordinator is not None:
+            while name not in self._lost and time.monotonic() < until:
+                pause.wait(_LOOK_SECONDS)
+        return self._lost.get(name)
+
+    def _held_up(self) -> str | None:
+        if self._pace is None or self._ended is not None:
+            return None
+        return held_up_for(self._pace, self._agent.options)
+
+    def _blame_itself(self) -> str | None:
+        """Why the others take this worker for lost, now that they are out of its reach.
+
+        Kept for good: what was found out once is said of each later loss.
+        """
+        held_up, name = self._held_up(), self._agent.info.name
+        with self._lock:
+            if held_up is not None:
+                self._lost.setdefault(name, held_up)
+            return self._lost.get(name)
+
+    def _is_heard(self) -> bool:
+        asked = self._ask("group.beat", {}, _ANSWER_SECONDS, "heartbeat")
+        answered = await_done(asked, time.monotonic() + _ANSWER_SECONDS)
+        return answered and error_of(asked) is None
+
+    def _without_coordinator(self, purpose: str, reason: str) -> WorkerLost:
+        expelled = self._blame_itself()
+        if expelled is not None:
+            return WorkerLost(self._agent.info.name, purpose, expelled)
+        reason = f"as coordinator, {self._ended or reason}"
+        return WorkerLost(self._head, purpose, reason)
+
+    def _pushed(self, frame: Frame) -> None:
+        directory, meta = self._agent.directory, frame.meta
+        if frame.kind == "group.end":
+            self._ended = str(meta["reason"])
+        elif frame.kind == "group.stranger":
+            self._strangers.put(str(meta["text"]))
+        elif frame.kind == "group.probe":
+            self._reply("group.alive", {"probe": meta["probe"]})
+        elif frame.kind == "group.quiet":
+            begun = self._agent.outstanding.at_rest()
+            self._reply("group.rest", {"round": meta["round"], "begun": begun})
+        elif frame.kind == "group.coming":
+            peer = self._agent.peer(PeerRecord.of_row(meta["member"]))
+            directory.know(peer)
+            self._reply("group.known", {"incarnation": peer.info.incarnation})
+        elif frame.kind == "group.came":
+            self._admit(directory.of_incarnation(meta["incarnation"]))
+        elif frame.kind == "group.expelled":
+            with self._lock:
+                self._lost.setdefault(self._agent.info.name, str(meta["reason"]))
+        elif frame.kind in ("group.lost", "group.left"):
+            peer_gone = directory.of_incarnation(meta["incarnation"])
+            self._part(frame.kind, peer_gone, str(meta["reason"]))
+
+    def _reply(self, kind: str, meta: dict[str, Any]) -> None:
+        """Answers the coordinator; not on the thread that reads."""
+        timeout = self._agent.options.heartbeat_timeout
+
+        def say() -> None:
+            self._ask(kind, meta, timeout, "membership")
+
+        self._agent.pool.run(say)
+
+    def _closed(self, reason: str) -> None:
+        if self._left or self._head not in self._agent.directory:
+            return
+        ended = self._ended
+        if self.elastic:
+            self._alone = reason
+        kind = "group.lost" if ended is None else "group.left"
+        head = self._agent.directory.find(self._head)
+        self._blame_itself()
+        self._part(kind, head, ended or f"its control channel closed ({reason})")
+
+    def _admit(self, peer: Peer | None) -> None:
+        if peer is None:
+            return
+        with self._lock:
+            self._lost.pop(peer.info.name, None)
+            self._gone_orderly.discard(peer.info.name)
+            self._agent.directory.admit(peer)
+
+    def _part(self, kind: str, peer: Peer | None, reason: str) -> None:
+        if peer is None or peer.departed is not None:
+            return  # It was gone before this worker came, or that is known.
+        listeners = []
+        with self._lock:
+            # One that was about to join could not be called yet, so it is no loss.
+            if self._agent.directory.is_admitted(peer):
+                if kind == "group.lost":
+                    self._lost[peer.info.name] = reason
+                    listeners = list(self._listeners)
+                else:
+                    self._gone_orderly.add(peer.info.name)
+        if self.elastic:
+            self._agent.directory.expel(peer)
+        self._agent.part(peer, reason)
+        self._tell(listeners, peer.info.name, reason)
+
+    def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:
+        for listener in listeners:
+            self._agent.pool.run(functools.partial(listener, name, reason))
+
+    def _beat(self, now: float, held_up: bool) -> None:
+        silence = now - self._heard
+        if held_up:
+            self._heard = now
+        elif silence > self._agent.options.heartbeat_timeout:
+            self._shared.close(silent_for(silence))
+            return
+        timeout = self._agent.options.heartbeat_timeout
+        self._ask("group.beat", {}, timeout, "heartbeat")
+
+    def heard(self) -> None:
+        """Notes a sign of life of the coordinator."""
+        self._heard = time.monotonic()
+
+
+def _check_tag(operation: str, tag: object) -> None:
+    call = f"{operation}(tag=...)"
+    if type(tag) is not str:
+        raise TypeError(requirement(call, "must be a string", tag))
+    if len(tag) > _LONGEST_TAG:
+        rule = f"must be shorter than {_LONGEST_TAG + 1} characters"
+        raise ValueError(requirement(call, rule, f"{len(tag)} of them"))
+
+
+class _Asked:
+    """A request to the coordinator that waits for its answer; see `Pending`."""
+
+    def __init__(
+        self, client: CoordinatorClient, purpose: str, deadline: Deadline
+    ) -> None:
+        self.deadline = deadline
+        self.future: Future[Frame] = Future()
+        self._client = client
+        self._purpose = purpose
+
+    def answered(self, frame: Frame) -> Callbacks:
+        self._client.heard()
+        return complete(self.future, frame, None) or []
+
+    def disconnected(self, reason: str) -> Callbacks:
+        error = self._client.unreachable(self._purpose, reason)
+        return complete(self.future, None, error) or []
+
+    def expired(self) -> Callbacks:
+        text = f"{self._purpose} timed out: the coordinator does not answer."
+        return complete(self.future, None, RpcTimeout(text)) or []
