@@ -21,13 +21,22 @@ from jdist.segment._passing import passed_on
 Cotangent = jax.Array | None
 """None where no cotangent flows."""
 
+
+def plus(one: jax.Array, other: jax.Array) -> jax.Array:
+    """The sum of two arrays, on the device of the first one."""
+    place = getattr(one, "sharding", None)
+    if place != getattr(other, "sharding", None):
+        other = jax.device_put(other, place)
+    return one + other
+
+
 # --- the order of nodes, by which sums of cotangents are ordered ---
 
 Order = tuple[int, int]
 """The message id of the call in which a node was made, or 0; a counter within it."""
 
 LAST = 1 << 62
-"""The counter of the send function of a reply, which comes after all nodes of its call."""
+"""The counter of a reply's send function, which comes after all nodes of its call."""
 
 Numbers = tuple[int, Iterator[int]]
 """The message id of a call, and the counter of the nodes that are made in it."""
@@ -59,7 +68,7 @@ Reach = frozenset[int]
 """Message ids of send functions; an id tells its worker too."""
 
 MAX_REACH = 256
-"""A node carries the ids of at most so many send functions; beyond, its worker is asked."""
+"""A node carries the ids of at most so many send functions; beyond, workers are asked."""
 
 NOWHERE: Reach = frozenset()
 
@@ -81,8 +90,8 @@ class Node:
       order: Position in a total order that repeats from run to run.
 
     Attributes:
-      reach: All send functions, on any worker, that a cotangent which arrives here would
-        reach; None if there are more than `MAX_REACH`.
+      reach: All send functions, on any worker, that a cotangent which arrives here
+        would reach; None if there are more than `MAX_REACH`.
     """
 
     __slots__ = ("__weakref__", "inputs", "name", "order", "outputs", "reach")
@@ -282,8 +291,8 @@ def reached_from(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
     """The send functions that cotangents which arrive at `starts` would reach.
 
     Returns:
-      The message ids of the send functions, and those among them, on other workers, whose
-      own reach is not known here.
+      The message ids of the send functions, and those among them, on other workers,
+      whose own reach is not known here.
     """
     known: set[int] = set()
     beyond: set[int] = set()

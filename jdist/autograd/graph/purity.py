@@ -1,14 +1,20 @@
-"""Functions that run as Python although their arguments are recorded."""
+"""Pure functions, which are compiled, and eager ones, which run as Python.
 
+A called function with recorded arguments is taken as pure unless it is marked by
+`eager`. While a pure function is traced, what it must not do is refused.
+"""
+
+import contextlib
 import functools
 import types
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TypeVar
 
 from jdist._errors import requirement
 from jdist.rpc.calls.async_execution import is_asynchronous
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 _MARK = "__jdist_autograd_eager__"
 
 
@@ -43,10 +49,47 @@ def eager(fn: F) -> F:
     return fn
 
 
-def is_pure(function: Any) -> bool:
+def is_pure(function: Callable[..., object]) -> bool:
     """Whether a call of `function` with recorded values is compiled."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, type | types.MethodType):
         return False
     return not getattr(function, _MARK, False) and not is_asynchronous(function)
+
+
+# The public call that is tracing a pure function in this thread of control.
+_tracing: ContextVar[str | None] = ContextVar("jdist.autograd.tracing", default=None)
+
+
+@contextlib.contextmanager
+def tracing(call: str) -> Iterator[None]:
+    """Marks what runs within it as a pure function that `call` is tracing."""
+    token = _tracing.set(call)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def refuse_in_pure(what: str, *names: object) -> None:
+    """Refuses what a pure function must not do: it would be done once, at compilation.
+
+    Args:
+      what: What is refused, with `{}` for each of the names.
+      *names: Formatted into `what`, in the error only.
+
+    Raises:
+      TypeError: A pure function is being traced.
+    """
+    call = _tracing.get()
+    if call is not None:
+        raise TypeError(
+            requirement(
+                call,
+                "must be a pure function of its arguments: it is compiled",
+                what.format(*names),
+                "Pass recorded values and variables as arguments, or mark the function "
+                "with @autograd.eager: then it runs as Python, with recorded values.",
+            )
+        )
