@@ -4,11 +4,16 @@ A *path* is the text that names a leaf to a person, such as `encoder/w` or `0/bi
 Errors, reports and tables all use the same one.
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+PyTree = Any
+"""A tree of arrays; Python's types cannot say which."""
 
 
 def is_none(x: object) -> bool:
@@ -72,6 +77,24 @@ def merge(first: Any, second: Any) -> Any:
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=is_none
     )
+
+
+def add_trees(
+    first: Any, second: Any, add: Callable[[Any, Any], Any] = operator.add
+) -> Any:
+    """Adds two trees leaf by leaf; where one has None, the other's leaf stands.
+
+    Example:
+      >>> add_trees({"w": 1.0, "b": None}, {"w": 0.5, "b": 2.0})
+      {'b': 2.0, 'w': 1.5}
+    """
+
+    def one(a: Any, b: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        return add(a, b)
+
+    return jax.tree.map(one, first, second, is_leaf=is_none)
 
 
 def examples_in(batch: Any, call: str) -> int:
