@@ -1,4 +1,4 @@
-"""Arrays on disk, each set of them under the number of a step: a folder of orbax's.
+"""Checkpoints: their public face, and a folder of orbax's that holds the arrays.
 
 orbax writes into a folder of another name and renames it when all is there: a process
 that is killed while it writes leaves what was complete before.
@@ -10,23 +10,26 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jdist._errors import Unavailable, extra, requirement
+from jdist._tree import described
 
 Arrays = Mapping[str, Mapping[str, Any]]
 """By the name of a group, which can be left unread, and by name within it."""
 
+
+State = TypeVar("State")
 
 _ONE_AT_A_TIME = threading.Lock()
 """orbax counts what it saves by process: two threads would wait for each other's."""
 
 
 class Closing(ABC):
-    """What holds threads of orbax's, and is closed where its context ends."""
+    """A context manager that ends orbax's threads where its block ends."""
 
     @abstractmethod
     def close(self) -> None:
@@ -39,6 +42,47 @@ class Closing(ABC):
     def __exit__(self, *details: object) -> None:
         """Closes it."""
         self.close()
+
+
+class Checkpoints(Closing, Generic[State]):
+    """A folder of training states, one for each step that was saved.
+
+    Use it as a context manager, or `close` it: orbax holds threads.
+    """
+
+    @abstractmethod
+    def save(self, state: State) -> None:
+        """Writes the state under its step, and returns when it is on disk.
+
+        Raises:
+          ValueError: That step was saved before.
+          TypeError: It is no state, but the parameters, for example.
+        """
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """The steps that were saved completely, in order."""
+
+    def latest(self) -> int | None:
+        """The last of them, or None."""
+        return max(self.steps(), default=None)
+
+    @abstractmethod
+    def restore(self, like: State, step: int | None = None) -> State:
+        """Reads a state.
+
+        Args:
+          like: A state of the same structure for the devices at hand, from `init`; its
+            values do not matter.
+          step: Which; None for the latest.
+
+        Returns:
+          The state, bit for bit, laid out as `like` is.
+
+        Raises:
+          ValueError: There is none; or it was saved from another structure, and the
+            message names the first path that differs.
+        """
 
 
 class StepFolder(Closing):
@@ -175,16 +219,13 @@ def unworded(array: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
 
 
-def described(leaves: Mapping[str, Any]) -> dict[str, str]:
+def descriptions(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Dtype and shape of every leaf, by path, as `check_same` compares them."""
-    return {
-        path: f"{jnp.result_type(leaf)} of shape {tuple(jnp.shape(leaf))}"
-        for path, leaf in leaves.items()
-    }
+    return {path: described(leaf) for path, leaf in leaves.items()}
 
 
 def struct_of(description: str) -> jax.ShapeDtypeStruct:
-    """A leaf's dtype and shape, from what `described` said of it.
+    """A leaf's dtype and shape, from what `descriptions` said of it.
 
     Example:
       >>> struct_of("bfloat16 of shape (3, 5)")

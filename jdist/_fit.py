@@ -1,11 +1,8 @@
-"""Training over many batches: a step for each, saved now and then, with a bar.
-
-And what batches give together: the loss of an epoch as if it were one batch.
-"""
+"""Training over many batches: metrics, the loop with its checkpoints, its bar."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -17,62 +14,83 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jdist._checkpoint import Checkpoints
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.reduction import check_reduction
+
+__all__ = [
+    "Metrics",
+    "check_save_every",
+    "check_state",
+    "fitted",
+    "over_epoch",
+    "pair",
+    "progress",
+]
 
 State = TypeVar("State")
 
 
-class Saves(Protocol):
-    """A folder of checkpoints."""
+class Metrics(NamedTuple):
+    """What a step, an evaluation or an epoch measured; None for what it did not.
 
-    def save(self, state: Any) -> None:
-        """Writes the state under its step."""
-        ...
+    A step's are of the parameters before it moved them.
+    """
 
+    loss: Any
+    """The loss of all examples, scalar, the same on every replica and worker."""
 
-class Epoch(NamedTuple):
-    """What the steps or evaluations of an epoch found out together."""
+    examples: Any = None
+    """Number of examples with a weight above 0, which padding has not. Data-parallel
+    steps leave the count to `fit`."""
 
-    loss: float
-    """As if all examples were one batch; for steps each at its own parameters."""
-
-    examples: int
-    """How many there were."""
-
-    weight: float
+    weight: Any = None
     """The sum of their weights."""
 
+    grad_norm: Any = None
+    """With `max_norm`: the gradient's global norm before clipping, without the loss
+    scale; infinite or NaN where it overflowed."""
 
-class _Counted(Protocol):
-    """`Metrics`, or an `Evaluation`."""
+    aux: PyTree = None
+    """Auxiliary outputs of the loss function, each with a new first axis: an entry for
+    each call, in the order of the batch's rows (replicas, then micro-batches)."""
 
-    @property
-    def loss(self) -> Any: ...
+    outputs: PyTree = None
+    """Of a pipeline's evaluation, if asked for: what the loss was given, all examples
+    in order, one value or a dict by name. None where the loss did not run. Of a last
+    stage with several workers in other processes, this process's micro-batches."""
 
-    @property
-    def examples(self) -> Any: ...
+    losses: Any = None
+    """Of an asynchronous epoch: each micro-batch's loss with the weights that it met,
+    `(micro_batches,)`; NaN for the mean of one whose weights are all 0."""
 
-    @property
-    def weight(self) -> Any: ...
+    skipped: list[int | None] | None = None
+    """Of an asynchronous epoch with a loss scale: the updates that each stage skipped
+    because they overflowed; None for stages of other processes."""
 
 
-def over_epoch(found: Sequence[_Counted], reduction: str = "mean") -> Epoch:
-    """Joins the losses of batches, each by its weight; waits until they are computed.
+Advance = Callable[[str, Metrics | None], None]
+
+
+def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
+    """Combines the losses of batches as if they were one; waits until they are known.
 
     Args:
-      found: `Metrics` of training steps, or `Evaluation`s.
+      found: Of training steps, each at its own parameters, or of evaluations.
       reduction: That of the steps.
+
+    Returns:
+      Loss, examples and weight, as Python's numbers.
 
     Raises:
       ValueError: There are none, one does not say its weight, or `reduction` is
         unknown.
 
     Example:
-      >>> from jdist.pipeline import Metrics
-      >>> parts = [Metrics(2.0, None, 3, 3.0), Metrics(6.0, None, 1, 1.0)]
-      >>> over_epoch(parts)
-      Epoch(loss=3.0, examples=4, weight=4.0)
+      >>> total = over_epoch([Metrics(2.0, 3, 3.0), Metrics(6.0, 1, 1.0)])
+      >>> total.loss, total.examples, total.weight
+      (3.0, 4, 4.0)
     """
     check_reduction("over_epoch", reduction)
     if not found:
@@ -91,7 +109,27 @@ def over_epoch(found: Sequence[_Counted], reduction: str = "mean") -> Epoch:
         joins: dict[str, Callable[[list[float]], float]]
         joins = {"sum": sum, "max": max, "min": min}
         loss = joins[reduction](losses)
-    return Epoch(loss, sum(int(part.examples) for part in found), sum(weights))
+    return Metrics(loss, sum(int(part.examples) for part in found), sum(weights))
+
+
+def check_state(call: str, state: object, kind: type, maker: str) -> None:
+    """Refuses what is not the state of a training run, such as the parameters alone.
+
+    Args:
+      call: Function and argument, for the error's text.
+      state: What was given.
+      kind: What it must be.
+      maker: The object whose `init` makes one, such as `"pipe"`.
+
+    Raises:
+      TypeError: It is anything else.
+    """
+    if not isinstance(state, kind):
+        rule = f"must be a {kind.__name__}"
+        remedy = (
+            f"`state = {maker}.init(params)` makes one, and each step returns the next."
+        )
+        raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
 
 
 def check_save_every(save_every: int) -> None:
@@ -102,16 +140,16 @@ def check_save_every(save_every: int) -> None:
 
 
 def fitted(
-    step: Callable[[State, Any, Any], tuple[State, Any]],
+    step: Callable[[State, PyTree, Any], tuple[State, Metrics]],
     state: State,
-    pairs: Iterable[tuple[Any, Any]],
+    pairs: Iterable[tuple[PyTree, Any]],
     number: int,
     *,
     total: int | None,
-    checkpoints: Saves | None,
+    checkpoints: Checkpoints[State] | None,
     save_every: int,
     console: Console | None,
-) -> tuple[State, list[Any]]:
+) -> tuple[State, list[Metrics]]:
     """A step for each batch; the last state, and the metrics of every step.
 
     Args:
@@ -125,13 +163,14 @@ def fitted(
       save_every: After how many steps of the whole run; and at the end.
       console: Where a bar shows the step and its loss; None for none.
     """
-    metrics: list[Any] = []
-    with progress(console, total, "training") as bar:
+    metrics: list[Metrics] = []
+    with progress(console, total, "training") as advance:
         for batch, weights in pairs:
             state, found = step(state, batch, weights)
             number += 1
-            # The loss before: that of this step may still be computed.
-            bar.advance(f"step {number}", metrics[-1] if metrics else None)
+            # The loss of the step before: this step's may still be computed, and to
+            # show it would wait for the device.
+            advance(f"step {number}", metrics[-1] if metrics else None)
             metrics.append(found)
             if checkpoints is not None and number % save_every == 0:
                 checkpoints.save(state)
@@ -140,38 +179,28 @@ def fitted(
     return state, metrics
 
 
-def pair(given: Any) -> tuple[Any, Any]:
-    """A batch and its weights, of which a plain batch has none."""
+def pair(given: PyTree) -> tuple[PyTree, Any]:
+    """A batch and its weights; None for those of a plain batch."""
     batch, weights = given if isinstance(given, tuple) else (given, None)
     return batch, weights
 
 
-class Bar:
-    """A bar of rich's, or none."""
-
-    def __init__(self, shown: Progress | None, total: int | None, text: str) -> None:
-        self._shown = shown
-        if shown is not None:
-            self._task = shown.add_task(text, total=total, loss="")
-
-    def advance(self, text: str, before: Any) -> None:
-        """Another batch is done; `before` is what was found for one, if any."""
-        if self._shown is not None:
-            loss = "" if before is None else f"loss {float(before.loss):.4g}"
-            self._shown.update(self._task, advance=1, description=text, loss=loss)
-
-
 @contextlib.contextmanager
-def progress(console: Console | None, total: int | None, text: str) -> Iterator[Bar]:
-    """A bar while batches are gone through.
+def progress(
+    console: Console | None, total: int | None, text: str
+) -> Iterator[Advance]:
+    """Shows a progress bar for as long as its block runs.
 
     Args:
       console: Where it is shown; None for none.
       total: How many batches there are, if that is known.
-      text: What is done, until the first batch is.
+      text: Shown until the first batch is done.
+
+    Yields:
+      To be called after each batch, with a text and the metrics whose loss to show.
     """
     if console is None:
-        yield Bar(None, total, text)
+        yield lambda text, shown: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -181,5 +210,11 @@ def progress(console: Console | None, total: int | None, text: str) -> Iterator[
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as shown:
-        yield Bar(shown, total, text)
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(text, total=total, loss="")
+
+        def advance(text: str, shown: Metrics | None) -> None:
+            loss = "" if shown is None else f"loss {float(shown.loss):.4g}"
+            bar.update(task, advance=1, description=text, loss=loss)
+
+        yield advance

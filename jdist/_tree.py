@@ -1,4 +1,4 @@
-"""Leaf paths and the splitting of pytrees: what every part needs and nothing more.
+"""Pytrees: paths and wording of leaves, splitting by dtype, addition.
 
 A *path* is the text that names a leaf to a person, such as `encoder/w` or `0/bias`.
 Errors, reports and tables all use the same one.
@@ -40,6 +40,28 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=is_none)
     return {path_of(keys): leaf for keys, leaf in pairs}
+
+
+def described(leaf: Any) -> str:
+    """Dtype and shape of an array or an abstract value, as error messages give them.
+
+    Example:
+      >>> described(np.zeros((3, 5), np.float32))
+      'float32 of shape (3, 5)'
+    """
+    # `result_type` would say float32 of NumPy's float64 where 64-bit types are off.
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return f"{dtype} of shape {tuple(np.shape(leaf))}"
+
+
+def abbreviated(leaf: Any) -> str:
+    """Dtype and shape in JAX's own short form, for `repr` and lists of arrays.
+
+    Example:
+      >>> abbreviated(np.zeros((3, 5), np.float32))
+      'float32[3,5]'
+    """
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def is_inexact(leaf: Any) -> bool:

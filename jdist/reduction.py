@@ -46,7 +46,14 @@ import jax.numpy as jnp
 
 from jdist._compat import tracks_varying_axes, varying_axes
 from jdist._errors import requirement
-from jdist._tree import is_inexact, merge, named_leaves, split_inexact, wide_dtype
+from jdist._tree import (
+    described,
+    is_inexact,
+    merge,
+    named_leaves,
+    split_inexact,
+    wide_dtype,
+)
 
 REDUCTIONS = ("mean", "sum", "max", "min")
 
@@ -201,13 +208,13 @@ def check_losses(losses: Any, expected: tuple[int, ...]) -> None:
         got = f"a {type(losses).__name__}"
         remedy = "Return a single array of losses."
     elif shape == expected:
-        got = f"{losses.dtype} of shape {shape}"
+        got = described(losses)
         remedy = (
             "Only real floating losses have gradients: compute them by floating "
             "functions, such as a cross entropy in place of counted errors."
         )
     else:
-        got = f"{losses.dtype} of shape {shape}"
+        got = described(losses)
         remedy = "Sum each example's own terms; keep only the axis of examples."
     raise ValueError(requirement("loss_fn(params, batch)", rule, got, remedy))
 

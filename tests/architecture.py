@@ -8,14 +8,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUND = {"_errors", "_tree", "_compat"}
+GROUND = {"_errors", "_tree", "_lru_cache", "_compat"}
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     "_compat": {"_errors"},
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
-    "_fit": GROUND | {"reduction"},
+    "_fit": GROUND | {"_checkpoint", "reduction"},
     "data_parallel": GROUND | {"_checkpoint", "_fit", "reduction", "optim", "segment"},
     "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND
@@ -77,9 +77,10 @@ def _one_import(name: str, module: str, imported: str) -> Iterator[str]:
     part = _part(name)
     if top == "jax" and names_private and not name.startswith("jdist/_compat/"):
         yield "private JAX name outside _compat"
-    is_schedule = name.startswith("jdist/pipeline/schedule")
-    if is_schedule and (top == "jax" or module.startswith("jdist.rpc")):
-        yield f"a schedule file imports {module}"
+    if name.startswith(("jdist/pipeline/schedule/", "jdist/pipeline/schedules/")):
+        below = ("jdist._errors", "jdist.pipeline.schedule")
+        if top == "jax" or (top == "jdist" and not module.startswith(below)):
+            yield f"a schedule file imports {module}"
     if top != "jdist":
         return
     target = rest[0] if rest else imported

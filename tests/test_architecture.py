@@ -44,6 +44,11 @@ PLANTED = {
         '"""S."""\nimport jax\n',
         "a schedule file imports jax",
     ),
+    "schedule with the simulator": (
+        "jdist/pipeline/schedule/clock.py",
+        '"""S."""\nfrom jdist.pipeline.simulate import Costs\n',
+        "a schedule file imports jdist.pipeline.simulate",
+    ),
     "schedule family with rpc": (
         "jdist/pipeline/schedules/gpipe.py",
         '"""S."""\nfrom jdist.rpc import spawn\n',

@@ -64,3 +64,24 @@ def test_batches_without_a_common_length_are_refused(batch, message):
     """The message lists what each leaf has."""
     with pytest.raises(ValueError, match=message):
         _tree.examples_in(batch, "f(batch=...)")
+
+
+def test_a_leaf_is_described_by_dtype_and_shape():
+    """As it is: NumPy's float64 is not called float32 where 64-bit types are off."""
+    with jax.enable_x64(False):
+        assert _tree.described(np.zeros((3, 5))) == "float64 of shape (3, 5)"
+        assert _tree.described(jnp.zeros((), jnp.bfloat16)) == "bfloat16 of shape ()"
+        assert _tree.described(2.0) == "float32 of shape ()"
+        assert _tree.described(jax.random.key(0)) == "key<fry> of shape ()"
+        assert _tree.abbreviated(jnp.zeros((3, 5))) == "float32[3,5]"
+
+
+def test_trees_are_added_where_both_have_a_leaf():
+    """None is no zero: the other's leaf stands, itself and not a copy."""
+    ours, theirs = jnp.array([1.0, 2.0]), jnp.array([0.5, 0.25])
+    found = _tree.add_trees((ours, None, ours, None), (theirs, theirs, None, None))
+    assert found[0].tolist() == [1.5, 2.25]
+    assert found[1] is theirs
+    assert found[2] is ours
+    assert found[3] is None
+    assert _tree.add_trees([2.0], [3.0], lambda a, b: a * b) == [6.0]

@@ -9,7 +9,7 @@ the classic mistake; here weights travel with the data, and uneven shards, empty
 and masked examples come out right.
 """
 
-from jdist._fit import Epoch as Epoch
+from jdist._fit import Metrics as Metrics
 from jdist._fit import over_epoch as over_epoch
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints as TrainCheckpoints
 from jdist.data_parallel.data.process_group import process_group as process_group
@@ -24,7 +24,6 @@ from jdist.data_parallel.replicas.broadcast import replicate as replicate
 from jdist.data_parallel.replicas.shards import shard_batch as shard_batch
 from jdist.data_parallel.step.averaged import averaged as averaged
 from jdist.data_parallel.step.data_parallel import DataParallel as DataParallel
-from jdist.data_parallel.step.evaluation import Evaluation as Evaluation
 from jdist.data_parallel.step.fit import evaluate as evaluate
 from jdist.data_parallel.step.fit import fit as fit
 from jdist.data_parallel.step.join import EarlyEnd as EarlyEnd
@@ -35,7 +34,6 @@ from jdist.data_parallel.step.local_sgd import local_sgd as local_sgd
 from jdist.data_parallel.step.nnx_loss import FromNNX as FromNNX
 from jdist.data_parallel.step.nnx_loss import from_nnx as from_nnx
 from jdist.data_parallel.step.reducer import reducer as reducer
-from jdist.data_parallel.step.train_state import Metrics as Metrics
 from jdist.data_parallel.step.train_state import TrainState as TrainState
 from jdist.data_parallel.step.train_step import Synchronization as Synchronization
 from jdist.data_parallel.step.train_step import TrainStep as TrainStep

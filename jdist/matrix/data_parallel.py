@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 
 from jdist._errors import Unavailable
 from jdist._tree import examples_in, is_none
-from jdist.data_parallel import hooks
+from jdist.data_parallel import Metrics, hooks
 from jdist.data_parallel.gradient.buckets import MIB
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad
 from jdist.data_parallel.replicas.shards import shard_batch
 from jdist.data_parallel.step.join import Join
 from jdist.data_parallel.step.reducer import REDUCTIONS as REDUCED_BY_HOST
 from jdist.data_parallel.step.reducer import reducer
-from jdist.data_parallel.step.train_state import Metrics, TrainState
+from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import train_step
 from jdist.data_parallel.step.zero import Sharded, zero
 from jdist.optim import Optimizer

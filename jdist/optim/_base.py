@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._compat import alike, is_traced
 from jdist._errors import requirement
-from jdist._tree import is_inexact, is_none, path_of, wide_dtype
+from jdist._tree import described, is_inexact, is_none, path_of, wide_dtype
 from jdist.optim._hyper import Hyperparameter, check_overrides, known_zero, resolved
 
 if TYPE_CHECKING:
@@ -372,17 +372,13 @@ def _check_gradients(name: str, params: Any, grads: Any, masters: bool) -> None:
     ):
         if grad is None or not is_inexact(param):
             continue
-        shape, dtype = jnp.shape(param), jnp.result_type(param)
-        got = (jnp.shape(grad), jnp.result_type(grad))
-        if got[0] != shape or not (
-            got[1] == dtype or (masters and _widens(dtype, got[1]))
-        ):
+        dtype, got = jnp.result_type(param), jnp.result_type(grad)
+        fits = got == dtype or (masters and _widens(dtype, got))
+        if jnp.shape(grad) != jnp.shape(param) or not fits:
             argument = f"{name}.step(grads=...)"
-            rule = (
-                f"must match its parameter at {path_of(keys)}, {dtype} of shape {shape}"
-            )
+            rule = f"must match its parameter at {path_of(keys)}, {described(param)}"
             rule += ", or be of a wider dtype" if masters else ""
-            raise ValueError(requirement(argument, rule, f"{got[1]} of shape {got[0]}"))
+            raise ValueError(requirement(argument, rule, described(grad)))
 
 
 def _widens(dtype: Any, other: Any) -> bool:

@@ -14,19 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._checkpoint import (
+    Checkpoints,
     Closing,
     StepFolder,
     check_same,
     chosen,
-    described,
+    descriptions,
     unworded,
     words,
 )
 from jdist._errors import requirement
+from jdist._fit import check_state
 from jdist._tree import named_leaves
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.stage_channels import Opened, StageChannels
-from jdist.pipeline.run.training import PipelineState, check_state
+from jdist.pipeline.run.training import PipelineState
 
 
 class Saved(NamedTuple):
@@ -160,7 +162,7 @@ class StageCheckpoints(Closing):
 
     def _write(self, stage: int, step: int, tree: Any) -> None:
         leaves = _leaves(tree)
-        description = {"stages": self._saved.stages, "leaves": described(leaves)}
+        description = {"stages": self._saved.stages, "leaves": descriptions(leaves)}
         arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
         # Left by a run that ended before the other stages had that step.
         self._delete(stage, lambda other: other >= step)
@@ -185,7 +187,7 @@ class StageCheckpoints(Closing):
             rule = f"must have the {description['stages']} stages that were saved"
             raise ValueError(requirement("restore(like=...)", rule, self._saved.stages))
         saved, where = description["leaves"], f"stage {stage}: "
-        check_same("restore", saved, described(leaves), where)
+        check_same("restore", saved, descriptions(leaves), where)
         wanted = {path: _on_host(leaf) for path, leaf in leaves.items()}
         found = folder.read(step, {"arrays": wanted})["arrays"]
         structure: Any = jax.tree.structure(like)
@@ -194,7 +196,7 @@ class StageCheckpoints(Closing):
         )
 
 
-class PipelineCheckpoints(Closing):
+class PipelineCheckpoints(Checkpoints[PipelineState]):
     """A folder of a pipeline's training states, one for each step that was saved.
 
     Every process writes the stages that run in it (of a stage with several workers, the
@@ -239,16 +241,16 @@ class PipelineCheckpoints(Closing):
         self._own = pipe.own
         self._checkpoints = StageCheckpoints(folder, Saved.of(pipe), keep=keep)
 
-    def latest(self) -> int | None:
-        """The last step that all stages have, or None."""
-        return max(self._checkpoints.steps(), default=None)
+    def steps(self) -> list[int]:
+        """The steps that all stages have, in order."""
+        return self._checkpoints.steps()
 
     def save(self, state: PipelineState) -> None:
         """Writes the state under its step; returns when all stages are on disk.
 
         Raises: what `StageCheckpoints.save` raises.
         """
-        check_state("save(state)", state)
+        check_state("save(state)", state, PipelineState, "pipe")
         self._checkpoints.save(state.step, _by_stage(state, self._own))
 
     def restore(self, like: PipelineState, step: int | None = None) -> PipelineState:
@@ -264,7 +266,7 @@ class PipelineCheckpoints(Closing):
 
         Raises: what `StageCheckpoints.restore` raises.
         """
-        check_state("restore(like=...)", like)
+        check_state("restore(like=...)", like, PipelineState, "pipe")
         found, trees = self._checkpoints.restore(_by_stage(like, self._own), step)
         fields: dict[str, Any] = {"step": found}
         for name, value in _fields(like).items():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jdist._fit import Metrics, check_state
 from jdist._tree import examples_in
 from jdist.optim import Optimizer
 from jdist.pipeline.run.action_timer import ActionTimer
@@ -16,7 +17,7 @@ from jdist.pipeline.run.arguments import (
     key_given,
     trees_of,
 )
-from jdist.pipeline.run.evaluation import Evaluation, EvaluationRun, Evaluator, draws
+from jdist.pipeline.run.evaluation import EvaluationRun, Evaluator, draws
 from jdist.pipeline.run.executor import executor_for
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatch, size_of_batch, split_batch
@@ -25,9 +26,7 @@ from jdist.pipeline.run.stage_channels import StageChannels, moved
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import Step
 from jdist.pipeline.run.training import (
-    Metrics,
     PipelineState,
-    check_state,
     optimizers_for,
 )
 from jdist.pipeline.run.transfer_log import Transfer
@@ -72,10 +71,10 @@ class Pipeline:
       loss_inputs: Names of the values that the loss is given, if these are not the last
         stage's outputs.
       has_aux: Whether the loss function returns `(losses, aux)`: any tree of arrays, of
-        the same shapes for each micro-batch, that `Metrics`, `Evaluation` and
-        `value_and_grad` hand out with a new first axis of micro-batches, on every
-        worker. No gradient flows into it. What a stage has to say, it puts out as a
-        value that is one of `loss_inputs`.
+        the same shapes for each micro-batch, that `Metrics` and `value_and_grad` hand
+        out with a new first axis of micro-batches, on every worker. No gradient flows
+        into it. What a stage has to say, it puts out as a value that is one of
+        `loss_inputs`.
 
     Raises:
       ValueError: Stages and schedule do not fit, names do not match up, `reduction` is
@@ -289,7 +288,7 @@ class Pipeline:
           if this raises on one worker, none has stepped.
         """
         with self.executor.opened("train_step") as channels:
-            check_state("Pipeline.train_step(state)", state)
+            check_state("Pipeline.train_step(state)", state, PipelineState, "pipe")
             optimizers = optimizers_for(self._optimizer, len(self.stages))
             step, key = state.step, state.key
             own = None if key is None else jax.random.fold_in(key, step)
@@ -305,7 +304,7 @@ class Pipeline:
                 stats = moved(found.stats, self._places.devices[self._first(j)])
                 params[j], kept[j], norm = update.apply(j, found.grads[j], stats)
         size = size_of_batch(batch, weights)
-        metrics = Metrics(found.loss, norm, *size, found.aux)
+        metrics = Metrics(found.loss, *size, norm, found.aux)
         return PipelineState(step + 1, params, kept, found.states, key), metrics
 
     def evaluate(
@@ -317,7 +316,7 @@ class Pipeline:
         states: Sequence[Any] | None = None,
         key: Any = None,
         outputs: bool = False,
-    ) -> Evaluation:
+    ) -> Metrics:
         """The loss of a batch, by forward passes alone; nothing is changed by it.
 
         Args:

@@ -22,10 +22,11 @@ from jax.sharding import (
 from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist._tree import path_of
-from jdist.segment._backward import Layout
-from jdist.segment._deferred import Deferral
-from jdist.segment._plan import Plan
-from jdist.segment._split import Split
+from jdist.segment._programs import backward
+from jdist.segment._programs.backward import Layout
+from jdist.segment._programs.deferred import Deferral
+from jdist.segment._programs.plan import ForwardPlan
+from jdist.segment._programs.split import Split
 
 Version = tuple[Callable[[], Any], ...]
 
@@ -43,7 +44,7 @@ class Residuals:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ForwardPlan,
         arrays: tuple[Any, ...],
         version: Version | None = None,
         layout: Layout = None,
@@ -58,12 +59,12 @@ class Residuals:
         """What tells these residuals from those of other functions."""
         return self.plan.owner
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Plan]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], ForwardPlan]:
         """The arrays; the plan is part of the structure."""
         return self.arrays, self.plan
 
     @classmethod
-    def tree_unflatten(cls, plan: Plan, arrays: Sequence[Any]) -> "Residuals":
+    def tree_unflatten(cls, plan: ForwardPlan, arrays: Sequence[Any]) -> "Residuals":
         """Residuals of the same plan; which parameters they are of is not known."""
         return cls(plan, tuple(arrays))
 
@@ -108,12 +109,64 @@ class Rest(_Waiting[Split]):
 
     __slots__ = ()
 
+    @property
+    def computed(self) -> list[Any]:
+        """Its arrays but parameters and residuals: computed so far, and cotangents."""
+        places = self.split.locations.places
+        return [
+            x for x, (group, _) in zip(self.arrays, places, strict=True) if group > 1
+        ]
+
+    @classmethod
+    def of(
+        cls,
+        split: Split,
+        params: Sequence[Any],
+        residuals: Sequence[Any],
+        computed: Sequence[Any],
+    ) -> "Rest":
+        """A rest of the same split, of other arrays; for `computed` see there."""
+        held, others = (params, residuals), iter(computed)
+        return cls(
+            split,
+            tuple(
+                next(others) if group >= len(held) else held[group][place]
+                for group, place in split.locations.places
+            ),
+        )
+
 
 @jax.tree_util.register_pytree_node_class
 class Deferred(_Waiting[Deferral]):
-    """What `backward_deferring_then` leaves for `joined_then`: a pytree of arrays."""
+    """What `backward_deferring` leaves for `join_deferred`: a pytree of arrays."""
 
     __slots__ = ()
+
+
+def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] | None:
+    """What `backward` would return for the inputs, if that is among `cotangents`.
+
+    Args:
+      residuals: Of a segment without parameters, whose inputs are arrays.
+      cotangents: One for each leaf of the outputs.
+
+    Returns:
+      One for each input: these very arrays, or None where no cotangent flows. None in
+      place of all: something is to be computed, or a cotangent does not fit.
+    """
+    if residuals.arrays or residuals.layout is not None:
+        return None
+    places = backward.passed_on(residuals.plan)
+    if places is None:
+        return None
+    shapes = jax.tree.leaves(residuals.plan.outputs)
+    for shape, value in zip(shapes, cotangents, strict=True):
+        # None and NumPy's arrays have no such attribute; `backward` knows what to do.
+        if getattr(value, "weak_type", True):
+            return None
+        if value.shape != shape.shape or value.dtype != shape.dtype:
+            return None
+    return [None if place is None else cotangents[place] for place in places]
 
 
 # --- of which arrays ---
@@ -170,9 +223,9 @@ def refuse_origin(call: str, value: Any, kind: type) -> NoReturn:
     name, maker = {
         Residuals: ("residuals", "forward"),
         Rest: ("rest", "backward_inputs"),
-        Deferred: ("deferred", "backward_deferring_then"),
+        Deferred: ("deferred", "backward_deferring"),
     }[kind]
-    argument = f"Segment.{call}({name}=...)"
+    argument = f"{call}({name}=...)"
     if type(value) is not kind:
         rule = f"must be what `{maker}` returned"
         raise TypeError(requirement(argument, rule, value))
@@ -209,7 +262,7 @@ def check_version(call: str, params: Any, version: Version | None) -> None:
         "Keep each version of the parameters until the backward passes of all its "
         "forward passes have run, and pass it to them."
     )
-    raise ValueError(requirement(f"Segment.{call}(params=...)", rule, got, remedy))
+    raise ValueError(requirement(f"{call}(params=...)", rule, got, remedy))
 
 
 def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> None:
@@ -228,7 +281,7 @@ def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> No
                     "Donate parameters, inputs and outputs of a segment only after "
                     "the backward passes of all forward passes that used them."
                 )
-                argument = f"Segment.{call}({name}=...)"
+                argument = f"{call}({name}=...)"
                 message = requirement(argument, rule, got, remedy)
                 raise ValueError(message) from error
 

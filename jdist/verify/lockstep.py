@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jdist._compat import loop_counts
 from jdist.verify.bound import accumulated, flushes, unit_roundoff
 
 Array = jax.Array
@@ -498,7 +499,9 @@ def _scan(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation
 ) -> list[Value]:
     params, body = equation.params, equation.params["jaxpr"]
-    consts, carried = params["num_consts"], params["num_carry"]
+    counts = loop_counts(equation)
+    assert counts is not None, equation.primitive.name
+    consts, carried = counts
     fixed, start = operands[:consts], operands[consts : consts + carried]
     slices = operands[consts + carried :]
     carry = _Flat([_has_sides(_rounded(x)) for x in start])

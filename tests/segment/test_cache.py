@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 from jdist.segment import RecompilationWarning, segment
-from jdist.segment._cache import Cache, Versions
-from jdist.segment._contents import contents_of
+from jdist.segment._lookup.cache import FunctionCache, ProgramVersions
+from jdist.segment._lookup.contents import contents_of
 
 SCALE = 2.0
 SETTINGS = {"scale": 1}
@@ -200,7 +200,7 @@ def test_recursive_functions_and_unassigned_variables():
 
 def test_third_version_warns_and_says_what_changed():
     """The third version of one code object warns, once; others are not counted."""
-    versions = Versions(size=8)
+    versions = ProgramVersions(size=8)
 
     def compile_for(scale):
         contents = key(lambda x: x * scale)
@@ -221,7 +221,7 @@ def test_third_version_warns_and_says_what_changed():
 
 def test_versions_are_bounded():
     """The program not used for longest goes."""
-    versions, contents = Versions(size=2), key(closing_over(1))
+    versions, contents = ProgramVersions(size=2), key(closing_over(1))
 
     def get(program):
         return versions.get("apply", contents, program, program, object())
@@ -275,7 +275,7 @@ def test_a_change_is_never_missed(rng):
 
 def test_cache_is_bounded():
     """The entry not used for longest goes; nothing of it is left in the cache."""
-    cache = Cache("apply", size=2)
+    cache = FunctionCache("apply", size=2)
 
     class Entry:
         def __init__(self, contents):
@@ -293,7 +293,7 @@ def test_cache_is_bounded():
 
 def test_options_are_part_of_the_key():
     """One function under two policies is two entries, and no version too many."""
-    cache = Cache("apply", size=8)
+    cache = FunctionCache("apply", size=8)
     made = [cache.get(closing_over(1), n, lambda _: object()) for n in range(4)]
     assert len(set(map(id, made))) == 4
 

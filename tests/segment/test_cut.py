@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.segment._cut import cheapest_cut
+from jdist.segment._programs.min_cut import cheapest_cut
 
 
 @st.composite

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist._compat import trace_whole
-from jdist.segment._identity import identity_of, likeness_of
+from jdist.segment._lookup.program_key import identity_of, likeness_of
 
 X = jnp.linspace(-1, 2, 6, dtype=jnp.float32).reshape(2, 3)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
-from jdist.segment._cache import VERSIONS
+from jdist.segment._lookup.cache import VERSIONS
 from jdist.segment._segment import CACHE
 from tests.segment.cases import assert_same_bits, normal
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
-from jdist.segment._passing import passed_on
+from jdist.segment._residuals import passed_on
 
 
 def arrays(rng, *shapes):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jdist.segment import RecompilationWarning, segment
-from jdist.segment._cache import VERSIONS
-from jdist.segment._contents import MOST_BYTES, MOST_VALUES, _Reader, contents_of
+from jdist.segment._lookup.cache import VERSIONS
+from jdist.segment._lookup.contents import MOST_BYTES, MOST_VALUES, _Reader, contents_of
 from jdist.segment._segment import CACHE
 from tests.segment.referents import FOREIGN
 

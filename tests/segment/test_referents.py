@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jdist.segment import segment
-from jdist.segment._contents import contents_of
+from jdist.segment._lookup.contents import contents_of
 from tests.segment.referents import BY_IDENTITY, KINDS, NO_TRACER
 
 

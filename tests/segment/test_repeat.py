@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import _compat
-from jdist.segment._repeat import may_repeat
+from jdist.segment._programs.recompute import may_repeat
 
 X = np.arange(1.0, 7.0).reshape(2, 3)
 N = np.arange(1, 7)

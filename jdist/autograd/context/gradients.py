@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jdist._compat import beside
 from jdist._errors import requirement
-from jdist._tree import is_none
+from jdist._tree import add_trees
 from jdist.autograd.context import container as containers
 from jdist.autograd.engine.sweep import plus
 from jdist.autograd.graph.variable import Variable
@@ -87,11 +87,5 @@ def accumulate(context: "Context", gradients: Mapping[Variable, Any]) -> None:
             if isinstance(known, jax.Array):
                 gradient = plus(known, gradient)
             elif known is not None:
-                gradient = jax.tree.map(_sum, known, gradient, is_leaf=is_none)
+                gradient = add_trees(known, gradient, plus)
             context.gradients[variable] = gradient
-
-
-def _sum(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    return plus(one, other)

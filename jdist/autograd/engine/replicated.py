@@ -23,9 +23,8 @@ from jax.experimental import multihost_utils
 from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import requirement
-from jdist._tree import named_leaves, wide_dtype
+from jdist._tree import abbreviated, named_leaves, wide_dtype
 from jdist.autograd.errors import AutogradError
-from jdist.autograd.graph.recorded import described
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT, Deadline
@@ -208,7 +207,7 @@ class ReplicaGroup:
             self._refuse(error, tag)
             raise
         leaves = jax.tree.leaves(made.value)
-        kinds = {path: described(x) for path, x in named_leaves(made.value).items()}
+        kinds = {path: abbreviated(x) for path, x in named_leaves(made.value).items()}
         first = self._agent.info.name == self.names[0]
         process = [jax.process_index(), jax.process_count()]
         brought = [kinds, leaves if first else None, process]

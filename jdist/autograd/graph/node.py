@@ -16,7 +16,7 @@ import jax
 from jdist.autograd.errors import GraphFreed
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.segment import Residuals, Segment
-from jdist.segment._passing import passed_on
+from jdist.segment.internal import passed_on
 
 Cotangent = jax.Array | None
 """None where no cotangent flows."""

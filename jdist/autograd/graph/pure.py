@@ -28,11 +28,15 @@ from jdist.autograd.context.recording import next_order, refuse_in_pure, tracing
 from jdist.autograd.graph.nnx_state import state_kept
 from jdist.autograd.graph.node import Edge, SegmentNode
 from jdist.segment import Segment
-from jdist.segment._cache import Cache
-from jdist.segment._contents import contents_of, is_fixed, value_of
-from jdist.segment._halves import Halves
-from jdist.segment._plan import Plan
-from jdist.segment._traced import Changed
+from jdist.segment.internal import (
+    Changed,
+    ForwardPlan,
+    FunctionCache,
+    contents_of,
+    is_fixed,
+    pure_segment,
+    value_of,
+)
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (float, complex)
@@ -194,8 +198,7 @@ def _segment(
 
     run.__name__ = name
     contents = contents_of(run, "apply")
-    halves = Halves(run, False, "apply", contents, (code, spec.case), alone=alone)
-    return Segment(run, halves, (), own=False)
+    return pure_segment(run, "apply", contents, (code, spec.case), alone=alone)
 
 
 class ArgumentSpec(NamedTuple):
@@ -270,7 +273,7 @@ _PLAIN = _UndifferentiatedArray()
 ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 """A single array with a derivative."""
 
-_PROGRAMS: Cache[PureFunction] = Cache("apply", size=256)
+_PROGRAMS: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
 _SPECS = 256
 """For so many ways to be called each of them is compiled at a time."""
 
@@ -348,7 +351,9 @@ def _refuse_closure(fn: Callable[..., Any]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _made(plan: Plan, recorded: tuple[bool, ...]) -> tuple[Any, tuple[bool, ...]]:
+def _made(
+    plan: ForwardPlan, recorded: tuple[bool, ...]
+) -> tuple[Any, tuple[bool, ...]]:
     """The structure of the outputs, and which of them have a history.
 
     These are the floating outputs from which a cotangent flows to a recorded input.

@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist._compat import is_traced, refuse_as_argument
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import abbreviated, is_inexact
 from jdist.autograd.context.recording import refuse_in_pure
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph import pure
@@ -454,12 +454,7 @@ class Recorded(Operators):
         return ONE, (self._value,), (self._edge,)
 
     def __repr__(self) -> str:
-        return f"Recorded({described(self._value)} of {self._edge.node.name})"
-
-
-def described(array: Any) -> str:
-    """dtype and shape of an array, for people."""
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+        return f"Recorded({abbreviated(self._value)} of {self._edge.node.name})"
 
 
 def _detached(leaf: Any) -> Any:

@@ -11,12 +11,12 @@ import numpy as np
 
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact, named_leaves, path_of
+from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
 from jdist.autograd.graph.nnx_state import refuse_state
 from jdist.autograd.graph.node import Cotangent, Edge, Node
 from jdist.autograd.graph.pure import DifferentiatedTree
 from jdist.autograd.graph.purity import eager, refuse_in_pure
-from jdist.autograd.graph.recorded import Operators, Recorded, described
+from jdist.autograd.graph.recorded import Operators, Recorded
 from jdist.rpc.base.turn import Turn
 
 Hook = Callable[[Any], Any]
@@ -254,9 +254,9 @@ def _check_paths(before: Any, after: Any) -> None:
         rule = f"must have the leaves {', '.join(old)}, as before"
         raise ValueError(requirement("Variable.value", rule, ", ".join(new)))
     for path, leaf in old.items():
-        if described(leaf) != described(new[path]):
-            rule = f"must be {described(leaf)} at {path}, as before"
-            got = described(new[path])
+        if abbreviated(leaf) != abbreviated(new[path]):
+            rule = f"must be {abbreviated(leaf)} at {path}, as before"
+            got = abbreviated(new[path])
             raise ValueError(requirement("Variable.value", rule, got))
 
 
@@ -279,7 +279,7 @@ class _Described:
     """Shown as dtype and shape."""
 
     def __init__(self, array: Any) -> None:
-        self._text = described(array)
+        self._text = abbreviated(array)
 
     def __repr__(self) -> str:
         return self._text

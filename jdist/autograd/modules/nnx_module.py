@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import abbreviated, is_inexact
 from jdist.autograd.context.recording import refuse_in_pure
 from jdist.autograd.context.turns import in_turn
 from jdist.autograd.graph.eager import eager
 from jdist.autograd.graph.pure import Constant
-from jdist.autograd.graph.recorded import described, record
+from jdist.autograd.graph.recorded import record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
 from jdist.rpc.base import current
@@ -164,7 +164,7 @@ class TrainableModule(StandIn):
         def act() -> None:
             here = self.state()
             given = {path: jnp.asarray(leaf) for path, leaf in state.items()}
-            shown = [{p: described(x) for p, x in d.items()} for d in (here, given)]
+            shown = [{p: abbreviated(x) for p, x in d.items()} for d in (here, given)]
             for path in sorted(here.keys() | given.keys()):
                 is_here, is_given = (d.get(path, "no leaf") for d in shown)
                 if is_here != is_given:

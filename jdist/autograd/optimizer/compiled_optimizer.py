@@ -16,9 +16,7 @@ import jax
 from jdist._errors import requirement
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.clipping import scaled
-from jdist.segment._cache import Cache
-from jdist.segment._contents import contents_of
-from jdist.segment._traced import Traced
+from jdist.segment.internal import FunctionCache, Traced, contents_of
 
 _ARGUMENT = "DistributedOptimizer(optimizer)"
 
@@ -86,7 +84,9 @@ def _by_contents(
     return _CACHE.get(make, (), lambda _: _program(make))
 
 
-_CACHE: Cache[CompiledOptimizer] = Cache("DistributedOptimizer", size=64)
+_CACHE: FunctionCache[CompiledOptimizer] = FunctionCache(
+    "DistributedOptimizer", size=64
+)
 
 
 def _program(make: Callable[[], Any]) -> CompiledOptimizer:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import described
 from jdist.autograd.context import container
 from jdist.autograd.engine.replicated import is_replicated
 from jdist.autograd.optimizer import checkpoint, owner_side
 from jdist.autograd.optimizer.checkpoint import State
-from jdist.autograd.optimizer.owned_optimizer import check_same, described
+from jdist.autograd.optimizer.owned_optimizer import check_same
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
 from jdist.optim.clipping import shrinking, sum_of

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import path_of
+from jdist._tree import described, path_of
 from jdist.autograd.context.turns import in_turn
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
@@ -148,11 +148,6 @@ class OwnedOptimizer:
         for name, value in overrides.items():
             if name in opt.hyperparameters:
                 opt.hyperparameters[name].check(f"{opt.name}.step", value)
-
-
-def described(array: Any) -> str:
-    """The dtype and shape of an array in words."""
-    return f"{array.dtype} of shape {tuple(array.shape)}"
 
 
 def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") -> None:

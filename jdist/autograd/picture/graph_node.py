@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdist._tree import abbreviated
 from jdist.autograd.context.context import Context
 from jdist.autograd.engine.sweep import dependencies
 from jdist.autograd.graph.node import LeafNode, Node, RecvNode, SendNode
-from jdist.autograd.graph.recorded import described
 from jdist.rpc.base.errors import ProtocolError
 
 LEAF, FUNCTION, SEND, RECEIVE = "leaf", "function", "send", "receive"
@@ -127,4 +127,4 @@ def _name(node: Node, names: Mapping[Any, str]) -> str:
     known = names.get(node.variable)
     if known is not None:
         return known
-    return ", ".join(map(described, jax.tree.leaves(node.variable.value)))
+    return ", ".join(map(abbreviated, jax.tree.leaves(node.variable.value)))

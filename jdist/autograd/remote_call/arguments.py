@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import named_leaves
+from jdist._tree import abbreviated, named_leaves
 from jdist.autograd.graph.pure import Recordable
 from jdist.rpc.rref import RRef
 
@@ -35,7 +35,7 @@ class AbstractArray(NamedTuple):
     weak: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+        return abbreviated(self)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:

@@ -9,8 +9,6 @@ again.
 """
 
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from secrets import randbits
@@ -21,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import evaluate, placed, trace_whole
+from jdist._lru_cache import LRUCache
 from jdist.autograd.context.recording import tracing
 from jdist.autograd.remote_call.arguments import (
     AbstractArray,
@@ -41,12 +40,18 @@ from jdist.rpc.base import current
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.outstanding_calls import Operation as Described
 from jdist.rpc.rref import RRef
-from jdist.segment._cache import VERSIONS, Cache
-from jdist.segment._contents import Contents, contents_of
-from jdist.segment._identity import identity_of
-from jdist.segment._traced import Changed, refuse_hidden, signature_of
+from jdist.segment.internal import (
+    VERSIONS,
+    Changed,
+    Contents,
+    FunctionCache,
+    contents_of,
+    identity_of,
+    refuse_hidden,
+    signature_of,
+)
 
-CACHE: Cache[Flat] = Cache("remote_call", size=256)
+CACHE: FunctionCache[Flat] = FunctionCache("remote_call", size=256)
 _PART = "jdist.autograd.remote_call.callee"
 _MOST = 4096
 # A call within one process may run in the caller's thread, whose mesh is not ours.
@@ -94,18 +99,14 @@ class ServedFunctions:
     """The functions that one worker runs for others, by number."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[int, ServedFunction] = OrderedDict()
+        self._known: LRUCache[int, ServedFunction] = LRUCache(_MOST)
         # A caller may remember the numbers of a worker that was there before.
         self._numbers = itertools.count(randbits(62))
 
     def add(self, program: ServedFunction) -> int:
         """Its number from now on; the one not used for longest is forgotten."""
-        with self._lock:
-            number = next(self._numbers)
-            self._known[number] = program
-            if len(self._known) > _MOST:
-                self._known.popitem(last=False)
+        number = next(self._numbers)
+        self._known.put(number, program)
         return number
 
     def find(self, number: int) -> ServedFunction:
@@ -114,11 +115,10 @@ class ServedFunctions:
         Raises:
           UnknownProgram: There is none, or not any more.
         """
-        with self._lock:
-            if number not in self._known:
-                raise UnknownFunction(number)
-            self._known.move_to_end(number)
-            return self._known[number]
+        found = self._known.get(number)
+        if found is None:
+            raise UnknownFunction(number)
+        return found
 
 
 def describe(

@@ -1,14 +1,13 @@
 """The caller's side: what is known of functions on other workers, and calling them."""
 
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
 from jdist.autograd.remote_call import callee
 from jdist.autograd.remote_call.arguments import AbstractArray, Structure, abstract_of
 from jdist.autograd.remote_call.callee import UnknownFunction
@@ -75,19 +74,16 @@ class RemoteFunctions:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()
-        self._known: OrderedDict[Target, FunctionDescription] = OrderedDict()
+        self._known: LRUCache[Target, FunctionDescription] = LRUCache(_MOST)
 
     def known(self, target: Target) -> FunctionDescription:
         """What the callee says of a target; it is asked once.
 
         Raises: what `describe` and `rpc_sync` raise.
         """
-        with self._lock:
-            found = self._known.get(target)
-            if found is not None:
-                self._known.move_to_end(target)
-                return found
+        found = self._known.get(target)
+        if found is not None:
+            return found
         skeleton, kinds = target.structure.skeleton, list(target.kinds)
         body: Any = (target.function, skeleton, kinds, _alive(target))
         number, skeleton, kinds = self._exchange(target, callee.describe, body)
@@ -95,10 +91,7 @@ class RemoteFunctions:
         found = FunctionDescription(
             number, structure, tuple(AbstractArray(*kind) for kind in kinds)
         )
-        with self._lock:
-            self._known[target] = found
-            if len(self._known) > _MOST:
-                self._known.popitem(last=False)
+        self._known.put(target, found)
         return found
 
     def call(
@@ -155,8 +148,7 @@ class RemoteFunctions:
         return context
 
     def _forget(self, target: Target) -> None:
-        with self._lock:
-            self._known.pop(target, None)
+        self._known.pop(target)
 
     def _exchange(
         self, target: Target, what: Callable[..., Any], args: tuple[Any, ...]

@@ -17,24 +17,25 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._checkpoint import (
-    Closing,
+    Checkpoints,
     StepFolder,
     check_same,
-    described,
+    descriptions,
     struct_of,
     unworded,
     words,
 )
 from jdist._errors import requirement
+from jdist._fit import check_state
 from jdist._tree import path_of
-from jdist.data_parallel.step.train_state import TrainState, check_state
+from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
 
 _HOOK_STATE = "hook_state"
 """The state's field, and the item on disk, of what a communication hook keeps."""
 
 
-class TrainCheckpoints(Closing):
+class TrainCheckpoints(Checkpoints[TrainState]):
     """A folder of training states, one for each step that was saved.
 
     Use it as a context manager, or `close` it: orbax holds threads.
@@ -79,15 +80,15 @@ class TrainCheckpoints(Closing):
           ValueError: That step was saved before.
           TypeError: It is no state, but the parameters, for example.
         """
-        check_state("save(state)", state)
+        check_state("save(state)", state, TrainState, "step")
         self._folder.check_new("save(state)", int(state.step))
         leaves = _leaves(state)
         saved = {path: words(_array(leaf)) for path, leaf in leaves.items()}
         self._folder.write(int(state.step), _by_item(saved), _description(state))
 
-    def latest(self) -> int | None:
-        """The last step that was saved completely, or None."""
-        return max(self._folder.steps(), default=None)
+    def steps(self) -> list[int]:
+        """The steps that were saved completely, in order."""
+        return self._folder.steps()
 
     def restore(
         self, like: TrainState, step: int | None = None, *, hook_state: bool = True
@@ -110,7 +111,7 @@ class TrainCheckpoints(Closing):
             shapes or dtypes, and the message names the first; or a hook's state was
             saved of another number of replicas.
         """
-        check_state("restore(like=...)", like)
+        check_state("restore(like=...)", like, TrainState, "step")
         step = self._folder.chosen("restore", step)
         description = self._folder.description(step)
         if not hook_state:
@@ -200,7 +201,7 @@ def _refilled(array: jax.Array, like: Any) -> Any:
 
 
 def _description(state: TrainState) -> dict[str, str]:
-    return described(
+    return descriptions(
         {
             path: jax.ShapeDtypeStruct(leaf.shape, _array(leaf).dtype)
             for path, leaf in _leaves(state).items()

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jdist import reduction as reductions
 from jdist._compat import after, alike
 from jdist._errors import requirement
-from jdist._tree import examples_in, named_leaves, split_inexact
+from jdist._tree import described, examples_in, named_leaves, split_inexact
 from jdist.data_parallel.gradient.buckets import (
     ALONE,
     Cap,
@@ -353,14 +353,13 @@ class Communication:
 
     def _check_result(self, given: Bucket, found: Any) -> None:
         rule = "must return (state, bucket) with a buffer of the shape and dtype given"
-        want = f"{given.buffer.dtype} of shape {given.buffer.shape}"
         if not isinstance(found, Bucket):
             got = f"a {type(found).__name__}"
         elif (found.buffer.shape, found.buffer.dtype) != (
             given.buffer.shape,
             given.buffer.dtype,
         ):
-            got = f"{found.buffer.dtype} of shape {found.buffer.shape}, not {want}"
+            got = f"{described(found.buffer)}, not {described(given.buffer)}"
         else:
             return
         raise ValueError(requirement(f"{self.call}(hook=...)", rule, got))

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import named_leaves
+from jdist._tree import described, named_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def _check_state(old: Any, new: Any) -> None:
     """A state that changed its shape would compile every step anew."""
     before, after = (
         {
-            path: f"{jnp.result_type(leaf)} of shape {jnp.shape(leaf)}"
+            path: described(leaf)
             for path, leaf in named_leaves(state).items()
             if leaf is not None
         }

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
-from jdist._tree import merge, named_leaves
+from jdist._tree import described, merge, named_leaves
 from jdist.data_parallel.replicas.layout import is_divided
 
 
@@ -90,7 +90,7 @@ def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
 def _description(tree: Any) -> dict[str, str]:
     """Leaf by leaf; under the empty path the structure."""
     leaves = {
-        path: "None" if leaf is None else f"{leaf.dtype} of shape {leaf.shape}"
+        path: "None" if leaf is None else described(leaf)
         for path, leaf in named_leaves(jax.tree.map(_first_copy, tree)).items()
     }
     return leaves | {"": str(jax.tree.structure(tree))}

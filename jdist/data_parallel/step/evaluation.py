@@ -1,34 +1,19 @@
 """Evaluation: the loss of a batch over replicas, by forward passes alone."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
+from jdist._fit import Metrics
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.loss import Loss
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.reduction import Partial
-
-
-class Evaluation(NamedTuple):
-    """What an evaluation found out."""
-
-    loss: jax.Array
-    """The whole batch's loss, scalar, the same on every replica."""
-
-    examples: jax.Array
-    """How many examples have a weight above 0, which padding has not, int32 scalar."""
-
-    weight: jax.Array
-    """The sum of their weights, scalar."""
-
-    aux: Any = None
-    """Auxiliary outputs, each with a new first axis of replicas."""
 
 
 def evaluation(
@@ -38,7 +23,7 @@ def evaluation(
     axis: str,
     reduction: str,
 ) -> Callable[..., Any]:
-    """The compiled `(state, batch, weights) -> Evaluation`.
+    """The compiled `(state, batch, weights) -> Metrics`.
 
     Args:
       loss: What training calls.
@@ -82,8 +67,8 @@ def evaluation(
 
     mapped = over_replicas(on_replica, mesh, axis, (EACH, rows, rows), (EACH, rows))
 
-    def evaluate(state: TrainState, batch: Any, weights: Any) -> Evaluation:
+    def evaluate(state: TrainState, batch: Any, weights: Any) -> Metrics:
         (value, examples, weight), aux = mapped(state, batch, weights)
-        return Evaluation(value, examples, weight, aux)
+        return Metrics(value, examples, weight, aux=aux)
 
     return jax.jit(evaluate)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jdist._fit import Epoch, check_save_every, fitted, over_epoch, pair, progress
+from jdist._fit import Metrics, check_save_every, fitted, over_epoch, pair, progress
 from jdist._tree import examples_in
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints
 from jdist.data_parallel.replicas.shards import unbound
-from jdist.data_parallel.step.train_state import Metrics, TrainState
+from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import TrainStep
 from jdist.reduction import wide_weights
 
@@ -60,8 +60,8 @@ def fit(
       >>> sampler = data_parallel.Sampler(examples=3, batch=2, shuffle=False)
       >>> batches = sampler.batches(jnp.array([1.0, 2.0, 0.5]), mesh=2)
       >>> state, found = data_parallel.fit(step, step.init(jnp.array(3.0)), batches)
-      >>> int(state.step), data_parallel.over_epoch(found)
-      (2, Epoch(loss=15.1875, examples=3, weight=3.0))
+      >>> int(state.step), data_parallel.over_epoch(found)[:3]
+      (2, (15.1875, 3, 3.0))
     """
     check_save_every(save_every)
     if total is None and isinstance(batches, Sized):
@@ -91,7 +91,7 @@ def evaluate(
     *,
     total: int | None = None,
     console: Console | None = None,
-) -> Epoch:
+) -> Metrics:
     """The loss of many batches as if they were one; see `TrainStep.evaluate`.
 
     Args:
@@ -110,16 +110,16 @@ def evaluate(
       >>> step = data_parallel.train_step(lambda w, x: (w * x) ** 2, optim.sgd(), 2)
       >>> sampler = data_parallel.Sampler(examples=3, batch=2, shuffle=False)
       >>> batches = sampler.batches(jnp.array([1.0, 2.0, 3.0]), mesh=2)
-      >>> data_parallel.evaluate(step, step.init(jnp.array(3.0)), batches)
-      Epoch(loss=42.0, examples=3, weight=3.0)
+      >>> data_parallel.evaluate(step, step.init(jnp.array(3.0)), batches).loss
+      42.0
     """
     if total is None and isinstance(batches, Sized):
         total = len(batches)
-    found: list[Any] = []
-    with progress(console, total, "evaluating") as bar:
+    found: list[Metrics] = []
+    with progress(console, total, "evaluating") as advance:
         for batch, weights in map(pair, batches):
             one = step.evaluate(state, batch, weights)
-            bar.advance("evaluating", found[-1] if found else None)
+            advance("evaluating", found[-1] if found else None)
             found.append(one._replace(aux=None))
     return over_epoch(found, step.reduction)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._checkpoint import described
+from jdist._checkpoint import descriptions
 from jdist._errors import requirement
 from jdist._tree import path_of
 
@@ -34,20 +34,6 @@ class TrainState(NamedTuple):
     hook_state: Any = None
     """What a communication hook keeps, a row for each replica, or None. As
     `TrainCheckpoints.restore` reads it, it is by path: its structure is the step's."""
-
-
-def check_state(call: str, state: object) -> None:
-    """Refuses what is not the state of a training run, such as the parameters alone.
-
-    Raises:
-      TypeError: It is anything else.
-    """
-    if not isinstance(state, TrainState):
-        rule = "must be a TrainState"
-        remedy = (
-            "`state = step.init(params)` makes one, and each step returns the next."
-        )
-        raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
 
 
 def check_hook_rows(argument: str, kept: Any, replicas: int) -> None:
@@ -76,7 +62,7 @@ def structured(argument: str, kept: dict[str, Any], like: Any) -> Any:
     """
     pairs = jax.tree.leaves_with_path(like)
     wanted = {path_of(keys): leaf for keys, leaf in pairs}
-    here, there = described(wanted), described(kept)
+    here, there = descriptions(wanted), descriptions(kept)
     for path in sorted(here.keys() | there.keys()):
         want, got = (each.get(path, "no leaf") for each in (here, there))
         if want != got:
@@ -90,23 +76,3 @@ _ANEW = (
     "It belongs to the hook, its buckets and its replicas. With None in its place the "
     "hook begins anew, as in `state._replace(hook_state=None)`."
 )
-
-
-class Metrics(NamedTuple):
-    """What a step found out, before it moved the parameters."""
-
-    loss: jax.Array
-    """The whole batch's loss, scalar, the same on every replica."""
-
-    grad_norm: jax.Array | None = None
-    """Global norm of the gradient before clipping, or None without clipping."""
-
-    aux: Any = None
-    """Auxiliary outputs, each with a new first axis of `replicas * accumulate`: an
-    entry for each call of the loss function, in the order of the batch's rows."""
-
-    examples: Any = None
-    """How many examples have a weight above 0, as `fit` counts them; else None."""
-
-    weight: Any = None
-    """The sum of their weights, as `fit` counts it; else None."""

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import alike
 from jdist._errors import requirement
+from jdist._fit import Metrics, check_state
 from jdist._tree import examples_in
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
@@ -35,15 +36,13 @@ from jdist.data_parallel.replicas.inputs import brought, check_alive, check_plac
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
 from jdist.data_parallel.replicas.shards import replicas_of, unbound, weights_given
-from jdist.data_parallel.step.evaluation import Evaluation, evaluation
+from jdist.data_parallel.step.evaluation import evaluation
 from jdist.data_parallel.step.model_state import check_rule
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.data_parallel.step.replica_step import ReplicaStep
 from jdist.data_parallel.step.train_state import (
-    Metrics,
     TrainState,
     check_hook_rows,
-    check_state,
     structured,
 )
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
@@ -85,7 +84,7 @@ class TrainStep:
       axis: The mesh axis that counts replicas.
       debug: Whether replicas are compared after each step.
       reduction: What joins the examples' losses.
-      evaluated: The jitted function `(state, batch, weights) -> Evaluation`.
+      evaluated: The jitted function `(state, batch, weights) -> Metrics`.
     """
 
     optimizer: Optimizer
@@ -172,9 +171,7 @@ class TrainStep:
             check_agreement("train_step", sums, self.mesh, self.axis)
         return moved._replace(key=key), metrics
 
-    def evaluate(
-        self, state: TrainState, batch: Any, weights: Any = None
-    ) -> Evaluation:
+    def evaluate(self, state: TrainState, batch: Any, weights: Any = None) -> Metrics:
         """The loss of a batch, by forward passes alone; nothing is changed by it.
 
         Args:
@@ -193,14 +190,14 @@ class TrainStep:
         replicas = replicas_of(self.mesh, self.axis, "evaluate")
         batch, weights = self._given("evaluate", state, batch, weights, replicas)
         needed = state._replace(opt_state=None, hook_state=None)
-        found: Evaluation = self.evaluated(needed, batch, weights)
+        found: Metrics = self.evaluated(needed, batch, weights)
         return found
 
     def _given(
         self, call: str, state: TrainState, batch: Any, weights: Any, divisor: int
     ) -> tuple[Any, Any]:
         """Batch and weights as the program can take them; see `inputs`."""
-        check_state(f"{call}(state=...)", state)
+        check_state(f"{call}(state=...)", state, TrainState, "step")
         count = examples_in(batch, f"{call}(state, batch)")
         if count % divisor or not count:
             rule = f"must have a multiple of {divisor} rows, one or more for each "
@@ -358,7 +355,7 @@ def _step(
         new = TrainState(state.step + 1, params, opt_state, states, None, hook_state)
         if divided:  # A donated buffer serves again for what is laid out like it.
             new = jax.tree.map(alike, new, state)
-        return new, Metrics(_unscaled(value, scale), norm, aux), sums
+        return new, Metrics(_unscaled(value, scale), grad_norm=norm, aux=aux), sums
 
     return step
 

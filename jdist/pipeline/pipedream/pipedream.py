@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist._errors import requirement
+from jdist._fit import Metrics
 from jdist.optim import Optimizer
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
@@ -28,25 +29,6 @@ from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "PipeDream.train_epoch"
-
-
-class EpochMetrics(NamedTuple):
-    """What an epoch found out; the losses are the same on every worker.
-
-    Attributes:
-      losses: Of each micro-batch, with the weights that it met; `(micro_batches,)`. NaN
-        for the mean of one whose weights are all 0.
-      loss: Over all examples of the epoch.
-      skipped: How many updates each stage has skipped, because they overflowed; None
-        for stages of other processes, which know theirs. None without a loss scale.
-      aux: Auxiliary outputs of the loss function, arrays of NumPy, each with a new
-        first axis of micro-batches; None if it has none.
-    """
-
-    losses: np.ndarray
-    loss: float
-    skipped: list[int | None] | None = None
-    aux: Any = None
 
 
 class PipeDream(Pipeline):
@@ -179,7 +161,7 @@ class PipeDream(Pipeline):
         *,
         checkpoints: PipelineCheckpoints | None = None,
         save_every: int | None = None,
-    ) -> tuple[PipelineState, EpochMetrics]:
+    ) -> tuple[PipelineState, Metrics]:
         """Trains on the batches in order, each a micro-batch, and drains.
 
         A batch is read when a forward pass needs it: of a generator no more are held
@@ -313,7 +295,7 @@ class PipeDream(Pipeline):
             settings["save_every"] = limit
         channels.identify(step, settings, [first.batch], [first], key)
 
-    def _joined(self, parts: Sequence["_EpochPart"]) -> EpochMetrics:
+    def _joined(self, parts: Sequence["_EpochPart"]) -> Metrics:
         """What the parts of an epoch have found."""
         values, weights = (
             np.concatenate([part[field] for part in parts]) for field in (0, 1)
@@ -329,11 +311,12 @@ class PipeDream(Pipeline):
             columns = zip(*(part.skipped or [] for part in parts), strict=True)
             skipped = [None if c[0] is None else sum(c) for c in columns]
         if self._loss.kind == "sum":
-            return EpochMetrics(values, float(values.sum()), skipped, aux)
+            return Metrics(float(values.sum()), aux=aux, losses=values, skipped=skipped)
         means = np.divide(
             values, weights, out=np.full_like(values, np.nan), where=weights > 0
         )
-        return EpochMetrics(means, float(values.sum() / weights.sum()), skipped, aux)
+        loss = float(values.sum() / weights.sum())
+        return Metrics(loss, aux=aux, losses=means, skipped=skipped)
 
     def _stashed_runs(
         self,
@@ -371,7 +354,7 @@ class _EpochPart(NamedTuple):
     Attributes:
       values: The weighted sums of the losses.
       weights: The sums of the weights.
-      aux: See `EpochMetrics`.
+      aux: See `Metrics`.
       skipped: Likewise.
     """
 

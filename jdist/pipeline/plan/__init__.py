@@ -1,1 +1,15 @@
-"""Planning: profiles of layers, cuts, and PipeDream's partitioning."""
+"""Planning: profiles of layers, cuts of a model, and PipeDream's partitioning."""
+
+from jdist.pipeline.plan.partition import partition
+from jdist.pipeline.plan.plan import Plan, PlannedStage, load_plan
+from jdist.pipeline.plan.profile import Layer, Profile, load_profile
+
+__all__ = [
+    "Layer",
+    "Plan",
+    "PlannedStage",
+    "Profile",
+    "load_plan",
+    "load_profile",
+    "partition",
+]

@@ -1,9 +1,9 @@
-"""Where a model can be cut: the sets of layers that hold all that feeds them.
+"""Cuts of a model: sets of layers closed under "is fed by".
 
 A chain of n layers can be cut after each of them. In a graph a cut is a set of layers
-closed under "what feeds it": everything in it runs before everything outside. The
-layers of a stage are the difference of two cuts, one within the other. PipeDream calls
-the layers at the edge of such a set its antichain.
+that contains all predecessors of its members, so that everything in it runs before
+everything outside. The layers of a stage are the difference of two cuts, one within the
+other. PipeDream calls the layers at the edge of such a set its antichain.
 """
 
 import functools
@@ -18,21 +18,23 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.pipeline.plan.profile import Profile
 
+__all__ = ["Cuts", "cuts_of"]
+
 MOST = 4000
-"""Cuts that a planner can still look at; a wide graph has exponentially many."""
+"""The most cuts that are planned; a wide graph has exponentially many."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """All cuts of a profile, from no layer to all, each after those within it.
+    """All cuts of a profile, from the empty one to all layers, in order of inclusion.
 
     Attributes:
-      names: The layers, each after all that feed it.
+      names: The layers in topological order.
       inside: For each cut, the layers in it as a bit set.
-      seconds: Forward and backward of all layers in it.
-      activation_bytes: Of their outputs.
-      parameter_bytes: Of their parameters.
-      output_bytes: What crosses it: outputs of layers at its edge.
+      seconds: For each cut, forward and backward of all layers in it.
+      activation_bytes: Likewise, the size of their outputs.
+      parameter_bytes: Likewise, the size of their parameters.
+      output_bytes: For each cut, the bytes that cross it: outputs at its edge.
     """
 
     names: tuple[str, ...]
@@ -55,16 +57,16 @@ class Cuts:
         return found
 
     def between(self, i: int, j: int) -> tuple[str, ...]:
-        """The layers of cut j that cut i has not, in order."""
+        """The layers of cut j that are not in cut i, in order."""
         wanted = self.inside[j] & ~self.inside[i]
         return tuple(name for bit, name in enumerate(self.names) if wanted >> bit & 1)
 
 
 def cuts_of(profile: Profile) -> Cuts:
-    """All places to cut a profile.
+    """All cuts of a profile.
 
     Inputs ("Input...") cost nothing and belong to the first stage that needs them; they
-    are left out, and so are outputs that nobody takes (`__getitem__` of a tuple).
+    are left out, and so are unused outputs (`__getitem__` of a tuple).
 
     Raises:
       ValueError: Nothing is left, or there are too many ways to cut.
@@ -108,7 +110,7 @@ def _is(kind: str, profile: Profile, name: str) -> bool:
 
 
 def _closures(needs: Sequence[int]) -> list[int]:
-    """For each layer, itself and all that it depends on."""
+    """For each layer, the set of itself and all its predecessors."""
     closed: list[int] = []
     for bit, needed in enumerate(needs):
         closed.append(_union(closed[other] for other in _bits(needed)) | 1 << bit)
@@ -116,11 +118,12 @@ def _closures(needs: Sequence[int]) -> list[int]:
 
 
 def _antichain(cut: int, closed: Sequence[int], takers: Sequence[int]) -> int:
-    """PipeDream's antichain of a cut: its last layers, and what they let through.
+    """PipeDream's antichain of a cut: its last layers, and some of their predecessors.
 
-    A layer before a last one, a, belongs to it if one of its takers is not before a:
-    even if that taker is in the cut, behind another last layer. So what crosses between
-    parallel branches is counted too high; published plans were made so.
+    A predecessor of a last layer a belongs to it if one of its successors is not a
+    predecessor of a, even if that successor is in the cut behind another last layer.
+    This overestimates what crosses between parallel branches, but published plans were
+    made so.
     """
     last = [bit for bit in _bits(cut) if not takers[bit] & cut]
     found = sum(1 << bit for bit in last)
@@ -137,11 +140,11 @@ def _union(sets: Iterable[int]) -> int:
 def _closed_sets(
     first: int, closed: Sequence[int], takers: Sequence[int]
 ) -> tuple[int, ...]:
-    """Bit sets that hold what each of their members needs, smaller ones first.
+    """Bit sets that contain all predecessors of their members, smaller ones first.
 
-    They grow from the first layer, of those listed that need no other, by one layer
-    that takes from them and what that one needs. So a further source, such as the
-    embedding of a decoder's input, comes with what needs it and not before.
+    They grow from the first listed source by one successor at a time, with its
+    predecessors. So a further source, such as the embedding of a decoder's input, comes
+    with the layer that needs it and not before.
     """
     everything = (1 << len(closed)) - 1
     found = {0, closed[first], everything}
@@ -166,6 +169,7 @@ def _totals(cuts: Sequence[int], values: Sequence[float]) -> np.ndarray:
 
 def _bits(cut: int) -> Iterator[int]:
     while cut:
+        # In two's complement -cut shares only the lowest set bit with cut.
         lowest = cut & -cut
         yield lowest.bit_length() - 1
         cut ^= lowest

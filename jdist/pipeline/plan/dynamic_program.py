@@ -1,4 +1,4 @@
-"""The dynamic program of one level of the machine; see `plan.partition`."""
+"""The dynamic program of one level of the machine; see `jdist.pipeline.partition`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,31 +9,42 @@ import numpy as np
 
 from jdist.pipeline.plan.cuts import Cuts
 
+__all__ = [
+    "ANY",
+    "DynamicProgram",
+    "Level",
+    "Machine",
+    "PlacedStage",
+    "SpanSeconds",
+    "spans",
+]
+
 BLOCK = 2**16
-"""Numbers that one NumPy step works on: they stay in the cache."""
+"""Numbers per NumPy step, few enough to stay in the cache."""
 
 ANY = Fraction(0)
+"""The one case without a memory limit; see `Machine`."""
 
 SpanSeconds = Callable[[int], np.ndarray]
 """From an end to the seconds of all spans that end there, `(cases, begin)`."""
 
 Machine = Callable[[Sequence[Fraction]], SpanSeconds]
-"""One worker of a level, with all that is inside it: what spans take there. A case is
-the number of workers after a stage's own, divided by its own: it decides how many
-micro-batches are in flight on the stage, and so whether they fit."""
+"""The seconds of spans on one worker of a level, with all levels inside it. A case is
+the number of workers after a stage's own, divided by its own: it determines how many
+micro-batches are in flight on the stage, and so whether they fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the machine, and what a plan may do there.
+    """One level of the machine, and the rules for plans on it.
 
     Attributes:
-      workers: How many there are at this level.
+      workers: Number of workers at this level.
       inside: Workers of the level inside that each of them has; 1 at the innermost.
       bandwidth: Bytes per second between them.
-      transfers: Whether what crosses a cut takes time.
+      transfers: Whether transfers across a cut take time.
       replicate: Whether a stage may have several workers.
-      limited: Whether memory is, so that it matters what comes after a stage.
+      limited: Whether memory is limited, so that the workers after a stage matter.
     """
 
     workers: int
@@ -45,13 +56,19 @@ class Level:
 
 
 class PlacedStage(NamedTuple):
-    """One stage of a level's pipeline."""
+    """One stage of a level's pipeline.
+
+    Attributes:
+      begin: The cut at which it begins.
+      end: The cut at which it ends.
+      workers: Number of its workers.
+      after: Number of workers after its own, divided by its own.
+    """
 
     begin: int
     end: int
     workers: int
     after: Fraction
-    """Workers after its own, divided by its own."""
 
 
 class DynamicProgram:
@@ -67,24 +84,24 @@ class DynamicProgram:
         cuts: Cuts,
         level: Level,
         machine: Machine,
-        after: Fraction = Fraction(0),
+        after: Fraction = ANY,
         *,
         whole: bool,
     ) -> None:
-        """Solves it.
+        """Solves the program.
 
         Args:
           cuts: Where stages may begin and end.
           level: Workers, bandwidth, rules.
-          machine: What a span takes on one of the level's workers.
-          after: Workers of this level that come after all those planned here, divided
-            by how often the pipeline planned here is replicated.
-          whole: Only plans from the first cut on are wanted.
+          machine: The seconds of a span on one of the level's workers.
+          after: Number of workers of this level after all those planned here, divided
+            by the number of replicas of the pipeline planned here.
+          whole: Whether plans must begin at the first cut.
         """
         self.level, self.after = level, after
         self.parameters = _between(cuts.parameter_bytes)
         self.crossing = 2 * cuts.output_bytes / level.bandwidth
-        self.crossing[-1] = 0.0  # the loss stays where it is
+        self.crossing[-1] = 0.0  # the loss is not sent
         counts = range(1, level.workers + 1)
         self._first = machine(self._cases((0, own) for own in counts))
         self._others = {
@@ -110,13 +127,14 @@ class DynamicProgram:
         return (self.level.workers - before - own + self.after) / own
 
     def _cases(self, pairs: Iterable[tuple[int, int]]) -> list[Fraction]:
-        """Each case; without a limit they are all alike, and one stands for them."""
+        """Each case; a single one without a limit, where all are alike."""
         return [self._case(*pair) for pair in pairs] if self.level.limited else [ANY]
 
     def _solve(self, end: int) -> None:
         rows, workers, _ = self.best.shape
         self.best[:, :, end] = self._alone(end)[:rows]
         step = max(1, BLOCK // (workers * end))
+        # The temporary arrays have workers x cuts numbers for each beginning.
         for low in range(0, min(rows, end), step):
             begin = slice(low, min(low + step, rows))
             for own in self._choices(workers - 1):
@@ -129,7 +147,7 @@ class DynamicProgram:
         return range(1, (most if self.level.replicate else min(most, 1)) + 1)
 
     def _alone(self, end: int) -> np.ndarray:
-        """A span as one stage on r workers: `(begin, r - 1)`."""
+        """Seconds of spans up to `end` as one stage on r workers, `(begin, r - 1)`."""
         r = np.arange(1, self.level.workers + 1)
         parameters = self.parameters[:, end, None]
         synchronise = 4 * (r - 1) * parameters / (self.level.bandwidth * r)
@@ -139,7 +157,7 @@ class DynamicProgram:
         return time
 
     def _final(self, own: int, end: int) -> np.ndarray:
-        """The last stage of a pipeline, on `own` workers: `(cases, cut)`.
+        """Seconds of the last stage of a pipeline, on `own` workers, `(cases, cut)`.
 
         The cases are the numbers of workers before it, from 1 on.
         """
@@ -152,7 +170,7 @@ class DynamicProgram:
         return time
 
     def _last(self, begin: int, workers: int, end: int) -> tuple[int, int]:
-        """Where the last stage of the best pipeline begins, and its workers."""
+        """The cut before the last stage of the best pipeline, and its workers."""
         best = self.best[begin, workers - 1, end]
         for own in self._choices(workers - 1):
             final = self._final(own, end)
@@ -165,7 +183,7 @@ class DynamicProgram:
 
 
 def spans(cuts: Cuts, totals: np.ndarray) -> np.ndarray:
-    """What lies between two cuts, infinite where one is not within the other."""
+    """Totals between two cuts, infinite where one is not within the other."""
     return np.where(cuts.within, _between(totals), np.inf)
 
 

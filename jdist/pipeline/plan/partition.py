@@ -1,9 +1,9 @@
-"""PipeDream's planner: which layers on which workers.
+"""PipeDream's planner: the assignment of layers to workers.
 
 A machine has levels: workers in a server, servers in a rack. At the innermost level a
 dynamic program finds, for every span of layers and every number of workers, the best
-pipeline; at the next level a "worker" is a whole server and a span's time is what its
-best pipeline inside a server takes; and so on. With C the time and P the parameter
+pipeline; at the next level a "worker" is a whole server and a span's time is that of
+its best pipeline inside a server; and so on. With C the time and P the parameter
 bytes of a span, a the bytes that cross a cut, B the level's bandwidth, r of its workers
 and M workers in each of them:
 
@@ -37,6 +37,8 @@ from jdist.pipeline.plan.plan import Plan, PlannedStage
 from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.actions import check_counts
 
+__all__ = ["Planner", "partition"]
+
 
 def partition(
     profile: Profile,
@@ -55,14 +57,14 @@ def partition(
       profile: The layers; see `load_profile`.
       workers: Per level, innermost first: (4, 2) are 2 servers of 4.
       bandwidths: Bytes per second within each level.
-      transfers: Whether activations that cross a cut take time. They do; False is for
-        links that are used behind the computation.
+      transfers: Whether activations that cross a cut take time; False where transfers
+        overlap with the computation.
       memory: Bytes of a worker. A stage with w workers from it to the end, r of them
         its own, has ceil(w / r) micro-batches in flight, each with its activations (the
-        outputs of its layers, and what it takes from the stages before) and a version
-        of the weights. Gradients, optimizers and what layers keep inside come on top.
-        With several levels this takes longer: those inside are planned for each number
-        of workers that may come after them.
+        outputs of its layers and its inputs from the stages before) and a version of
+        the weights. Gradients, optimizers and arrays that layers keep inside are not
+        counted. With several levels this takes longer: inner ones are planned for each
+        number of workers that may come after them.
       replicate: False plans a straight pipeline, one worker per stage.
 
     Returns:
@@ -107,10 +109,10 @@ def partition(
 
 
 class Planner:
-    """The programs of all levels: solved when they are wanted, and once.
+    """The dynamic programs of all levels, each solved once, on first use.
 
-    With a memory limit a level inside is solved for each number of workers that may
-    come after it, since they decide what is in flight; without one, only once.
+    With a memory limit an inner level is solved for each number of workers that may
+    come after it, since they determine what is in flight; without one, only once.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Planner:
         self._solved: dict[tuple[int, Fraction], DynamicProgram] = {}
 
     def program(self, depth: int = -1, after: Fraction = ANY) -> DynamicProgram:
-        """Of one level, with so many workers after it; see `DynamicProgram`."""
+        """The program of one level; `after` is as in `DynamicProgram`."""
         depth %= len(self.levels)
         key = (depth, after)
         if key not in self._solved:
@@ -141,10 +143,10 @@ class Planner:
         """Begin, end and ranks of each stage of a span.
 
         Args:
-          begin: Of the span.
-          end: Of the span.
-          machines: The ranks of each of the machines, alike, that share the span.
-          depth: The level whose workers they have.
+          begin: The cut at which the span begins.
+          end: The cut at which it ends.
+          machines: The ranks of each of the equal machines that share the span.
+          depth: The level of their workers.
           after: As in `program`.
         """
         depth %= len(self.levels)
@@ -163,7 +165,7 @@ class Planner:
                 yield stage.begin, stage.end, ranks
 
     def _later(self, depth: int, after: Fraction) -> Fraction:
-        """What comes after a stage of `depth`, in workers of the level inside."""
+        """`after` of a stage of `depth`, in workers of the level inside."""
         limited = self.memory is not None
         return after * self.levels[depth - 1].workers if limited else ANY
 
@@ -180,7 +182,7 @@ class Planner:
     def _worker(self) -> Machine:
         seconds = spans(self.cuts, self.cuts.seconds)
         held = spans(self.cuts, self.cuts.activation_bytes + self.cuts.parameter_bytes)
-        # What a stage takes from those before is kept there for its backward pass.
+        # A stage keeps its inputs from other stages for its backward pass.
         held += self.cuts.output_bytes[:, None]
 
         def machine(cases: Sequence[Fraction]) -> SpanSeconds:
@@ -244,7 +246,7 @@ def _stage(
 
 
 def _data_parallel(cuts: Cuts, levels: Sequence[Level]) -> float:
-    """Every worker has all layers; gradients are reduced level by level."""
+    """Seconds with all layers on every worker, gradients reduced level by level."""
     seconds, parameters = float(cuts.seconds[-1]), float(cuts.parameter_bytes[-1])
     for level in levels:
         reduce = 4 * (level.workers - 1) * parameters / level.bandwidth / level.workers

@@ -1,4 +1,4 @@
-"""A plan: which layers are a stage, on which workers; shown, drawn, written, read."""
+"""Plans: layers grouped into stages, and the workers of each stage."""
 
 import json
 import math
@@ -13,28 +13,30 @@ from rich.table import Table
 from jdist._errors import Unavailable, extra, requirement
 from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules.pipedream import pipedream
+from jdist.pipeline.schedules import pipedream
 from jdist.pipeline.simulate.costs import Costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+__all__ = ["Plan", "PlannedStage", "load_plan"]
 
 FORMAT = "jdist.pipeline.plan/1"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """One stage.
+    """A stage of a plan.
 
     Attributes:
-      layers: Names, each after all that feed it.
-      ranks: The workers that run it; micro-batches go round among several.
+      layers: Names in topological order.
+      ranks: The workers that run it; several take micro-batches in turn.
       forward: Seconds for one micro-batch on one worker.
       backward: Likewise.
-      parameter_bytes: Of one version of its weights.
-      activation_bytes: Of its layers' outputs for one micro-batch, and of what it takes
-        from the stages before.
-      output_bytes: What goes on to the next stage.
+      parameter_bytes: Size of one version of its weights.
+      activation_bytes: Size of its layers' outputs for one micro-batch, and of its
+        inputs from the stages before.
+      output_bytes: Bytes that it sends to the next stage.
     """
 
     layers: tuple[str, ...]
@@ -53,7 +55,7 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages in order, and what the planner's model says of them.
+    """Stages in order, and their times in the planner's model.
 
     `print(plan)` shows the configuration, `rich.print(plan)` a table.
 
@@ -62,8 +64,8 @@ class Plan:
         transfer.
       data_parallel_time: The same if every worker had all layers.
       stages: First to last.
-      workers: Per level of the machine, innermost first.
-      bandwidths: Likewise, bytes per second.
+      workers: Number of workers per level of the machine, innermost first.
+      bandwidths: Bytes per second within each level.
     """
 
     bottleneck_time: float
@@ -84,13 +86,13 @@ class Plan:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Micro-batches, and versions of the weights, on each stage's workers."""
+        """Micro-batches in flight, and weight versions, on each stage's workers."""
         counts = [len(stage.ranks) for stage in self.stages]
         return tuple(math.ceil(sum(counts[j:]) / own) for j, own in enumerate(counts))
 
     @property
     def bytes_per_worker(self) -> tuple[float, ...]:
-        """Per stage: activations and weights of all micro-batches in flight."""
+        """Per stage, bytes of activations and weights of micro-batches in flight."""
         return tuple(
             flight * (stage.activation_bytes + stage.parameter_bytes)
             for flight, stage in zip(self.in_flight, self.stages, strict=True)
@@ -98,7 +100,7 @@ class Plan:
 
     @property
     def reduction_seconds(self) -> tuple[float, ...]:
-        """Per stage: what its replicas' gradients cost a worker for one micro-batch.
+        """Per stage, seconds of a worker per micro-batch for reducing gradients.
 
         The planner adds what a level's reduction takes to the time of the level inside:
 
@@ -128,7 +130,7 @@ class Plan:
         return tuple(found)
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """PipeDream's schedule for it; workers are numbered stage by stage.
+        """PipeDream's schedule of the plan; workers are numbered stage by stage.
 
         Raises:
           ValueError: There is less than one micro-batch.
@@ -137,11 +139,10 @@ class Plan:
         return pipedream(len(self.stages), micro_batches, replicas=replicas)
 
     def costs(self, *, reductions: bool = False, **others: Any) -> Costs:
-        """What its schedule costs in a simulation.
+        """The costs of its schedule, for a simulation.
 
         Args:
-          reductions: Whether backward passes take the time, too, in which replicas join
-            their gradients (`reduction_seconds`).
+          reductions: Whether `reduction_seconds` are added to backward passes.
           others: Further costs, such as `bandwidth` or `latency`.
         """
         backward = [stage.backward for stage in self.stages]
@@ -158,10 +159,10 @@ class Plan:
         )
 
     def assigned(self, profile: Profile) -> Profile:
-        """The profile with each layer's stage: what PipeDream's own tools go on from.
+        """The profile with each layer's stage, as PipeDream's own tools read it.
 
-        Layers that were not planned go with others: inputs to the first stage, unused
-        outputs to the stage that makes them.
+        Layers that were not planned follow others: inputs go to the first stage, unused
+        outputs to the stage that computes them.
 
         Raises:
           ValueError: The profile is not the one that was planned.
@@ -183,7 +184,7 @@ class Plan:
         return Profile(tuple(layers), profile.edges)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the configuration that a runtime reads, as JSON.
+        """Writes the plan as JSON; see `load_plan`.
 
         `module_to_stage_map` has a stage per planned layer, in the order of the stages'
         layers; `stage_to_rank_map` the ranks of each stage.
@@ -197,7 +198,7 @@ class Plan:
         return Path(path)
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draws `picture` into a file, PNG unless its name says otherwise.
+        """Draws the picture into a file, PNG unless its name says otherwise.
 
         Raises:
           Unavailable: matplotlib is not installed.
@@ -207,7 +208,7 @@ class Plan:
         return path
 
     def picture(self) -> "Figure":
-        """Each stage's seconds per micro-batch as bars, beside the bottleneck.
+        """A bar chart of each stage's seconds per micro-batch, with the bottleneck.
 
         Raises:
           Unavailable: matplotlib is not installed.
@@ -267,7 +268,7 @@ class Plan:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Reads what `Plan.write` wrote.
+    """Reads a plan that `Plan.write` wrote.
 
     Raises:
       ValueError: The file is of another format, or something is missing in it.

@@ -1,4 +1,4 @@
-"""A model's profile: what each layer costs, and which layer feeds which.
+"""A model's profile: the costs of each layer, and the edges between layers.
 
 The text form is PipeDream's, so that published profiles can be read and profiles
 written here can be planned there:
@@ -21,6 +21,8 @@ from pathlib import Path
 
 from jdist._errors import requirement
 
+__all__ = ["Layer", "Profile", "load_profile"]
+
 _COSTS = (
     "forward_compute_time",
     "backward_compute_time",
@@ -37,16 +39,16 @@ _EDGE = re.compile(r"\t\s*(\S+) -- (\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer costs for one micro-batch.
+    """A layer and its costs for one micro-batch.
 
     Attributes:
       name: Unique within the profile.
-      description: For people; "Input..." marks an input, which costs nothing.
+      description: Free text; "Input..." marks an input, which costs nothing.
       forward: Seconds.
       backward: Seconds.
-      activation_bytes: Of its outputs, one number each.
-      parameter_bytes: Of its parameters.
-      stage: Where a plan put it; None: nowhere yet.
+      activation_bytes: Sizes of its outputs, one number each.
+      parameter_bytes: Size of its parameters.
+      stage: Its stage in a plan; None: not planned.
     """
 
     name: str
@@ -59,12 +61,12 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward
 
     @property
     def output_bytes(self) -> float:
-        """Of all outputs together."""
+        """Size of all outputs together."""
         return sum(self.activation_bytes)
 
 
@@ -74,7 +76,7 @@ class Profile:
 
     Attributes:
       layers: In any order.
-      edges: Pairs of names: the first feeds the second.
+      edges: Pairs of names; the second layer reads an output of the first.
 
     Raises:
       ValueError: A name occurs twice or has blanks, an edge names no layer, layers feed
@@ -127,13 +129,13 @@ class Profile:
 
     @classmethod
     def chain(cls, layers: Sequence[Layer]) -> "Profile":
-        """Layers that feed each other one by one."""
+        """A profile in which each layer reads the output of the one before."""
         names = [layer.name for layer in layers]
         return cls(tuple(layers), tuple(pairwise(names)))
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """Names, each after all that feed it; the order of `layers` decides ties."""
+        """Names in topological order; the order of `layers` decides ties."""
         before: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
         for source, target in self.edges:
             before[target].append(source)
@@ -147,7 +149,7 @@ class Profile:
         return {layer.name: layer for layer in self.layers}
 
     def to_text(self) -> str:
-        """PipeDream's format. Times are rounded to a microsecond, as there."""
+        """The profile in PipeDream's format, with times rounded to a microsecond."""
         return "".join([*map(_line, self.layers), *map(_edge, self.edges)])
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -159,8 +161,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Reads a profile in PipeDream's format.
 
     Raises:
-      ValueError: A line is neither a layer nor an edge, names its number; or the
-        profile is refused by `Profile`.
+      ValueError: A line is neither a layer nor an edge, with its number; or `Profile`
+        refuses the profile.
     """
     layers: list[Layer] = []
     edges: list[tuple[str, str]] = []

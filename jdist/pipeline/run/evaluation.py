@@ -6,11 +6,12 @@ the states as training left them.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jdist._fit import Metrics
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.places import Places
@@ -21,27 +22,6 @@ from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import StageWiring
-
-
-class Evaluation(NamedTuple):
-    """What an evaluation found out."""
-
-    loss: jax.Array
-    """The whole batch's loss, scalar, the same on every worker."""
-
-    examples: int
-    """How many examples the batch has."""
-
-    weight: float
-    """The sum of their weights."""
-
-    outputs: Any = None
-    """What the loss was given, all examples in order, if that was asked for: one value,
-    or a dict by name. None where the loss did not run. Of a last stage with several
-    workers in other processes: those of the micro-batches that this one had."""
-
-    aux: Any = None
-    """Auxiliary outputs of the loss function, as in `Metrics`."""
 
 
 class EvaluationRun(StageRun):
@@ -119,7 +99,7 @@ class Evaluator:
         parts: Sequence[MicroBatch],
         read: tuple[str, ...],
         outputs: bool,
-    ) -> tuple[list[Transfer], Evaluation]:
+    ) -> tuple[list[Transfer], Metrics]:
         """What was sent, and what was found; see `Step` and `Pipeline.evaluate`."""
         if len(parts) not in self._forward:
             self._forward[len(parts)] = forward_places(self._places, len(parts))
@@ -132,7 +112,7 @@ class Evaluator:
         examples = sum(len(part.weights) for part in parts)
         weight = sum(part.given for part in parts)
         loss, aux, _ = step.agree({}, step.kept)
-        found = Evaluation(loss, examples, weight, step.outputs(), aux)
+        found = Metrics(loss, examples, weight, aux=aux, outputs=step.outputs())
         return step.transfers, found
 
 

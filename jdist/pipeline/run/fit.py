@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
-from jdist._fit import check_save_every, fitted, pair
+from jdist._fit import Metrics, check_save_every, fitted, pair
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.run.training import Metrics, PipelineState
+from jdist.pipeline.run.training import PipelineState
 
 
 def fit(

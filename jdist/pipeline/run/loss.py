@@ -15,9 +15,14 @@ from jdist._tree import merge, split_inexact
 from jdist.pipeline.run.stage_channels import moved
 from jdist.pipeline.stages.array_spec import ArraySpec, is_spec, specs_of
 from jdist.reduction import Partial
-from jdist.segment._cache import PATIENCE_WITH_MODELS, VERSIONS, Cache
-from jdist.segment._contents import Contents
-from jdist.segment._traced import Changed, Traced
+from jdist.segment.internal import (
+    PATIENCE_WITH_MODELS,
+    VERSIONS,
+    Changed,
+    Contents,
+    FunctionCache,
+    Traced,
+)
 
 
 class LossPasses(NamedTuple):
@@ -74,7 +79,7 @@ class _Compiled:
         return made
 
 
-_CACHE: Cache[_Compiled] = Cache("Pipeline(loss_fn)", size=64)
+_CACHE: FunctionCache[_Compiled] = FunctionCache("Pipeline(loss_fn)", size=64)
 
 
 class PipelineLoss:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import abbreviated
 from jdist.pipeline.run.executor import Executor
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
@@ -223,7 +224,7 @@ def describe(value: Any) -> str:
       "{'h': float32[3,5]}"
     """
     shown = jax.tree.map(
-        lambda x: _Shown(f"{x.dtype}[{','.join(map(str, x.shape))}]"),
+        lambda x: _Shown(abbreviated(x)),
         jax.eval_shape(lambda: value) if not _is_abstract(value) else value,
     )
     return str(shown)

@@ -13,10 +13,16 @@ import jax.numpy as jnp
 
 from jdist import reduction
 from jdist._compat import is_traced
-from jdist._tree import is_none, split_inexact, wide_dtype
+from jdist._tree import add_trees, is_none, split_inexact, wide_dtype
 from jdist.pipeline.stages.stage import Stage
 from jdist.reduction import Partial
-from jdist.segment import Deferred, Segment
+from jdist.segment import Segment
+from jdist.segment.internal import (
+    Deferred,
+    Fold,
+    backward_deferring,
+    join_deferred,
+)
 
 
 class MicroBatchShare(NamedTuple):
@@ -133,15 +139,15 @@ class StageRun:
         passes, given = self._compiled, (self.params, residuals, d_outputs)
         if self._partial is None:
             self._partial = self._begun(share, d_outputs)
-        add = self._add, self._partial, share
+        add = Fold(self._add, self._partial, share)
         if self._stage.join_weight_gradients:
-            found = passes.backward_deferring_then(*add, *given)
+            found = backward_deferring(passes, *given, add)
             self._partial, (_, d_inputs, _), self._deferred[micro] = found
         elif split:
             (_, d_inputs, _), rest = passes.backward_inputs(*given)
             self._rests[micro] = rest, share
         else:
-            self._partial, (_, d_inputs, _) = passes.backward_then(*add, *given)
+            self._partial, (_, d_inputs, _) = passes.backward(*given, fold=add)
         if d_inputs is None:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
@@ -162,17 +168,15 @@ class StageRun:
         if micro in self._deferred:
             return
         rest, share = self._rests.pop(micro)
-        self._partial = self._compiled.backward_params_then(
-            self._add, self._partial, share, rest
-        )
+        add = Fold(self._add, self._partial, share)
+        self._partial = self._compiled.backward_params(rest, fold=add)
 
     def finish(self) -> None:
         """After the last backward pass: the weight gradients of all, if joined."""
         deferred = list(self._deferred.values())
         self._deferred.clear()
-        self._partial = self._compiled.joined_then(
-            _completed, self._partial, None, deferred
-        )
+        complete = Fold(_completed, self._partial)
+        self._partial = join_deferred(self._compiled, deferred, complete)
 
     def joined(self, found: Mapping[int, Partial]) -> Partial:
         """The partial that those of several workers make, by rank."""
@@ -287,13 +291,8 @@ def _place(leaf: Any, bound: Any) -> jax.sharding.Sharding | None:
 
 def _completed(so_far: Partial, joined: Any, given: None) -> Partial:
     """The gradient with what was put off; its weights are there already."""
-    gradient = jax.tree.map(
-        lambda a, b: b if a is None else a if b is None else a + b,
-        so_far.gradient,
-        jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined),
-        is_leaf=is_none,
-    )
-    return so_far._replace(gradient=gradient)
+    wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), joined)
+    return so_far._replace(gradient=add_trees(so_far.gradient, wide))
 
 
 _ADD = {kind: functools.partial(added, kind) for kind in reduction.REDUCTIONS}

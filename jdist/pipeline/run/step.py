@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
-from jdist._tree import is_none
+from jdist._tree import add_trees
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.auxiliary import merged, stacked
 from jdist.pipeline.run.buckets import buckets_of, whole
@@ -473,15 +473,7 @@ def summed(cotangents: Sequence[Any]) -> Any:
     return functools.reduce(_plus, flowing)
 
 
-@jax.jit
-def _plus(first: Any, second: Any) -> Any:
-    """Leaf by leaf; where one is None, the other."""
-    return jax.tree.map(
-        lambda a, b: b if a is None else a if b is None else a + b,
-        first,
-        second,
-        is_leaf=is_none,
-    )
+_plus = jax.jit(lambda first, second: add_trees(first, second))
 
 
 @functools.partial(jax.jit, static_argnums=1)

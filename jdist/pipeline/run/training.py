@@ -1,9 +1,7 @@
-"""What a pipeline's training step hands to the next, and what it says."""
+"""A pipeline's training state, and the optimizers of its stages."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer, check_optimizer
@@ -30,41 +28,6 @@ class PipelineState(NamedTuple):
 
     key: Any = None
     """The PRNG key of the whole run, which does not change, or None."""
-
-
-def check_state(call: str, state: object) -> None:
-    """Refuses what is not the state of a training run, such as the parameters alone.
-
-    Raises:
-      TypeError: It is anything else.
-    """
-    if not isinstance(state, PipelineState):
-        rule = "must be a PipelineState"
-        remedy = (
-            "`state = pipe.init(params)` makes one, and each step returns the next."
-        )
-        raise TypeError(requirement(call, rule, f"a {type(state).__name__}", remedy))
-
-
-class Metrics(NamedTuple):
-    """What a step found out, before it moved the parameters."""
-
-    loss: jax.Array
-    """The whole batch's loss, scalar, the same on every worker."""
-
-    grad_norm: jax.Array | None = None
-    """Norm of the gradient over all stages before clipping, without the loss scale;
-    infinite or NaN where it overflowed. None without clipping."""
-
-    examples: int = 0
-    """How many examples the batch has."""
-
-    weight: float = 0.0
-    """The sum of their weights."""
-
-    aux: Any = None
-    """Auxiliary outputs of the loss function, the same on every worker: each with a new
-    first axis, an entry for each micro-batch in the order of the batch's rows."""
 
 
 def optimizers_for(

@@ -12,7 +12,7 @@ from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import specs_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
-from jdist.segment._contents import contents_of
+from jdist.segment.internal import contents_of
 
 _STAGES = "Pipeline(stages, .., mesh)"
 _REMEDY = (

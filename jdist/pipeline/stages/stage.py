@@ -8,7 +8,7 @@ import jax
 
 from jdist._errors import requirement
 from jdist.segment import Segment, segment
-from jdist.segment._repeat import POLICIES
+from jdist.segment.internal import POLICIES
 
 
 @dataclass(frozen=True, slots=True)

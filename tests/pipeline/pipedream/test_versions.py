@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jdist import pipeline
 from jdist.pipeline import Pipeline, Stage
 from jdist.pipeline.run.loss import _CACHE as LOSSES
-from jdist.segment._cache import VERSIONS
+from jdist.segment._lookup.cache import VERSIONS
 from jdist.segment._segment import CACHE
 from tests.segment.referents import KINDS
 

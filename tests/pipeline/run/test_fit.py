@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jdist import optim, pipeline
-from jdist.pipeline import Evaluation, Metrics, PipelineCheckpoints, fit, over_epoch
+from jdist import optim
+from jdist.pipeline import Metrics, PipelineCheckpoints, fit, over_epoch
 from tests.pipeline.trained import EXAMPLES, batch_of, made, numbers, same, start, steps
 
 
@@ -77,8 +77,8 @@ def test_numbers_of_the_optimizers_for_one_step(caplog):
     ("reduction", "loss"), [("mean", 3.5), ("sum", 8.0), ("max", 5.0), ("min", 3.0)]
 )
 def test_an_epoch_is_one_large_batch(reduction, loss):
-    parts = [Metrics(3.0, None, 4, 1.5), Evaluation(5.0, 2, 0.5)]
-    assert over_epoch(parts, reduction) == pipeline.Epoch(loss, 6, 2.0)
+    parts = [Metrics(3.0, 4, 1.5), Metrics(5.0, 2, 0.5)]
+    assert over_epoch(parts, reduction) == Metrics(loss, 6, 2.0)
 
 
 def test_what_cannot_be_joined_or_saved():

@@ -10,7 +10,7 @@ import pytest
 
 from jdist import pipeline, rpc
 from jdist.pipeline.run.stage_run import StageRun
-from jdist.segment._deferred import Term
+from jdist.segment._programs.deferred import Term
 from tests.pipeline.models import judge, losses, problem, stages
 
 SCHEDULES = {

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.segment import segment
+from jdist.segment import Fold, segment
 from tests.segment.cases import CASES, assert_close, cotangents
 
 
@@ -30,10 +30,10 @@ def test_a_sum_over_calls(name, split, rng):
         before = jax.tree.leaves(carry)
         if split:
             found, rest = seg.backward_inputs(params, residuals, d_outputs)
-            carry = seg.backward_params_then(scaled_sum, carry, given, rest)
+            carry = seg.backward_params(rest, fold=Fold(scaled_sum, carry, given))
         else:
-            carry, found = seg.backward_then(
-                scaled_sum, carry, given, params, residuals, d_outputs
+            carry, found = seg.backward(
+                params, residuals, d_outputs, fold=Fold(scaled_sum, carry, given)
             )
         assert_close(found, d_inputs, case)
         assert not any(x.is_deleted() for x in jax.tree.leaves((given, d_outputs)))
@@ -46,14 +46,15 @@ def test_the_same_function_is_compiled_once(rng):
     w, x = (jnp.asarray(rng.normal(size=(3, 3)), jnp.float32) for _ in range(2))
     traced = []
 
-    def then(carry, d_params, given):
+    def add(carry, d_params, given):
         traced.append(carry is None)
         return scaled_sum(carry, d_params, given)
 
     seg, carry = segment(lambda w, x: jnp.sin(x @ w)), None
     for _ in range(4):
         y, residuals = seg.forward(w, x)
-        carry, _ = seg.backward_then(then, carry, jnp.float32(2), w, residuals, y)
+        fold = Fold(add, carry, jnp.float32(2))
+        carry, _ = seg.backward(w, residuals, y, fold=fold)
     assert traced == [True, False]
 
 
@@ -66,12 +67,12 @@ def test_a_deleted_array_is_named(split, rng):
     if split:
         _, rest = seg.backward_inputs(w, residuals, y)
         jax.tree.leaves(rest)[0].delete()
-        with pytest.raises(ValueError, match=r"backward_params_then\(rest=\.\.\.\)"):
-            seg.backward_params_then(scaled_sum, None, one, rest)
+        with pytest.raises(ValueError, match=r"Segment.backward_params\(rest=\.\.\.\)"):
+            seg.backward_params(rest, fold=Fold(scaled_sum, None, one))
     else:
         jax.tree.leaves(residuals)[0].delete()
-        with pytest.raises(ValueError, match=r"backward_then\(residuals=\.\.\.\)"):
-            seg.backward_then(scaled_sum, None, one, w, residuals, y)
+        with pytest.raises(ValueError, match=r"Segment.backward\(residuals=\.\.\.\)"):
+            seg.backward(w, residuals, y, fold=Fold(scaled_sum, None, one))
 
 
 def test_the_rest_of_another_segment_is_refused(rng):
@@ -80,4 +81,4 @@ def test_the_rest_of_another_segment_is_refused(rng):
     y, residuals = first.forward(w, np.ones((2, 2), np.float32))
     _, rest = first.backward_inputs(w, residuals, y)
     with pytest.raises(ValueError, match="of this very segment"):
-        second.backward_params_then(scaled_sum, None, jnp.float32(1), rest)
+        second.backward_params(rest, fold=Fold(scaled_sum, None, jnp.float32(1)))

@@ -43,7 +43,7 @@ import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.segment._reads import Path, reads_of
+from jdist.segment._lookup.bytecode import Path, reads_of
 
 FIXED_PACKAGES = frozenset((
     "jdist", "jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "flax", "optax", "orbax",

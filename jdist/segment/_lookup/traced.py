@@ -30,8 +30,8 @@ from jdist._compat import (
     trace_whole,
 )
 from jdist._errors import requirement
-from jdist.segment._contents import Contents, contents_of
-from jdist.segment._identity import calls_user, likeness_of
+from jdist.segment._lookup.contents import Contents, contents_of
+from jdist.segment._lookup.program_key import calls_user, likeness_of
 
 
 class StaticValue:
@@ -67,7 +67,7 @@ Signature = tuple[Any, tuple[Any, ...], Static, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Program:
+class TracedProgram:
     """What a function is for one set of shapes.
 
     Attributes:
@@ -112,7 +112,7 @@ class Traced:
         user: str,
         contents: Contents,
         alone: bool = False,
-        programs: Mapping[Signature, Program] = MappingProxyType({}),
+        programs: Mapping[Signature, TracedProgram] = MappingProxyType({}),
     ) -> None:
         self._fn = fn
         self._user = user
@@ -124,7 +124,7 @@ class Traced:
         """What the function returns. While JAX traces only."""
         return self.program(arguments).run(*arguments)
 
-    def program(self, arguments: tuple[Any, ...], static: Static = ()) -> Program:
+    def program(self, arguments: tuple[Any, ...], static: Static = ()) -> TracedProgram:
         """The program for arguments of these shapes.
 
         Args:
@@ -142,7 +142,7 @@ class Traced:
         """For one of the functions that share these programs, which goes on alone."""
         return Traced(fn, self._user, self._contents, True, self._programs)
 
-    def _trace(self, signature: Signature) -> Program:
+    def _trace(self, signature: Signature) -> TracedProgram:
         structure, kinds, static, _ = signature
 
         def called(*leaves: Any) -> Any:
@@ -155,7 +155,7 @@ class Traced:
         refuse_hidden(self._user, closed)
         if not self._alone and calls_user(closed):
             raise Changed  # Objects of equal contents are not the same to write to.
-        return Program(closed, jax.tree.structure(shapes))
+        return TracedProgram(closed, jax.tree.structure(shapes))
 
     def _check(self, new: Signature) -> None:
         """Refuses a function that is another one than when it was first traced."""

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jdist._compat import WRAPPED_FUNCTION, inner_programs, parts_of_wrapped
-from jdist.segment._contents import FIXED_PACKAGES, MOST_BYTES, contents_of
+from jdist.segment._lookup.contents import FIXED_PACKAGES, MOST_BYTES, contents_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, enum.Enum, type)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)

@@ -7,9 +7,9 @@ result tells absent from zero in the same way: a cotangent that is a zero by str
 because nothing leads from it to a live output, is None.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -21,14 +21,14 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 
 from jdist._compat import evaluate, part_of, trace
 from jdist._errors import requirement
-from jdist._tree import is_inexact, is_none, path_of
-from jdist.segment._plan import Plan
+from jdist._tree import described, is_inexact, is_none, path_of
+from jdist.segment._programs.plan import ForwardPlan
 
 Layout = tuple[Sharding | None, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
-class Gradient:
+class BackwardProgram:
     """The backward program of one plan and one pattern of cotangents.
 
     Attributes:
@@ -38,7 +38,7 @@ class Gradient:
       groups: The program's arguments: parameters, kept values, live cotangents.
     """
 
-    plan: Plan
+    plan: ForwardPlan
     program: ClosedJaxpr
     groups: tuple[list[Var], list[Var], list[Var]]
 
@@ -58,7 +58,7 @@ class Gradient:
         outvars = self.program.jaxpr.outvars[self._count :]
         return [x for x in outvars if not self.is_absent(x)]
 
-    @cached_property
+    @functools.cached_property
     def _makers(self) -> dict[Var, JaxprEqn]:
         return {x: e for e in self.program.jaxpr.eqns for x in e.outvars}
 
@@ -120,7 +120,7 @@ class Gradient:
         return jax.tree.unflatten(self.plan.arguments.children()[1], leaves)
 
 
-def _places(plan: Plan, layout: Layout) -> list[Sharding | None]:
+def _places(plan: ForwardPlan, layout: Layout) -> list[Sharding | None]:
     """Where the cotangent of each floating leaf belongs."""
     if layout is None:
         return [None] * sum(plan.trained)
@@ -137,7 +137,9 @@ def _placed(value: Any, place: Sharding | None) -> Any:
     return jax.lax.with_sharding_constraint(value, place)
 
 
-def gradient(plan: Plan, kept: Sequence[Any], params: Any, d_outputs: Any) -> Gradient:
+def gradient(
+    plan: ForwardPlan, kept: Sequence[Any], params: Any, d_outputs: Any
+) -> BackwardProgram:
     """Builds the backward program for what `d_outputs` has and has not."""
     cotangents, live = cotangents_of(d_outputs, plan.outputs)
     linear, residuals = plan.linear_part(live)
@@ -160,7 +162,36 @@ def gradient(plan: Plan, kept: Sequence[Any], params: Any, d_outputs: Any) -> Gr
     program, _ = trace(run, *groups)
     values = iter(program.jaxpr.invars)
     first, second, third = (list(islice(values, len(group))) for group in groups)
-    return Gradient(plan, program, (first, second, third))
+    return BackwardProgram(plan, program, (first, second, third))
+
+
+@functools.lru_cache(maxsize=1024)
+def passed_on(plan: ForwardPlan) -> tuple[int | None, ...] | None:
+    """For each input the output whose cotangent is its own; None if one has another.
+
+    The cotangent of a sum is that of each of its terms. A compiled program that returns
+    what it was given costs as much to call as one that computes something, and makes an
+    array for each input; on the way to another worker these are as many arrays to send.
+    """
+    if plan.param_count or plan.kept:
+        return None
+    if not all(map(is_inexact, jax.tree.leaves(plan.outputs))):
+        return None
+    found = gradient(plan, (), (), plan.outputs)
+    if found.program.effects:
+        return None
+    places = {given: place for place, given in enumerate(found.groups[2])}
+    atoms = iter(found.program.jaxpr.outvars)
+    sources: list[int | None] = []
+    for is_trained in plan.trained:
+        atom = next(atoms) if is_trained else None
+        if atom is None or found.is_absent(atom):
+            sources.append(None)
+        elif isinstance(atom, Var) and atom in places:
+            sources.append(places[atom])
+        else:
+            return None
+    return tuple(sources)
 
 
 # --- which outputs have a cotangent ---
@@ -198,19 +229,14 @@ def cotangents_of(d_outputs: Any, outputs: Any) -> tuple[list[Any], list[bool]]:
 def _check(keys: Any, cotangent: Any, shape: jax.ShapeDtypeStruct) -> None:
     if not is_inexact(shape):
         rule = f"must be None for an output of {shape.dtype}, which has no cotangent"
-        _refuse(keys, rule, _kind(cotangent))
+        _refuse(keys, rule, described(jax.typeof(cotangent)))
     got = jax.typeof(cotangent)
     # A weak type, that of a Python number, takes the output's dtype if it can.
     loses = jnp.iscomplexobj(cotangent) and shape.dtype.kind != "c"
     fits = got.dtype == shape.dtype or (got.weak_type and not loses)
     if got.shape != shape.shape or not fits:
-        rule = f"must be like its output, {shape.dtype} of shape {shape.shape}"
-        _refuse(keys, rule, _kind(cotangent))
-
-
-def _kind(value: Any) -> str:
-    kind = jax.typeof(value)
-    return f"{kind.dtype} of shape {kind.shape}"
+        rule = f"must be like its output, {described(shape)}"
+        _refuse(keys, rule, described(got))
 
 
 def _refuse(keys: Any, rule: str, got: str) -> NoReturn:

@@ -25,11 +25,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Var
 
 from jdist._compat import equations_for, evaluate, part_of, without_unread
-from jdist.segment._backward import Gradient, Layout
-from jdist.segment._cut import cheapest_cut
-from jdist.segment._flow import depending_on, ingredients
-from jdist.segment._plan import Wiring, keeping_cost
-from jdist.segment._repeat import may_repeat
+from jdist.segment._programs.backward import BackwardProgram, Layout
+from jdist.segment._programs.min_cut import cheapest_cut
+from jdist.segment._programs.plan import ArrayLocations, keeping_cost
+from jdist.segment._programs.recompute import depending_on, ingredients, may_repeat
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +37,15 @@ class Split:
 
     Attributes:
       gradient: The whole.
-      wiring: Where the rest is to be found: among (params, kept, cotangents, the
+      locations: Where the rest is to be found: among (params, kept, cotangents, the
         cotangents of the inputs, computed).
       second: To those gradients of parameters that are not ready, from the rest after
         those that are.
       ready: For each gradient of a parameter its place in the rest, if it is there.
     """
 
-    gradient: Gradient
-    wiring: Wiring
+    gradient: BackwardProgram
+    locations: ArrayLocations
     second: ClosedJaxpr
     ready: tuple[int | None, ...]
 
@@ -55,12 +54,12 @@ class Split:
     ) -> tuple[Any, tuple[Any, ...]]:
         """The cotangents of the inputs, and what the rest must have computed."""
         whole = self.gradient
-        results = [*whole.d_inputs, *self.wiring.computed]
+        results = [*whole.d_inputs, *self.locations.computed]
         inputs = whole.program.jaxpr.invars
         program = part_of(whole.program, inputs, results, effects=True)
         found = evaluate(program, arguments)
         count = len(whole.d_inputs)
-        computed = whole.placed(self.wiring.computed, found[count:], layout)
+        computed = whole.placed(self.locations.computed, found[count:], layout)
         return whole.inputs_tree(found[:count], layout), tuple(computed)
 
     def finish(self, rest: Sequence[Any], layout: Layout) -> list[Any]:
@@ -79,7 +78,7 @@ class Split:
         )
 
 
-def split(gradient: Gradient) -> Split:
+def split(gradient: BackwardProgram) -> Split:
     """Decides which half computes what, and what is carried from one to the other."""
     program = gradient.program
     arguments = program.jaxpr.invars
@@ -108,7 +107,7 @@ def split(gradient: Gradient) -> Split:
     needed = [x for x in gradient.d_params if isinstance(x, Var)]
     carried = cheapest_cut(needed, made_from, cost)
     groups = (params, kept, cotangents, gradient.d_inputs)
-    ready = set(Wiring.of(carried, *groups).computed)
+    ready = set(ArrayLocations.of(carried, *groups).computed)
     # Of two parameters with one gradient the second gets a copy of its own: both may
     # be donated.
     places: list[int | None] = []
@@ -125,5 +124,5 @@ def split(gradient: Gradient) -> Split:
     whole = part_of(program, sources, unready, effects=False)
     second, read = without_unread(whole, optional=len(sources))
     rest = [x for x, is_read in zip(sources, read, strict=True) if is_read]
-    wiring = Wiring.of([*ready_values, *rest], *groups)
-    return Split(gradient, wiring, second, tuple(places))
+    locations = ArrayLocations.of([*ready_values, *rest], *groups)
+    return Split(gradient, locations, second, tuple(places))

@@ -39,14 +39,18 @@ from jdist._compat import (
     without_unread,
 )
 from jdist._tree import is_inexact
-from jdist.segment._cut import cheapest_cut
-from jdist.segment._flow import depending_on, ingredients
-from jdist.segment._loops import with_loops_cut
-from jdist.segment._repeat import Policy, may_repeat
+from jdist.segment._programs.loops import with_loops_cut
+from jdist.segment._programs.min_cut import cheapest_cut
+from jdist.segment._programs.recompute import (
+    Policy,
+    depending_on,
+    ingredients,
+    may_repeat,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
+class ArrayLocations:
     """Where each of some values is to be found, outside of compiled code.
 
     Attributes:
@@ -59,7 +63,7 @@ class Wiring:
     computed: tuple[Var, ...]
 
     @classmethod
-    def of(cls, values: Iterable[Var], *groups: Sequence[Any]) -> "Wiring":
+    def of(cls, values: Iterable[Var], *groups: Sequence[Any]) -> "ArrayLocations":
         """Finds each value in the first group that has it; the others are computed."""
         known: dict[Var, tuple[int, int]] = {}
         for number, group in enumerate(groups):
@@ -81,7 +85,7 @@ class Wiring:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ForwardPlan:
     """The forward program of one function and one set of shapes, and what is kept.
 
     Two plans are equal only if they are the same object; JAX keys compiled functions by
@@ -95,8 +99,8 @@ class Plan:
       param_count: How many of the leaves are parameters.
       outputs: Tree like the outputs, of shapes and dtypes.
       pull_back: JAX's pull-back with shapes and dtypes in place of the residuals.
-      kept: The values that are kept, in the order of `wiring`.
-      wiring: Where to find them: among (inputs, outputs, computed).
+      kept: The values that are kept, in the order of `locations`.
+      locations: Where to find them: among (inputs, outputs, computed).
       policy: What may be run again.
       owner: Whose plan it is.
     """
@@ -108,7 +112,7 @@ class Plan:
     outputs: Any
     pull_back: Any
     kept: tuple[Var, ...]
-    wiring: Wiring
+    locations: ArrayLocations
     policy: Policy
     owner: object
 
@@ -117,7 +121,7 @@ class Plan:
         jaxpr = self.program.jaxpr
         structure = jax.tree.structure(self.outputs)
         count = len(jax.tree.leaves(self.outputs))
-        results = [*jaxpr.outvars[:count], *self.wiring.computed]
+        results = [*jaxpr.outvars[:count], *self.locations.computed]
         program = part_of(self.program, jaxpr.invars, results, effects=True)
         found = evaluate(program, leaves)
         return jax.tree.unflatten(structure, found[:count]), tuple(found[count:])
@@ -155,7 +159,7 @@ class Plan:
 
 def plan(
     fn: Callable[..., Any], params: Any, given: Any, policy: Policy, owner: object
-) -> Plan:
+) -> ForwardPlan:
     """Traces `fn(params, *given)` with its pull-back; decides what to keep."""
     leaves, arguments = jax.tree.flatten((params, given))
     trained = tuple(map(is_inexact, leaves))
@@ -183,17 +187,19 @@ def plan(
         inputs = program.jaxpr.invars[param_count:]
         output_count = len(jax.tree.leaves(outputs))
         program = with_loops_cut(program, leaves, inputs, output_count, policy)
-    undecided = Plan(
+    undecided = ForwardPlan(
         program, arguments, trained, param_count, outputs, pull_back,
-        (), Wiring((), ()), policy, owner,
+        (), ArrayLocations((), ()), policy, owner,
     )  # fmt: skip
     every = [True] * sum(map(is_inexact, jax.tree.leaves(outputs)))
     _, needed = undecided.linear_part(every)
-    kept, wiring = _choose(undecided, [x for x in needed if isinstance(x, Var)])
-    return replace(undecided, kept=kept, wiring=wiring)
+    kept, locations = _choose(undecided, [x for x in needed if isinstance(x, Var)])
+    return replace(undecided, kept=kept, locations=locations)
 
 
-def _choose(plan: Plan, needed: Sequence[Var]) -> tuple[tuple[Var, ...], Wiring]:
+def _choose(
+    plan: ForwardPlan, needed: Sequence[Var]
+) -> tuple[tuple[Var, ...], ArrayLocations]:
     """The fewest bytes from which all that is needed can be made again."""
     jaxpr = plan.program.jaxpr
     inputs = jaxpr.invars[plan.param_count :]
@@ -216,7 +222,7 @@ def _choose(plan: Plan, needed: Sequence[Var]) -> tuple[tuple[Var, ...], Wiring]
         return keeping_cost(value, held)
 
     kept = tuple(cheapest_cut(needed, made_from, cost))
-    return kept, Wiring.of(kept, inputs, outputs)
+    return kept, ArrayLocations.of(kept, inputs, outputs)
 
 
 def keeping_cost(value: Var, held: Container[Var]) -> int:

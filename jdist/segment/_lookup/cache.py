@@ -3,12 +3,12 @@
 A lambda written in a loop is a new object in each turn, and `jax.jit` compiles each new
 object. Here what is compiled is found in two ways:
 
-1. `Cache`: by the function's code and the contents of all that the code refers to
-   (`contents`), without running it. Only where these could be read completely.
-2. `Versions`: by the program that the function is traced to (`identity`). That costs a
-   trace, a thousandth of a compilation, and cannot be wrong: the program has all that
-   the trace has read. So what could not be read, and a change of something that the
-   function does not use, compile nothing anew.
+1. `FunctionCache`: by the function's code and the contents of all that the code refers
+   to (`contents`), without running it. Only where these could be read completely.
+2. `ProgramVersions`: by the program that the function is traced to (`program_key`).
+   That costs a trace, a thousandth of a compilation, and cannot be wrong: the program
+   has all that the trace has read. So what could not be read, and a change of something
+   that the function does not use, compile nothing anew.
 
 Where the program changes in each turn every turn compiles, which costs a thousand times
 the call. The third version of one code object therefore warns, once, and names what
@@ -21,12 +21,15 @@ drop the one that was not used for longest; what was handed out stays valid.
 import sys
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from jdist.segment._contents import FIXED_PACKAGES, Contents, contents_of
+import jax
+
+from jdist._lru_cache import LRUCache
+from jdist._tree import abbreviated
+from jdist.segment._lookup.contents import FIXED_PACKAGES, Contents, contents_of
 
 Entry = TypeVar("Entry")
 Shapes = tuple[tuple[int, ...], ...]
@@ -56,7 +59,7 @@ class _History:
     last: Contents
 
 
-class Cache(Generic[Entry]):
+class FunctionCache(Generic[Entry]):
     """A bounded map from functions to what was made for them; safe in threads.
 
     Args:
@@ -64,7 +67,7 @@ class Cache(Generic[Entry]):
       size: How many entries are held.
 
     Example:
-      >>> cache = Cache("apply", size=2)
+      >>> cache = FunctionCache("apply", size=2)
       >>> made = [cache.get(lambda x: x + 1, (), lambda _: object()) for _ in range(3)]
       >>> made[0] is made[1] is made[2]
       True
@@ -74,9 +77,7 @@ class Cache(Generic[Entry]):
 
     def __init__(self, user: str, size: int) -> None:
         self.user = user
-        self._size = size
-        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
-        self._lock = threading.Lock()
+        self._entries: LRUCache[Hashable, Entry] = LRUCache(size)
 
     def get(
         self,
@@ -94,30 +95,18 @@ class Cache(Generic[Entry]):
         contents = contents_of(fn, self.user)
         if not contents.complete:
             return build(contents)
-        key = (contents, options)
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                return self._entries[key]
-            entry = self._entries[key] = build(contents)
-            if len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-        return entry
+        return self._entries.get_or_make((contents, options), lambda: build(contents))
 
     def drop(self, entry: Entry) -> None:
         """Forgets an entry whose function is not what its contents say."""
-        with self._lock:
-            stale = [key for key, other in self._entries.items() if other is entry]
-            for key in stale:
-                del self._entries[key]
+        self._entries.drop(entry)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
         """Forgets all entries; what was handed out stays valid."""
-        with self._lock:
-            self._entries.clear()
+        self._entries.clear()
 
 
 class _Sizes:
@@ -148,7 +137,7 @@ class _Sizes:
         return max(by_axis.values(), key=len, default=[])
 
 
-class Versions:
+class ProgramVersions:
     """A bounded map from programs to what was compiled for them; safe in threads.
 
     Args:
@@ -156,11 +145,10 @@ class Versions:
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
-        self._histories: OrderedDict[Hashable, _History] = OrderedDict()
-        self._sizes: OrderedDict[Hashable, _Sizes] = OrderedDict()
-        self._lock = threading.Lock()
+        self._entries: LRUCache[Hashable, Any] = LRUCache(size)
+        self._histories: LRUCache[Hashable, _History] = LRUCache(size)
+        self._sizes: LRUCache[Hashable, _Sizes] = LRUCache(size)
+        self._lock = threading.Lock()  # Of what is counted, not of the maps.
 
     def get(
         self,
@@ -182,15 +170,16 @@ class Versions:
           patience: See `note`.
         """
         key = (user, contents.code, case, program)
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                return self._entries[key]
-            self._entries[key] = entry
-            if len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-        self.note(user, contents, case, patience)
-        return entry
+        compiles: list[Any] = []
+
+        def new() -> Any:
+            compiles.append(entry)
+            return entry
+
+        found = self._entries.get_or_make(key, new)
+        if compiles:
+            self.note(user, contents, case, patience)
+        return found
 
     def note(
         self, user: str, contents: Contents, case: Hashable, patience: int = PATIENCE
@@ -198,11 +187,9 @@ class Versions:
         """Counts a compilation of a code object; warns once there are `patience`."""
         key = (user, contents.code, case)
         with self._lock:
-            before = self._histories.pop(key, None)
+            before = self._histories.pop(key)
             versions = 1 if before is None else before.versions + 1
-            self._histories[key] = _History(versions, contents)
-            if len(self._histories) > self._size:
-                self._histories.popitem(last=False)
+            self._histories.put(key, _History(versions, contents))
         if before is None or versions != patience:
             return
         changed = "; ".join(contents.changes_since(before.last))
@@ -229,10 +216,7 @@ class Versions:
         shapes = tuple(tuple(x.shape) for x in arrays)
         key = (user, contents.code, label, kinds)
         with self._lock:
-            sizes = self._sizes.setdefault(key, _Sizes())
-            self._sizes.move_to_end(key)
-            if len(self._sizes) > self._size:
-                self._sizes.popitem(last=False)
+            sizes = self._sizes.get_or_make(key, _Sizes)
             if sizes.warned or shapes in sizes.seen:
                 return
             others = sizes.along_one_axis(shapes)
@@ -242,7 +226,7 @@ class Versions:
                 return
         differ = [i for i, shape in enumerate(shapes) if shape != others[-1][i]]
         told = " then ".join(
-            ", ".join(_described(arrays[i].dtype, each[i]) for i in differ)
+            ", ".join(_size(arrays[i], each[i]) for i in differ)
             for each in (*others[-2:], shapes)
         )
         warning = (
@@ -258,18 +242,16 @@ class Versions:
 
     def clear(self) -> None:
         """Forgets all entries; what was handed out stays valid."""
-        with self._lock:
-            self._entries.clear()
-            self._histories.clear()
-            self._sizes.clear()
+        for each in (self._entries, self._histories, self._sizes):
+            each.clear()
 
 
-VERSIONS = Versions(size=256)
+VERSIONS = ProgramVersions(size=256)
 """Of all functions that this package compiles."""
 
 
-def _described(dtype: Any, shape: tuple[int, ...]) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
+def _size(array: Any, shape: tuple[int, ...]) -> str:
+    return abbreviated(jax.ShapeDtypeStruct(shape, array.dtype))
 
 
 def _ordinal(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Which equations a backward pass may run again instead of keeping their results.
+"""Which equations a backward pass may run again, and which values depend on which.
 
 Three policies, named as in `segment(recompute=...)`:
 
@@ -15,10 +15,12 @@ of a maximum would even find no element that equals it. What has an effect, such
 printing, is never run again.
 """
 
-import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from collections.abc import Container, Iterable
 
-from jdist._compat import inner_programs, loop_counts
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from jdist._compat import inner_programs, loop_counts, reads
 
 Policy = bool | str
 POLICIES: tuple[Policy, ...] = (False, "dots", True)
@@ -80,3 +82,23 @@ def _decides(equation: JaxprEqn) -> bool:
 
 def _is_floating(atom: object) -> bool:
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))  # type: ignore[attr-defined]
+
+
+def ingredients(equation: JaxprEqn, dependent: Container[Var]) -> list[Var]:
+    """What an equation reads, without repetition and without what is free."""
+    found = dict.fromkeys(x for x in equation.invars if isinstance(x, Var))
+    return [x for x in found if x in dependent]
+
+
+def depending_on(program: ClosedJaxpr, sources: Iterable[Var]) -> set[Var]:
+    """All values of a program that depend on some of its inputs, or on an effect."""
+    found = set(sources)
+    for equation in program.jaxpr.eqns:
+        read = {x for x in equation.invars if isinstance(x, Var)}
+        if equation.effects or (read and read <= found):
+            found.update(equation.outvars)
+        elif read & found:
+            for result, arguments in reads(equation, program).items():
+                if found.intersection(arguments):
+                    found.add(result)
+    return found

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jdist._compat import evaluate, part_of
-from jdist.segment._backward import Gradient, Layout
-from jdist.segment._flow import depending_on
-from jdist.segment._plan import Wiring
+from jdist.segment._programs.backward import BackwardProgram, Layout
+from jdist.segment._programs.plan import ArrayLocations
+from jdist.segment._programs.recompute import depending_on
 
 LINEAR = ("transpose", "reshape", "squeeze", "reduce_sum", "neg")
 SUMS = ("add", "add_any")
@@ -70,15 +70,15 @@ class Deferral:
 
     Attributes:
       gradient: The whole.
-      wiring: Where what is kept is to be found: among (params, kept, cotangents, the
+      locations: Where what is kept is to be found: among (params, kept, cotangents, the
         cotangents of the inputs, computed).
       terms: What is summed over the calls.
       tail: From the sums to the gradients that are put off.
       put_off: For each gradient of a parameter, whether it is.
     """
 
-    gradient: Gradient
-    wiring: Wiring
+    gradient: BackwardProgram
+    locations: ArrayLocations
     terms: tuple[Term, ...]
     tail: ClosedJaxpr
     put_off: tuple[bool, ...]
@@ -93,7 +93,7 @@ class Deferral:
         """
         whole = self.gradient
         ready = self._gradients(put_off=False)
-        results = [*ready, *whole.d_inputs, *self.wiring.computed]
+        results = [*ready, *whole.d_inputs, *self.locations.computed]
         inputs = whole.program.jaxpr.invars
         program = part_of(whole.program, inputs, results, effects=True)
         found = iter(evaluate(program, arguments))
@@ -123,7 +123,7 @@ class Deferral:
         )
 
 
-def defer(gradient: Gradient) -> Deferral:
+def defer(gradient: BackwardProgram) -> Deferral:
     """Finds the products that end gradients of parameters, and puts them off."""
     program, (params, kept, cotangents) = gradient.program, gradient.groups
     makers = {x: e for e in program.jaxpr.eqns for x in e.outvars}
@@ -162,7 +162,7 @@ def defer(gradient: Gradient) -> Deferral:
     last = [x for x, is_off in zip(gradient.d_params, put_off, strict=True) if is_off]
     return Deferral(
         gradient,
-        Wiring.of(held, params, kept, cotangents, gradient.d_inputs),
+        ArrayLocations.of(held, params, kept, cotangents, gradient.d_inputs),
         tuple(terms),
         part_of(program, list(factors), last, effects=False),
         put_off,

@@ -22,9 +22,13 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jdist._compat import Loop, byte_count, evaluate, loop_of, part_of, rewritten
-from jdist.segment._cut import cheapest_cut
-from jdist.segment._flow import depending_on, ingredients
-from jdist.segment._repeat import Policy, may_repeat
+from jdist.segment._programs.min_cut import cheapest_cut
+from jdist.segment._programs.recompute import (
+    Policy,
+    depending_on,
+    ingredients,
+    may_repeat,
+)
 
 
 def with_loops_cut(

@@ -1,0 +1,81 @@
+"""A bounded map that drops the entry least recently used; safe in threads."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Entry = TypeVar("Entry")
+
+
+class LRUCache(Generic[Key, Entry]):
+    """At most `size` entries by key, in the order of their last use.
+
+    Args:
+      size: How many entries are held.
+
+    Example:
+      >>> cache = LRUCache(2)
+      >>> for name in ("a", "b"):
+      ...     cache.put(name, name.upper())
+      >>> cache.get("a"), cache.get_or_make("c", lambda: "C"), cache.get("b")
+      ('A', 'C', None)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> Entry | None:
+        """The entry of a key, used now; None if there is none."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key]
+
+    def put(self, key: Key, entry: Entry) -> None:
+        """Sets the entry of a key, in place of the one least recently used."""
+        with self._lock:
+            self._put(key, entry)
+
+    def get_or_make(self, key: Key, make: Callable[[], Entry]) -> Entry:
+        """The entry of a key; if there is none, `make()` under the lock makes it."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key]
+            return self._put(key, make())
+
+    def pop(self, key: Key) -> Entry | None:
+        """Removes and returns the entry of a key; None if there is none."""
+        with self._lock:
+            return self._entries.pop(key, None)
+
+    def drop(self, entry: Entry) -> None:
+        """Removes an entry, under whatever keys it is held."""
+        with self._lock:
+            keys = [key for key, other in self._entries.items() if other is entry]
+            for key in keys:
+                del self._entries[key]
+
+    def clear(self) -> None:
+        """Removes all entries."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def _put(self, key: Key, entry: Entry) -> Entry:
+        self._entries[key] = entry
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._size:
+            self._entries.popitem(last=False)
+        return entry
