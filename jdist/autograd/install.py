@@ -1,8 +1,6 @@
-"""Giving every worker of this process its autograd."""
+"""Gives every worker of this process its autograd."""
 
-from typing import TYPE_CHECKING
-
-from jdist.autograd.context.container import PART, Container
+from jdist.autograd.context.context import STATE, Container
 from jdist.autograd.context.release import Releases
 from jdist.autograd.crossing.rpc_hooks import RpcHooks
 from jdist.autograd.engine import engine, reference_backward
@@ -12,17 +10,15 @@ from jdist.autograd.modules import nnx_module
 from jdist.autograd.optimizer import owner_side as optimizers
 from jdist.autograd.picture import graph
 from jdist.rpc.base import extensions
+from jdist.rpc.calls.agent import Agent
 from jdist.rpc.modules.remote_module import TRAINABLE
 
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
 
-
-def install(agent: "Agent") -> None:
+def install(agent: Agent) -> None:
     """Lets `agent` record: contexts, and recorded values in calls and answers."""
     container = Container(agent)
     container.releases = Releases(container)
-    agent.parts[PART] = container
+    agent.parts[STATE] = container
     hooks = RpcHooks(container)
     agent.codec.register(
         Recorded, "autograd.recorded", hooks.give, hooks.take, key=False
@@ -36,4 +32,4 @@ def install(agent: "Agent") -> None:
     optimizers.install(agent)
 
 
-extensions.extend(PART, install)
+extensions.extend(STATE, install)

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 
 from jdist import rpc
 from jdist._tree import examples_in, is_inexact, is_none
-from jdist.autograd.context.api import context
-from jdist.autograd.context.gradients import get_gradients
+from jdist.autograd.context.api import context, get_gradients
 from jdist.autograd.engine.backward import backward
 from jdist.autograd.graph.apply import apply
-from jdist.autograd.graph.eager import eager
+from jdist.autograd.graph.purity import eager
 from jdist.autograd.graph.variable import Variable
 
 Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]

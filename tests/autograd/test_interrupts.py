@@ -13,7 +13,7 @@ import pytest
 import jdist
 from jdist import autograd, rpc
 from jdist.autograd.context.turns import in_turn
-from jdist.autograd.engine.mailbox import StepQueue
+from jdist.autograd.engine.local_pass import StepQueue
 from jdist.rpc.base.turn import Turn
 from tests.rpc.sockets import Outcome, blocked, wait_until
 from tests.rpc.test_interrupts import interrupt

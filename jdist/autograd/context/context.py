@@ -6,7 +6,6 @@ thread of control is in.
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 import jax
 
 from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, add_trees
 from jdist.autograd.errors import ContextNotFound, no_context
 from jdist.autograd.graph.node import (
@@ -115,7 +115,7 @@ class Context:
       recvs: Receive functions by message id.
       known: The workers with which this one exchanged messages in it: names by
         incarnations, because a lost worker's successor may bear its name.
-      gradients: The sums of what backward passes have found for this worker's variables.
+      gradients: The sums of what backward passes found for this worker's variables.
       ended: Why it has ended, or None.
       lock: A reentrant lock.
 
@@ -249,8 +249,7 @@ class Container:
         self._lock = threading.Lock()
         self._ids: Ids | None = None
         self._contexts: dict[int, Context] = {}
-        self._ended: set[int] = set()
-        self._ended_in_order: deque[int] = deque()
+        self._ended: LRUCache[int, bool] = LRUCache(_MOST_ENDED)
 
     @property
     def ids(self) -> Ids:
@@ -340,11 +339,7 @@ class Container:
         """Forgets a context; returns incarnations of the workers to be told."""
         with self._lock:
             found = self._contexts.pop(context_id, None)
-            if context_id not in self._ended:
-                self._ended.add(context_id)
-                self._ended_in_order.append(context_id)
-                if len(self._ended_in_order) > _MOST_ENDED:
-                    self._ended.discard(self._ended_in_order.popleft())
+            self._ended.put(context_id, True)
         return set() if found is None else found.end(reason)
 
     def release(self, context_id: int) -> Future[None]:

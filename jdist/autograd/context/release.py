@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdist.autograd.context.container import Container
-from jdist.autograd.context.context import Context
+from jdist.autograd.context.context import Container, Context
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, error_of
 from jdist.rpc.base.waiting import collect_all
@@ -160,7 +159,7 @@ class Releases:
         for context in self._container.contexts():
             if context.origin == worker.incarnation:
                 self._container.end(context.id, why)
-            elif worker.incarnation in context.known_numbers():
+            elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
         self.seek_end(orphans)
 

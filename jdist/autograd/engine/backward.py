@@ -228,17 +228,17 @@ def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
     value = _value_of_root(position, root)
     if isinstance(cotangent, np.ndarray):
         # A copy, which the caller cannot change; `jnp.array` compiles for each shape.
-        cotangent = jax.device_put(np.array(cotangent))
-    elif not isinstance(cotangent, jax.Array):
-        cotangent = jnp.asarray(cotangent)
-    shape, dtype = cotangent.shape, cotangent.dtype
+        seed = jax.device_put(np.array(cotangent))
+    else:
+        seed = jnp.asarray(cotangent)
+    shape, dtype = seed.shape, seed.dtype
     if (shape, dtype) != (value.shape, value.dtype):
         call = f"backward(cotangents[{position}])"
         rule = f"must be of its root's shape {value.shape} and dtype {value.dtype}"
         raise ValueError(requirement(call, rule, f"{shape} and {dtype}"))
-    if cotangent.sharding != value.sharding:
-        cotangent = jax.device_put(cotangent, value.sharding)
-    return Root(root.edge, beside(cotangent, value))
+    if seed.sharding != value.sharding:
+        seed = jax.device_put(seed, value.sharding)
+    return Root(root.edge, beside(seed, value))
 
 
 def _value_of_root(position: int, root: object) -> jax.Array:

@@ -3,9 +3,10 @@
 import contextlib
 import contextvars
 import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from jdist._lru_cache import LRUCache
 from jdist.autograd.context.context import Container, Context, Ids, maker
 from jdist.autograd.engine.failure import BackwardError, PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
@@ -51,7 +52,7 @@ class Engine:
         self._ids: Ids | None = None
         # By context and pass. Entries are added under the context's lock, too.
         self._passes: dict[tuple[int, int], LocalPass] = {}
-        self._ended: OrderedDict[int, PassFailure] = OrderedDict()
+        self._ended: LRUCache[int, PassFailure] = LRUCache(_MOST_ENDED)
         container.on_end = self._on_context_end
         self._agent.parts.on_gone(self._on_gone)
         self._agent.register(GRADIENTS, self._on_gradients)
@@ -136,9 +137,7 @@ class Engine:
                 return
             # The text alone: an exception would keep all that was on the stack.
             told = BackwardError(failure.worker, str(failure.error))
-            self._ended[terms.pass_id] = PassFailure(failure.worker, told)
-            if len(self._ended) > _MOST_ENDED:
-                self._ended.popitem(last=False)
+            self._ended.put(terms.pass_id, PassFailure(failure.worker, told))
         body = (terms.context_id, terms.pass_id, *failure)
         fresh = contextvars.Context()  # not under a deadline that may have passed
         others = context.known_incarnations() - {self._container.ids.worker}

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jdist.autograd.engine.messages import Reports, StarvationReport, StarvingSend
-from jdist.rpc.base.future import Future
 from jdist.autograd.graph.node import RecvNode
+from jdist.rpc.base.future import Future
 from jdist.rpc.calls.callee import Reply
 
 

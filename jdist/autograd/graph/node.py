@@ -68,7 +68,7 @@ Reach = frozenset[int]
 """Message ids of send functions; an id tells its worker too."""
 
 MAX_REACH = 256
-"""A node carries the ids of at most so many send functions; beyond, workers are asked."""
+"""A node carries at most so many ids of send functions; beyond, workers are asked."""
 
 NOWHERE: Reach = frozenset()
 
@@ -193,17 +193,17 @@ class SendNode(Node):
     Attributes:
       message_id: Of the message.
       worker: Name of the receiver.
-      number: Number of the receiver, which no successor of the same name shares.
+      incarnation: Of the receiver, which no successor of the same name shares.
     """
 
-    __slots__ = ("_places", "_slots", "message_id", "number", "worker")
+    __slots__ = ("_places", "_slots", "incarnation", "message_id", "worker")
 
     def __init__(
         self, message_id: int, worker: WorkerInfo, label: str, order: Order
     ) -> None:
         super().__init__(f"send {label} to {worker.name}", (), 0, order)
         self.message_id = message_id
-        self.worker, self.number = worker.name, incarnation_of(worker)
+        self.worker, self.incarnation = worker.name, incarnation_of(worker)
         self._slots: dict[Edge, int] = {}
         self._places: list[jax.sharding.Sharding | None] = []
 
@@ -243,10 +243,10 @@ class RecvNode(Node):
 
     Attributes:
       worker: Name of the sender.
-      number: Number of the sender, which no successor of the same name shares.
+      incarnation: Of the sender, which no successor of the same name shares.
     """
 
-    __slots__ = ("context_id", "message_id", "number", "worker")
+    __slots__ = ("context_id", "incarnation", "message_id", "worker")
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class RecvNode(Node):
         super().__init__(f"receive from {worker.name}", (), outputs)
         self.context_id = context_id
         self.message_id = message_id
-        self.worker, self.number = worker.name, incarnation_of(worker)
+        self.worker, self.incarnation = worker.name, incarnation_of(worker)
         self.reach = reach
 
 

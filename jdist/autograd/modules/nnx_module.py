@@ -17,10 +17,9 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import abbreviated, is_inexact
-from jdist.autograd.context.recording import refuse_in_pure
 from jdist.autograd.context.turns import in_turn
-from jdist.autograd.graph.eager import eager
 from jdist.autograd.graph.pure import Constant
+from jdist.autograd.graph.purity import eager, refuse_in_pure
 from jdist.autograd.graph.recorded import record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
