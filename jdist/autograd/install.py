@@ -9,27 +9,25 @@ from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules import nnx_module
 from jdist.autograd.optimizer import owner_side as optimizers
 from jdist.autograd.picture import graph
-from jdist.rpc.base import extensions
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.modules.remote_module import TRAINABLE
+from jdist.rpc.extension import TRAINABLE, Agent, extend
 
 
 def install(agent: Agent) -> None:
     """Lets `agent` record: contexts, and recorded values in calls and answers."""
     container = Container(agent)
     container.releases = Releases(container)
-    agent.parts[STATE] = container
+    agent.extension_state[STATE] = container
     hooks = RpcHooks(container)
     agent.codec.register(
         Recorded, "autograd.recorded", hooks.give, hooks.take, key=False
     )
     agent.codec.substitute(Variable, hooks.give_variable)
     agent.set_interceptor(hooks)
-    agent.parts[TRAINABLE] = nnx_module.create
+    agent.extension_state[TRAINABLE] = nnx_module.create
     engine.install(container)
     reference_backward.install(container)
     graph.install(container)
     optimizers.install(agent)
 
 
-extensions.extend(STATE, install)
+extend(STATE, install)

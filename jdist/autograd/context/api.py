@@ -8,7 +8,7 @@ from jdist._tree import PyTree
 from jdist.autograd.context.context import Context, Recording, here, recorded_into
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base.future import Future
+from jdist.rpc import Future
 
 
 @contextlib.contextmanager

@@ -25,12 +25,15 @@ from jdist.autograd.graph.node import (
     plus,
 )
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current as rpc_current
-from jdist.rpc.base.errors import RpcError
-from jdist.rpc.base.future import Future
-from jdist.rpc.base.ids import LOCAL_BITS, GloballyUniqueId, IdCounter
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc import Future, RpcError, WorkerInfo
+from jdist.rpc.extension import (
+    LOCAL_BITS,
+    Agent,
+    GloballyUniqueId,
+    IdCounter,
+    current_agent,
+    incarnation_of,
+)
 
 STATE = "jdist.autograd"
 """The key under which a worker keeps its container."""
@@ -358,7 +361,7 @@ def of(agent: Agent) -> Container:
     Raises:
       RpcError: `jdist.autograd` was not installed on it.
     """
-    found = agent.parts.get(STATE)
+    found = agent.extension_state.get(STATE)
     if not isinstance(found, Container):
         raise RpcError(f"{agent.info.name!r} has no autograd: import jdist.autograd.")
     return found
@@ -370,7 +373,7 @@ def here() -> Container:
     Raises:
       RpcError: RPC has not been initialized.
     """
-    return of(rpc_current.agent())
+    return of(current_agent())
 
 
 class Recording:

@@ -17,17 +17,19 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jdist.autograd.context.context import Container, Context
-from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.future import Future, call_when_done, error_of
-from jdist.rpc.base.waiting import collect_all
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.peer import Peer
-
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+from jdist.rpc import (
+    Future,
+    ProtocolError,
+    RpcError,
+    RpcTimeout,
+    WorkerInfo,
+    WorkerLost,
+    collect_all,
+)
+from jdist.rpc.extension import Agent, Peer, call_when_done, error_of, incarnation_of
 
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
@@ -70,8 +72,8 @@ class Releases:
         self._unanswered: set[Future[Any]] = set()
         self._agent.register(_RELEASE, self._on_release)
         self._agent.register(_HOLD, self._on_hold)
-        self._agent.parts.on_gone(self._on_gone)
-        self._agent.parts.on_close(self._on_close)
+        self._agent.extension_state.on_gone(self._on_gone)
+        self._agent.extension_state.on_close(self._on_close)
 
     def release(self, context_id: int) -> Future[None]:
         """Ends a context; done when all workers that took part have ended it."""

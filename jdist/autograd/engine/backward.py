@@ -18,11 +18,17 @@ from jdist.autograd.engine.replicated import ReplicaReduction
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import LeafNode, Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline, exceeded, resolve
-from jdist.rpc.base.errors import RpcTimeout
-from jdist.rpc.base.future import await_done
-from jdist.rpc.base.turn import hold_all
+from jdist.rpc import RpcTimeout
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    await_done,
+    current,
+    current_agent,
+    exceeded,
+    releasing_all,
+    resolve,
+)
 
 MODES = ("smart", "fast")
 
@@ -84,7 +90,7 @@ def backward(
       ...         autograd.get_gradients(context_id)[w]
       Array([6., 8.], dtype=float32)
     """
-    agent = current.agent()
+    agent = current_agent()
 
     def run(reduction: ReplicaReduction | None) -> tuple[Context, Deadline]:
         context = here().retrieve(context_id)
@@ -111,7 +117,7 @@ def backward(
             gradients = reduction.reduced(limit)
         context.accumulate(gradients)
 
-    hold_all(reduction.turns, act)
+    releasing_all(reduction.locks, act)
 
 
 def debug_info() -> dict[str, int]:

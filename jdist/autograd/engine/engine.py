@@ -22,12 +22,8 @@ from jdist.autograd.engine.messages import (
 )
 from jdist.autograd.engine.termination_detector import UnansweredRequest
 from jdist.autograd.graph.node import Node, reached_from
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import Deadline
-from jdist.rpc.base.errors import ProtocolError, RpcError
-from jdist.rpc.base.future import Future
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.callee import Reply
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
+from jdist.rpc.extension import Deadline, Reply, current, incarnation_of
 
 STATE = "jdist.autograd.engine"
 """The key under which a worker keeps its engine."""
@@ -54,7 +50,7 @@ class Engine:
         self._passes: dict[tuple[int, int], LocalPass] = {}
         self._ended: LRUCache[int, PassFailure] = LRUCache(_MOST_ENDED)
         container.on_end = self._on_context_end
-        self._agent.parts.on_gone(self._on_gone)
+        self._agent.extension_state.on_gone(self._on_gone)
         self._agent.register(GRADIENTS, self._on_gradients)
         self._agent.register(END, self._on_end)
         self._agent.register(REACH, self._on_reach)
@@ -223,11 +219,11 @@ class Engine:
 
 def install(container: Container) -> None:
     """Lets the worker with these contexts take part in backward passes."""
-    container.agent.parts[STATE] = Engine(container)
+    container.agent.extension_state[STATE] = Engine(container)
 
 
 def of(container: Container) -> Engine:
     """The engine of the worker with these contexts."""
-    found = container.agent.parts[STATE]
+    found = container.agent.extension_state[STATE]
     assert isinstance(found, Engine)
     return found

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jdist.autograd.errors import AutogradError
-from jdist.rpc.base.errors import ProtocolError, RpcError
+from jdist.rpc import ProtocolError, RpcError
 
 
 class BackwardError(AutogradError):

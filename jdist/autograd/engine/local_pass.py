@@ -37,15 +37,19 @@ from jdist.autograd.engine.termination_detector import (
 from jdist.autograd.errors import AutogradError, no_context
 from jdist.autograd.graph.node import Cotangent, Edge, Node, RecvNode, SendNode
 from jdist.autograd.graph.variable import LeafNode, Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.deadline import DEFAULT, NEVER, Deadline
-from jdist.rpc.base.errors import WorkerLost
-from jdist.rpc.base.future import Future, call_when_done, complete
-from jdist.rpc.base.turn import Turn
-from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.outstanding_calls import Operation
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc import Future, WorkerInfo, WorkerLost
+from jdist.rpc.extension import (
+    DEFAULT,
+    NEVER,
+    Deadline,
+    InterruptSafeLock,
+    Operation,
+    Outgoing,
+    Scope,
+    call_when_done,
+    complete,
+    current,
+)
 
 Step = Callable[[], object]
 
@@ -74,7 +78,7 @@ class StepQueue:
 
     def __init__(self, scope: Scope | None) -> None:
         self.waiting: deque[Step] = deque()
-        self._turn = Turn()
+        self._running = InterruptSafeLock()
         self._context = contextvars.Context()
         self._context.run(current.scope.set, scope)
 
@@ -91,15 +95,15 @@ class StepQueue:
         """
         self.waiting.append(step)
         ran = False
-        # Again, because a step may be left just before the other thread's turn ends.
+        # Again: a step may be left just before the other thread releases the lock.
         while self.waiting:
-            if not self._turn.hold(self._work_if_free):
+            if not self._running.releasing(self._work_if_free):
                 break
             ran = True
         return ran
 
     def _work_if_free(self) -> bool:
-        if not self._turn.try_take():
+        if not self._running.try_acquire():
             return False
         self._context.run(self._work)
         return True

@@ -8,11 +8,8 @@ from jdist.autograd.engine.backward import backward, backward_of
 from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass
 from jdist.autograd.errors import AutogradError
-from jdist.rpc import RRef
-from jdist.rpc.base import current
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.future import Future, call_when_done, cancel, error_of
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc import Future, ProtocolError, RRef, WorkerInfo
+from jdist.rpc.extension import call_when_done, cancel, current, error_of
 
 REFERENCE = "autograd.reference"
 

@@ -27,11 +27,14 @@ from jdist._tree import PyTree, abbreviated, named_leaves, wide_dtype
 from jdist.autograd.context.context import Container, here
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.turn import Turn
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.extension import (
+    DEFAULT,
+    Agent,
+    Deadline,
+    InterruptSafeLock,
+    current_agent,
+)
 
 Weight = float | Callable[[], float]
 """The weight of a trainer's gradient, or a function that returns it at each pass."""
@@ -118,7 +121,7 @@ def replicated(
     """
     container = here()
     agent = container.agent
-    groups = agent.parts.setdefault(STATE, ReplicaGroups(container))
+    groups = agent.extension_state.setdefault(STATE, ReplicaGroups(container))
     assert isinstance(groups, ReplicaGroups)
     return groups.group(_names(agent, group)).add(params, weight, timeout)
 
@@ -138,7 +141,7 @@ def unreplicate(variable: Variable) -> None:
       ...     w = autograd.replicated(2.0, ["a"])
       ...     autograd.unreplicate(w)
     """
-    groups = current.agent().parts.get(STATE)
+    groups = current_agent().extension_state.get(STATE)
     if not isinstance(groups, ReplicaGroups) or not groups.remove(variable):
         rule = "must be a replicated variable of this worker"
         raise ValueError(requirement("unreplicate(variable)", rule, variable))
@@ -171,7 +174,7 @@ class ReplicaGroup:
 
     Attributes:
       names: As given.
-      turn: Held by the thread on which a pass begins, while it lasts.
+      lock: Held by the thread on which a pass begins, while it lasts.
     """
 
     def __init__(self, container: Container, names: tuple[str, ...]) -> None:
@@ -181,7 +184,7 @@ class ReplicaGroup:
         self._members: dict[int, _Replica] = {}
         self._made = 0
         self._passes = 0
-        self.turn = Turn()
+        self.lock = InterruptSafeLock()
         self._rows: list[int] | None = None
 
     @property
@@ -230,7 +233,7 @@ class ReplicaGroup:
         Raises:
           AutogradError: Another one is under way.
         """
-        if not self.turn.try_take():
+        if not self.lock.try_acquire():
             raise AutogradError(
                 requirement(
                     "backward()",
@@ -243,7 +246,7 @@ class ReplicaGroup:
 
     def end(self) -> None:
         """Ends the pass."""
-        self.turn.give()
+        self.lock.release()
 
     def refuse(self, error: BaseException) -> None:
         """Fails the pass's collective on all trainers, as it has failed here."""
@@ -407,15 +410,15 @@ class ReplicaReduction:
     """
 
     def __init__(self, agent: Agent) -> None:
-        groups = agent.parts.get(STATE)
+        groups = agent.extension_state.get(STATE)
         self._groups = groups.alive() if isinstance(groups, ReplicaGroups) else []
         self._left: list[ReplicaGroup] = []
         self.found: dict[Variable, PyTree] = {}
 
     @property
-    def turns(self) -> list[Turn]:
-        """The groups' turns, which an interrupt must not leave taken."""
-        return [group.turn for group in self._groups]
+    def locks(self) -> list[InterruptSafeLock]:
+        """The groups' locks, which an interrupt must not leave taken."""
+        return [group.lock for group in self._groups]
 
     def __enter__(self) -> "ReplicaReduction":
         try:

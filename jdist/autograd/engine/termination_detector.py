@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from jdist.autograd.engine.messages import Reports, StarvationReport, StarvingSend
 from jdist.autograd.graph.node import RecvNode
-from jdist.rpc.base.future import Future
-from jdist.rpc.calls.callee import Reply
+from jdist.rpc import Future
+from jdist.rpc.extension import Reply
 
 
 class UnansweredRequest(NamedTuple):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import jax
 
 from jdist.autograd.errors import GraphFreed
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc import WorkerInfo
+from jdist.rpc.extension import incarnation_of
 from jdist.segment import Residuals, Segment
 from jdist.segment.internal import passed_on
 

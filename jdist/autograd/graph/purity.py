@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from jdist._errors import requirement
-from jdist.rpc.calls.async_execution import is_asynchronous
+from jdist.rpc.extension import is_asynchronous
 
 F = TypeVar("F", bound=Callable[..., object])
 _MARK = "__jdist_autograd_eager__"

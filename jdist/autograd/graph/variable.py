@@ -17,7 +17,7 @@ from jdist.autograd.graph.node import Cotangent, Edge, Node
 from jdist.autograd.graph.pure import DifferentiatedTree
 from jdist.autograd.graph.purity import eager, refuse_in_pure
 from jdist.autograd.graph.recorded import Operators, Recorded
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.extension import InterruptSafeLock
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
@@ -81,7 +81,7 @@ class Variable(Operators):
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
-        self.step_lock = Turn()
+        self.step_lock = InterruptSafeLock()
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 
@@ -160,6 +160,14 @@ class Variable(Operators):
             self._hooks[key] = hook
         return lambda: _discard(self._hooks, key)
 
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks, in the order in which they were registered."""
+        if not self._hooks:
+            return ()
+        with self._lock:
+            return tuple(self._hooks.values())
+
     def gradient(self, cotangents: Sequence[Cotangent]) -> PyTree:
         """The gradient of one pass: a tree of these leaves, changed by the hooks.
 
@@ -171,14 +179,11 @@ class Variable(Operators):
           Exception: Whatever a hook raised.
         """
         gradient = self.structure.unflatten(cotangents)
-        if self._hooks:
-            with self._lock:
-                hooks = tuple(self._hooks.values())
-            for hook in hooks:
-                changed = hook(gradient)
-                if changed is not None:
-                    _check_hooked(gradient, changed)
-                    gradient = changed
+        for hook in self.hooks:
+            changed = hook(gradient)
+            if changed is not None:
+                _check_hooked(gradient, changed)
+                gradient = changed
         found = self.structure.flatten_up_to(gradient)
         pairs = zip(found, self._held.leaves, strict=True)
         return self.structure.unflatten(

@@ -16,10 +16,9 @@ from jdist.autograd.optimizer.checkpoint import State
 from jdist.autograd.optimizer.owned_optimizer import check_same
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
-from jdist.optim.clipping import shrinking, sum_of
+from jdist.optim.internal import shrinking, sum_of
 from jdist.rpc import RemoteModule, RRef, WorkerInfo
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.extension import DEFAULT, current_agent
 
 _CALL = "DistributedOptimizer"
 
@@ -83,7 +82,7 @@ class DistributedOptimizer:
         **kwargs: Any,
     ) -> None:
         _check_factory(optimizer)
-        current.agent().codec.functions.reference(optimizer)
+        current_agent().codec.functions.reference(optimizer)
         owners: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
         for position, rref in enumerate(params_rrefs):
             if not isinstance(rref, RRef):
@@ -97,7 +96,7 @@ class DistributedOptimizer:
         if not owners:
             rule = "must not be empty: optimizer got an empty parameter list"
             raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
-        self._own = list(owners.get(current.agent().info, {}).values())
+        self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
         self._parts: dict[WorkerInfo, RRef[Any]] = ask_all(
             owner_side.CREATE, bodies, DEFAULT, "Error creating optimizer."

@@ -10,7 +10,7 @@ from jdist.autograd.modules.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
 from jdist.autograd.optimizer.owned_optimizer import Gradients, OwnedOptimizer
 from jdist.rpc import Parameter, ProtocolError, RRef, WorkerInfo
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.extension import Agent
 
 CREATE = "optimizer.create"
 SQUARES = "optimizer.squares"

@@ -19,9 +19,8 @@ from jdist.autograd.picture.graph_node import (
 )
 from jdist.autograd.picture.mermaid import mermaid
 from jdist.autograd.picture.svg import svg
-from jdist.rpc.base.deadline import DEFAULT
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc import ProtocolError, WorkerInfo
+from jdist.rpc.extension import DEFAULT, incarnation_of
 
 _KIND = "autograd.graph"
 _MODES = ("smart", "fast")

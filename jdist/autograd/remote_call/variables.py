@@ -15,9 +15,8 @@ from jdist._tree import is_inexact
 from jdist.autograd.context.context import Context, of, recorded_into
 from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current
 
 
 class CalleeVariables(NamedTuple):

@@ -21,8 +21,7 @@ from jdist.pipeline.run.places import Places, places_on
 from jdist.pipeline.run.stage_channels import InProcessChannels, StageChannels, ending
 from jdist.pipeline.run.worker_channels import CLOCK, WorkerChannels, mailbox_of
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.extension import Agent, current_agent
 
 
 class Executor(Protocol):
@@ -194,7 +193,7 @@ def executor_for(
         raise ValueError(requirement(call, rule, given))
     if not all(isinstance(place, str) for place in given):
         return InProcess(Places(schedule, given, range(schedule.workers)))
-    agent = current.agent()
+    agent = current_agent()
     known = [info.name for info in agent.group.workers()]
     if agent.info.name not in given or not {*given} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"

@@ -3,21 +3,15 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from jdist.rpc.base.current import Cancellable
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import RpcTimeout
 from jdist.rpc.base.future import Future, cancel
+from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.outstanding_calls import Operation
 from jdist.rpc.wire.frame import Frame
-
-
-class Cancellable(Protocol):
-    """Something that a call waits for and that ends with it."""
-
-    def give_up(self, reason: str) -> None:
-        """Ends the wait; any thread, any number of times."""
 
 
 class Execution:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.turn import Turn
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.relief import Relief
@@ -71,7 +71,7 @@ class Peer:
     ) -> None:
         self.info = info
         self.transport_name = transport_name
-        self.asking = Turn()
+        self.asking = InterruptSafeLock()
         self.shared: SharedConnection | None = None
         self.departed: str | None = None
         self._address = address
@@ -81,7 +81,7 @@ class Peer:
         self._idle: list[PooledConnection] = []
         self._busy: set[PooledConnection] = set()
         self._lock = threading.Lock()
-        self._opening = Turn()
+        self._opening = InterruptSafeLock()
 
     @property
     def device_maps(self) -> DeviceMaps:
@@ -162,7 +162,7 @@ class Peer:
         """
 
         def opened() -> SharedConnection:
-            self._opening.take(deadline.at, "another call was still connecting")
+            self._opening.acquire(deadline.at, "another call was still connecting")
             shared = self.shared
             if shared is None or shared.closed is not None:
                 channel = self._connect(deadline)
@@ -172,7 +172,7 @@ class Peer:
                 self._check_present(channel)
             return shared
 
-        return self._opening.hold(opened)
+        return self._opening.releasing(opened)
 
     def close(self, reason: str) -> None:
         """The worker is gone: everything under way ends with `reason`."""

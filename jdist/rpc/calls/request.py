@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jdist.rpc.base.current import RunningCall
 from jdist.rpc.base.deadline import Deadline, to_meta
 from jdist.rpc.base.errors import RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
-from jdist.rpc.calls.outstanding_calls import Operation
+from jdist.rpc.base.interceptor import Operation
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.calls.peer import Peer, PooledConnection
-from jdist.rpc.codec.message_context import Parcel
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 if TYPE_CHECKING:
     from jdist.rpc.calls.agent import Agent
-    from jdist.rpc.calls.execution import Execution
 
 Receive = Callable[[Any, dict[str, Any]], Any]
 """What is made of the value and the metadata of an answer."""
@@ -138,8 +138,8 @@ class AsyncCall:
         "_shared",
         "deadline",
         "future",
+        "message",
         "operation",
-        "parcel",
         "since",
     )  # fmt: skip
 
@@ -147,10 +147,10 @@ class AsyncCall:
         self,
         agent: "Agent",
         outgoing: Outgoing,
-        parcel: Parcel,
-        execution: "Execution | None",
+        message: MessageContext,
+        execution: RunningCall | None,
     ) -> None:
-        self.parcel = parcel
+        self.message = message
         self._peer = outgoing.peer
         self.operation = outgoing.operation
         self.deadline = outgoing.deadline
@@ -210,7 +210,7 @@ class AsyncCall:
             self._ended(error)
         callbacks = complete(self.future, value, error)
         if error is not None:
-            self._agent.undelivered(self.parcel)
+            self._agent.undelivered(self.message)
         if self._execution is not None:
             self._execution.end(self)
         if not callbacks:

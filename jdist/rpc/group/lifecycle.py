@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.base import current, device_maps, extensions
+from jdist.rpc.base import current, device_maps
 from jdist.rpc.base.deadline import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
-from jdist.rpc.calls import caller, debug
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls import caller, debug, extensions
+from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.coordinator_client import CoordinatorClient
@@ -164,7 +164,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Source: `torch.distributed.rpc.shutdown`.
     """
-    leave(current.agent(), graceful, resolve(timeout, 0, current.deadline()))
+    leave(current_agent(), graceful, resolve(timeout, 0, current.deadline()))
 
 
 # --- joining ---

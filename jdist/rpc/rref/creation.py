@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, complete, error_of
@@ -11,11 +10,11 @@ from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.interceptor import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls import caller as calls
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.request import Outgoing
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.rref.cell import Cell, again, fail, fill, new_cell
+from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
 from jdist.rpc.rref.references import References
 from jdist.rpc.rref.wire import unpack_id
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 CREATE = "rref.create"
 
 _Name = tuple[GloballyUniqueId, GloballyUniqueId, int]
-"""Id of the reference, of the creator's fork, and the floor of such requests."""
+"""Id of the reference, of the creator's fork, and the low-water mark of requests."""
 
 
 def remote(
@@ -64,21 +63,21 @@ def remote(
       ...     rref.owner_name(), rref.to_here()
       ('worker1', (3, 1))
     """
-    agent = current.agent()
+    agent = current_agent()
     outgoing = calls.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
     if outgoing.peer.info.incarnation == agent.info.incarnation:
         return _on_itself(agent, outgoing)
     references = agent.references
-    held, floor = references.create(incarnation_of(outgoing.peer.info))
-    name = (held.rref.packed(), held.fork.packed(), floor)
-    creation: Future[None] = new_cell()
+    user_fork, low_water_mark = references.create(incarnation_of(outgoing.peer.info))
+    name = (user_fork.rref.packed(), user_fork.fork.packed(), low_water_mark)
+    creation: Future[None] = new_owner_value()
 
     def ended(error: BaseException | None) -> None:
         if error is None:
-            references.created(held)
+            references.created(user_fork)
         callbacks = complete(creation, None, error)
         if error is not None:
-            references.not_created(held, f"{type(error).__name__}: {error}")
+            references.not_created(user_fork, f"{type(error).__name__}: {error}")
         for callback in callbacks or ():
             agent.pool.run(callback)
 
@@ -86,25 +85,25 @@ def remote(
         body = (name, *outgoing.body)
         asked = agent.request(outgoing._replace(body=body, ended=ended))
     except BaseException:
-        references.not_asked(held)
+        references.not_asked(user_fork)
         raise
     creation._source = asked._source
     return references.handle(
-        held.rref, held=held, creation=creation, until=outgoing.deadline
+        user_fork.rref, user_fork=user_fork, creation=creation, until=outgoing.deadline
     )
 
 
 def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":
     references, table = agent.references, agent.codec.functions
-    rref, cell = references.name(), new_cell()
-    references.create_here(rref, cell)
+    rref, owner_value = references.name(), new_owner_value()
+    references.create_here(rref, owner_value)
     name = (rref.packed(), rref.packed(), 0)
     try:
         asked = agent.request(outgoing._replace(body=(name, *outgoing.body)))
     except BaseException:
         references.created_here(rref)
         raise
-    creation: Future[None] = new_cell()
+    creation: Future[None] = new_owner_value()
 
     def over() -> None:
         error = error_of(asked)
@@ -112,11 +111,11 @@ def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":
             creation.set_result(None)
         else:
             creation.set_exception(error)
-            fail(cell, failure_of(error, table), "", table)
+            fail(owner_value, failure_of(error, table), "", table)
         references.created_here(rref)
 
     call_when_done(asked, over)
-    return references.handle(rref, cell=cell, creation=creation)
+    return references.handle(rref, owner_value=owner_value, creation=creation)
 
 
 def install(agent: Agent, references: References) -> None:
@@ -124,15 +123,15 @@ def install(agent: Agent, references: References) -> None:
 
     def create(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         name, call = _parts(body)
-        cell = _place(agent, caller, name)
+        owner_value = _place(agent, caller, name)
         try:
             result = calls.execute(agent, caller, call, meta)
         except BaseException as error:  # noqa: BLE001 - it is that of all holders
-            fail(cell, error, agent.info.name, agent.codec.functions)
+            fail(owner_value, error, agent.info.name, agent.codec.functions)
             return None
         if isinstance(result, Future):
-            return result.then(lambda done: _finish(agent, cell, done))
-        return _filled(cell, result)
+            return result.then(lambda done: _finish(agent, owner_value, done))
+        return _filled(owner_value, result)
 
     agent.register(CREATE, create, limited=True)
 
@@ -157,7 +156,7 @@ def failure_of(error: BaseException, table: FunctionTable) -> Exception:
     return again(error, table)
 
 
-def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
+def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> OwnerValue:
     if caller.incarnation == agent.info.incarnation:
         return agent.references.find(name[0])
     if name[0].created_on != caller.incarnation:
@@ -165,19 +164,19 @@ def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
     return agent.references.on_create(caller, *name)
 
 
-def _finish(agent: Agent, cell: Cell, done: Future[Any]) -> Reply:
+def _finish(agent: Agent, owner_value: OwnerValue, done: Future[Any]) -> Reply:
     """Takes the result that came later, or why there is none."""
     error = error_of(done)
     if error is None:
-        return _filled(cell, done.value())
-    fail(cell, error, agent.info.name, agent.codec.functions)
+        return _filled(owner_value, done.value())
+    fail(owner_value, error, agent.info.name, agent.codec.functions)
     return Reply(None, {})
 
 
-def _filled(cell: Cell, result: Any) -> Reply:
+def _filled(owner_value: OwnerValue, result: Any) -> Reply:
     """Puts what the function returned where holders look for it."""
     value, meta = result if type(result) is Reply else (result, {})
-    fill(cell, value)
+    fill(owner_value, value)
     return Reply(None, meta)
 
 
@@ -186,10 +185,10 @@ def _parts(body: Any) -> tuple[_Name, Invocation]:
         raise ProtocolError("A creation has a name, a function, arguments, keywords.")
     name, *call = body
     if type(name) is not tuple or len(name) != 3:
-        raise ProtocolError("A creation's name is two ids and a floor.")
-    rref, fork, floor = name
-    if type(floor) is not int:
-        raise ProtocolError("A creation's floor is a number.")
-    return (unpack_id(rref), unpack_id(fork), floor), Invocation.unpack(
+        raise ProtocolError("A creation's name is two ids and a low_water_mark.")
+    rref, fork, low_water_mark = name
+    if type(low_water_mark) is not int:
+        raise ProtocolError("A creation's low_water_mark is a number.")
+    return (unpack_id(rref), unpack_id(fork), low_water_mark), Invocation.unpack(
         CREATE, tuple(call)
     )

@@ -9,14 +9,13 @@ import numpy as np
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, error_of
-from jdist.rpc.base.interceptor import Invocation
+from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.outstanding_calls import Operation
 from jdist.rpc.calls.request import Outgoing
 from jdist.rpc.codec.functions import own_name
-from jdist.rpc.rref.cell import Cell, read
 from jdist.rpc.rref.creation import failure_of
+from jdist.rpc.rref.owner_value import OwnerValue, read
 from jdist.rpc.rref.wire import unpack_id
 
 if TYPE_CHECKING:
@@ -42,23 +41,25 @@ def install(agent: "Agent", references: "References") -> None:
 
     def value(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         rref = unpack_id(body)
-        cell = references.find(rref)
+        owner_value = references.find(rref)
 
         def look(call: Invocation) -> Any:
-            return read(cell, table)
+            return read(owner_value, table)
 
         def answer() -> Any:
             if agent.interceptor is None:
-                return Reply(read(cell, table), {})
-            handle = references.handle(rref, cell=cell)
+                return Reply(read(owner_value, table), {})
+            handle = references.handle(rref, owner_value=owner_value)
             call = Invocation(FETCH, type(handle).to_here, (handle,), {})
             return Reply(*agent.interceptor.execute(caller, call, meta, look))
 
-        return answer() if cell.done() else cell.then(lambda done: answer())
+        return (
+            answer() if owner_value.done() else owner_value.then(lambda done: answer())
+        )
 
     def kind(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        cell = references.find(unpack_id(body))
-        return cell.then(lambda done: _name(read(cell, table)))
+        owner_value = references.find(unpack_id(body))
+        return owner_value.then(lambda done: _name(read(owner_value, table)))
 
     agent.register(FETCH, value)
     agent.register(TYPE, kind)
@@ -107,19 +108,21 @@ def _exchange(
     )
 
 
-def here(cell: Cell, agent: "Agent", timeout: float) -> Any:
+def here(owner_value: OwnerValue, agent: "Agent", timeout: float) -> Any:
     """The value of this worker itself."""
-    if not cell.done():
-        arrival = cell.then(lambda done: None)
+    if not owner_value.done():
+        arrival = owner_value.then(lambda done: None)
         arrival.wait(agent.default_timeout if timeout == DEFAULT else timeout)
-    return read(cell, agent.codec.functions)
+    return read(owner_value, agent.codec.functions)
 
 
 def value_type(rref: "RRef[Any]", timeout: float) -> Future[type]:
     """A future of the type of the value, wherever that is."""
-    agent, cell = rref._references.agent, rref._cell
-    if cell is not None:
-        return cell.then(lambda done: type(read(cell, agent.codec.functions)))
+    agent, owner_value = rref._references.agent, rref._owner_value
+    if owner_value is not None:
+        return owner_value.then(
+            lambda done: type(read(owner_value, agent.codec.functions))
+        )
     name = agent.call_async(rref.owner(), TYPE, rref._rref.packed(), timeout)
     return name.then(lambda done: _named(agent, done.value()))
 

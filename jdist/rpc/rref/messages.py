@@ -2,8 +2,8 @@
 
 A *fork* is one worker's share in a reference: it is what the owner counts. The *giver*
 of a fork is the worker that sent the reference in a call or an answer, the *receiver*
-the one that got it. Every message below arrives exactly once (`jdist.rpc.rref.post`
-sees to that), in any order.
+the one that got it. `ReliableDelivery` has every message below handled exactly once, in
+any order.
 """
 
 from typing import NamedTuple
@@ -18,13 +18,13 @@ class Ref(NamedTuple):
       owner: Number of the worker that has the value.
       rref: Id of the reference, the same for all its forks.
       fork: Id of this fork; made by the giver.
-      floor: All forks below it that this giver gave to this receiver have arrived.
+      low_water_mark: All forks below it from this giver to this receiver have arrived.
     """
 
     owner: int
     rref: GloballyUniqueId
     fork: GloballyUniqueId
-    floor: int
+    low_water_mark: int
 
 
 class Fork(NamedTuple):
@@ -66,7 +66,7 @@ class Abort(NamedTuple):
 
     rref: GloballyUniqueId
     fork: GloballyUniqueId
-    floor: int
+    low_water_mark: int
     reason: str
 
 

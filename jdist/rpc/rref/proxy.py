@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jdist.rpc.base import current
-from jdist.rpc.codec.method import CALL_ITSELF, Method
+from jdist.rpc.rref.method import CALL_ITSELF, Method
 
 if TYPE_CHECKING:
     from jdist.rpc.rref.reference import RRef

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from jdist._errors import requirement
-from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT, NEVER, Deadline
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.future import Future, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import caller
-from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.rref import creation, fetch
-from jdist.rpc.rref.cell import Cell, new_cell
-from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.messages import Ref
+from jdist.rpc.rref.owner_value import OwnerValue, new_owner_value
 from jdist.rpc.rref.proxy import Proxy
 from jdist.rpc.rref.references import References
+from jdist.rpc.rref.user_fork import UserFork
 
 T = TypeVar("T")
 
@@ -54,70 +54,70 @@ class RRef(Generic[T]):
 
     __slots__ = (
         "__weakref__",
-        "_cell",
         "_creation",
-        "_held",
+        "_owner_value",
         "_references",
         "_rref",
         "_type",
         "_until",
+        "_user_fork",
     )
 
     _references: References
     _rref: GloballyUniqueId
-    _cell: Cell | None
-    _held: Held | None
+    _owner_value: OwnerValue | None
+    _user_fork: UserFork | None
     _creation: Future[None] | None
     _type: Future[type] | None
     _until: Deadline
 
     def __init__(self, value: T) -> None:
-        references = current.agent().references
-        cell: Future[T] = new_cell()
-        cell.set_result(value)
-        self._set(references, references.name(), cell=cell)
+        references = current_agent().references
+        owner_value: Future[T] = new_owner_value()
+        owner_value.set_result(value)
+        self._set(references, references.name(), owner_value=owner_value)
 
     @classmethod
     def _make(
         cls,
         references: References,
         rref: GloballyUniqueId,
-        cell: Cell | None = None,
-        held: Held | None = None,
+        owner_value: OwnerValue | None = None,
+        user_fork: UserFork | None = None,
         creation: Future[None] | None = None,
         until: Deadline = NEVER,
     ) -> "RRef[Any]":
         made: RRef[Any] = object.__new__(cls)
-        made._set(references, rref, cell, held, creation, until)
+        made._set(references, rref, owner_value, user_fork, creation, until)
         return made
 
     def _set(
         self,
         references: References,
         rref: GloballyUniqueId,
-        cell: Cell | None = None,
-        held: Held | None = None,
+        owner_value: OwnerValue | None = None,
+        user_fork: UserFork | None = None,
         creation: Future[None] | None = None,
         until: Deadline = NEVER,
     ) -> None:
         self._references = references
         self._rref = rref
-        self._cell = cell
-        self._held = held
+        self._owner_value = owner_value
+        self._user_fork = user_fork
         self._creation = creation
         self._type = None
         self._until = until
-        if held is not None:
-            finalizer = weakref.finalize(self, references.drop, held)
+        if user_fork is not None:
+            finalizer = weakref.finalize(self, references.drop, user_fork)
             finalizer.atexit = False
 
     # --- who and where ---
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
-        if self._held is None:
+        if self._user_fork is None:
             return self._references.agent.info
-        return self._references.owner(self._held)
+        return self._references.owner(self._user_fork)
 
     def owner_name(self) -> str:
         """That worker's name."""
@@ -125,7 +125,7 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""
-        return self._held is None
+        return self._user_fork is None
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this reference.
@@ -133,7 +133,7 @@ class RRef(Generic[T]):
         That of `remote` is confirmed when the value has been created. One that came as
         an argument always is: the function does not start before.
         """
-        return self._held is None or self._held.counted
+        return self._user_fork is None or self._user_fork.counted
 
     def creation(self) -> Future[None]:
         """Done when the call by which `remote` asked for the value has ended.
@@ -145,7 +145,7 @@ class RRef(Generic[T]):
         Source: `torch.distributed.rpc.RRef._get_future`.
         """
         if self._creation is None:
-            self._creation = new_cell()
+            self._creation = new_owner_value()
             self._creation.set_result(None)
         return self._creation
 
@@ -169,9 +169,9 @@ class RRef(Generic[T]):
           RpcError: RPC was shut down.
           Exception: What the function raised that should have created the value.
         """
-        if self._cell is not None:
+        if self._owner_value is not None:
             agent = self._references.agent
-            value = fetch.here(self._cell, agent, timeout)
+            value = fetch.here(self._owner_value, agent, timeout)
             return (
                 value if agent.interceptor is None else agent.interceptor.local(value)
             )
@@ -185,15 +185,15 @@ class RRef(Generic[T]):
           RpcError: This is not the owner.
           Exception: What the function raised that should have created the value.
         """
-        if self._cell is None:
-            assert self._held is not None
+        if self._owner_value is None:
+            assert self._user_fork is not None
             raise RpcError(
-                f"For UserRRef(rref_id={self._rref}, fork_id={self._held.fork}), can't "
-                f"call local_value() (localValue() in torch) on user "
+                f"For UserRRef(rref_id={self._rref}, fork_id={self._user_fork.fork}), "
+                f"can't call local_value() (localValue() in torch) on user "
                 f"{self._references.agent.info}. Call it on owner {self.owner()}, or "
                 "to_here() for a copy."
             )
-        return fetch.here(self._cell, self._references.agent, DEFAULT)
+        return fetch.here(self._owner_value, self._references.agent, DEFAULT)
 
     def value_type(self, timeout: float = DEFAULT, blocking: bool = True) -> Any:
         """The type of the value; the owner is asked once and the answer is kept.
@@ -266,24 +266,24 @@ class RRef(Generic[T]):
 
     # --- inside ---
 
-    def _give(self, references: References, parcel: Parcel) -> Ref:
+    def _give(self, references: References, message: MessageContext) -> Ref:
         """Puts it into a message of the worker that has these references."""
         if references is not self._references:
             rule = f"must belong to the worker that sends it, {references.agent.info}"
             got = f"{self} of {self._references.agent.info}"
             remedy = "Make the call as its worker: `with rpc.use_worker(name):`."
             raise ValueError(requirement("rpc(rref)", rule, got, remedy))
-        if self._cell is not None:
-            return self._references.give_owned(self._rref, self._cell, parcel)
-        assert self._held is not None
+        if self._owner_value is not None:
+            return self._references.give_owned(self._rref, self._owner_value, message)
+        assert self._user_fork is not None
         with self._using("fork an UserRRef"):
-            return self._references.give(self._held, parcel)
+            return self._references.give(self._user_fork, message)
 
     @contextlib.contextmanager
     def _using(self, operation: str) -> Iterator[None]:
         """Refuses what cannot be done with this reference any more."""
-        held = self._held
-        if held is None:
+        user_fork = self._user_fork
+        if user_fork is None:
             yield
             return
         references = self._references
@@ -292,16 +292,16 @@ class RRef(Generic[T]):
                 "Cannot call " + operation + ("" if "fork" in operation else " on it")
             )
             raise RpcError(f"{what} after deletion. RPC was shut down on this worker.")
-        if held.failed is not None:
-            raise references.failure(held, operation)
+        if user_fork.failed is not None:
+            raise references.failure(user_fork, operation)
         if self._creation is not None and self._creation.done():
             creation.check(self._creation, references.agent.codec.functions)
         yield
 
     def __str__(self) -> str:
-        if self._held is None:
+        if self._user_fork is None:
             return f"OwnerRRef({self._rref})"
-        return f"UserRRef(RRefId = {self._rref}, ForkId = {self._held.fork})"
+        return f"UserRRef(RRefId = {self._rref}, ForkId = {self._user_fork.fork})"
 
     __repr__ = __str__
 

@@ -10,15 +10,15 @@ from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError, RpcError, WorkerLost
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.codec.message_context import Parcel
-from jdist.rpc.rref.cell import Cell, fail, new_cell
-from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.keeper import Keeper
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
-from jdist.rpc.rref.owned import Entry
-from jdist.rpc.rref.post import Post
+from jdist.rpc.rref.owner import OwnedEntry
+from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
+from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.rref.user_fork import UserFork
 from jdist.rpc.rref.wire import refs_in
 
 if TYPE_CHECKING:
@@ -57,11 +57,13 @@ class References:
         self._answers: dict[GloballyUniqueId, Execution] = {}
         self._leaks: list[str] = []
         self._keeper = Keeper(f"{agent.info.name} references", self._drop)
-        self.post = Post(agent, self._keeper, self._receive, self._answered)
+        self.delivery = ReliableDelivery(
+            agent, self._keeper, self._receive, self._answered
+        )
 
     def begin(self, number: int) -> None:
         """This worker belongs to a group, and has this number there."""
-        self._protocol = Protocol(number, IdCounter(number), new_cell)
+        self._protocol = Protocol(number, IdCounter(number), new_owner_value)
 
     # --- values of this worker ---
 
@@ -70,7 +72,7 @@ class References:
         with self._lock:
             return self._protocol.name()
 
-    def find(self, rref: GloballyUniqueId) -> Cell:
+    def find(self, rref: GloballyUniqueId) -> OwnerValue:
         """Where the value of this id is or will be.
 
         Raises:
@@ -80,12 +82,12 @@ class References:
             entry = self._protocol.owned.find(rref)
         if entry is None:
             raise RpcError(_freed(rref))
-        return entry.cell
+        return entry.owner_value
 
-    def create_here(self, rref: GloballyUniqueId, cell: Cell) -> None:
-        """A request to itself will fill the cell: it counts as a holder till then."""
+    def create_here(self, rref: GloballyUniqueId, owner_value: OwnerValue) -> None:
+        """A request to itself will fill it: it counts as a holder till then."""
         with self._lock:
-            entry = self._protocol.owned.share(rref, cell)
+            entry = self._protocol.owned.share(rref, owner_value)
             entry.holders[rref] = self._protocol.me
 
     def created_here(self, rref: GloballyUniqueId) -> None:
@@ -97,18 +99,20 @@ class References:
         creator: WorkerInfo,
         rref: GloballyUniqueId,
         fork: GloballyUniqueId,
-        floor: int,
-    ) -> Cell:
+        low_water_mark: int,
+    ) -> OwnerValue:
         """A request to create a value arrived: where to put it.
 
         Raises:
           RpcError: The request was given up by the creator, which is known already.
         """
         with self._lock:
-            entry = self._protocol.on_create(incarnation_of(creator), rref, fork, floor)
+            entry = self._protocol.on_create(
+                incarnation_of(creator), rref, fork, low_water_mark
+            )
         if entry is None:
             raise RpcError("RRef creation was given up before the request arrived.")
-        return entry.cell
+        return entry.owner_value
 
     # --- values of others ---
 
@@ -118,18 +122,18 @@ class References:
         with self._lock:
             return self._protocol.create(owner)
 
-    def created(self, held: Held) -> None:
+    def created(self, user_fork: UserFork) -> None:
         """It has."""
-        self._do(lambda protocol: protocol.created(held))
+        self._do(lambda protocol: protocol.created(user_fork))
 
-    def not_created(self, held: Held, reason: str) -> None:
+    def not_created(self, user_fork: UserFork, reason: str) -> None:
         """The request failed."""
-        self._do(lambda protocol: protocol.not_created(held, reason))
+        self._do(lambda protocol: protocol.not_created(user_fork, reason))
 
-    def not_asked(self, held: Held) -> None:
+    def not_asked(self, user_fork: UserFork) -> None:
         """The request was not even sent."""
         with self._lock:
-            self._protocol.not_asked(held)
+            self._protocol.not_asked(user_fork)
 
     @property
     def drop(self) -> Callable[[Any], None]:
@@ -138,20 +142,22 @@ class References:
 
     # --- giving and taking ---
 
-    def give(self, held: Held, parcel: Parcel) -> Ref:
+    def give(self, user_fork: UserFork, message: MessageContext) -> Ref:
         """Puts a reference of another worker's value into a message."""
         with self._lock:
             return self._put(
-                self._protocol.give(held, incarnation_of(parcel.worker)), parcel
+                self._protocol.give(user_fork, incarnation_of(message.worker)), message
             )
 
-    def give_owned(self, rref: GloballyUniqueId, cell: Cell, parcel: Parcel) -> Ref:
+    def give_owned(
+        self, rref: GloballyUniqueId, owner_value: OwnerValue, message: MessageContext
+    ) -> Ref:
         """Puts a reference of this worker's value into a message."""
-        to = incarnation_of(parcel.worker)
+        to = incarnation_of(message.worker)
         with self._lock:
-            return self._put(self._protocol.give_owned(rref, cell, to), parcel)
+            return self._put(self._protocol.give_owned(rref, owner_value, to), message)
 
-    def take(self, ref: Ref, parcel: Parcel) -> "RRef[Any]":
+    def take(self, ref: Ref, message: MessageContext) -> "RRef[Any]":
         """Takes a reference out of a message.
 
         Raises:
@@ -161,32 +167,32 @@ class References:
         self._keeper.start()
         self._miss(ref.owner)
         with self._lock:
-            taken, effects = self._protocol.take(incarnation_of(parcel.worker), ref)
-            if isinstance(taken, Held) and taken.pending:
+            taken, effects = self._protocol.take(incarnation_of(message.worker), ref)
+            if isinstance(taken, UserFork) and taken.pending:
                 wait = self._waits[taken.fork] = Future()
-                parcel.unsettled = [*parcel.unsettled, wait]
+                message.unsettled = [*message.unsettled, wait]
         self._perform(effects)
         if taken is None:
             raise RpcError(_freed(ref.rref))
-        if isinstance(taken, Entry):
-            return self.handle(ref.rref, cell=taken.cell)
-        return self.handle(ref.rref, held=taken)
+        if isinstance(taken, OwnedEntry):
+            return self.handle(ref.rref, owner_value=taken.owner_value)
+        return self.handle(ref.rref, user_fork=taken)
 
-    def undelivered(self, parcel: Parcel) -> None:
+    def undelivered(self, message: MessageContext) -> None:
         """The message with these references is lost, or may be."""
-        if not parcel.forks:
+        if not message.forks:
             return
-        to = incarnation_of(parcel.worker)
-        self._do(lambda p: [e for f in parcel.forks for e in p.undelivered(f, to)])
+        to = incarnation_of(message.worker)
+        self._do(lambda p: [e for f in message.forks for e in p.undelivered(f, to)])
 
-    def answer(self, execution: "Execution", parcel: Parcel) -> None:
+    def answer(self, execution: "Execution", message: MessageContext) -> None:
         """An answer brings references; if it is given up, they are undelivered.
 
         The call is remembered until they have all arrived.
         """
         with self._lock:
-            self._answers.update(dict.fromkeys(parcel.forks, execution))
-        execution.bring(lambda: self.undelivered(parcel))
+            self._answers.update(dict.fromkeys(message.forks, execution))
+        execution.bring(lambda: self.undelivered(message))
 
     def decline(self, tree: Any, giver: WorkerInfo) -> None:
         """Takes and drops the references in an answer that could not be read."""
@@ -211,7 +217,7 @@ class References:
             for fork, execution in list(self._answers.items()):
                 if execution.caller.incarnation == worker.incarnation:
                     del self._answers[fork]
-        self.post.forget(incarnation_of(worker))
+        self.delivery.forget(incarnation_of(worker))
         self._perform(effects, WorkerLost(worker.name, "RRef creation", reason))
 
     def release(self, deadline: "Deadline", seconds: float) -> None:
@@ -223,8 +229,8 @@ class References:
         """
         with self._lock:
             self.released = True
-            held = list(self._protocol.holdings)
-        self._drop(held)
+            user_forks = list(self._protocol.user_forks)
+        self._drop(user_forks)
         left = deadline.remaining()
         until = time.monotonic() + (seconds if left is None else min(left, seconds))
         with self._lock:
@@ -243,9 +249,9 @@ class References:
             return {
                 "num_owner_rrefs": len(protocol.owned),
                 "num_forks": protocol.owned.forks,
-                "num_forks_under_way": len(protocol.transit),
-                "num_user_rrefs": len(protocol.holdings),
-                "num_pending_users": protocol.holdings.pending,
+                "num_forks_under_way": len(protocol.unacknowledged),
+                "num_user_rrefs": len(protocol.user_forks),
+                "num_pending_users": protocol.user_forks.pending,
                 "num_pending_futures": len(self._waits),
             }
 
@@ -256,8 +262,8 @@ class References:
 
     # --- inside ---
 
-    def _put(self, ref: Ref, parcel: Parcel) -> Ref:
-        parcel.forks = [*parcel.forks, ref.fork]
+    def _put(self, ref: Ref, message: MessageContext) -> Ref:
+        message.forks = [*message.forks, ref.fork]
         return ref
 
     def _do(self, event: Callable[[Protocol], Effects]) -> None:
@@ -265,52 +271,52 @@ class References:
             effects = event(self._protocol)
         self._perform(effects)
 
-    def _drop(self, forks: Sequence[Held]) -> None:
+    def _drop(self, forks: Sequence[UserFork]) -> None:
         with self._lock:
-            effects = [e for held in forks for e in self._protocol.drop(held)]
+            effects = [e for user_fork in forks for e in self._protocol.drop(user_fork)]
         self._perform(effects)
 
     def _perform(self, effects: Effects, never: Exception | None = None) -> None:
         for effect in effects:
             if isinstance(effect, Settled):
-                self._settle(effect.held)
+                self._settle(effect.user_fork)
             elif isinstance(effect, Never):
                 error = never or RpcError(f"RRef creation failed: {effect.reason}")
-                fail(effect.cell, error, "", self.agent.codec.functions)
+                fail(effect.owner_value, error, "", self.agent.codec.functions)
             elif not isinstance(effect, Freed):  # that one dies with the list
-                self.post.send(effect.to, effect.message)
+                self.delivery.send(effect.to, effect.message)
         if self.released:
             with self._lock:
                 self._changed.notify_all()
 
-    def _settle(self, held: Held) -> None:
+    def _settle(self, user_fork: UserFork) -> None:
         with self._lock:
-            wait = self._waits.pop(held.fork, None)
+            wait = self._waits.pop(user_fork.fork, None)
         if wait is None:
             return
-        if held.failed is None:
+        if user_fork.failed is None:
             wait.set_result(None)
         else:
-            wait.set_exception(self.failure(held, "the wait for its confirmation"))
+            wait.set_exception(self.failure(user_fork, "the wait for its confirmation"))
 
-    def owner(self, held: Held) -> WorkerInfo:
+    def owner(self, user_fork: UserFork) -> WorkerInfo:
         """The worker that has the value.
 
         Raises:
           RpcError: It was gone before this worker joined.
         """
-        peer = self.agent.directory.of_incarnation(held.owner)
+        peer = self.agent.directory.of_incarnation(user_fork.owner)
         if peer is None:
-            raise RpcError(held.failed)
+            raise RpcError(user_fork.failed)
         return peer.info
 
-    def failure(self, held: Held, operation: str) -> RpcError:
+    def failure(self, user_fork: UserFork, operation: str) -> RpcError:
         """Why a reference cannot be used."""
-        owner = self.agent.directory.of_incarnation(held.owner)
+        owner = self.agent.directory.of_incarnation(user_fork.owner)
         if owner is not None and owner.departed is not None:
             name, reason = owner.info.name, owner.departed
             return WorkerLost(name, f"{operation} of an RRef", reason)
-        return RpcError(held.failed)
+        return RpcError(user_fork.failed)
 
     # --- messages ---
 
@@ -356,8 +362,8 @@ class References:
 
     def _at_rest(self) -> bool:
         protocol = self._protocol
-        under_way = len(protocol.holdings) + len(protocol.transit)
-        return not under_way and self.post.idle()
+        under_way = len(protocol.user_forks) + len(protocol.unacknowledged)
+        return not under_way and self.delivery.idle()
 
     def _held_by(self, holder: int | None) -> list[str]:
         """Forks that still count, of one worker or of all, in words."""

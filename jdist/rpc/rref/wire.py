@@ -39,7 +39,7 @@ def refs_in(codec: Codec, tree: Any) -> Iterator[Ref]:
 
 def pack_ref(ref: Ref) -> tuple[int, ...]:
     """A reference as four numbers."""
-    return (ref.owner, ref.rref.packed(), ref.fork.packed(), ref.floor)
+    return (ref.owner, ref.rref.packed(), ref.fork.packed(), ref.low_water_mark)
 
 
 def unpack_ref(row: Any) -> Ref:
@@ -48,8 +48,8 @@ def unpack_ref(row: Any) -> Ref:
     Raises:
       ProtocolError: It is not what `pack_ref` makes.
     """
-    owner, rref, fork, floor = _numbers(row, 4)
-    return Ref(owner, unpack_id(rref), unpack_id(fork), floor)
+    owner, rref, fork, low_water_mark = _numbers(row, 4)
+    return Ref(owner, unpack_id(rref), unpack_id(fork), low_water_mark)
 
 
 def pack(message: Message) -> tuple[Any, ...]:
@@ -85,8 +85,8 @@ def unpack_id(number: Any) -> GloballyUniqueId:
 def _abort(row: Any) -> Abort:
     if type(row) is not tuple or len(row) != 4 or type(row[3]) is not str:
         raise ProtocolError("An rref.abort is malformed.")
-    rref, fork, floor = _numbers(row[:3], 3)
-    return Abort(unpack_id(rref), unpack_id(fork), floor, row[3])
+    rref, fork, low_water_mark = _numbers(row[:3], 3)
+    return Abort(unpack_id(rref), unpack_id(fork), low_water_mark, row[3])
 
 
 def _numbers(row: Any, count: int) -> tuple[int, ...]:

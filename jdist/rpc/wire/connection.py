@@ -17,7 +17,7 @@ from jdist._compat import let_go
 from jdist._errors import requirement
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.wire import memory
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.duplicates import Duplicates
@@ -85,8 +85,8 @@ class Connection:
         self._on_close = on_close
         self._reason: str | None = None
         self._released = False
-        self._sending = Turn()
-        self._receiving = Turn()
+        self._sending = InterruptSafeLock()
+        self._receiving = InterruptSafeLock()
         self._ending = threading.Lock()
         self._requests = Duplicates()
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -104,7 +104,7 @@ class Connection:
         packed, descriptors = self._pack(frame)
 
         def put() -> None:
-            self._sending.take(deadline, "another thread was still sending")
+            self._sending.acquire(deadline, "another thread was still sending")
             try:
                 if self._reason is not None:
                     raise NotSent(self._reason)
@@ -198,7 +198,7 @@ class Connection:
         let_go()  # Nothing is kept from the other side while this one waits.
 
         def get() -> Frame | None:
-            self._receiving.take(deadline, "another thread was still receiving")
+            self._receiving.acquire(deadline, "another thread was still receiving")
             try:
                 return self._new(deadline, most)
             except ChannelClosed as error:
@@ -359,10 +359,10 @@ class Connection:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
 
-    def _in_turn(self, turn: Turn, action: Callable[[], T]) -> T:
+    def _in_turn(self, turn: InterruptSafeLock, action: Callable[[], T]) -> T:
         """Calls `action`, which takes the turn; what remains is done in any case."""
         try:
-            return turn.hold(action)
+            return turn.releasing(action)
         finally:
             if self._reason is not None:
                 self._release()
@@ -375,19 +375,19 @@ class Connection:
         comes here when it leaves, after it has released its lock.
         """
         with self._ending:
-            if self._sending.mine or self._receiving.mine:
+            if self._sending.held or self._receiving.held:
                 return  # this very thread is inside, and was interrupted there
-            if self._released or not self._sending.hold(self._close_stream):
+            if self._released or not self._sending.releasing(self._close_stream):
                 return
         if self._on_close is not None:
             self._on_close(self)
 
     def _close_stream(self) -> bool:
         def close() -> bool:
-            if not self._receiving.try_take():
+            if not self._receiving.try_acquire():
                 return False
             self._stream.close()
             self._released = True
             return True
 
-        return self._sending.try_take() and self._receiving.hold(close)
+        return self._sending.try_acquire() and self._receiving.releasing(close)

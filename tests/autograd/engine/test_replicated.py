@@ -11,7 +11,6 @@ from jax.experimental import multihost_utils
 from jdist import autograd, optim, rpc
 from jdist.autograd.context.context import here
 from jdist.autograd.engine.replicated import STATE
-from jdist.rpc.base import current
 from tests.autograd.engine_world import numbers
 from tests.rpc.hosts import become_worker, results
 
@@ -42,7 +41,7 @@ def outcome(body, *args):
     except Exception as error:  # noqa: BLE001 - it is what the test is about
         return error
     finally:  # What a test has replicated is not the next one's.
-        current.agent().parts.pop(STATE)
+        here().agent.extension_state.pop(STATE)
         here().replicated.clear()
 
 

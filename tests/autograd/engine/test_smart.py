@@ -155,7 +155,7 @@ def test_unused_calls_are_not_asked(threads):
 def test_a_request_may_overtake_the_one_that_told_what_is_marked(threads):
     x, y = leaves(2, 12)
     with rpc.use_worker("worker1"):
-        handlers = current.agent().callee._handlers
+        handlers = current.worker().callee._handlers
     handler, second_came = handlers[GRADIENTS], threading.Event()
     turns = itertools.count()
 

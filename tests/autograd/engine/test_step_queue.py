@@ -74,7 +74,7 @@ def test_an_interrupt_leaves_the_rest_to_the_next_one():
 def test_steps_run_as_the_worker_of_the_mailbox():
     with rpc.local_cluster(["a", "b"]):
         with rpc.use_worker("b"):
-            mailbox = StepQueue(Scope(current.agent()))
+            mailbox = StepQueue(Scope(current.worker()))
         names = []
         mailbox.put(lambda: names.append(rpc.get_worker_info().name))
         assert [*names, rpc.get_worker_info().name] == ["b", "a"]

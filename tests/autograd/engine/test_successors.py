@@ -31,12 +31,12 @@ def group():
 
 def replace(cluster):
     """Another "worker1"; the one before is gone."""
-    before = current.agent().directory.find("worker1")
+    before = current.worker().directory.find("worker1")
     with rpc.use_worker("worker1"):
         rpc.shutdown(graceful=False)
     assert wait_for(lambda: before.departed is not None)
     cluster.join("worker1")
-    assert current.agent().directory.find("worker1") is not before
+    assert current.worker().directory.find("worker1") is not before
 
 
 def test_gradients_flow_to_the_worker_that_has_the_value(group):
@@ -62,9 +62,9 @@ def test_gradients_flow_to_the_worker_that_has_the_value(group):
 
 def test_the_loss_of_a_predecessor_ends_no_pass(group):
     """Its news may come late, on another thread."""
-    before = current.agent().directory.find("worker1").info
+    before = current.worker().directory.find("worker1").info
     replace(group)
-    after = current.agent().directory.find("worker1").info
+    after = current.worker().directory.find("worker1").info
     assert before == after
     assert before.incarnation != after.incarnation
     with autograd.context() as context_id:
@@ -81,7 +81,7 @@ def test_the_loss_of_a_predecessor_ends_no_pass(group):
 def test_an_end_that_a_predecessor_told_is_told_to_its_successor(group):
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", doubled, args=(leaf(1),))
-        before = current.agent().directory.find("worker1").info
+        before = current.worker().directory.find("worker1").info
         replace(group)
         rpc.rpc_sync("worker1", doubled, args=(leaf(2),))
         here().releases._end(context_id, "released", before.incarnation).wait(60)

@@ -191,7 +191,7 @@ def test_rank_0_leaves_last(elastic):
 
 def await_the_coordinators_end():
     """It is told a moment after rank 0 itself has left."""
-    assert wait_for(lambda: current.agent().group._alone is not None)
+    assert wait_for(lambda: current.worker().group._alone is not None)
 
 
 def test_rank_0_has_no_patience(elastic):

@@ -146,7 +146,7 @@ def test_a_stop_in_the_midst_of_a_step_counts_as_a_whole(monkeypatch):
 def test_what_a_worker_found_out_about_itself_is_kept(monkeypatch):
     """Its answer is the same when the stop that explains it was long ago."""
     with rpc.local_cluster(["here", "there"]), rpc.use_worker("here"):
-        group = current.agent().group
+        group = current.worker().group
         monkeypatch.setattr(group, "_held_up", lambda: "this worker was stopped")
         first = group.unreachable("barrier", "closed")
         monkeypatch.setattr(group, "_held_up", lambda: None)
@@ -163,7 +163,7 @@ def test_who_was_taken_for_lost_is_not_served():
     """It may not know yet, and connect anew."""
     with rpc.local_cluster(["here", "there"]):
         with rpc.use_worker("here"):
-            agent = current.agent()
+            agent = current.worker()
             agent.part(agent.directory.find("there"), "no sign of life")
         with rpc.use_worker("there"):
             with pytest.raises(rpc.WorkerLost, match="'here' does not know 'there'"):

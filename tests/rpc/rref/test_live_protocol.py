@@ -43,7 +43,7 @@ def at_rest():
     """Whether this worker waits for nobody's answer about references."""
     told = references()
     waits = told["forks_under_way"] + told["pending_users"]
-    return not waits and current.agent().references.post.idle()
+    return not waits and current.worker().references.delivery.idle()
 
 
 class Value:
@@ -105,7 +105,7 @@ class Program(RuleBasedStateMachine):
             self.cluster.__enter__()
         for name in self.names:
             with rpc.use_worker(name):
-                current.agent().references.post.patience = 0.01
+                current.worker().references.delivery.patience = 0.01
         self.handles, self.calls, self.count = {}, {}, 0
 
     def number(self):

@@ -140,7 +140,7 @@ def test_the_value_itself_is_on_its_owner_only(cluster):
 
 def ids_of_references():
     here, there = rpc.RRef(1), rpc.remote("worker0", add, args=(1, 2))
-    first, rref, fork = here._rref, there._rref, there._held.fork
+    first, rref, fork = here._rref, there._rref, there._user_fork.fork
     assert {first.created_on, rref.created_on, fork.created_on} == {3}
     assert (rref.local_id, fork.local_id) == (first.local_id + 1, first.local_id + 2)
     assert str(here) == f"OwnerRRef({first})"

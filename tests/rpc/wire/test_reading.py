@@ -86,7 +86,7 @@ def many_waits(to):
             if not (got == -x).all():
                 wrong.append((seed, i))
 
-    acting = current.agent()
+    acting = current.worker()
     threads = [
         threading.Thread(target=run_as, args=(acting, wait, seed)) for seed in range(12)
     ]
@@ -220,9 +220,9 @@ def interrupted(to):
     """
     stuck = rpc.rpc_async(to, pass_gate, args=("interrupted", 1))
     assert rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE) == -1
-    stream = current.agent().directory.find(to).shared._channel._stream
+    stream = current.worker().directory.find(to).shared._channel._stream
     receive, raised = stream.receive_into, []
-    reader = threading.Thread(target=read_in_vain, args=(to, current.agent(), raised))
+    reader = threading.Thread(target=read_in_vain, args=(to, current.worker(), raised))
 
     def interrupt(*args):
         if threading.current_thread() is reader:
@@ -257,7 +257,7 @@ def interrupted_wait(to):
     """Ctrl-C ends the wait of the main thread, and nothing else."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stuck = rpc.rpc_async(to, pass_gate, args=("awaited", 1))
-    shared = current.agent().directory.find(to).shared
+    shared = current.worker().directory.find(to).shared
     interrupter = threading.Thread(target=interrupt_blocked)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -265,7 +265,7 @@ def interrupted_wait(to):
     interrupter.join()
     rpc.rpc_sync(to, open_gate, args=("awaited",))
     assert stuck.wait(PATIENCE) == 1
-    assert current.agent().directory.find(to).shared is shared
+    assert current.worker().directory.find(to).shared is shared
 
 
 def interrupt_blocked():

@@ -4,11 +4,11 @@ import collections
 from typing import NamedTuple
 
 from jdist.rpc.base.ids import GloballyUniqueId
-from jdist.rpc.rref.held import Held
-from jdist.rpc.rref.window import UnderWay
+from jdist.rpc.rref.dedup_window import UnsettledNumbers
+from jdist.rpc.rref.user_fork import UserFork
 
 
-class Given(NamedTuple):
+class GivenFork(NamedTuple):
     """A fork on its way.
 
     Attributes:
@@ -22,33 +22,33 @@ class Given(NamedTuple):
     receiver: int
     rref: GloballyUniqueId
     fork: GloballyUniqueId
-    parent: Held | None
+    parent: UserFork | None
 
 
-class Transit:
+class Unacknowledged:
     """The forks under way from one worker, by receiver."""
 
     def __init__(self) -> None:
-        self._given: dict[GloballyUniqueId, Given] = {}
-        self._numbers: collections.defaultdict[int, UnderWay]
-        self._numbers = collections.defaultdict(UnderWay)
+        self._given: dict[GloballyUniqueId, GivenFork] = {}
+        self._numbers: collections.defaultdict[int, UnsettledNumbers]
+        self._numbers = collections.defaultdict(UnsettledNumbers)
 
     def __len__(self) -> int:
         return len(self._given)
 
-    def begin(self, given: Given) -> int:
-        """It is about to be sent; the floor to send with it."""
+    def begin(self, given: GivenFork) -> int:
+        """It is about to be sent; the low-water mark to send with it."""
         self._given[given.fork] = given
         numbers = self._numbers[given.receiver]
         numbers.begin(given.fork.local_id)
-        return numbers.floor
+        return numbers.low_water_mark
 
-    def find(self, fork: GloballyUniqueId, receiver: int) -> Given | None:
+    def find(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
         """The fork, if it is under way to that worker."""
         given = self._given.get(fork)
         return given if given is not None and given.receiver == receiver else None
 
-    def end(self, fork: GloballyUniqueId, receiver: int) -> Given | None:
+    def end(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
         """It arrived, or was never sent; None when that is known."""
         given = self.find(fork, receiver)
         if given is not None:
@@ -56,11 +56,11 @@ class Transit:
             self._numbers[receiver].end(fork.local_id)
         return given
 
-    def floor(self, receiver: int) -> int:
+    def low_water_mark(self, receiver: int) -> int:
         """All forks below it have arrived there."""
-        return self._numbers[receiver].floor
+        return self._numbers[receiver].low_water_mark
 
-    def sweep(self, receiver: int) -> list[Given]:
+    def sweep(self, receiver: int) -> list[GivenFork]:
         """That worker is gone; what was on its way there."""
         self._numbers.pop(receiver, None)
         lost = [given for given in self._given.values() if given.receiver == receiver]

@@ -16,6 +16,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
+from jdist.rpc.base.interceptor import UnboundFunction
 from jdist.rpc.codec import nnx
 from jdist.rpc.codec.functions import FunctionTable
 
@@ -42,7 +43,7 @@ _NOT_PLAIN = frozenset(("format", "format_map"))
 """They look attributes of their arguments up by name."""
 
 
-class Method:
+class Method(UnboundFunction):
     """The method `name` of the value that `rref` refers to.
 
     Args:
@@ -59,10 +60,6 @@ class Method:
         self.rref = rref
         self.name = name
         self.functions = functions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it, on the owner."""
-        return self.bound()(*args, **kwargs)
 
     def bound(self) -> Callable[..., Any]:
         """The method itself, on the owner.

@@ -1,4 +1,4 @@
-"""Parts built upon rpc give every worker of the process what they need there.
+"""Packages built upon rpc give every worker of the process what they need there.
 
 A part registers its installer when it is imported, before or after this process has
 workers. A message that only such a part can read names, in its metadata, a function of
@@ -8,19 +8,14 @@ that part: to look it up imports the part, if the worker allows the name.
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.calls.agent import Agent
 
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+__all__ = ["equip", "extend"]
 
-NEEDS = "needs"
-"""In the metadata of a request: `module:function` of the part that reads it."""
-
-Installer = Callable[["Agent"], None]
+Installer = Callable[[Agent], None]
 _installers: dict[str, Installer] = {}
-_agents: "weakref.WeakSet[Agent]" = weakref.WeakSet()
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
@@ -40,19 +35,10 @@ def extend(part: str, installer: Installer) -> None:
         installer(agent)
 
 
-def equip(agent: "Agent") -> None:
+def equip(agent: Agent) -> None:
     """Gives a new worker everything that was registered so far."""
     with _lock:
         _agents.add(agent)
         installers = list(_installers.values())
     for installer in installers:
         installer(agent)
-
-
-def need(function: Any, table: FunctionTable) -> None:
-    """Imports the part to which a function belongs.
-
-    Raises:
-      ForbiddenFunction: This worker does not have it, or does not allow it.
-    """
-    table.resolve(str(function))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout, WorkerLost
-from jdist.rpc.calls.remote_exception import describe, rebuild
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.codec.remote_exception import describe, rebuild
 from tests.rpc import nameable
 from tests.rpc.carriers import by_wire
 

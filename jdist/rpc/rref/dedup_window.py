@@ -3,54 +3,54 @@
 import collections
 
 
-class Window:
+class DedupWindow:
     """The numbers that one sender's messages bear, seen by their receiver.
 
     Numbers rise, in steps of any size, and may arrive in any order and more than once.
-    With every number the sender tells its *floor*: whatever is below has been settled
-    between the two and counts as seen. So only what is under way is remembered.
+    With every number the sender tells its *low-water mark*: all numbers below it are
+    settled between the two and count as seen. So only those in flight are remembered.
 
     Example:
-      >>> window = Window()
-      >>> [window.take(number, floor=0) for number in (3, 7, 3)]
+      >>> window = DedupWindow()
+      >>> [window.take(number, low_water_mark=0) for number in (3, 7, 3)]
       [True, True, False]
-      >>> window.take(8, floor=6), window.seen(5), window.seen(9)
+      >>> window.take(8, low_water_mark=6), window.seen(5), window.seen(9)
       (True, True, False)
     """
 
-    __slots__ = ("_floor", "_limit", "_seen")
+    __slots__ = ("_limit", "_low_water_mark", "_seen")
 
     def __init__(self) -> None:
-        self._floor = 0
+        self._low_water_mark = 0
         self._seen: set[int] = set()
         self._limit = 32
 
-    def take(self, number: int, floor: int) -> bool:
+    def take(self, number: int, low_water_mark: int) -> bool:
         """Whether the number comes for the first time; it is remembered."""
-        if floor > self._floor:
-            self._floor = floor
+        if low_water_mark > self._low_water_mark:
+            self._low_water_mark = low_water_mark
         if self.seen(number):
             return False
         self._seen.add(number)
         if len(self._seen) > self._limit:
-            self._seen = {n for n in self._seen if n >= self._floor}
+            self._seen = {n for n in self._seen if n >= self._low_water_mark}
             self._limit = 2 * len(self._seen) + 32
         return True
 
     def seen(self, number: int) -> bool:
         """Whether the number has come, or is settled without."""
-        return number < self._floor or number in self._seen
+        return number < self._low_water_mark or number in self._seen
 
 
-class UnderWay:
+class UnsettledNumbers:
     """The sender's side of a window: which of its numbers are not settled yet.
 
     Example:
-      >>> under_way = UnderWay()
+      >>> under_way = UnsettledNumbers()
       >>> for number in (3, 7, 8):
       ...     under_way.begin(number)
       >>> under_way.end(3)
-      >>> under_way.floor
+      >>> under_way.low_water_mark
       7
     """
 
@@ -71,7 +71,7 @@ class UnderWay:
         self._numbers.pop(number, None)
 
     @property
-    def floor(self) -> int:
+    def low_water_mark(self) -> int:
         """Everything below is settled."""
         return next(iter(self._numbers), self._past)
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc.rref.dedup_window import DedupWindow, UnsettledNumbers
 from jdist.rpc.rref.keeper import GATHERING, Keeper
 from jdist.rpc.rref.messages import Accept, Message
-from jdist.rpc.rref.window import UnderWay, Window
 from jdist.rpc.rref.wire import KINDS, pack, unpack
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     messages: Sequence[Message]
 
 
-class Post:
+class ReliableDelivery:
     """One worker's messages to all others, and from them.
 
     Args:
@@ -115,17 +115,21 @@ class Post:
     def read(self, sender: WorkerInfo, kind: type, body: Any) -> list[Any]:
         """What to answer to a batch that came."""
         if type(body) is not tuple or len(body) != 3 or type(body[2]) is not list:
-            raise ProtocolError("Messages about references need a number and a floor.")
-        number, floor, rows = body
-        if type(number) is not int or type(floor) is not int:
-            raise ProtocolError("Messages about references need a number and a floor.")
+            raise ProtocolError(
+                "Messages about references need a number and a low-water mark."
+            )
+        number, low_water_mark, rows = body
+        if type(number) is not int or type(low_water_mark) is not int:
+            raise ProtocolError(
+                "Messages about references need a number and a low-water mark."
+            )
         messages = [unpack(kind, row) for row in rows]
         with self._lock:
             inbox = self._inboxes[incarnation_of(sender)]
         with inbox.lock:
-            if not inbox.window.take(number, floor):
+            if not inbox.window.take(number, low_water_mark):
                 return inbox.answers.get(number, [None] * len(messages))
-            inbox.prune(floor)
+            inbox.prune(low_water_mark)
             answers, react = self._receive(incarnation_of(sender), messages)
             inbox.answers[number] = answers
         react()
@@ -148,8 +152,12 @@ class Post:
             outbox = self._outboxes.get(batch.to)
             if outbox is None or batch.number not in outbox.numbers:
                 return
-            floor = outbox.numbers.floor
-        body = (batch.number, floor, [pack(message) for message in batch.messages])
+            low_water_mark = outbox.numbers.low_water_mark
+        body = (
+            batch.number,
+            low_water_mark,
+            [pack(message) for message in batch.messages],
+        )
         patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
         peer = self._agent.directory.of_incarnation(batch.to)
         assert peer is not None, "only workers that were met are told anything"
@@ -192,7 +200,7 @@ class Post:
 class _Reader:
     """Answers frames of one kind."""
 
-    def __init__(self, post: Post, kind: type) -> None:
+    def __init__(self, post: ReliableDelivery, kind: type) -> None:
         self._post = post
         self._kind = kind
 
@@ -206,7 +214,7 @@ class _Outbox:
     def __init__(self) -> None:
         self.waiting: list[Message] = []
         self.sending = False
-        self.numbers = UnderWay()
+        self.numbers = UnsettledNumbers()
         self._last = 0
 
     def take(self, to: int) -> list[Batch]:
@@ -229,10 +237,10 @@ class _Inbox:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.window = Window()
+        self.window = DedupWindow()
         self.answers: dict[int, list[Any]] = {}
 
-    def prune(self, floor: int) -> None:
+    def prune(self, low_water_mark: int) -> None:
         """The sender has the answers to all numbers below."""
-        for number in [number for number in self.answers if number < floor]:
+        for number in [number for number in self.answers if number < low_water_mark]:
             del self.answers[number]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jdist.rpc.base.ids import GloballyUniqueId
 
 
-class Held:
+class UserFork:
     """One fork of this worker.
 
     It may be dropped when the owner counts it (or never will) and when all forks that
@@ -53,32 +53,32 @@ class Held:
         return self.dropped and not self.children and not self.pending
 
 
-class Holdings:
+class UserForks:
     """All forks of one worker, by their ids."""
 
     def __init__(self) -> None:
-        self._forks: dict[GloballyUniqueId, Held] = {}
+        self._forks: dict[GloballyUniqueId, UserFork] = {}
 
     def __len__(self) -> int:
         return len(self._forks)
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[UserFork]:
         return iter(list(self._forks.values()))
 
-    def add(self, held: Held) -> Held:
+    def add(self, user_fork: UserFork) -> UserFork:
         """One more."""
-        self._forks[held.fork] = held
-        return held
+        self._forks[user_fork.fork] = user_fork
+        return user_fork
 
-    def find(self, fork: GloballyUniqueId) -> Held | None:
+    def find(self, fork: GloballyUniqueId) -> UserFork | None:
         """The fork of this id, if it is not over."""
         return self._forks.get(fork)
 
-    def remove(self, held: Held) -> None:
+    def remove(self, user_fork: UserFork) -> None:
         """It is over."""
-        del self._forks[held.fork]
+        del self._forks[user_fork.fork]
 
     @property
     def pending(self) -> int:
         """How many wait for their owner."""
-        return sum(held.pending for held in self._forks.values())
+        return sum(user_fork.pending for user_fork in self._forks.values())

@@ -4,14 +4,14 @@ import contextvars
 from typing import Any
 
 from jdist.rpc.base.future import Future, complete, error_of, run_all
-from jdist.rpc.calls.remote_exception import describe, rebuild
 from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.codec.remote_exception import describe, rebuild
 
-Cell = Future[Any]
+OwnerValue = Future[Any]
 """Completed once. An exception in it has no traceback but in words, see `fill`."""
 
 
-def new_cell() -> Cell:
+def new_owner_value() -> OwnerValue:
     """One that remembers nothing of the call in which it was made.
 
     It may live for long, and would keep that call's answer alive.
@@ -19,32 +19,34 @@ def new_cell() -> Cell:
     return contextvars.Context().run(Future)
 
 
-def fill(cell: Cell, value: Any) -> None:
+def fill(owner_value: OwnerValue, value: Any) -> None:
     """Puts the value in, unless it is too late: who waited was told so."""
-    _complete(cell, value, None)
+    _complete(owner_value, value, None)
 
 
-def fail(cell: Cell, error: BaseException, worker: str, table: FunctionTable) -> None:
+def fail(
+    owner_value: OwnerValue, error: BaseException, worker: str, table: FunctionTable
+) -> None:
     """Puts in why there is no value.
 
     The exception is one without frames: those of the function, and of all who called
     it within this process, have references in them that would never be dropped.
 
     Args:
-      cell: Not changed if it is completed.
+      owner_value: Not changed if it is completed.
       error: What the function raised on `worker`, or why it was not called.
       worker: Name of that worker.
       table: Which types of exceptions can be made again.
     """
-    _complete(cell, None, rebuild(describe(error, worker), table))
+    _complete(owner_value, None, rebuild(describe(error, worker), table))
 
 
-def read(cell: Cell, table: FunctionTable) -> Any:
-    """The value; raises a copy of the exception, so that the cell's own stays bare."""
-    error = error_of(cell)
+def read(owner_value: OwnerValue, table: FunctionTable) -> Any:
+    """The value; raises a copy of the exception, so that the original stays bare."""
+    error = error_of(owner_value)
     if error is not None:
         raise again(error, table)
-    return cell.value()
+    return owner_value.value()
 
 
 def again(error: BaseException, table: FunctionTable) -> Exception:
@@ -52,5 +54,5 @@ def again(error: BaseException, table: FunctionTable) -> Exception:
     return rebuild(describe(error, ""), table)
 
 
-def _complete(cell: Cell, value: Any, error: BaseException | None) -> None:
-    run_all(complete(cell, value, error) or [])
+def _complete(owner_value: OwnerValue, value: Any, error: BaseException | None) -> None:
+    run_all(complete(owner_value, value, error) or [])

@@ -5,22 +5,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.ids import GloballyUniqueId
-from jdist.rpc.rref.window import Window
+from jdist.rpc.rref.dedup_window import DedupWindow
 
 
-class Entry:
+class OwnedEntry:
     """One value that others hold.
 
     Attributes:
-      cell: Where the value is or will be; opaque here.
+      owner_value: Where the value is or will be; opaque here.
       created: Whether its creation has begun; until then only the name is known.
       holders: Number of the holder of each fork that is counted.
     """
 
-    __slots__ = ("cell", "created", "holders")
+    __slots__ = ("created", "holders", "owner_value")
 
-    def __init__(self, cell: Any, created: bool) -> None:
-        self.cell = cell
+    def __init__(self, owner_value: Any, created: bool) -> None:
+        self.owner_value = owner_value
         self.created = created
         self.holders: dict[GloballyUniqueId, int] = {}
 
@@ -37,7 +37,7 @@ class Swept(NamedTuple):
     orphans: list[Any]
 
 
-class Owned:
+class OwnedValues:
     """The values of one worker that have forks.
 
     An entry lives as long as it has a fork, or as its creation is still to come. What
@@ -45,21 +45,21 @@ class Owned:
 
     Args:
       me: Number of the worker.
-      new_cell: Makes the place for a value that is not there yet.
+      new_owner_value: Makes the place for a value that is not there yet.
     """
 
-    def __init__(self, me: int, new_cell: Callable[[], Any]) -> None:
+    def __init__(self, me: int, new_owner_value: Callable[[], Any]) -> None:
         self._me = me
-        self._new_cell = new_cell
-        self._entries: dict[GloballyUniqueId, Entry] = {}
-        self._creations: collections.defaultdict[int, Window]
-        self._creations = collections.defaultdict(Window)
+        self._new_owner_value = new_owner_value
+        self._entries: dict[GloballyUniqueId, OwnedEntry] = {}
+        self._creations: collections.defaultdict[int, DedupWindow]
+        self._creations = collections.defaultdict(DedupWindow)
         self._gone: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[tuple[GloballyUniqueId, Entry]]:
+    def __iter__(self) -> Iterator[tuple[GloballyUniqueId, OwnedEntry]]:
         return iter(self._entries.items())
 
     @property
@@ -67,35 +67,43 @@ class Owned:
         """How many forks are counted."""
         return sum(len(entry.holders) for entry in self._entries.values())
 
-    def find(self, rref: GloballyUniqueId) -> Entry | None:
+    def find(self, rref: GloballyUniqueId) -> OwnedEntry | None:
         """The entry, also of a value whose creation is still to come.
 
         None when the value was freed: everybody who held it has dropped it or is lost.
         """
         entry = self._entries.get(rref)
         if entry is None and self._may_come(rref):
-            entry = self._entries[rref] = Entry(self._new_cell(), created=False)
+            entry = self._entries[rref] = OwnedEntry(
+                self._new_owner_value(), created=False
+            )
         return entry
 
-    def share(self, rref: GloballyUniqueId, cell: Any) -> Entry:
+    def share(self, rref: GloballyUniqueId, owner_value: Any) -> OwnedEntry:
         """The entry of a value that this worker itself refers to."""
         entry = self._entries.get(rref)
         if entry is None:
-            entry = self._entries[rref] = Entry(cell, created=True)
+            entry = self._entries[rref] = OwnedEntry(owner_value, created=True)
         return entry
 
     def create(
-        self, rref: GloballyUniqueId, fork: GloballyUniqueId, holder: int, floor: int
-    ) -> Entry | None:
+        self,
+        rref: GloballyUniqueId,
+        fork: GloballyUniqueId,
+        holder: int,
+        low_water_mark: int,
+    ) -> OwnedEntry | None:
         """Its creation was asked for by `holder`, who has the first fork.
 
         None when that is no news: the request came before, or was aborted.
         """
-        if not self._creations[holder].take(rref.local_id, floor):
+        if not self._creations[holder].take(rref.local_id, low_water_mark):
             return None
         entry = self._entries.get(rref)
         if entry is None:
-            entry = self._entries[rref] = Entry(self._new_cell(), created=True)
+            entry = self._entries[rref] = OwnedEntry(
+                self._new_owner_value(), created=True
+            )
         entry.created = True
         entry.holders[fork] = holder
         return entry
@@ -113,7 +121,7 @@ class Owned:
     def discount(
         self, rref: GloballyUniqueId, fork: GloballyUniqueId, holder: int
     ) -> Any:
-        """Counts a fork no more; the cell if that was the last one, else None."""
+        """Counts a fork no more; its place if that was the last one, else None."""
         entry = self._entries.get(rref)
         if entry is None or entry.holders.get(fork) != holder:
             return None
@@ -129,7 +137,7 @@ class Owned:
                 del entry.holders[fork]
             if not entry.created and rref.created_on == holder:
                 entry.created = True
-                swept.orphans.append(entry.cell)
+                swept.orphans.append(entry.owner_value)
             freed = self._free(rref, entry)
             if freed is not None:
                 swept.freed.append(freed)
@@ -143,8 +151,8 @@ class Owned:
             return False
         return not self._creations[creator].seen(rref.local_id)
 
-    def _free(self, rref: GloballyUniqueId, entry: Entry) -> Any:
+    def _free(self, rref: GloballyUniqueId, entry: OwnedEntry) -> Any:
         if entry.holders or not entry.created:
             return None
         del self._entries[rref]
-        return entry.cell
+        return entry.owner_value

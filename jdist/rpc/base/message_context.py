@@ -5,13 +5,13 @@ from typing import Any
 
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.outstanding_calls import Operation
 
 _NONE = Operation("")
 
 
-class Parcel:
+class MessageContext:
     """What the hooks of registered types say to each other about one call or answer.
 
     Whoever encodes or decodes a message passes one along, and the hooks fill it in.
