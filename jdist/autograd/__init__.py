@@ -28,10 +28,10 @@ from jdist.autograd.engine.failure import BackwardError as BackwardError
 from jdist.autograd.engine.failure import UnusedSend as UnusedSend
 from jdist.autograd.engine.replicated import replicated as replicated
 from jdist.autograd.engine.replicated import unreplicate as unreplicate
-from jdist.autograd.errors import AutogradError as AutogradError
-from jdist.autograd.errors import ContextNotFound as ContextNotFound
-from jdist.autograd.errors import GraphFreed as GraphFreed
 from jdist.autograd.graph.apply import apply as apply
+from jdist.autograd.graph.errors import AutogradError as AutogradError
+from jdist.autograd.graph.errors import ContextNotFound as ContextNotFound
+from jdist.autograd.graph.errors import GraphFreed as GraphFreed
 from jdist.autograd.graph.padding import pad_to as pad_to
 from jdist.autograd.graph.purity import eager as eager
 from jdist.autograd.graph.recorded import Recorded as Recorded

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from jdist._tree import PyTree
 from jdist.autograd.context.context import Context, Recording, here, recorded_into
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import Future
 

@@ -15,7 +15,7 @@ import jax
 from jdist._errors import requirement
 from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, add_trees
-from jdist.autograd.errors import ContextNotFound, no_context
+from jdist.autograd.graph.errors import ContextNotFound, no_context
 from jdist.autograd.graph.node import (
     Numbers,
     RecvNode,

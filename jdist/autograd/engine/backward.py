@@ -15,7 +15,7 @@ from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
 from jdist.autograd.engine.replicated import ReplicaReduction
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import LeafNode, Variable
 from jdist.rpc import RpcTimeout

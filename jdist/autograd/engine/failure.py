@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.graph.errors import AutogradError
 from jdist.rpc import ProtocolError, RpcError
 
 
@@ -52,7 +52,7 @@ class PassFailure(NamedTuple):
         """The error that `backward` raises: rpc's own, or one that names the worker.
 
         Example:
-          >>> Failure("worker1", KeyError("w")).exception()
+          >>> PassFailure("worker1", KeyError("w")).exception()
           BackwardError('worker1', "'w'")
         """
         if isinstance(self.error, BackwardError | RpcError):

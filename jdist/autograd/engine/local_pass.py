@@ -34,7 +34,7 @@ from jdist.autograd.engine.termination_detector import (
     UnansweredRequest,
     explain,
 )
-from jdist.autograd.errors import AutogradError, no_context
+from jdist.autograd.graph.errors import AutogradError, no_context
 from jdist.autograd.graph.node import Cotangent, Edge, Node, RecvNode, SendNode
 from jdist.autograd.graph.variable import LeafNode, Variable
 from jdist.rpc import Future, WorkerInfo, WorkerLost

@@ -7,7 +7,7 @@ from jdist.autograd.context.context import Container, here, recorded_into
 from jdist.autograd.engine.backward import backward, backward_of
 from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.graph.errors import AutogradError
 from jdist.rpc import Future, ProtocolError, RRef, WorkerInfo
 from jdist.rpc.extension import call_when_done, cancel, current, error_of
 

@@ -25,7 +25,7 @@ from jdist._compat import beside
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, named_leaves, wide_dtype
 from jdist.autograd.context.context import Container, here
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.extension import (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from jdist.autograd.errors import GraphFreed
+from jdist.autograd.graph.errors import GraphFreed
 from jdist.rpc import WorkerInfo
 from jdist.rpc.extension import incarnation_of
 from jdist.segment import Residuals, Segment

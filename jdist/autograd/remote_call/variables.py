@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist._tree import is_inexact
 from jdist.autograd.context.context import Context, of, recorded_into
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
 from jdist.rpc.extension import Agent, current
