@@ -6,6 +6,7 @@ here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made
 `tests/segment/test_programs.py`, that fails when JAX changes it.
 """
 
+from jdist._compat.ahead import Ahead as Ahead
 from jdist._compat.alike import alike as alike
 from jdist._compat.programs import WRAPPED_FUNCTION as WRAPPED_FUNCTION
 from jdist._compat.programs import Loop as Loop
@@ -29,6 +30,7 @@ from jdist._compat.programs import trace_whole as trace_whole
 from jdist._compat.programs import without_unread as without_unread
 from jdist._compat.runtime import abandon_distributed as abandon_distributed
 from jdist._compat.runtime import beside as beside
+from jdist._compat.runtime import default_device as default_device
 from jdist._compat.runtime import distributed_client as distributed_client
 from jdist._compat.runtime import double_precision as double_precision
 from jdist._compat.runtime import is_traced as is_traced

@@ -17,7 +17,7 @@ from jdist.autograd.optimizer.checkpoint import State
 from jdist.autograd.optimizer.owned_optimizer import check_same
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
-from jdist.optim.clipping import shrinking, sum_of
+from jdist.optim.internal import shrinking, sum_of
 from jdist.rpc import RemoteModule, RRef, WorkerInfo
 from jdist.rpc.extension import DEFAULT, current_agent
 

@@ -18,7 +18,7 @@ from jdist.autograd.context.turns import in_turn
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
 from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
-from jdist.optim.clipping import square
+from jdist.optim.internal import square
 from jdist.rpc import RpcTimeout
 from jdist.rpc.extension import current
 
