@@ -18,7 +18,8 @@ MAY_IMPORT = {
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
     "_fit": GROUND | {"_checkpoint", "reduction"},
-    "data_parallel": GROUND | {"_checkpoint", "_fit", "reduction", "optim", "segment"},
+    "data_parallel": GROUND
+    | {"_checkpoint", "_fit", "rpc", "reduction", "optim", "segment"},
     "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND
     | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim"},

@@ -6,6 +6,7 @@ here, with a test in `tests/test_compat.py`, or for what `jdist.segment` is made
 `tests/segment/test_programs.py`, that fails when JAX changes it.
 """
 
+from jdist._compat.ahead import Ahead
 from jdist._compat.layout import alike
 from jdist._compat.programs import (
     WRAPPED_FUNCTION,
@@ -32,6 +33,7 @@ from jdist._compat.programs import (
 from jdist._compat.runtime import (
     abandon_distributed,
     beside,
+    default_device,
     distributed_client,
     double_precision,
     is_traced,
@@ -51,6 +53,7 @@ from jdist._compat.staging import device_count_of, thread_pool_size, unrepeatabl
 
 __all__ = [
     "WRAPPED_FUNCTION",
+    "Ahead",
     "Loop",
     "abandon_distributed",
     "after",
@@ -59,6 +62,7 @@ __all__ = [
     "byte_count",
     "called_program",
     "constants_of",
+    "default_device",
     "device_count_of",
     "distributed_client",
     "double_precision",
