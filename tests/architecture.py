@@ -98,7 +98,7 @@ NOT_YET: dict[str, set[str]] = {
     "rooms": {"data_parallel", "pipeline", "rpc"},
     "folder": {"pipeline", "rpc"},
 }
-NAMES_TWICE = {"_Appointment"}
+NAMES_TWICE = {"MicroBatches", "_Appointment", "_Message"}
 
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}
