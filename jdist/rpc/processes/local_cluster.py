@@ -11,12 +11,13 @@ import jax
 
 from jdist._compat import require_backend
 from jdist._errors import requirement
-from jdist.rpc.base import current, device_maps
+from jdist.rpc.base import current
 from jdist.rpc.base.current import Scope
 from jdist.rpc.base.deadline import Deadline, resolve
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls import device_maps
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME
