@@ -1,8 +1,11 @@
 """A worker: calls that go out, calls that come in, and what both need."""
 
+import contextlib
+import contextvars
+import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdist.rpc.base import current, deadline
 from jdist.rpc.base.deadline import DEFAULT, Deadline, moment
@@ -16,14 +19,18 @@ from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.callee import NESTED, Callee, Handler
-from jdist.rpc.calls.cancellation import Tickets
-from jdist.rpc.calls.directory import Directory
-from jdist.rpc.calls.execution import Execution
+from jdist.rpc.calls.callee import (
+    NESTED,
+    TAKE_BACK,
+    Callee,
+    Execution,
+    Handler,
+    ServedConnection,
+)
+from jdist.rpc.calls.outgoing import AsyncCall, Outgoing, Receive, SyncCall
 from jdist.rpc.calls.outstanding_calls import OutstandingCalls
-from jdist.rpc.calls.peer import Peer
-from jdist.rpc.calls.request import AsyncCall, Outgoing, Receive, SyncCall
-from jdist.rpc.calls.serving import Serving
+from jdist.rpc.calls.peers import Directory, Peer
+from jdist.rpc.calls.protocols import GroupLink, ReferenceCounting
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import rebuild
@@ -31,10 +38,6 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
-
-if TYPE_CHECKING:
-    from jdist.rpc.group.coordinator_client import CoordinatorClient
-    from jdist.rpc.rref.references import References
 
 
 class Agent:
@@ -63,8 +66,8 @@ class Agent:
       extension_state: What parts built upon rpc keep for it.
     """
 
-    group: "CoordinatorClient"
-    references: "References"
+    group: GroupLink
+    references: ReferenceCounting
 
     def __init__(
         self,
@@ -90,9 +93,9 @@ class Agent:
         self.callee = Callee(self)
         self.extension_state = ExtensionState(self.pool)
         self._transport = transport
-        self._tickets = Tickets(self)
+        self._tickets = itertools.count(1)
         self._lock = threading.Lock()
-        self._incoming: dict[Channel, Serving] = {}
+        self._incoming: dict[Channel, ServedConnection] = {}
         self._watched: list[SharedConnection] = []
         # Calls to oneself need no socket, but refuse what a socket refuses.
         self._loopback = InProcessTransport(info.name, Hub(), options.device)
@@ -244,7 +247,7 @@ class Agent:
             try:
                 self.outstanding.send(waiting)
                 if execution is not None:
-                    meta = meta | self._tickets.give(waiting, peer)
+                    meta = meta | self._cancellable(waiting, peer)
                     execution.begin(waiting)
                 self.alarm.set(waiting.run((kind, meta, tree, leaves)))
             finally:
@@ -264,6 +267,23 @@ class Agent:
         if answer.kind != REPLY:
             self.undelivered(message)
         return self.value_of(answer, receive, peer.info)
+
+    def _cancellable(self, waiting: SyncCall, peer: Peer) -> dict[str, Any]:
+        """Lets a blocking call be cancelled out of band; the metadata for that.
+
+        The callee's thread that reads the call's own connection is executing the call.
+        So another request cancels it, by the number that the metadata has.
+        """
+        ticket = next(self._tickets)
+
+        def cancel() -> None:
+            # Not under the deadline of the call that was cancelled: it has passed.
+            context = contextvars.Context()
+            with contextlib.suppress(RpcError):  # this worker was shut down meanwhile
+                context.run(self.call_async, peer.info, TAKE_BACK, ticket)
+
+        waiting.take_back = cancel
+        return {"ticket": ticket}
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
@@ -377,7 +397,7 @@ class Agent:
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
             return
-        serving = Serving(self, channel, caller, self._no_longer_serves)
+        serving = ServedConnection(self, channel, caller, self._no_longer_serves)
         with self._lock:
             self._incoming[channel] = serving
         serving.read()

@@ -26,7 +26,7 @@ from jdist.rpc.base.future import (
 from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.peer import Peer
+from jdist.rpc.calls.peers import Peer
 from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.coordinator import Coordinator
 from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for

@@ -15,7 +15,7 @@ from jdist.rpc.base.deadline import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
-from jdist.rpc.calls import caller, debug, device_maps, extensions
+from jdist.rpc.calls import debug, device_maps, extensions, function_calls
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME, Coordinator
@@ -224,7 +224,7 @@ def make_agent(
 ) -> Agent:
     """A worker that can be called once it belongs to a group."""
     agent = Agent(info, transport, functions, options)
-    caller.install(agent)
+    function_calls.install(agent)
     debug.install(agent)
     device_maps.install(agent)
     install_references(agent)

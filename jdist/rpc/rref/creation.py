@@ -9,10 +9,10 @@ from jdist.rpc.base.future import Future, call_when_done, complete, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.interceptor import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls import caller as calls
+from jdist.rpc.calls import function_calls as calls
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.calls.outgoing import Outgoing
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
 from jdist.rpc.rref.references import References

@@ -12,7 +12,7 @@ from jdist.rpc.base.future import Future, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls import caller
+from jdist.rpc.calls import function_calls
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.rref import creation, fetch
 from jdist.rpc.rref.messages import Ref
@@ -242,11 +242,11 @@ class RRef(Generic[T]):
           ...     names.rpc_sync().index("z")
           2
         """
-        return Proxy(self, caller.rpc_sync, timeout)
+        return Proxy(self, function_calls.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns a Future of the result."""
-        return Proxy(self, caller.rpc_async, timeout)
+        return Proxy(self, function_calls.rpc_async, timeout)
 
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns an RRef of the result, on the owner."""

@@ -24,7 +24,7 @@ from jdist.rpc.rref.wire import refs_in
 if TYPE_CHECKING:
     from jdist.rpc.base.deadline import Deadline
     from jdist.rpc.calls.agent import Agent
-    from jdist.rpc.calls.execution import Execution
+    from jdist.rpc.calls.callee import Execution
     from jdist.rpc.rref.reference import RRef
 
 Backward = Callable[["RRef[Any]", int, bool], None]
