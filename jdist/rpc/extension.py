@@ -29,7 +29,6 @@ from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.extensions import extend
 from jdist.rpc.calls.function_calls import is_asynchronous
 from jdist.rpc.calls.outgoing import Outgoing
-from jdist.rpc.calls.peers import Peer
 from jdist.rpc.codec.nnx import StandIn, is_module
 from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.group.rendezvous import (
@@ -52,6 +51,8 @@ from jdist.rpc.processes.supervisor import (
     interpreter,
     require_posix,
 )
+from jdist.rpc.rref.reference import BACKWARD
+from jdist.rpc.rref.reliable_delivery import ReliableDelivery
 from jdist.rpc.wire.frame import CALL
 
 __all__ = [  # noqa: RUF022 - by subject
@@ -69,6 +70,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "extend",
     "NEEDS",
     "TRAINABLE",
+    "BACKWARD",
     # Around calls: the interceptor, values on their way, functions and their arguments.
     "Interceptor",
     "Invocation",
@@ -84,7 +86,7 @@ __all__ = [  # noqa: RUF022 - by subject
     # Requests of a package's own.
     "Reply",
     "Outgoing",
-    "Peer",
+    "ReliableDelivery",
     "CALL",
     # Time, futures and locks.
     "DEFAULT",

@@ -5,7 +5,7 @@ import contextvars
 import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from jdist.rpc.base import current, deadline
 from jdist.rpc.base.deadline import DEFAULT, Deadline, moment
@@ -13,7 +13,7 @@ from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLos
 from jdist.rpc.base.extension_state import ExtensionState
 from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.interceptor import Interceptor, Operation
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -30,7 +30,6 @@ from jdist.rpc.calls.callee import (
 from jdist.rpc.calls.outgoing import AsyncCall, Outgoing, Receive, SyncCall
 from jdist.rpc.calls.outstanding_calls import OutstandingCalls
 from jdist.rpc.calls.peers import Directory, Peer
-from jdist.rpc.calls.protocols import GroupLink, ReferenceCounting
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import rebuild
@@ -38,6 +37,48 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
+
+
+class GroupLink(Protocol):
+    """A worker's place in its group; `jdist.rpc.group` has it."""
+
+    elastic: bool
+
+    def expelled(self) -> str | None:
+        """Why the others take this worker for lost, if they do."""
+
+    def workers(self) -> list[WorkerInfo]:
+        """All workers, by rank; departed ones only in a group of fixed size."""
+
+    def lost(self) -> dict[str, str]:
+        """The workers that were lost, and how that was noticed."""
+
+    def left(self) -> set[str]:
+        """The workers that left in an orderly way."""
+
+    def on_lost(self, listener: Callable[[str, str], None]) -> None:
+        """Has `listener(name, reason)` called for each worker that gets lost."""
+
+    def check(self, purpose: str) -> None:
+        """Raises WorkerLost if a worker is lost without which nothing can go on."""
+
+    def all_gather(
+        self,
+        value: Any,
+        names: Iterable[str] | None,
+        timeout: float,
+        operation: str = "all_gather",
+        tag: str = "",
+    ) -> dict[str, Any]:
+        """What every one of `names` gave, by name."""
+
+    def refuse(
+        self, names: Iterable[str], error: BaseException, operation: str, tag: str
+    ) -> None:
+        """Makes the next collective of these workers fail on all of them."""
+
+    def leave(self, seconds: float) -> None:
+        """Tells the coordinator that this worker leaves."""
 
 
 class Agent:

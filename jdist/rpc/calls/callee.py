@@ -24,11 +24,10 @@ from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
 from jdist.rpc.base.interceptor import Operation
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.outstanding_calls import OutstandingCalls
-from jdist.rpc.calls.protocols import ReferenceCounting
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed

@@ -19,12 +19,11 @@ from jdist.rpc.calls import debug, device_maps, extensions, function_calls
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME, Coordinator
-from jdist.rpc.group.coordinator_client import CoordinatorClient
+from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
 from jdist.rpc.group.elastic_membership import ElasticMembership
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all
-from jdist.rpc.rref.install import install as install_references
 from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
@@ -227,7 +226,6 @@ def make_agent(
     function_calls.install(agent)
     debug.install(agent)
     device_maps.install(agent)
-    install_references(agent)
     extensions.equip(agent)
     return agent
 
@@ -368,7 +366,7 @@ def _finish_alone(agent: Agent, deadline: Deadline) -> None:
 
     With rank 0 goes the coordinator, so it leaves last.
     """
-    coordinator = agent.group.coordinator
+    coordinator = client_of(agent).coordinator
     if coordinator is not None:
         coordinator.wait_for_leavers(deadline)
     agent.outstanding.when_empty(deadline, lambda: None)
@@ -388,7 +386,7 @@ def _end(agent: Agent, patience: float) -> None:
     agent.ending = True
     try:
         agent.group.leave(_LEAVING_SECONDS)
-        coordinator = agent.group.coordinator
+        coordinator = client_of(agent).coordinator
         if coordinator is not None:
             coordinator.wait_until_alone(patience)
             coordinator.close("it was shut down")

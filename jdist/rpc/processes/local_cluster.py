@@ -21,7 +21,7 @@ from jdist.rpc.calls import device_maps
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME
-from jdist.rpc.group.coordinator_client import CoordinatorClient
+from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
 from jdist.rpc.group.lifecycle import (
     leave,
     make_agent,
@@ -125,7 +125,7 @@ class ElasticCluster:
                 agent.close()
                 raise
             if not self.agents:
-                agent.group.coordinator = self._meeting.coordinator
+                client_of(agent).coordinator = self._meeting.coordinator
             self.agents.append(agent)
             current.add([agent])
         return agent.info
@@ -215,7 +215,7 @@ def _start(
             agent.close()
         meeting.coordinator.close("the cluster did not start")
         raise
-    agents[0].group.coordinator = meeting.coordinator
+    client_of(agents[0]).coordinator = meeting.coordinator
     return agents
 
 
