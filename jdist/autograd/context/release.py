@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from jdist._tree import PyTree
 from jdist.autograd.context.context import Container, Context
 from jdist.rpc import (
     Future,
@@ -226,7 +227,7 @@ class Releases:
             again = functools.partial(self._try, message, attempt + 1)
             self._agent.references.later(pause, again)
 
-    def _settle(self, result: Future[Any], value: Any) -> None:
+    def _settle(self, result: Future[Any], value: PyTree) -> None:
         with self._lock:
             if result not in self._unanswered:
                 return
