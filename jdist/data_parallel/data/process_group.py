@@ -42,7 +42,7 @@ from jdist._errors import requirement
 from jdist.data_parallel.data.roll_call import Place, ProcessLost, listed, roll_call
 
 VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
-"""What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
+"""Variables that `jdist.launch` and `jdist.rpc.spawn` set for each process."""
 
 # JAX's own variable, which a user may set, counts before the launcher's.
 _BIND = ("JAX_COORDINATOR_BIND_ADDRESS", "JDIST_COORDINATOR_BIND_ADDRESS")
