@@ -12,8 +12,7 @@ and masked examples come out right.
 from jdist._fit import Metrics, over_epoch
 from jdist.data_parallel import hooks
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints
-from jdist.data_parallel.data.process_group import process_group
-from jdist.data_parallel.data.roll_call import ProcessLost
+from jdist.data_parallel.data.process_group import ProcessLost, process_group
 from jdist.data_parallel.data.sampler import Sampler, Shards
 from jdist.data_parallel.gradient.buckets import assign_buckets
 from jdist.data_parallel.gradient.value_and_grad import value_and_grad

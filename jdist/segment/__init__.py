@@ -23,3 +23,7 @@ from jdist.segment._residuals import Residuals, Rest
 from jdist.segment._segment import Segment, segment
 
 __all__ = ["Fold", "RecompilationWarning", "Residuals", "Rest", "Segment", "segment"]
+
+
+def __dir__() -> list[str]:
+    return __all__

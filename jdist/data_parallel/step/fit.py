@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from jdist._checkpoint import Checkpoints
 from jdist._fit import Metrics, check_save_every, fitted, over_epoch, pair, progress
 from jdist._tree import PyTree, examples_in
-from jdist.data_parallel.data.checkpoint import TrainCheckpoints
 from jdist.data_parallel.replicas.shards import Weights, unbound
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import TrainStep
@@ -22,7 +22,7 @@ def fit(
     batches: Iterable[PyTree],
     *,
     total: int | None = None,
-    checkpoints: TrainCheckpoints | None = None,
+    checkpoints: Checkpoints[TrainState] | None = None,
     save_every: int = 1000,
     console: Console | None = None,
 ) -> tuple[TrainState, list[Metrics]]:

@@ -21,8 +21,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist.optim import DynamicLossScale, Optimizer, all_finite, compute_copies
-from jdist.optim._hyper import check_overrides
-from jdist.optim.clipping import scaled, shrinking, square, sum_of
+from jdist.optim.internal import check_overrides, scaled, shrinking, square, sum_of
 
 
 class GradientStats(NamedTuple):

@@ -23,7 +23,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none, split_inexact, wide_dtype
-from jdist.optim.clipping import square, sum_of
+from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.stage_run import MicroBatchShare
 from jdist.pipeline.schedule.actions import B, F, W

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import (
+from jdist.optim._hyperparameters import (
     A_NUMBER,
     AT_LEAST_0,
     Hyperparameter,
@@ -26,7 +25,8 @@ from jdist.optim._hyper import (
     flag,
     known_zero,
 )
-from jdist.optim._terms import penalized
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import penalized
 
 ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
 EXACTLY_0 = Rule("must be 0 with nesterov", lambda x: x == 0)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, Rule, flag
-from jdist.optim._terms import ascending
+from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, Rule, flag
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import ascending
 
 SHRINKS = Rule("must be above 0 and below 1", lambda x: x > 0 and x < 1)
 GROWS = Rule("must be above 1", lambda x: x > 1)

@@ -20,9 +20,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, flag, known_zero
-from jdist.optim._terms import average, penalized
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    Hyperparameter,
+    Number,
+    flag,
+    known_zero,
+)
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import average, penalized
 
 
 class RMSpropState(NamedTuple):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, Rule, flag
-from jdist.optim._terms import average, penalized
+from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, Rule, flag
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import average, penalized
 
 UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._hyper import known_zero
+from jdist.optim._hyperparameters import known_zero
 
 
 def penalized(param: jax.Array, grad: jax.Array, h: SimpleNamespace) -> jax.Array:

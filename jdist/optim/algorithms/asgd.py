@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import wide_dtype
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, flag
-from jdist.optim._terms import penalized
+from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, flag
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import penalized
 
 
 class ASGDState(NamedTuple):

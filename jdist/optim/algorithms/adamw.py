@@ -1,8 +1,14 @@
 """AdamW: Adam with decoupled weight decay; the formula stands in `adam`."""
 
-from jdist.optim._base import Optimizer
-from jdist.optim._hyper import AT_LEAST_0, BELOW_1, Hyperparameter, Number, flag
-from jdist.optim.adam import adam_form
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    BELOW_1,
+    Hyperparameter,
+    Number,
+    flag,
+)
+from jdist.optim._optimizer import Optimizer
+from jdist.optim.algorithms.adam import adam_form
 
 
 def adamw(

@@ -25,9 +25,15 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import wide_dtype
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import AT_LEAST_0, BELOW_1, Hyperparameter, Number, flag
-from jdist.optim._terms import (
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    BELOW_1,
+    Hyperparameter,
+    Number,
+    flag,
+)
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import (
     ascending,
     average,
     decay,

@@ -22,7 +22,7 @@ wider. A complex parameter is two real ones, as in torch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._compat import alike, is_traced
 from jdist._errors import requirement
 from jdist._tree import described, is_inexact, is_none, path_of, wide_dtype
-from jdist.optim._hyper import Hyperparameter, check_overrides, known_zero, resolved
-
-if TYPE_CHECKING:
-    from jdist.optim.master_weights import Precision
+from jdist.optim._hyperparameters import (
+    Hyperparameter,
+    check_overrides,
+    known_zero,
+    resolved,
+)
+from jdist.optim._loss_scale import Precision
 
 
 class Update(NamedTuple):
@@ -86,7 +89,7 @@ class Optimizer:
     step_tree: Callable[..., tuple[Any, Any]]
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
     loss_factor: Callable[[Any], jax.Array] | None = None
-    precision: "Precision | None" = None
+    precision: Precision | None = None
 
     def init(self, params: Any) -> Any:
         """The state before the first step.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import AT_LEAST_0, Hyperparameter, Number, flag
-from jdist.optim._terms import penalized
+from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, flag
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import penalized
 
 
 class AdagradState(NamedTuple):

@@ -20,9 +20,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.optim._base import Optimizer, Update, count_zero, leafwise
-from jdist.optim._hyper import AT_LEAST_0, BELOW_1, Hyperparameter, Number, flag
-from jdist.optim._terms import ascending, average, decay, one_minus_power, penalized
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    BELOW_1,
+    Hyperparameter,
+    Number,
+    flag,
+)
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import (
+    ascending,
+    average,
+    decay,
+    one_minus_power,
+    penalized,
+)
 
 
 class AdamState(NamedTuple):
