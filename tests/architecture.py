@@ -98,7 +98,7 @@ NOT_YET: dict[str, set[str]] = {
     "rooms": {"pipeline"},
     "folder": {"pipeline", "rpc"},
 }
-NAMES_TWICE: set[str] = set()
+NAMES_TWICE = {"MicroBatches", "_Message"}
 
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}
