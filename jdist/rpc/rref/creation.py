@@ -68,12 +68,10 @@ class Creation:
         name = (rref.packed(), fork.packed(), low_water_mark)
         outgoing = self._outgoing._replace(body=(name, *self._outgoing.body))
         if handle.owner_value is None:
-            asked = agent.request(outgoing._replace(ended=self._end))
-            self._ended._source = asked._source
-        else:
-            asked = agent.request(outgoing)
-            place = handle.owner_value
-            call_when_done(asked, lambda: self._end_here(asked, place))
+            agent.request(outgoing._replace(ended=self._end))
+            return
+        asked, place = agent.request(outgoing), handle.owner_value
+        call_when_done(asked, lambda: self._end_here(asked, place))
 
     def give_up(self, error: BaseException) -> None:
         """Undoes it; the owner is told if it may have been asked."""

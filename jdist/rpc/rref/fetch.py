@@ -8,7 +8,7 @@ import numpy as np
 
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
-from jdist.rpc.base.future import Future, error_of
+from jdist.rpc.base.future import Future, await_done, error_of
 from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
@@ -75,14 +75,17 @@ def fetch(handle: Handle, call: Invocation, timeout: float) -> Any:
     outgoing = agent.outgoing(handle.owner(), FETCH, handle.rref.packed(), timeout)
     outgoing = outgoing._replace(operation=Operation("to_here"))
     if creation is None or creation.done():
-        return _exchange(agent, outgoing, call, agent.exchange)
+        return _exchange(agent, outgoing, call)
     limit = outgoing.deadline
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
     if shorter:  # What has not been created by then will not be.
         outgoing = outgoing._replace(deadline=until)
     try:
-        # By the connection of the creation, and behind it.
-        return _exchange(agent, outgoing, call, lambda o: agent.request(o).wait(0))
+        # It may overtake the creation: the owner then answers once that has come.
+        value = _exchange(agent, outgoing, call)
+        # Its own answer is on the way, on another connection.
+        await_done(creation, outgoing.deadline.at)
+        return value
     except RpcError as error:
         # The owner may know of the failure, and say so, a moment before it is due here.
         failed = error_of(creation) if creation.done() else None
@@ -91,15 +94,13 @@ def fetch(handle: Handle, call: Invocation, timeout: float) -> Any:
         raise failure_of(failed or error, agent.codec.functions) from error
 
 
-def _exchange(
-    agent: Agent, outgoing: Outgoing, call: Invocation, ask: Callable[[Outgoing], Any]
-) -> Any:
+def _exchange(agent: Agent, outgoing: Outgoing, call: Invocation) -> Any:
     interceptor = agent.interceptor
     if interceptor is None:
-        return ask(outgoing)
+        return agent.exchange(outgoing)
     info = outgoing.peer.info
     _, meta = interceptor.request(info, call)
-    return ask(
+    return agent.exchange(
         outgoing._replace(
             meta=meta,
             receive=lambda value, meta: interceptor.reply(info, value, meta),
