@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context import container
 from tests.autograd import engine_world as world
 from tests.autograd.engine_world import after, leaves, me, numbers
 from tests.rpc.hosts import PATIENCE
@@ -174,8 +173,7 @@ def many_contexts(times):
     return wait_for(lambda: autograd.debug_info()["num_autograd_contexts"] == 0)
 
 
-def test_neither_passes_nor_contexts_leave_anything_behind(monkeypatch, threads):
-    monkeypatch.setattr(container, "_ENDED", 64)  # remembered of those that have ended
+def test_neither_passes_nor_contexts_leave_anything_behind(threads):
     threads.run(0, many_contexts, 100)
     threads.run(0, repeated, 100)
     before = objects()

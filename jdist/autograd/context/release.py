@@ -17,8 +17,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jdist.autograd.context.container import Container
-from jdist.autograd.context.context import Context
+from jdist.autograd.context.context import Container, Context
 from jdist.rpc import Future, ProtocolError, WorkerInfo, collect_all
 from jdist.rpc.extension import (
     Agent,
@@ -123,7 +122,7 @@ class Releases:
         for context in self._container.contexts():
             if context.origin == worker.incarnation:
                 self._container.end(context.id, why)
-            elif worker.incarnation in context.known_numbers():
+            elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
         self.delivery.forget(incarnation_of(worker))
         self.seek_end(orphans)
