@@ -24,6 +24,19 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.frame import ANSWERS
 
+__all__ = [
+    "CALL",
+    "DeviceMaps",
+    "Table",
+    "check",
+    "device_of",
+    "exchange",
+    "install",
+    "number_beside",
+    "number_of",
+]
+
+
 if TYPE_CHECKING:
     from jdist.rpc.calls.agent import Agent
 

@@ -32,7 +32,7 @@ class _Appointment(NamedTuple):
     ring: Callable[[float], object]
 
 
-class _Collected(weakref.ref[Any]):
+class _Finalizer(weakref.ref[Any]):
     """A weak reference that enters the timer's queue when its object is collected."""
 
     __slots__ = ("ring",)
@@ -102,7 +102,7 @@ class Timer:
         self._pool = pool
         # A queue of C: `put` takes no lock of Python's, so that a finalizer may call it
         # on a thread that holds any lock.
-        self._queue: queue.SimpleQueue[_Appointment | _Collected | None]
+        self._queue: queue.SimpleQueue[_Appointment | _Finalizer | None]
         self._queue = queue.SimpleQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -133,7 +133,7 @@ class Timer:
         """
         # The callback is C: where an object happens to be collected, no Python code
         # runs that could need a lock, or be lost to an interrupt.
-        collected = _Collected(thing, self._queue.put)
+        collected = _Finalizer(thing, self._queue.put)
         collected.ring = ring
         return collected
 
@@ -158,7 +158,7 @@ class Timer:
                 continue
             if item is None:
                 return
-            if isinstance(item, _Collected):
+            if isinstance(item, _Finalizer):
                 self._call(item.ring)
             else:
                 heapq.heappush(appointments, item)

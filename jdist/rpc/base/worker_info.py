@@ -5,6 +5,9 @@ import re
 
 from jdist._errors import requirement
 
+__all__ = ["MOST_WORKERS", "WorkerInfo", "incarnation_of"]
+
+
 # torch's rule, word for word in the messages its users search for.
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 127
