@@ -25,8 +25,7 @@ from jdist.rpc.base.errors import (
 from jdist.rpc.base.future import Future, collect_all, wait_all, wait_all_calls
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.async_execution import async_execution
-from jdist.rpc.calls.caller import rpc_async, rpc_sync
+from jdist.rpc.calls.function_calls import async_execution, rpc_async, rpc_sync
 from jdist.rpc.group.api import (
     all_gather,
     barrier,

@@ -39,6 +39,9 @@ from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
 
+_GATHERING = 0.01
+"""Seconds for which a dropped fork waits for more: to tell its owner costs a call."""
+
 
 class Handle(NamedTuple):
     """What an `RRef` is made of.
