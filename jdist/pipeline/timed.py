@@ -11,8 +11,6 @@ from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.simulate.timeline import Record, StageBytes, Timeline
 
-__all__ = ["timed"]
-
 T = TypeVar("T")
 
 

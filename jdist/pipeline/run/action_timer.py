@@ -10,8 +10,6 @@ from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.simulate.timeline import Record
 
-__all__ = ["ActionTimer", "clock_offset"]
-
 ROUND_TRIPS = 20
 """Number of readings of another clock; that of the shortest round trip counts."""
 
@@ -64,6 +62,7 @@ class ActionTimer:
         self.records.append(Record(worker, *action, start, time.perf_counter()))
         own: dict[int, int] = {}
         for (rank, _), run in runs.items():
+            # By identity of the arrays: what two stages keep counts once.
             own |= run.kept() if rank == worker else {}
         self.held[worker] = max(self.held.get(worker, 0), sum(own.values()))
         self._note(action, runs[worker, action.stage])
@@ -98,6 +97,7 @@ def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> float:
         before = now()
         theirs = ask()
         after = now()
+        # The shortest round trip bounds the error best.
         if after - before < shortest:
             shortest, offset = after - before, theirs - (before + after) / 2
     return offset

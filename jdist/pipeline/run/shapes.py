@@ -53,6 +53,7 @@ class Shapes:
         trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
         leaves, structure = jax.tree.flatten((trees, dict(batch)))
         specs = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        # Other processes do not see a change of shapes here: one check for all steps.
         signature = (specs, structure) if self._executor.sees_all else None
         if signature in self._checked:
             return self._checked[signature]
@@ -100,6 +101,7 @@ def check_shapes(
         cannot take its inputs, or returns another number of values than it names.
     """
     for number, stage in enumerate(wiring.stages):
+        # Micro-batch 0 stands for all; only the worker that runs it checks.
         worker = places.worker(number, 0)
         if worker not in places.own:
             continue
@@ -186,6 +188,7 @@ def outputs_of(
       Exception: Any other error of its function, with the stage in a note.
     """
     params, state = trees
+    # The shape of a key, whatever generator is the default.
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
     try:
