@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jdist import _compat
+from jdist._compat import Ahead
 from jdist.rpc.group.rendezvous import ReservedPort
 
 
@@ -279,6 +280,7 @@ def test_jaxs_coordinator_keeps_values_and_can_be_abandoned():
     program = """
 import sys, jax
 from jdist import _compat
+from jdist._compat import Ahead
 from jdist.rpc.group.rendezvous import ReservedPort
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 client = _compat.distributed_client()
@@ -292,3 +294,33 @@ jax.distributed.shutdown()
         command = [sys.executable, "-c", program, str(reserved.port)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_is_compiled_ahead_is_found_by_the_call(caplog, committed):
+    """By shapes and places alone; the results of one call are arguments of the next."""
+    device = jax.devices()[1 if committed else 0]
+
+    def scaled(x, rate, name):
+        return {name: x * rate, "total": x.sum() * 2, "rate": rate}
+
+    def added(first, second):
+        return first + second
+
+    scale, add = jax.jit(scaled, static_argnums=2), jax.jit(added, donate_argnums=0)
+    place = jax.sharding.SingleDeviceSharding(device) if committed else None
+    shape = jax.ShapeDtypeStruct((3, 5), jnp.float32, sharding=place)
+    ahead = Ahead()
+    told = ahead(scale, shape, 0.5, "y")
+    ahead(add, told["y"], told["y"])
+    assert told["rate"].weak_type
+    ahead.compile()
+    x = np.ones((3, 5), np.float32)
+    x = jax.device_put(x, device) if committed else x
+    with jax.log_compiles():
+        caplog.clear()
+        found = scale(x, 0.5, "y")
+        add(found["y"], found["y"] + 0)
+    text = caplog.text
+    assert "jit(scaled)" not in text
+    assert "jit(added)" not in text

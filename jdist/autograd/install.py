@@ -1,6 +1,6 @@
-"""Giving every worker of this process its autograd."""
+"""Gives every worker of this process its autograd."""
 
-from jdist.autograd.context.container import PART, Container
+from jdist.autograd.context.context import STATE, Container
 from jdist.autograd.context.release import Releases
 from jdist.autograd.crossing.rpc_hooks import RpcHooks
 from jdist.autograd.engine import engine, reference_backward
@@ -12,11 +12,11 @@ from jdist.autograd.picture import graph
 from jdist.rpc.extension import TRAINABLE, Agent, extend
 
 
-def install(agent: "Agent") -> None:
+def install(agent: Agent) -> None:
     """Lets `agent` record: contexts, and recorded values in calls and answers."""
     container = Container(agent)
     container.releases = Releases(container)
-    agent.extension_state[PART] = container
+    agent.extension_state[STATE] = container
     hooks = RpcHooks(container)
     agent.codec.register(
         Recorded, "autograd.recorded", hooks.give, hooks.take, key=False
@@ -30,4 +30,4 @@ def install(agent: "Agent") -> None:
     optimizers.install(agent)
 
 
-extend(PART, install)
+extend(STATE, install)

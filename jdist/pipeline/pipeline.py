@@ -17,6 +17,7 @@ from jdist.pipeline.run.arguments import (
     key_given,
     trees_of,
 )
+from jdist.pipeline.run.compile_ahead import compile_ahead
 from jdist.pipeline.run.evaluation import EvaluationRun, Evaluator, draws
 from jdist.pipeline.run.executor import executor_for
 from jdist.pipeline.run.loss import PipelineLoss
@@ -142,6 +143,7 @@ class Pipeline:
         self._shapes = Shapes(self.wiring, self.executor, self._loss)
         self._evaluator = Evaluator(self.wiring, self._places, self._loss)
         self._rehearsed: set[Any] = set()
+        self._compiled_ahead = False
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -400,7 +402,9 @@ class Pipeline:
         update: StageUpdates | None,
     ) -> StepResult:
         read = self._shapes.read(channels, runs, parts[0].batch)
-        step = Step(self.wiring, self._places, runs, channels, loss, read, parts)
+        given = self.wiring, self._places, runs, channels, loss, read, parts
+        self._compile_ahead(given, [len(part.weights) for part in parts])
+        step = Step(*given)
         step.run(self.action_timer)
         grads: list[Any] = [None] * len(self.stages)
         for j in self.own:
@@ -416,11 +420,25 @@ class Pipeline:
             self._rehearse(update, grads, told)
         left = step.states([part.total for part in parts])
         after = [left.get(j) for j in range(len(self.stages))]
-        loss_of_all, aux, stats = step.agree(told, (grads, after))
+        loss_of_all, aux, stats = step.agree(channels, told, (grads, after))
         self._shapes.agreed(read)
+        self._compiled_ahead = True
         self.transfer_log = step.transfers
         together = joined(stats) if stats else NO_STATS
         return StepResult(loss_of_all, grads, together, after, aux)
+
+    def _compile_ahead(self, given: tuple[Any, ...], sizes: Sequence[int]) -> None:
+        """Compiles the programs of several processes at the same time.
+
+        Only until a step has succeeded on all of them: no process sees whether the
+        others have compiled for other shapes since, and all must take part.
+
+        Args:
+          given: The arguments of `Step`.
+          sizes: The number of examples of each micro-batch.
+        """
+        if not (self.executor.sees_all or self._compiled_ahead):
+            compile_ahead(*given, sizes=sizes)
 
     def _first(self, stage: int) -> int:
         """The first worker of this process that runs a stage."""

@@ -40,6 +40,7 @@ from jdist.rpc.group.rendezvous import (
     ReservedPort,
     fresh_key,
 )
+from jdist.rpc.group.roll_call import AbsentRanks, RunPlace, roll_call
 from jdist.rpc.modules import parameters
 from jdist.rpc.modules.remote_module import TRAINABLE
 from jdist.rpc.processes.process_settings import OFF, resolved, share_out
@@ -99,6 +100,10 @@ __all__ = [  # noqa: RUF022 - by subject
     "error_of",
     "InterruptSafeLock",
     "releasing_all",
+    # A meeting of processes that are no workers.
+    "AbsentRanks",
+    "RunPlace",
+    "roll_call",
     # Processes, for launchers.
     "KEY_VARIABLE",
     "LAST_PORT",

@@ -34,7 +34,12 @@ from jdist.segment._residuals import Deferred, Residuals, Rest
 
 FoldFunction = Callable[[Any, Any, Any], Any]
 Invoke = Callable[..., Any]
-"""`invoke(compiled, *arguments)`: how a compiled half is called."""
+"""`invoke(function, *arguments)`: calls a compiled function, or stands in for that."""
+
+
+def call_now(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The `Invoke` that calls."""
+    return function(*arguments)
 
 
 class Fold(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.segment._halves import Fold, Halves, Invoke
+from jdist.segment._halves import Fold, Halves, Invoke, call_now
 from jdist.segment._lookup.cache import PATIENCE, PATIENCE_WITH_MODELS, FunctionCache
 from jdist.segment._lookup.contents import Contents, value_of
 from jdist.segment._lookup.traced import Changed, Static, StaticValue
@@ -26,10 +26,6 @@ from jdist.segment._residuals import (
 
 CACHE: FunctionCache[Halves] = FunctionCache("segment", size=256)
 _NO_FOLD = (None, None, None)
-
-
-def _directly(compiled: Callable[..., Any], *arguments: Any) -> Any:
-    return compiled(*arguments)
 
 
 class Segment:
@@ -52,7 +48,7 @@ class Segment:
         halves: Halves,
         static: tuple[int, ...],
         own: bool = True,
-        invoke: Invoke = _directly,
+        invoke: Invoke = call_now,
     ) -> None:
         self.fn = fn
         self._halves = halves
@@ -62,6 +58,15 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"segment({getattr(self.fn, '__qualname__', self.fn)})"
+
+    def through(self, invoke: Invoke) -> "Segment":
+        """The same segment, whose compiled functions are called by another function.
+
+        Args:
+          invoke: `invoke(function, *arguments)` takes the place of
+            `function(*arguments)`; it may compile ahead, and return shapes for shapes.
+        """
+        return Segment(self.fn, self._halves, self._static, self._own, invoke)
 
     def forward(self, params: Any, *inputs: Any) -> tuple[Any, Residuals]:
         """Runs the function and keeps what its backward pass needs.
@@ -195,15 +200,6 @@ class Segment:
         if fold is not None:
             return finished
         return rest.split.gradients(rest.arrays, finished)
-
-    def through(self, invoke: Invoke) -> "Segment":
-        """The same segment, whose compiled functions are called by `invoke`.
-
-        Args:
-          invoke: `invoke(compiled, *arguments)`, in place of `compiled(*arguments)`:
-            it may compile ahead, and return shapes for shapes.
-        """
-        return Segment(self.fn, self._halves, self._static, self._own, invoke)
 
     def _call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
         given = self._invoke, half, params, inputs, static

@@ -1,6 +1,8 @@
 """Each program is compiled once, and nothing after the first step."""
 
+import logging
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline, rpc
+from jdist._compat import Ahead
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 from tests.pipeline import models, trained
 
@@ -140,3 +143,187 @@ def test_an_epoch_of_macro_batches_compiles_no_more_than_one_of_micro_batches(pr
         pipe.train_epoch(pipe.init(params), [batch] * 4, [weights] * 4)
         counts.append(len([name for name in programs() if "_backward" in name]))
     assert counts == [3, 3]
+
+
+# --- compiled ahead, by workers in several processes ---
+
+
+def around(params, x):
+    """Two values, one of which skips a stage."""
+    return jnp.tanh(x @ params), (x @ params).sum(-1)
+
+
+def masked(params, h):
+    """An output that has no cotangent."""
+    return h @ params, h.argmax(-1)
+
+
+def joined_values(params, m, skip, best):
+    return m @ params + (skip * best.astype(skip.dtype))[:, None]
+
+
+def squares(y, batch):
+    return ((y - batch["target"]) ** 2).sum(-1)
+
+
+def branching(schedule, names, reduction="mean", **options):
+    stages = [
+        pipeline.Stage(around, ("x",), ("h", "skip"), **options),
+        pipeline.Stage(masked, ("h",), ("m", "best"), **options),
+        pipeline.Stage(joined_values, ("m", "skip", "best"), ("y",), **options),
+    ]
+    return pipeline.Pipeline(stages, squares, schedule, names, reduction=reduction)
+
+
+def problem_of_branches(examples):
+    rng = np.random.default_rng(3)
+    shapes = (3, 4), (4, 5), (5, 2)
+    params = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    batch = {"x": (examples, 3), "target": (examples, 2)}
+    return params, {
+        name: rng.normal(size=shape).astype(np.float32) for name, shape in batch.items()
+    }
+
+
+TWO_FOR_ONE = pipeline.Schedule.of(
+    [
+        [f"0F{i}" for i in range(4)] + [f"0B{i}" for i in range(4)],
+        ["1F0", "1F2", "1B0", "1B2"],
+        ["1F1", "1F3", "1B1", "1B3"],
+        [text for i in range(4) for text in (f"2F{i}", f"2B{i}")],
+    ],
+    placement=((0,), (1, 2), (3,)),
+)
+AHEAD = {
+    "1F1B": (pipeline.one_f_one_b(3, 4), 8, {}),
+    "unequal micro-batches": (pipeline.one_f_one_b(3, 4), 10, {}),
+    "split": (pipeline.zero_bubble(3, 4), 8, {}),
+    "some split": (pipeline.split_drain(pipeline.one_f_one_b(3, 4)), 8, {}),
+    "joined": (pipeline.one_f_one_b(3, 4), 10, {"join_weight_gradients": True}),
+    "recomputed": (pipeline.gpipe(3, 4), 8, {"recompute": True}),
+    "max": (pipeline.one_f_one_b(3, 4), 8, {"reduction": "max"}),
+    "a stage of two workers": (TWO_FOR_ONE, 8, {}),
+    "a worker of two stages": (pipeline.interleaved(1, 4, 3), 8, {}),
+}
+
+
+def first_gradient(names, case):
+    schedule, examples, options = AHEAD[case]
+    params, batch = problem_of_branches(examples)
+
+    def work(name):
+        with rpc.use_worker(name):
+            pipe = branching(schedule, names, **options)
+            loss, grads = pipe.value_and_grad(pipe.place(params), batch)
+            return np.asarray(loss), jax.tree.map(np.asarray, grads)
+
+    with rpc.local_cluster(names), ThreadPoolExecutor(len(names)) as threads:
+        return list(threads.map(work, names))
+
+
+def first_epoch(names, case):
+    """Of PipeDream, without macro-batches and with them."""
+    params, batch = problem_of_branches(4)
+    kept = optim.with_master_weights(
+        optim.sgd(lr=0.1), compute_dtype=jnp.float16, loss_scale=8.0
+    )
+    options = {
+        "epoch": {"optimizer": optim.sgd(lr=0.1)},
+        "epoch of macro-batches": {"optimizer": optim.sgd(lr=0.1), "update_every": 2},
+        "epoch with a loss scale": {"optimizer": kept, "update_every": 2},
+    }[case]
+    if "scale" in case:
+        batch = {name: x.astype(np.float16) for name, x in batch.items()}
+
+    def work(name):
+        with rpc.use_worker(name):
+            made = branching(pipeline.one_f_one_b(3, 1), None)
+            pipe = pipeline.PipeDream(made.stages, squares, names, **options)
+            state, metrics = pipe.train_epoch(pipe.init(params), [batch] * 4)
+            return metrics.losses, jax.tree.map(np.asarray, state.params)
+
+    with rpc.local_cluster(names), ThreadPoolExecutor(len(names)) as threads:
+        return list(threads.map(work, names))
+
+
+def compiled_in(record):
+    found = re.match(r"Compiling (jit\((body_|both).*?) with .*?\. Argument", record)
+    return found and found.group(1)
+
+
+EPOCHS = ["epoch", "epoch of macro-batches", "epoch with a loss scale"]
+
+
+@pytest.mark.parametrize("case", [*AHEAD, *EPOCHS])
+def test_workers_compile_their_stages_before_the_first_micro_batch(
+    caplog, monkeypatch, case
+):
+    """All of them, and no other programs than without that."""
+    run, count = first_epoch, 3
+    if case in AHEAD:
+        run, count = first_gradient, AHEAD[case][0].workers
+    names = [f"ahead{rank}" for rank in range(count)]
+    compile_all, told = Ahead.compile, []
+
+    def compile_and_say(ahead):
+        compile_all(ahead)
+        logging.getLogger("jax").warning("compiled ahead")
+
+    with jax.log_compiles():
+        jax.clear_caches()
+        with monkeypatch.context() as patched:
+            patched.setattr(Ahead, "compile", compile_and_say)
+            found = run(names, case)
+        ahead = [(record.threadName, record.message) for record in caplog.records]
+        caplog.clear()
+        jax.clear_caches()
+        with monkeypatch.context() as patched:
+            patched.setattr(Ahead, "compile", lambda ahead: None)
+            expected = run(names, case)
+        before = [record.message for record in caplog.records]
+    done = set()
+    for thread, message in ahead:
+        if message == "compiled ahead":
+            done.add(thread)
+        elif compiled_in(message):
+            told.append(compiled_in(message))
+            assert thread not in done, message
+    assert len(done) == len(names)
+    assert sorted(told) == sorted(filter(None, map(compiled_in, before)))
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_workers_compile_at_the_same_time(monkeypatch):
+    """No compilation ends before those of all workers have begun."""
+    compile_all, meeting = Ahead.compile, threading.Barrier(3)
+
+    def compile_slowly(ahead):
+        meeting.wait(60.0)
+        compile_all(ahead)
+
+    monkeypatch.setattr(Ahead, "compile", compile_slowly)
+    first_gradient(["worker0", "worker1", "worker2"], "1F1B")
+    assert not meeting.broken
+
+
+def test_nothing_is_computed_ahead():
+    """A stage that calls back is called for its micro-batches alone."""
+    called = []
+
+    def noted(params, x):
+        jax.debug.callback(lambda x: called.append(float(x)), x.sum())
+        return x * params
+
+    names = ["alone"]
+    with rpc.local_cluster(names), rpc.use_worker(names[0]):
+        pipe = pipeline.Pipeline(
+            [pipeline.Stage(noted, ("x",), ("y",))],
+            lambda y, batch: y,
+            pipeline.gpipe(1, 2),
+            names,
+        )
+        batch = {"x": np.float32([1, 2, 3, 4])}
+        pipe.value_and_grad(pipe.place([np.float32(2)]), batch)
+        jax.effects_barrier()
+    assert sorted(called) == [3, 7]

@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from jdist.autograd.context.container import Container
-from jdist.autograd.context.context import Context
+from jdist.autograd.context.context import Container, Context
 from jdist.rpc import (
     Future,
     ProtocolError,
@@ -162,7 +161,7 @@ class Releases:
         for context in self._container.contexts():
             if context.origin == worker.incarnation:
                 self._container.end(context.id, why)
-            elif worker.incarnation in context.known_numbers():
+            elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
         self.seek_end(orphans)
 

@@ -25,7 +25,7 @@ from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.auxiliary import Entries, merged, stacked
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, ValueChannels
 from jdist.pipeline.run.step import Actions, Step
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.open_schedule import OpenActions, OpenSchedule
@@ -119,7 +119,7 @@ class EpochStep(Step):
         wiring: StageWiring,
         places: Places,
         runs: Mapping[tuple[int, int], StashedRun],
-        channels: StageChannels,
+        channels: ValueChannels,
         loss: PipelineLoss,
         read: tuple[str, ...],
         plan: EpochPlan,
@@ -197,10 +197,13 @@ class EpochStep(Step):
 
     # --- what is found out ---
 
-    def agree_on_epoch(self, more: bool, computed: Any) -> tuple[Any, Any, Any]:
+    def agree_on_epoch(
+        self, channels: StageChannels, more: bool, computed: Any
+    ) -> tuple[Any, Any, Any]:
         """Ends the epoch on all workers, or on none.
 
         Args:
+          channels: The call that the epoch is made in.
           more: Whether there are batches for another part of it.
           computed: What the epoch leaves behind; see `StageChannels.agree`.
 
@@ -216,9 +219,7 @@ class EpochStep(Step):
         length = len(self._stream.totals)
         found = stacked(self._found, np.stack)
         mine = EpochReport(found, length, more, self._stream.checksums)
-        told = [
-            EpochReport(*each) for each in self._channels.agree(tuple(mine), computed)
-        ]
+        told = [EpochReport(*each) for each in channels.agree(tuple(mine), computed)]
         # All are told the same, and therefore raise the same.
         _check_alike(told)
         values, weights, aux = merged([each.found for each in told])

@@ -21,6 +21,7 @@ from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
 from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.auxiliary import stacked
+from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.stage_channels import StageChannels, moved
 from jdist.pipeline.run.training import PipelineState, optimizers_for
 from jdist.pipeline.run.update import scale_in, skipped_in, static_loss_scale_of
@@ -232,20 +233,25 @@ class PipeDream(Pipeline):
             skipped = skipped_in(state.opt_states)
         del state
         read = self._shapes.read(channels, runs, stream[0].batch)
+        # The first batch stands for all: those after it are not read yet.
+        parts = _OneForAll(stream[0])
+        sizes = [0] * self.schedule.micro_batches
+        given = self.wiring, self._places, runs, channels, loss, read
+        self._compile_ahead((*given, parts), sizes)
         if not self._takes(0):
             stream.forget(0)
         joint = None
         if self._max_norm is not None or self._tied:
             joint = JointUpdate(self._tied, self._max_norm, self._places, channels)
         plan = EpochPlan(stream, schedule, self._updates.every, joint)
-        given = self.wiring, self._places, runs, channels, loss, read
         epoch = EpochStep(*given, plan)
         epoch.run(self.action_timer)
         after_epoch = epoch.states(stream.totals)
         left = [run.arrays() for run in runs.values()]
         more = limit is not None and supply.more()
-        found = epoch.agree_on_epoch(more, left)
+        found = epoch.agree_on_epoch(channels, more, left)
         self._shapes.agreed(read)
+        self._compiled_ahead = True
         self.transfer_log, self.passes = epoch.transfers, epoch.passes
         params, opt_states, states = ([None] * len(self.stages) for _ in range(3))
         for j in self.own:
@@ -362,6 +368,16 @@ class _EpochPart(NamedTuple):
     weights: np.ndarray
     aux: Any
     skipped: list[int | None] | None
+
+
+class _OneForAll:
+    """Micro-batches of which one stands for all."""
+
+    def __init__(self, part: MicroBatch) -> None:
+        self._part = part
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return self._part
 
 
 def _check_saving(

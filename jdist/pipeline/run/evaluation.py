@@ -111,7 +111,7 @@ class Evaluator:
         step.run()
         examples = sum(len(part.weights) for part in parts)
         weight = sum(part.given for part in parts)
-        loss, aux, _ = step.agree({}, step.kept)
+        loss, aux, _ = step.agree(channels, {}, step.kept)
         found = Metrics(loss, examples, weight, aux=aux, outputs=step.outputs())
         return step.transfers, found
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reduction
-from jdist._compat import trace, without_unread
+from jdist._compat import default_device, trace, without_unread
 from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
 from jdist.pipeline.run.stage_channels import moved
@@ -21,7 +21,9 @@ from jdist.segment.internal import (
     Changed,
     Contents,
     FunctionCache,
+    Invoke,
     Traced,
+    call_now,
 )
 
 
@@ -104,6 +106,7 @@ class PipelineLoss:
     ) -> None:
         self._names = names
         self._factor: Any = None
+        self._invoke: Invoke = call_now
         self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
@@ -128,6 +131,16 @@ class PipelineLoss:
         """
         made = copy.copy(self)
         made._factor = scale, total if self.kind == "mean" else 1.0
+        return made
+
+    def through(self, invoke: Invoke) -> "PipelineLoss":
+        """The same loss, whose compiled functions are called by another function.
+
+        Args:
+          invoke: See `Segment.through`.
+        """
+        made = copy.copy(self)
+        made._invoke = invoke
         return made
 
     def entries_read(self, values: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,10 +182,10 @@ class PipelineLoss:
             return self._compiled.passes(*made_of)
 
         def both(*given: Any) -> Any:
-            return self._unchanged(lambda: passes().both(*given))
+            return self._unchanged(lambda: self._invoke(passes().both, *given))
 
         def losses(*given: Any) -> Any:
-            return self._unchanged(lambda: passes().losses(*given))
+            return self._unchanged(lambda: self._invoke(passes().losses, *given))
 
         made = LossPasses(both, losses)
         return made if self._factor is None else self._with_factor(made)
@@ -189,11 +202,21 @@ class PipelineLoss:
     def _with_factor(self, made: LossPasses) -> LossPasses:
         def both(values: Any, entries: Any, weights: Any) -> Any:
             # With several workers for the last stage the loss is on several devices.
-            arrays = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
-            device = arrays[0].device if arrays else None
-            return made.both(values, entries, weights, moved(self._factor, device))
+            factor = moved(self._factor, _device_of(values))
+            return made.both(values, entries, weights, factor)
 
         return made._replace(both=both)
+
+
+def _device_of(values: Any) -> Any:
+    """The device of the first array, or of what its shape stands for."""
+    for leaf in jax.tree.leaves(values):
+        if isinstance(leaf, jax.Array):
+            return leaf.device
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            place = leaf.sharding
+            return default_device() if place is None else next(iter(place.device_set))
+    return None
 
 
 def _called(

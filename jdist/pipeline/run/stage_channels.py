@@ -19,7 +19,8 @@ class MessageTag(NamedTuple):
     """What tells a value under way from all others of its step.
 
     Attributes:
-      kind: "F" for a value, "B" for a cotangent, "G" for a replica's gradient, "S" for
+      kind: "F" for a value, "B" for a cotangent ("f" and "b" for their shapes, before
+        the first step), "G" for a replica's gradient, "S" for
         shapes, "T" for a gradient of what stages share, "N" for the norm of a stage's
         gradient, "E" for the number of micro-batches at which a worker's batches ended;
         "V" for the vote of a worker that has done its part, "D" for the decision that
@@ -38,15 +39,42 @@ class MessageTag(NamedTuple):
     sender: int
 
 
-class StageChannels(Protocol):
-    """One call that all workers make: brings values to the workers that take them.
+class ValueChannels(Protocol):
+    """Bring values to the workers that take them.
 
     Attributes:
-      number: Of the call, counted alike by all workers.
-      failed: Whether it has ended with an error.
+      number: Of the call that they belong to, counted alike by all workers.
     """
 
     number: int
+
+    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+        """Sends a value to a worker; does not wait until it is there."""
+
+    def has(self, tag: MessageTag, worker: int) -> bool:
+        """Whether it has arrived at that worker, which is one of this process."""
+
+    def take(self, tag: MessageTag, worker: int) -> Any:
+        """The value, which is not kept."""
+
+    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
+        """Returns once something has arrived that was not there before.
+
+        Args:
+          waiting: What is missing, and the action that waits for it.
+
+        Raises:
+          Exception: Nothing will arrive any more, or not in time.
+        """
+
+
+class StageChannels(ValueChannels, Protocol):
+    """One call that all workers make: its values, and whether it succeeds.
+
+    Attributes:
+      failed: Whether it has ended with an error.
+    """
+
     failed: bool
 
     def identify(
@@ -68,25 +96,6 @@ class StageChannels(Protocol):
 
         Raises:
           Exception: Another worker has refused the call, or was given something else.
-        """
-
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
-        """Sends a value to a worker; does not wait until it is there."""
-
-    def has(self, tag: MessageTag, worker: int) -> bool:
-        """Whether it has arrived at that worker, which is one of this process."""
-
-    def take(self, tag: MessageTag, worker: int) -> Any:
-        """The value, which is not kept."""
-
-    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
-        """Returns once something has arrived that was not there before.
-
-        Args:
-          waiting: What is missing, and the action that waits for it.
-
-        Raises:
-          Exception: Nothing will arrive any more, or not in time.
         """
 
     def agree(self, value: Any, computed: Any = None) -> list[Any]:
@@ -112,10 +121,10 @@ Opened = Callable[[str], contextlib.AbstractContextManager[StageChannels]]
 they have agreed."""
 
 
-def receive(channels: StageChannels, tag: MessageTag, worker: int, purpose: str) -> Any:
+def receive(channels: ValueChannels, tag: MessageTag, worker: int, purpose: str) -> Any:
     """Waits for a value and takes it.
 
-    Raises: what `StageChannels.wait` raises.
+    Raises: what `ValueChannels.wait` raises.
     """
     while not channels.has(tag, worker):
         channels.wait({tag: purpose})

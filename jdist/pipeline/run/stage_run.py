@@ -5,7 +5,7 @@ process run the same compiled functions in the same order.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jdist.segment import Segment
 from jdist.segment.internal import (
     Deferred,
     Fold,
+    Invoke,
     backward_deferring,
     join_deferred,
 )
@@ -78,6 +79,24 @@ class StageRun:
         self._rests: dict[int, tuple[Any, MicroBatchShare]] = {}
         self._deferred: dict[int, Deferred] = {}
         self._partial: Partial | None = None
+
+    def through(self, invoke: Invoke) -> "StageRun":
+        """The same stage with nothing kept, and compiled functions called by another.
+
+        Args:
+          invoke: See `Segment.through`; what it returns takes the place of arrays.
+        """
+        made = StageRun(
+            self._stage,
+            self._compiled.through(invoke),
+            self.params,
+            self.state,
+            self._key,
+            self._kind,
+            self._single,
+        )
+        made._add = self._add
+        return made
 
     @property
     def live(self) -> list[int]:
@@ -178,6 +197,17 @@ class StageRun:
         complete = Fold(_completed, self._partial)
         self._partial = join_deferred(self._compiled, deferred, complete)
 
+    def finish_like(self, stand_ins: Sequence[int]) -> None:
+        """`finish`, of a rehearsal in which some micro-batches stood for all.
+
+        Args:
+          stand_ins: For each micro-batch of the stage here the one that stood for it.
+        """
+        if self._deferred:
+            put_off = dict(enumerate([self._deferred[micro] for micro in stand_ins]))
+            self._deferred = put_off
+        self.finish()
+
     def joined(self, found: Mapping[int, Partial]) -> Partial:
         """The partial that those of several workers make, by rank."""
         # By rank, so that all of them get the same bits.
@@ -276,6 +306,8 @@ def _zero(kind: Any) -> jax.Array:
 
 
 def _is_committed(leaf: Any) -> bool:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding is not None
     return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
 
 

@@ -25,12 +25,19 @@ from jdist.pipeline.run.micro_batch import MicroBatches
 from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.replica_state import joined_state
 from jdist.pipeline.run.shapes import entry_of
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, moved, receive
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    StageChannels,
+    ValueChannels,
+    moved,
+    receive,
+)
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
 from jdist.pipeline.run.transfer_log import Transfer, size_of
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
+from jdist.segment.internal import Invoke, call_now
 
 
 class Step:
@@ -55,13 +62,14 @@ class Step:
         wiring: StageWiring,
         places: Places,
         runs: Mapping[tuple[int, int], StageRun],
-        channels: StageChannels,
+        channels: ValueChannels,
         loss: PipelineLoss,
         read: tuple[str, ...],
         parts: MicroBatches,
     ) -> None:
         self.transfers: list[Transfer] = []
         self.losses: dict[int, Partial] = {}
+        self._invoke: Invoke = call_now
         self._aux: dict[int, Any] = {}
         self._wiring = wiring
         self._places = places
@@ -187,11 +195,12 @@ class Step:
         return run.finished(whole(sums, own), unrounded)
 
     def agree(
-        self, stats: Mapping[int, Any], computed: Any
+        self, channels: StageChannels, stats: Mapping[int, Any], computed: Any
     ) -> tuple[Any, Any, list[Any]]:
         """Ends the step on all workers, or on none.
 
         Args:
+          channels: The call that the step is made in.
           stats: What each stage of this process has to tell all workers.
           computed: What the step leaves behind; see `StageChannels.agree`.
 
@@ -205,7 +214,7 @@ class Step:
         here = self._places.devices[self._places.own[0]]
         # Those of several workers of the last stage are on several devices.
         mine = self.losses, stats, stacked(moved(self._aux, here), jnp.stack)
-        told = self._channels.agree(mine, (mine, computed))
+        told = channels.agree(mine, (mine, computed))
         losses: dict[int, Partial] = {}
         stages: dict[int, Any] = {}
         entries = []
@@ -319,8 +328,9 @@ class Step:
         if self._loss.has_aux:
             self._aux[micro] = aux
         before = self.losses.get(worker)
-        joined = found if before is None else join(before, found, self._loss.kind)
-        self.losses[worker] = joined
+        if before is not None:
+            found = self._invoke(join, before, found, self._loss.kind)
+        self.losses[worker] = found
 
     # --- backward ---
 
@@ -332,7 +342,9 @@ class Step:
         for tag in self._taken_by(action):
             cotangent, share = self._channels.take(tag, worker)
             received.setdefault(tag.name, []).append(cotangent)
-        cotangents = {name: summed(parts) for name, parts in received.items()}
+        cotangents = {
+            name: summed(parts, self._invoke) for name, parts in received.items()
+        }
         d_inputs = run.backward(micro, cotangents, share, split)
         for name, cotangent in d_inputs.items():
             if self._wiring.source[stage][name] != BATCH:
@@ -465,12 +477,12 @@ def _place(item: tuple[tuple[int, int], Any]) -> tuple[int, int]:
     return item[0]
 
 
-def summed(cotangents: Sequence[Any]) -> Any:
+def summed(cotangents: Sequence[Any], invoke: Invoke = call_now) -> Any:
     """The sum over all consumers of a value, the first ones first; None for none."""
     flowing = [cotangent for cotangent in cotangents if cotangent is not None]
     if not flowing:
         return None
-    return functools.reduce(_plus, flowing)
+    return functools.reduce(functools.partial(invoke, _plus), flowing)
 
 
 _plus = jax.jit(lambda first, second: add_trees(first, second))

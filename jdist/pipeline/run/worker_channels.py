@@ -550,6 +550,8 @@ def _decision_of(leader: int) -> MessageTag:
 
 _KINDS = {"F": "an output", "B": "a cotangent", "G": "the gradient", "S": "the shapes"}
 _KINDS |= {
+    "f": "the shapes of an output",
+    "b": "the shapes of a cotangent",
     "T": "a tied gradient",
     "N": "the norm",
     "V": "the vote",

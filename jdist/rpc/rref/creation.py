@@ -83,11 +83,10 @@ def remote(
 
     try:
         body = (name, *outgoing.body)
-        asked = agent.request(outgoing._replace(body=body, ended=ended))
+        agent.request(outgoing._replace(body=body, ended=ended))
     except BaseException:
         references.not_asked(user_fork)
         raise
-    creation._source = asked._source
     return references.handle(
         user_fork.rref, user_fork=user_fork, creation=creation, until=outgoing.deadline
     )

@@ -1,6 +1,5 @@
 """Bringing a value here, or its type."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -8,7 +7,7 @@ import numpy as np
 
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
-from jdist.rpc.base.future import Future, error_of
+from jdist.rpc.base.future import Future, await_done, error_of
 from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.callee import Reply
@@ -72,14 +71,17 @@ def fetch(rref: "RRef[Any]", timeout: float) -> Any:
     outgoing = outgoing._replace(operation=Operation("to_here"))
     creation, until = rref._creation, rref._until
     if creation is None or creation.done():
-        return _exchange(rref, agent, outgoing, agent.exchange)
+        return _exchange(rref, agent, outgoing)
     limit = outgoing.deadline
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
     if shorter:  # What has not been created by then will not be.
         outgoing = outgoing._replace(deadline=until)
     try:
-        # Behind the creation, whose answer this thread then reads itself.
-        return _exchange(rref, agent, outgoing, lambda o: agent.request(o).wait(0))
+        # It may overtake the creation: the owner then answers once that has come.
+        value = _exchange(rref, agent, outgoing)
+        # Its own answer is on the way, on another connection.
+        await_done(creation, outgoing.deadline.at)
+        return value
     except RpcError as error:
         # The owner may know of the failure, and say so, a moment before it is due here.
         failed = error_of(creation) if creation.done() else None
@@ -88,19 +90,14 @@ def fetch(rref: "RRef[Any]", timeout: float) -> Any:
         raise failure_of(failed or error, agent.codec.functions) from error
 
 
-def _exchange(
-    rref: "RRef[Any]",
-    agent: "Agent",
-    outgoing: Outgoing,
-    ask: Callable[[Outgoing], Any],
-) -> Any:
+def _exchange(rref: "RRef[Any]", agent: "Agent", outgoing: Outgoing) -> Any:
     interceptor = agent.interceptor
     if interceptor is None:
-        return ask(outgoing)
+        return agent.exchange(outgoing)
     info = outgoing.peer.info
     call = Invocation(FETCH, type(rref).to_here, (rref,), {})
     _, meta = interceptor.request(info, call)
-    return ask(
+    return agent.exchange(
         outgoing._replace(
             meta=meta,
             receive=lambda value, meta: interceptor.reply(info, value, meta),

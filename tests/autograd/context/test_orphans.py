@@ -5,8 +5,7 @@ import signal
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context.container import here
-from jdist.autograd.context.context import Context
+from jdist.autograd.context.context import Context, here
 from jdist.rpc.group.rendezvous import ReservedPort
 from tests.autograd.recording_world import (
     PATIENCE,

@@ -1,0 +1,190 @@
+"""Compilation of a pipeline's programs before its first micro-batch flows.
+
+A stage that compiles when it is first called does so once the first micro-batch gets to
+it, so that the stages of several processes would compile one after another. A rehearsal
+walks through the first actions of the schedule on shapes alone: stages pass on shapes
+in place of values, and when every worker knows what its stages will be given, all of
+them compile at the same time.
+
+Nothing is computed. Made-up values would compile the same programs, but they could call
+a user's callbacks, or keep a loop that waits for convergence from ever ending.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._compat import Ahead
+from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.micro_batch import MicroBatches
+from jdist.pipeline.run.places import Places
+from jdist.pipeline.run.stage_channels import MessageTag, ValueChannels
+from jdist.pipeline.run.stage_run import StageRun, join
+from jdist.pipeline.run.step import ListedActions, Step
+from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.stages.array_spec import ArraySpec
+from jdist.pipeline.stages.wiring import StageWiring
+from jdist.reduction import Partial
+
+
+def compile_ahead(
+    wiring: StageWiring,
+    places: Places,
+    runs: Mapping[tuple[int, int], StageRun],
+    channels: ValueChannels,
+    loss: PipelineLoss,
+    read: tuple[str, ...],
+    parts: MicroBatches,
+    *,
+    sizes: Sequence[int],
+) -> None:
+    """Compiles what the workers of this process will call in a step.
+
+    Every process of the pipeline calls it, because shapes travel between them. A
+    program that turns out not to match is compiled when it is called.
+
+    Args:
+      wiring: As for `Step`, like all others but `sizes`.
+      places: Who runs which stage.
+      runs: Of which nothing changes.
+      channels: Bring shapes to other stages.
+      loss: The loss function.
+      read: The entries of the batch that it reads.
+      parts: The micro-batches.
+      sizes: The number of examples of each micro-batch of the schedule.
+    """
+    ahead = Ahead()
+    rehearsal = _Rehearsal(
+        wiring,
+        places,
+        {place: run.through(ahead) for place, run in runs.items()},
+        _ShapeChannels(channels, places),
+        loss.through(ahead),
+        read,
+        parts,
+    )
+    rehearsal.rehearse(ahead, sizes)
+    ahead.compile()
+
+
+class _Rehearsal(Step):
+    """A step whose stages and loss are given shapes and return shapes."""
+
+    def rehearse(self, ahead: Ahead, sizes: Sequence[int]) -> None:
+        """Goes through the actions of micro-batches that stand for all.
+
+        Args:
+          ahead: Traces compiled functions.
+          sizes: See `compile_ahead`.
+        """
+        self._invoke = ahead
+        stand_ins = representatives(self._places.schedule, sizes)
+        self._chosen = frozenset(stand_ins)
+        self.run()
+        for (worker, stage), run in self._runs.items():
+            # Joined weight gradients are one program for all micro-batches together.
+            own = self._places.schedule.owner[stage] == worker
+            run.finish_like([stand_ins[i] for i in own.nonzero()[0]])
+
+    def _actions(self, worker: int) -> ListedActions:
+        actions = self._places.schedule.actions(worker)
+        return ListedActions([a for a in actions if a.micro_batch in self._chosen])
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        """No gradient is finished, and none exchanged."""
+
+    def _note(self, *transfer: Any) -> None:
+        """No value is transferred."""
+
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
+        self._invoke(join, found, found, self._loss.kind)
+
+
+def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
+    """For each micro-batch the first one that needs the same programs everywhere.
+
+    Args:
+      schedule: Which worker runs which micro-batch, and which passes are split.
+      sizes: The number of examples of each micro-batch.
+
+    Example:
+      >>> from jdist.pipeline.schedules import one_f_one_b
+      >>> representatives(one_f_one_b(2, 5), [4, 4, 4, 3, 3])
+      [0, 0, 0, 3, 3]
+    """
+    first: dict[Any, int] = {}
+    found = []
+    for micro, size in enumerate(sizes):
+        columns = schedule.owner[:, micro], schedule.split[:, micro]
+        case = (size, *(tuple(column.tolist()) for column in columns))
+        found.append(first.setdefault(case, micro))
+    return found
+
+
+class _Shape(NamedTuple):
+    """What another process is told of an array."""
+
+    shape: tuple[int, ...]
+    weak_type: bool
+    empty: jax.Array
+    """An array without elements, of the same dtype and place: it arrives as the array
+    will, on the same device, committed to it or not."""
+
+
+class _ShapeChannels:
+    """Channels that bring shapes, beside the values of the same call.
+
+    Args:
+      channels: Those of the call.
+      places: Who runs what.
+    """
+
+    def __init__(self, channels: ValueChannels, places: Places) -> None:
+        self.number = channels.number
+        self._channels = channels
+        self._places = places
+
+    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+        """See `ValueChannels`."""
+        if worker not in self._places.own:
+            value = jax.tree.map(_packed, value)
+        self._channels.put(_tag_of_shapes(tag), worker, value)
+
+    def has(self, tag: MessageTag, worker: int) -> bool:
+        """See `ValueChannels`."""
+        return self._channels.has(_tag_of_shapes(tag), worker)
+
+    def take(self, tag: MessageTag, worker: int) -> Any:
+        """See `ValueChannels`."""
+        value = self._channels.take(_tag_of_shapes(tag), worker)
+        return jax.tree.map(
+            lambda x: _unpacked(x) if isinstance(x, _Shape) else x,
+            value,
+            is_leaf=lambda x: isinstance(x, _Shape),
+        )
+
+    def wait(self, waiting: Mapping[MessageTag, str]) -> None:
+        """See `ValueChannels`."""
+        self._channels.wait({_tag_of_shapes(t): why for t, why in waiting.items()})
+
+
+def _tag_of_shapes(tag: MessageTag) -> MessageTag:
+    # Values of the same step have tags with capital letters.
+    return tag._replace(kind=tag.kind.lower())
+
+
+def _packed(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    place = leaf.sharding
+    device = None if place is None else next(iter(place.device_set))
+    empty = ArraySpec((0,), str(leaf.dtype)).blank(device)
+    return _Shape(leaf.shape, leaf.weak_type, empty)
+
+
+def _unpacked(told: _Shape) -> jax.ShapeDtypeStruct:
+    place = told.empty.sharding if told.empty.committed else None
+    return jax.ShapeDtypeStruct(
+        tuple(told.shape), told.empty.dtype, sharding=place, weak_type=told.weak_type
+    )
