@@ -83,8 +83,8 @@ ROOMS = {
         "stages",
         "run",
         "pipedream spmd",
-        "pipeline timed",
-        "checkpoint",
+        "pipeline",
+        "timed checkpoint",
     ),
     "launch": ("options", "relay", "__main__"),
 }
@@ -100,7 +100,7 @@ NOT_YET: dict[str, set[str]] = {
     "rooms": {"autograd", "data_parallel", "pipeline", "rpc"},
     "folder": {"pipeline", "rpc"},
 }
-NAMES_TWICE = {"MicroBatches", "_Message"}
+NAMES_TWICE = {"_Message"}
 
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}

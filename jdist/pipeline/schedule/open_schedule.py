@@ -13,7 +13,7 @@ from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.versions import live_versions, versions_used
 
 
-class MicroBatches(Protocol):
+class MicroBatchStream(Protocol):
     """A stream of numbered micro-batches."""
 
     @property
@@ -36,7 +36,7 @@ class OpenSchedule:
         an epoch of any length; `(stages, workers)`.
     """
 
-    def __init__(self, schedule: Schedule, stream: MicroBatches) -> None:
+    def __init__(self, schedule: Schedule, stream: MicroBatchStream) -> None:
         self._stream = stream
         self._drains: dict[int, list[Action]] = {}
         # Long enough that `kept` has its final values.
