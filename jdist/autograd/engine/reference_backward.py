@@ -9,7 +9,7 @@ from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass
 from jdist.autograd.graph.errors import AutogradError
 from jdist.rpc import Future, ProtocolError, RRef, WorkerInfo
-from jdist.rpc.extension import call_when_done, cancel, current, error_of
+from jdist.rpc.extension import BACKWARD, call_when_done, cancel, current, error_of
 
 REFERENCE = "autograd.reference"
 
@@ -40,7 +40,7 @@ def install(container: Container) -> None:
         return outcome
 
     agent.register(REFERENCE, answer)
-    agent.references.backward = run
+    agent.extension_state[BACKWARD] = run
 
 
 def run(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:

@@ -10,7 +10,7 @@ from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLos
 from jdist.rpc.base.extension_state import ExtensionState
 from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.interceptor import Interceptor, Operation
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -34,7 +34,6 @@ from jdist.rpc.wire.shared_connection import SharedConnection
 
 if TYPE_CHECKING:
     from jdist.rpc.group.coordinator_client import CoordinatorClient
-    from jdist.rpc.rref.references import References
 
 
 class Agent:
@@ -64,7 +63,7 @@ class Agent:
     """
 
     group: "CoordinatorClient"
-    references: "References"
+    references: ReferenceCounting
 
     def __init__(
         self,

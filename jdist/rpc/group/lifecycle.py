@@ -24,7 +24,6 @@ from jdist.rpc.group.elastic_membership import ElasticMembership
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all
-from jdist.rpc.rref.install import install as install_references
 from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
@@ -227,7 +226,6 @@ def make_agent(
     caller.install(agent)
     debug.install(agent)
     device_maps.install(agent)
-    install_references(agent)
     extensions.equip(agent)
     return agent
 
