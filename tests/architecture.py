@@ -81,8 +81,8 @@ ROOMS = {
         "stages",
         "run",
         "pipedream spmd",
-        "pipeline timed",
-        "checkpoint",
+        "pipeline",
+        "timed checkpoint",
     ),
     "launch": ("options", "relay", "__main__"),
 }
@@ -94,11 +94,11 @@ FOLDER_MODULES = 15
 NOT_YET: dict[str, set[str]] = {
     "face": set(),
     "circle": set(),
-    "__all__": {"pipeline", "rpc"},
+    "__all__": {"pipeline"},
     "rooms": {"pipeline"},
-    "folder": {"pipeline", "rpc"},
+    "folder": {"pipeline"},
 }
-NAMES_TWICE = {"MicroBatches", "_Message"}
+NAMES_TWICE = {"_Message"}
 
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}
