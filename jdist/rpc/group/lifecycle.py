@@ -18,12 +18,13 @@ from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
 from jdist.rpc.calls import caller, debug, extensions
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.group import termination
 from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.coordinator_client import CoordinatorClient
 from jdist.rpc.group.elastic_membership import ElasticMembership
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
-from jdist.rpc.group.termination import wait_for_all
+from jdist.rpc.group.termination import wait_for_all, wait_until_idle
 from jdist.rpc.rref.install import install as install_references
 from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
@@ -151,7 +152,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
       timeout: Seconds for a graceful end. By default there is no limit but that the
         others live, because a worker that only serves waits here for as long as they
         work: one that dies or freezes ends the wait, and so do calls that are still
-        under way a minute after their own deadlines.
+        under way a minute after their own deadlines. A call without a deadline is
+        waited for as long as it runs, and for five minutes where its caller waits for
+        an answer and its callee runs no such call, or the other way round.
 
     Raises:
       RpcError: RPC has not been initialized.
@@ -226,6 +229,7 @@ def make_agent(
     agent = Agent(info, transport, functions, options)
     caller.install(agent)
     debug.install(agent)
+    termination.install(agent)
     device_maps.install(agent)
     install_references(agent)
     extensions.equip(agent)
@@ -371,7 +375,7 @@ def _finish_alone(agent: Agent, deadline: Deadline) -> None:
     coordinator = agent.group.coordinator
     if coordinator is not None:
         coordinator.wait_for_leavers(deadline)
-    agent.outstanding.when_empty(deadline, lambda: None)
+    wait_until_idle(agent, deadline, lambda: None)
 
 
 def _report(leaks: list[str], options: RpcOptions) -> None:
