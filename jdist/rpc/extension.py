@@ -28,7 +28,6 @@ from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.calls.async_execution import is_asynchronous
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.extensions import extend
-from jdist.rpc.calls.peer import Peer
 from jdist.rpc.calls.request import Outgoing
 from jdist.rpc.codec.nnx import StandIn, is_module
 from jdist.rpc.codec.remote_exception import describe, rebuild
@@ -52,6 +51,8 @@ from jdist.rpc.processes.supervisor import (
     interpreter,
     require_posix,
 )
+from jdist.rpc.rref.reference import BACKWARD
+from jdist.rpc.rref.reliable_delivery import ReliableDelivery
 from jdist.rpc.wire.frame import CALL
 
 __all__ = [  # noqa: RUF022 - by subject
@@ -69,6 +70,7 @@ __all__ = [  # noqa: RUF022 - by subject
     "extend",
     "NEEDS",
     "TRAINABLE",
+    "BACKWARD",
     # Around calls: the interceptor, values on their way, functions and their arguments.
     "Interceptor",
     "Invocation",
@@ -84,7 +86,7 @@ __all__ = [  # noqa: RUF022 - by subject
     # Requests of a package's own.
     "Reply",
     "Outgoing",
-    "Peer",
+    "ReliableDelivery",
     "CALL",
     # Time, futures and locks.
     "DEFAULT",

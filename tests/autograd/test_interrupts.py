@@ -12,8 +12,8 @@ import pytest
 
 import jdist
 from jdist import autograd, rpc
-from jdist.autograd.context.turns import in_turn
-from jdist.autograd.engine.mailbox import StepQueue
+from jdist.autograd.context.locks import holding
+from jdist.autograd.engine.local_pass import StepQueue
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until
 from tests.rpc.test_interrupts import interrupt
@@ -67,7 +67,7 @@ def test_a_mailbox_is_never_left_busy():
 
 def test_several_turns_are_never_left_taken():
     turns, used, number = [InterruptSafeLock(), InterruptSafeLock()], [], 0
-    while interrupt(number, in_turn, turns, "busy", lambda: used.append(1)):
+    while interrupt(number, holding, turns, "busy", lambda: used.append(1)):
         for turn in turns:
             assert Outcome(turn.try_acquire).get()
         turns, number = [InterruptSafeLock(), InterruptSafeLock()], number + 1
@@ -92,7 +92,7 @@ def test_turns_are_given_back_where_one_is_refused():
 
     holder = Outcome(hold)
     assert taken.wait(PATIENCE)
-    waiting = Outcome(in_turn, [first, second], "while it was busy", lambda: "used")
+    waiting = Outcome(holding, [first, second], "while it was busy", lambda: "used")
     blocked(waiting.thread)
     assert not first.try_acquire()
     done.set()
@@ -101,8 +101,8 @@ def test_turns_are_given_back_where_one_is_refused():
 
     def again():
         with pytest.raises(RuntimeError, match="this one, which was interrupted"):
-            in_turn([first, second], "busy", lambda: None)
+            holding([first, second], "busy", lambda: None)
         return first.held, second.held
 
-    assert in_turn([second], "busy", again) == (False, True)
+    assert holding([second], "busy", again) == (False, True)
     assert not second.held

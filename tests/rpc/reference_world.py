@@ -92,7 +92,7 @@ class World:
         self.handles.append(Handle(worker, rref, None, owner_value))
 
     def remote(self, worker, owner):
-        user_fork, low_water_mark = self.workers[worker].create(owner)
+        user_fork, low_water_mark = self.workers[worker].create(owner, [])
         self.handles.append(Handle(worker, user_fork.rref, user_fork, None))
         self.bag.append(Creation(worker, owner, user_fork, low_water_mark))
 

@@ -14,17 +14,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdist._errors import requirement
-from jdist.autograd.context.container import Container
-from jdist.autograd.context.context import Context
-from jdist.autograd.context.recording import (
-    LAST,
+from jdist.autograd.context.context import (
+    Container,
+    Context,
     Recording,
-    current,
-    next_order,
-    refuse_in_pure,
+    recorded_into,
 )
-from jdist.autograd.graph.eager import is_pure
-from jdist.autograd.graph.node import Edge, Reach, RecvNode, SendNode, join
+from jdist.autograd.graph.node import (
+    LAST,
+    Edge,
+    Reach,
+    RecvNode,
+    SendNode,
+    join,
+    next_order,
+)
+from jdist.autograd.graph.purity import is_pure, refuse_in_pure
 from jdist.autograd.graph.recorded import Recorded, record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
@@ -99,10 +104,9 @@ class RpcHooks:
     ) -> tuple[Invocation, dict[str, Any]]:
         """A call goes out: within a context it carries the ids."""
         refuse_in_pure("a call to {!r}", to.name)
-        recording = current(self._container)
-        if recording is None:
+        context = recorded_into(self._container)
+        if context is None:
             return call, {}
-        context = recording.context
         context.meet(to)
         row = _row(context.id, 0, self._container.ids.message())
         return call, {META: row, NEEDS: _NEEDED}
@@ -135,7 +139,9 @@ class RpcHooks:
         """`to_here` on the owner: of a variable what another worker would get."""
         if type(value) is not Variable:
             return value
-        return value.value if current(self._container) is None else value.recorded()
+        return (
+            value.value if recorded_into(self._container) is None else value.recorded()
+        )
 
     def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
         """An answer has come; the codec has seen to what is recorded in it."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdist.autograd.engine.failure import PassFailure
-from jdist.autograd.engine.sweep import Cotangent
+from jdist.autograd.graph.node import Cotangent
 from jdist.rpc import ProtocolError
 from jdist.rpc.extension import Reply
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.context import container
+from jdist.autograd.context.context import here
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
@@ -63,7 +63,7 @@ def _step(
 
 def _gradients(context_id: int) -> Gradients:
     """Those of a context on this worker: none if it took no part in the context."""
-    context = container.here().find(context_id)
+    context = here().find(context_id)
     if context is None:
         return {}
     with context.lock:

@@ -11,7 +11,7 @@ from jdist.autograd.graph.variable import Variable
 from jdist.rpc.extension import InterruptSafeLock
 
 BUSY = "while another step held one of the parameters"
-"""What is said of a step that comes too late for its turn, see `in_turn`."""
+"""What is said of a step that comes too late for its turn, see `holding`."""
 
 
 def locks_of(variables: Iterable[Variable]) -> list[InterruptSafeLock]:

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import evaluate, placed, trace_whole
 from jdist._lru_cache import LRUCache
-from jdist.autograd.context.recording import tracing
+from jdist.autograd.graph.purity import tracing
 from jdist.autograd.remote_call.arguments import (
     AbstractArray,
     Structure,

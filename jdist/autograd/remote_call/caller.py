@@ -14,8 +14,15 @@ from jdist.autograd.remote_call.callee import UnknownFunction
 from jdist.autograd.remote_call.transforms import Transform, pullbacks
 from jdist.autograd.remote_call.variables import context_for
 from jdist.rpc import RRef
-from jdist.rpc.extension import CALL, Agent, current, current_agent
-from jdist.rpc.extension import Operation as Described
+from jdist.rpc.extension import (
+    CALL,
+    Agent,
+    current,
+    current_agent,
+)
+from jdist.rpc.extension import (
+    Operation as Described,
+)
 
 _PART = "jdist.autograd.remote_call.caller"
 _MOST = 1024

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jdist._errors import requirement
@@ -48,6 +48,9 @@ class RunningCall(Protocol):
 
     def defer(self, future: Any) -> None:
         """The result will be that of `future`, or made of it; then of the last one."""
+
+    def bring(self, undelivered: Callable[[], None]) -> None:
+        """The answer brings references; called if nothing waits for it any more."""
 
 
 class Scope(NamedTuple):

@@ -13,29 +13,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.deadline import Deadline, exceeded, resolve
+from jdist.rpc.base.deadline import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 
 T = TypeVar("T")
 U = TypeVar("U")
 _log = logging.getLogger("jdist.rpc")
-
-
-class Source(Protocol):
-    """Where the value of a future comes from, if somebody has to fetch it there."""
-
-    def attend(self, future: "Future[Any]", until: float | None) -> bool:
-        """Fetches it on this thread, for a moment; whether the future is completed."""
-
-    def expect(self, future: "Future[Any]") -> None:
-        """Somebody counts on it from now on: it must be fetched without delay."""
-
-    def settled(self, future: "Future[Any]") -> None:
-        """It is completed: nobody counts on it any more."""
 
 
 class Future(Generic[T]):
@@ -58,7 +45,7 @@ class Future(Generic[T]):
 
     __slots__ = (
         "__weakref__", "_callbacks", "_cancelled", "_done", "_error", "_home",
-        "_lock", "_source", "_traceback", "_value", "_waiters",
+        "_lock", "_traceback", "_value", "_waiters",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -70,7 +57,6 @@ class Future(Generic[T]):
         self._traceback: Any = None
         self._waiters: list[Callable[[], object]] | None = None
         self._callbacks: list[Callable[[], None]] | None = None
-        self._source: Source | None = None
         self._home = current.scope.get()
 
     def done(self) -> bool:
@@ -185,20 +171,15 @@ class Future(Generic[T]):
 
     def _call_when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            done, source = self._done, self._source
-            if not done:
+            if not self._done:
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)
-        if done:
-            callback()
-        elif source is not None:
-            source.expect(self)
+                return
+        callback()
 
     def _sleep(self, until: float | None) -> bool:
         """Blocks until completed; False when the moment came first."""
-        if attend(self, until):
-            return True
         waiter = threading.Lock()
         waiter.acquire()
         if watch(self, waiter.release):
@@ -229,14 +210,11 @@ def complete(
         if error is not None:
             future._error, future._traceback = error, error.__traceback__
         future._done = True
-        source, future._source = future._source, None
         waiters, future._waiters = future._waiters, None
         callbacks, future._callbacks = future._callbacks, None
     if waiters:
         for wake in waiters:
             wake()
-    if source is not None:
-        source.settled(future)
     return callbacks or []
 
 
@@ -263,17 +241,11 @@ def run_all(callbacks: list[Callable[[], None]]) -> None:
             raise
 
 
-def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) -> bool:
+def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
     """Has `wake` called on completion; True, without a call, if it is completed.
 
     Unlike a callback, `wake` runs on whichever thread completes the future, in no
     particular context: it must not block.
-
-    Args:
-      future: The future.
-      wake: What to call.
-      counts: Whether the value must be fetched without delay; not if this very thread
-        is about to fetch it.
     """
     with future._lock:
         if future._done:
@@ -281,9 +253,6 @@ def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) 
         if future._waiters is None:
             future._waiters = []
         future._waiters.append(wake)
-        source = future._source
-    if counts and source is not None:
-        source.expect(future)
     return False
 
 
@@ -299,22 +268,10 @@ def await_done(future: Future[Any], until: float | None) -> bool:
     return future._sleep(until)
 
 
-def attend(future: Future[Any], until: float | None) -> bool:
-    """Fetches the value on this thread, for a moment; whether it is there."""
-    source = future._source
-    if source is None:
-        return future._done
-    return source.attend(future, until)
-
-
 def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
     """Runs `callback` once completed, outside any context; it may take its time."""
     future._call_when_done(callback)
 
-
-_TOGETHER = 0.005
-"""Seconds for which one future is awaited after the other, and for which the failure of
-a later one may thus remain unnoticed."""
 
 _collected: contextvars.ContextVar[list[Future[Any]] | None] = contextvars.ContextVar(
     "jdist.rpc.collected", default=None
@@ -343,7 +300,6 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     """
     waited = _futures("wait_all(futures)", futures)
     limit = resolve(timeout, 0, current.deadline())
-    _attend(waited, limit)
     # Not a semaphore: an interrupt of this wait would leave its inner lock taken, and
     # block the thread that completes a future (see `turn`).
     progress: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -449,16 +405,6 @@ def _check_callback(call: str, callback: object) -> None:
     if not callable(callback):
         rule = "must be a function of one future (incompatible function arguments)"
         raise TypeError(requirement(call, rule, callback))
-
-
-def _attend(futures: Sequence[Future[Any]], limit: Deadline) -> None:
-    """Has this thread itself fetch what comes soon, up to the first that fails."""
-    until = time.monotonic() + _TOGETHER
-    if limit.at is not None:
-        until = min(until, limit.at)
-    for future in futures:
-        if not attend(future, until) or error_of(future) is not None:
-            return
 
 
 def _futures(call: str, futures: Iterable[Future[T]]) -> Sequence[Future[T]]:

@@ -1,8 +1,10 @@
 """What has to be known of one message apart from its bytes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from jdist.rpc.base.current import RunningCall
+from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.interceptor import Operation
@@ -48,3 +50,37 @@ class MessageContext:
         self.forks: Sequence[GloballyUniqueId] = ()
         self.unsettled: Sequence[Future[Any]] = ()
         self.if_lost: Sequence[Callable[[], None]] = ()
+
+
+class ReferenceCounting(Protocol):
+    """What calls, and the end of a worker, need of the worker's references."""
+
+    def begin(self, incarnation: int) -> None:
+        """The worker belongs to a group."""
+
+    def undelivered(self, message: MessageContext) -> None:
+        """The message with these references is lost, or may be."""
+
+    def answer(self, execution: RunningCall, message: MessageContext) -> None:
+        """An answer brings references; if it is given up, they are undelivered."""
+
+    def decline(self, tree: Any, giver: WorkerInfo) -> None:
+        """Takes and drops the references in an answer that could not be read."""
+
+    def gone(self, worker: WorkerInfo, reason: str) -> None:
+        """A worker is lost or has left."""
+
+    def release(self, deadline: Deadline, seconds: float) -> None:
+        """Gives up all references, and waits until all their owners know."""
+
+    def leaks(self) -> list[str]:
+        """Values that others still hold although all references were released."""
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Has `action()` called in so many seconds; never, once closed."""
+
+    def counts(self) -> dict[str, int]:
+        """For `rpc.debug_info`."""
+
+    def close(self) -> None:
+        """Ends at once."""

@@ -10,11 +10,11 @@ from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLos
 from jdist.rpc.base.extension_state import ExtensionState
 from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.interceptor import Interceptor, Operation
-from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.timer import Alarm
+from jdist.rpc.base.timer import Timer
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.callee import NESTED, Callee, Handler
 from jdist.rpc.calls.cancellation import Tickets
@@ -30,12 +30,10 @@ from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
-from jdist.rpc.wire.relief import Relief
 from jdist.rpc.wire.shared_connection import SharedConnection
 
 if TYPE_CHECKING:
     from jdist.rpc.group.coordinator_client import CoordinatorClient
-    from jdist.rpc.rref.references import References
 
 
 class Agent:
@@ -65,7 +63,7 @@ class Agent:
     """
 
     group: "CoordinatorClient"
-    references: "References"
+    references: ReferenceCounting
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class Agent:
         self.outstanding = OutstandingCalls()
         self.directory = Directory(info)
         self.pool = ThreadPool(f"{info.name} rpc", options.threads)
-        self.alarm = Alarm(f"{info.name} deadlines", self._expire)
-        self.relief = Relief(f"{info.name} relief")
+        self.timer = Timer(f"{info.name} timer", self.pool)
+        self.alarm = self.timer.alarm(self._expire)
         self.default_timeout = options.timeout
         self.interceptor: Interceptor | None = None
         self.hint: Callable[[Peer], str] = lambda peer: ""
@@ -144,12 +142,11 @@ class Agent:
     def peer(self, record: PeerRecord) -> Peer:
         """The ways to a worker."""
         info, transport_name, address = record
-        lent = (self.pool, self.relief)
         if info == self.info:
-            return Peer(info, info.name, None, self._loopback, *lent)
-        return Peer(info, transport_name, address, self._transport, *lent)
+            return Peer(info, info.name, None, self._loopback, self.pool)
+        return Peer(info, transport_name, address, self._transport, self.pool)
 
-    def part(self, peer: Peer, reason: str) -> None:
+    def drop_peer(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
         name, incarnation = peer.info.name, peer.info.incarnation
         peer.close(reason)
@@ -165,7 +162,8 @@ class Agent:
             if execution.caller.incarnation == incarnation:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.outstanding.end(execution)
-        self.references.gone(peer.info, reason)
+        # What they complete may be awaited by users' functions.
+        self.pool.run(lambda: self.references.gone(peer.info, reason))
         self.extension_state.gone(peer.info, reason)
 
     def watch(self, shared: SharedConnection) -> None:
@@ -428,8 +426,9 @@ class Agent:
         self.extension_state.close()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
-        for part in (self._transport, self._loopback, self.alarm, self.relief):
-            part.close()
+        self._transport.close()
+        self._loopback.close()
+        self.timer.close()
         self.pool.close(timeout=1.0)
 
 

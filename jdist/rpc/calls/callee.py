@@ -78,7 +78,8 @@ class Callee:
     def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
         """An incoming request, which is about to `begin`."""
         until = deadline.from_meta(frame.meta)
-        return Execution(caller, frame.kind, until, frame.meta.get("ticket"))
+        ticket = frame.meta.get("ticket")
+        return Execution(caller, frame.kind, until, ticket, self._agent.pool)
 
     def begin(self, execution: Execution) -> None:
         """Enters an incoming request on the ledger."""

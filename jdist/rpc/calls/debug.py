@@ -41,8 +41,8 @@ def information(agent: Agent) -> dict[str, Any]:
     outstanding, pool = agent.outstanding, agent.pool
     served = outstanding.served()
     return {
-        "agent.thread_pool_size": pool.ceiling,
-        "agent.num_idle_threads": pool.idle,
+        "agent.thread_pool_size": pool.places,
+        "agent.num_idle_threads": pool.free,
         "agent.client_active_calls": len(outstanding.sent()),
         "agent.server_active_calls": len(served),
         "agent.server_active_async_calls": sum(entry.deferred for entry in served),

@@ -12,7 +12,7 @@ from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.calls.peer import Peer, PooledConnection
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
-from jdist.rpc.wire.frame import Frame
+from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class AsyncCall:
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        self._shared = self.future._source = shared
+        self._shared = shared
         self._number = shared.submit(
             self, frame.kind, frame.meta, frame.tree, frame.leaves
         )
@@ -195,6 +195,12 @@ class AsyncCall:
 
     def answered(self, frame: Frame) -> Callbacks:
         """See `Pending`."""
+        if frame.kind == ERROR:
+            # Not on the reader: the constructor of an exception is the user's code.
+            return [lambda: run_all(self._take_in(frame))]
+        return self._take_in(frame)
+
+    def _take_in(self, frame: Frame) -> Callbacks:
         try:
             value = self._agent.value_of(frame, self._receive, self._peer.info)
         except BaseException as error:  # noqa: BLE001 - it becomes the future's
@@ -203,7 +209,8 @@ class AsyncCall:
 
     def disconnected(self, reason: str) -> Callbacks:
         """See `Pending`."""
-        return self.end(None, self._agent.lost(self._peer, self.operation, reason))
+        # Not on the reader: to find out who is lost may take a moment.
+        return [lambda: self._lose(reason)]
 
     def expired(self) -> Callbacks:
         """See `Pending`."""
@@ -228,6 +235,10 @@ class AsyncCall:
             return []
         # What callbacks begin must be on the ledger before this call leaves it.
         return [*callbacks, lambda: self._agent.outstanding.end(self)]
+
+    def _lose(self, reason: str) -> None:
+        error = self._agent.lost(self._peer, self.operation, reason)
+        run_all(self.end(None, error))
 
     def _time_out(self) -> None:
         error = self._agent.timed_out(self._peer, self.operation, self.deadline)

@@ -84,9 +84,7 @@ class CoordinatorClient:
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
-        self._shared = SharedConnection(
-            channel, agent.pool, agent.relief, self._pushed, self._closed
-        )
+        self._shared = SharedConnection(channel, agent.pool, self._pushed, self._closed)
         agent.watch(self._shared)
 
     # --- joining and leaving ---
@@ -125,17 +123,22 @@ class CoordinatorClient:
         if self._beats:
             self._heard = time.monotonic()
             options = self._agent.options
-            name = f"{self._agent.info.name} heartbeat"
             memory = MEMORY * options.heartbeat_timeout
-            self._pace = Pace(name, options.heartbeat_interval, self._beat, memory)
+            interval = options.heartbeat_interval
+            self._pace = Pace(self._agent.timer, interval, self._beat, memory)
 
-    def leave(self, seconds: float) -> None:
-        """Tells the coordinator that this worker goes, and closes the channel."""
+    def leave(self, seconds: float, noted: bool = False) -> None:
+        """Tells the coordinator that this worker goes, and closes the channel.
+
+        Args:
+          seconds: To wait at most for the coordinator's answer.
+          noted: Whether to wait until all other members know that it left.
+        """
         self._left = True
         if self._pace is not None:
             self._pace.close()
         if self._shared.closed is None:
-            asked = self._ask("group.leave", {}, seconds, "shutdown")
+            asked = self._ask("group.leave", {"noted": noted}, seconds, "shutdown")
             await_done(asked, time.monotonic() + seconds)
         self._shared.close("this worker was shut down")
 
@@ -405,6 +408,8 @@ class CoordinatorClient:
         elif frame.kind in ("group.lost", "group.left"):
             peer_gone = directory.of_incarnation(meta["incarnation"])
             self._part(frame.kind, peer_gone, str(meta["reason"]))
+            if self.elastic and frame.kind == "group.left":
+                self._reply("group.noted", {"incarnation": meta["incarnation"]})
 
     def _reply(self, kind: str, meta: dict[str, Any]) -> None:
         """Answers the coordinator; not on the thread that reads."""
@@ -448,7 +453,7 @@ class CoordinatorClient:
                     self._gone_orderly.add(peer.info.name)
         if self.elastic:
             self._agent.directory.expel(peer)
-        self._agent.part(peer, reason)
+        self._agent.drop_peer(peer, reason)
         self._tell(listeners, peer.info.name, reason)
 
     def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:

@@ -25,7 +25,6 @@ from jdist.rpc.group.elastic_membership import ElasticMembership
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all, wait_until_idle
-from jdist.rpc.rref.install import install as install_references
 from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
@@ -231,7 +230,6 @@ def make_agent(
     debug.install(agent)
     termination.install(agent)
     device_maps.install(agent)
-    install_references(agent)
     extensions.equip(agent)
     return agent
 
@@ -391,7 +389,13 @@ def _end(agent: Agent, patience: float) -> None:
     current.remove([agent])
     agent.ending = True
     try:
-        agent.group.leave(_LEAVING_SECONDS)
+        options = agent.options
+        if patience and agent.group.elastic:
+            # A frozen member is lost by then, and no longer has to note it.
+            seconds = options.heartbeat_timeout + options.heartbeat_interval
+            agent.group.leave(seconds, noted=True)
+        else:
+            agent.group.leave(_LEAVING_SECONDS)
         coordinator = agent.group.coordinator
         if coordinator is not None:
             coordinator.wait_until_alone(patience)

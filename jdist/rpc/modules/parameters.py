@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec import nnx
-from jdist.rpc.rref.reference import RRef
+from jdist.rpc.rref import RRef
 
 
 class Parameter:

@@ -13,8 +13,7 @@ from jdist.rpc.calls import caller
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.calls.async_execution import is_asynchronous
 from jdist.rpc.modules import parameters
-from jdist.rpc.rref.proxy import Proxy
-from jdist.rpc.rref.reference import RRef
+from jdist.rpc.rref import Proxy, RRef
 
 TRAINABLE = "rpc.trainable_module"
 """Under which a worker has what makes a trainable module, if something offers it."""

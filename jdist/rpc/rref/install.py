@@ -1,22 +1,24 @@
-"""Giving a worker its references."""
+"""Giving every worker its references."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.extensions import extend
 from jdist.rpc.rref import creation, fetch
-from jdist.rpc.rref.method import Method
-from jdist.rpc.rref.reference import RRef
+from jdist.rpc.rref.messages import REFERENCE, pack_ref, unpack_ref
+from jdist.rpc.rref.proxy import Method
+from jdist.rpc.rref.reference import RRef, fetch_call
 from jdist.rpc.rref.references import References, refuse_anywhere_else
-from jdist.rpc.rref.wire import REFERENCE, pack_ref, unpack_ref
 
 _METHOD = "rref.method"
 
 
 def install(agent: Agent) -> None:
     """Lets `agent` have references, send and receive them."""
-    references = References(agent, RRef._make)
+    references = References(agent)
     agent.references = references
 
     def give(rref: RRef[Any], message: MessageContext | None) -> Any:
@@ -27,11 +29,11 @@ def install(agent: Agent) -> None:
     def take(row: Any, message: MessageContext | None) -> RRef[Any]:
         if message is None:
             raise ProtocolError("A reference came in something that is no call.")
-        return references.take(unpack_ref(row), message)
+        return RRef._of(references.take(unpack_ref(row), message))
 
     agent.codec.register(RRef, REFERENCE, give, take)
     agent.codec.register(Method, _METHOD, _give_method, _taking_methods(agent))
-    fetch.install(agent, references)
+    fetch.install(agent, references, lambda handle: fetch_call(RRef._of(handle)))
     creation.install(agent, references)
 
 
@@ -39,15 +41,19 @@ def _give_method(method: Method, message: MessageContext | None) -> Any:
     return (method.rref, method.name)
 
 
-def _taking_methods(agent: Agent) -> Any:
+def _taking_methods(agent: Agent) -> Callable[[Any, MessageContext | None], Method]:
     def take(pair: Any, message: MessageContext | None) -> Method:
         if type(pair) is not tuple or len(pair) != 2 or type(pair[0]) is not RRef:
             raise ProtocolError("A method has a reference and a name.")
         rref, name = pair
-        if type(name) is not str or rref._owner_value is None:
+        place = rref._handle.owner_value
+        if type(name) is not str or place is None:
             raise ProtocolError("A method goes to the owner, by its name.")
-        if message is not None and not rref._owner_value.done():
-            message.unsettled = [*message.unsettled, rref._owner_value]
+        if message is not None and not place.done():
+            message.unsettled = [*message.unsettled, place]
         return Method(rref, name, agent.codec.functions)
 
     return take
+
+
+extend("jdist.rpc.rref", install)

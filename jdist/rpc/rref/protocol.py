@@ -101,11 +101,17 @@ class Protocol:
         """The id for a value of this worker's own."""
         return self._ids.next()
 
-    def create(self, owner: int) -> Created:
-        """Another worker will be asked to create a value."""
+    def create(self, owner: int, into: list[UserFork]) -> Created:
+        """Another worker will be asked to create a value.
+
+        The fork is in `into` before it is registered: for the caller, should this be
+        interrupted.
+        """
         rref, fork = self._ids.next(), self._ids.next()
-        user_fork = self.user_forks.add(UserFork(owner, rref, fork, None))
+        user_fork = UserFork(owner, rref, fork, None)
         user_fork.failed = self._gone.get(owner)
+        into.append(user_fork)
+        self.user_forks.add(user_fork)
         if user_fork.failed is not None:
             return Created(user_fork, 0)
         self._creating[owner].begin(rref.local_id)
@@ -116,7 +122,9 @@ class Protocol:
         return self._counted(user_fork)
 
     def not_created(self, user_fork: UserFork, reason: str) -> Effects:
-        """The request failed, and who knows whether the owner got it."""
+        """The request failed, and the owner may have got it or not."""
+        if self.user_forks.find(user_fork.fork) is None:
+            return []
         if user_fork.failed is not None:  # the owner is gone
             return self._drop_if_over(user_fork)
         low_water_mark = self._creating[user_fork.owner].low_water_mark

@@ -1,65 +1,102 @@
-"""The references of one worker at work: the protocol, its messages and its waits."""
+"""The references of one worker: the protocol, its messages and its waits."""
 
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jdist._errors import requirement
+from jdist.rpc.base.current import RunningCall
+from jdist.rpc.base.deadline import NEVER, Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcError, WorkerLost
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.codec import codes
 from jdist.rpc.rref.keeper import Keeper
-from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
+from jdist.rpc.rref.messages import (
+    KINDS,
+    REFERENCE,
+    Abort,
+    Accept,
+    Delete,
+    Fork,
+    Message,
+    Ref,
+    Take,
+    pack,
+    unpack,
+    unpack_ref,
+)
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
 from jdist.rpc.rref.reliable_delivery import ReliableDelivery
 from jdist.rpc.rref.user_fork import UserFork
-from jdist.rpc.rref.wire import refs_in
 
-if TYPE_CHECKING:
-    from jdist.rpc.base.deadline import Deadline
-    from jdist.rpc.calls.agent import Agent
-    from jdist.rpc.calls.execution import Execution
-    from jdist.rpc.rref.reference import RRef
+__all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
 
-Backward = Callable[["RRef[Any]", int, bool], None]
+
+class Handle(NamedTuple):
+    """What an `RRef` is made of.
+
+    Attributes:
+      references: Of the worker that has it.
+      rref: Id of the reference.
+      owner_value: On the owner, where the value is or will be; else None.
+      user_fork: Elsewhere, what the owner counts; else None.
+      creation: For a reference by `remote`, done when that call has ended.
+      until: When the creation will have ended.
+    """
+
+    references: "References"
+    rref: GloballyUniqueId
+    owner_value: OwnerValue | None = None
+    user_fork: UserFork | None = None
+    creation: Future[None] | None = None
+    until: Deadline = NEVER
+
+    @property
+    def agent(self) -> Agent:
+        """The worker that has it."""
+        return self.references.agent
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        if self.user_fork is None:
+            return self.agent.info
+        return self.references.owner(self.user_fork)
 
 
 class References:
-    """What one worker owns, holds, gives and takes.
+    """What one worker owns, uses, gives and takes.
 
     Args:
       agent: The worker.
-      make: Makes an RRef: `RRef._make`.
 
     Attributes:
       agent: The worker.
-      handle: Makes an RRef with these references.
-      backward: What `RRef.backward` runs; autograd sets it.
       released: Whether every reference was given up, because the worker shuts down.
     """
 
-    def __init__(self, agent: "Agent", make: "Callable[..., RRef[Any]]") -> None:
+    def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.handle = functools.partial(make, self)
-        self.backward: Backward | None = None
         self.released = False
         self.begin(agent.info.id)
         # Taken as it is, not by its condition: see `turn`.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
-        self._answers: dict[GloballyUniqueId, Execution] = {}
+        self._answers: dict[GloballyUniqueId, RunningCall] = {}
         self._leaks: list[str] = []
         self._keeper = Keeper(f"{agent.info.name} references", self._drop)
-        self.delivery = ReliableDelivery(
-            agent, self._keeper, self._receive, self._answered
-        )
+        self.delivery = ReliableDelivery(agent, self._keeper.later)
+        for kind, name in KINDS.items():
+            read = functools.partial(unpack, kind)
+            self.delivery.handle(name, read, self._receive)
 
     def begin(self, number: int) -> None:
         """This worker belongs to a group, and has this number there."""
@@ -116,11 +153,11 @@ class References:
 
     # --- values of others ---
 
-    def create(self, owner: int) -> Created:
-        """Another worker will be asked to create a value."""
+    def create(self, owner: int, into: list[UserFork]) -> Created:
+        """Names a value that another worker will be asked to create."""
         self._keeper.start()
         with self._lock:
-            return self._protocol.create(owner)
+            return self._protocol.create(owner, into)
 
     def created(self, user_fork: UserFork) -> None:
         """It has."""
@@ -157,7 +194,7 @@ class References:
         with self._lock:
             return self._put(self._protocol.give_owned(rref, owner_value, to), message)
 
-    def take(self, ref: Ref, message: MessageContext) -> "RRef[Any]":
+    def take(self, ref: Ref, message: MessageContext) -> Handle:
         """Takes a reference out of a message.
 
         Raises:
@@ -175,8 +212,8 @@ class References:
         if taken is None:
             raise RpcError(_freed(ref.rref))
         if isinstance(taken, OwnedEntry):
-            return self.handle(ref.rref, owner_value=taken.owner_value)
-        return self.handle(ref.rref, user_fork=taken)
+            return Handle(self, ref.rref, owner_value=taken.owner_value)
+        return Handle(self, ref.rref, user_fork=taken)
 
     def undelivered(self, message: MessageContext) -> None:
         """The message with these references is lost, or may be."""
@@ -185,7 +222,7 @@ class References:
         to = incarnation_of(message.worker)
         self._do(lambda p: [e for f in message.forks for e in p.undelivered(f, to)])
 
-    def answer(self, execution: "Execution", message: MessageContext) -> None:
+    def answer(self, execution: RunningCall, message: MessageContext) -> None:
         """An answer brings references; if it is given up, they are undelivered.
 
         The call is remembered until they have all arrived.
@@ -196,7 +233,7 @@ class References:
 
     def decline(self, tree: Any, giver: WorkerInfo) -> None:
         """Takes and drops the references in an answer that could not be read."""
-        refs, of = list(refs_in(self.agent.codec, tree)), incarnation_of(giver)
+        refs, of = list(self._refs_in(tree)), incarnation_of(giver)
         for ref in refs:
             self._miss(ref.owner)
         if refs:
@@ -220,7 +257,7 @@ class References:
         self.delivery.forget(incarnation_of(worker))
         self._perform(effects, WorkerLost(worker.name, "RRef creation", reason))
 
-    def release(self, deadline: "Deadline", seconds: float) -> None:
+    def release(self, deadline: Deadline, seconds: float) -> None:
         """Gives up all references, and waits until everybody concerned knows.
 
         Args:
@@ -256,8 +293,9 @@ class References:
             }
 
     def close(self) -> None:
-        """Ends its thread."""
+        """Ends its thread, and what is under way."""
         self.released = True
+        self.delivery.close()
         self._keeper.close()
 
     # --- inside ---
@@ -284,7 +322,7 @@ class References:
                 error = never or RpcError(f"RRef creation failed: {effect.reason}")
                 fail(effect.owner_value, error, "", self.agent.codec.functions)
             elif not isinstance(effect, Freed):  # that one dies with the list
-                self.delivery.send(effect.to, effect.message)
+                self._send(effect.to, effect.message)
         if self.released:
             with self._lock:
                 self._changed.notify_all()
@@ -320,14 +358,22 @@ class References:
 
     # --- messages ---
 
+    def _send(self, to: int, message: Message) -> None:
+        answered = functools.partial(self._answered, message)
+        # A giver only keeps its own fork for longer if it hears late.
+        gather = isinstance(message, Accept)
+        self.delivery.send(
+            to, KINDS[type(message)], pack(message), answered, gather=gather
+        )
+
     def _receive(
-        self, sender: int, messages: Sequence[Message]
+        self, sender: WorkerInfo, messages: Sequence[Message]
     ) -> tuple[list[Any], Callable[[], None]]:
         answers: list[Any] = []
         effects: Effects = []
         with self._lock:
             for message in messages:
-                answer, more = self._react(sender, message)
+                answer, more = self._react(incarnation_of(sender), message)
                 answers.append(answer)
                 effects += more
         return answers, lambda: self._perform(effects)
@@ -383,6 +429,27 @@ class References:
         if self.agent.directory.of_incarnation(owner) is None:
             with self._lock:
                 self._protocol.gone(owner, "Its owner left before this worker joined.")
+
+    def _refs_in(self, tree: Any) -> Iterator[Ref]:
+        """The references in a tree that could not be decoded as a whole."""
+        rest = [tree]
+        while rest:
+            node = rest.pop()
+            if type(node) is not list:
+                continue
+            if node[:2] == [codes.REGISTERED, REFERENCE]:
+                try:
+                    yield unpack_ref(self.agent.codec.decode(node[2], ()))
+                except (IndexError, ProtocolError):
+                    continue
+            rest += node
+
+
+def references_of(agent: Agent) -> References:
+    """The references of a worker."""
+    found = agent.references
+    assert isinstance(found, References)
+    return found
 
 
 def _freed(rref: GloballyUniqueId) -> str:

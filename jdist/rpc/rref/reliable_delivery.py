@@ -1,95 +1,150 @@
-"""Messages between workers that arrive exactly once, in any order.
+"""At-least-once delivery with deduplication and backoff: each message is handled once.
 
-A message is sent until it is answered, with growing pauses, as long as its receiver
-belongs to the group. The receiver answers a message that came before with the answer
-that it gave then. What gathers while one message is under way goes together.
+Messages of one kind to one worker travel in numbered batches. A batch is sent until it
+is answered, with growing pauses, as long as its receiver belongs to the group. A
+receiver that has handled a batch before answers it with the answers that it gave then.
+Batches arrive in any order.
 """
 
 import collections
+import contextvars
+import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.rref.dedup_window import DedupWindow, UnsettledNumbers
-from jdist.rpc.rref.keeper import GATHERING, Keeper
-from jdist.rpc.rref.messages import Accept, Message
-from jdist.rpc.rref.wire import KINDS, pack, unpack
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.rref.dedup_window import DedupWindow
 
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+__all__ = ["Answers", "ReliableDelivery"]
 
-Callback = Callable[[], None]
-_log = logging.getLogger("jdist.rpc")
-_MOST = 1000
+Answers = Sequence[Any] | Future[Sequence[Any]]
+"""One answer for each message of a batch, or a future of them."""
+
+Handler = Callable[[WorkerInfo, Sequence[Any]], tuple[Answers, Callable[[], None]]]
+
+_GATHERING = 0.01
+"""Seconds for which a message that can wait does so, for more to the same worker."""
+
+_LARGEST_BATCH = 1000
 _FIRST_PATIENCE = 1.0
 _LONGEST_PATIENCE = 30.0
 _FIRST_PAUSE = 0.01
 
+_log = logging.getLogger("jdist.rpc")
 
-class Batch(NamedTuple):
-    """Messages of one kind to one worker, sent together.
 
-    Attributes:
-      to: Number of the receiver.
-      number: Their common number.
-      kind: Of all of them.
-      messages: In the order in which they were posted.
-    """
+class _Message(NamedTuple):
+    """A message and its callbacks; see `ReliableDelivery.send`."""
+
+    kind: str
+    row: Any
+    answered: Callable[[Any], None] | None
+    unreachable: Callable[[], None] | None
+
+
+class _Batch(NamedTuple):
+    """Messages of one kind to one worker, sent together."""
 
     to: int
     number: int
-    kind: type
-    messages: Sequence[Message]
+    kind: str
+    messages: Sequence[_Message]
 
 
 class ReliableDelivery:
-    """One worker's messages to all others, and from them.
+    """The messages of one worker to all others, and from them.
 
     Args:
       agent: The worker.
-      keeper: Knows when to try again.
-      receive: `receive(sender, messages)`: takes in messages of one kind; an answer for
-        each, and what remains to be done once the answers are noted.
-      answered: `answered(message, answer)`: told of each message that arrived.
+      later: `later(seconds, action)` calls `action()` then, unless it was closed.
+
+    Attributes:
+      patience: Seconds to wait for the first answer to a batch; then twice as long each
+        time.
     """
 
     def __init__(
-        self,
-        agent: "Agent",
-        keeper: Keeper,
-        receive: Callable[[int, Sequence[Message]], tuple[list[Any], Callback]],
-        answered: Callable[[Message, Any], None],
+        self, agent: Agent, later: Callable[[float, Callable[[], None]], None]
     ) -> None:
-        self._agent = agent
-        self._keeper = keeper
-        self._receive = receive
-        self._answered = answered
         self.patience = _FIRST_PATIENCE
+        self._agent = agent
+        self._later = later
         self._lock = threading.Lock()
         self._outboxes: collections.defaultdict[int, _Outbox]
         self._outboxes = collections.defaultdict(_Outbox)
         self._inboxes: collections.defaultdict[int, _Inbox]
         self._inboxes = collections.defaultdict(_Inbox)
-        for kind, name in KINDS.items():
-            agent.register(name, _Reader(self, kind))
 
-    def send(self, to: int, message: Message) -> None:
-        """Has the message arrive; returns at once, on any thread."""
-        waits = isinstance(message, Accept)
+    def handle(self, kind: str, unpack: Callable[[Any], Any], handler: Handler) -> None:
+        """Registers what handles messages of this kind.
+
+        Args:
+          kind: Of the messages.
+          unpack: Makes a message of a row that arrived, or raises ProtocolError.
+          handler: `handler(sender, messages)` takes a batch in. It returns the answers,
+            and a function that is called once these are noted: all that may block.
+        """
+        self._agent.register(kind, functools.partial(self._read, unpack, handler))
+
+    def send(
+        self,
+        to: int,
+        kind: str,
+        row: Any,
+        answered: Callable[[Any], None] | None = None,
+        unreachable: Callable[[], None] | None = None,
+        gather: bool = False,
+    ) -> None:
+        """Delivers a message; returns at once, on any thread.
+
+        Args:
+          to: Incarnation of the receiver.
+          kind: For which the receiver has a handler.
+          row: The message, encodable.
+          answered: Called with the answer.
+          unreachable: Called instead when there will be none: the receiver is gone or
+            has refused the message, or this worker was closed.
+          gather: Whether it may wait a moment for more messages to the same worker.
+        """
         with self._lock:
             outbox = self._outboxes[to]
-            outbox.waiting.append(message)
-            if outbox.sending or (waits and len(outbox.waiting) > 1):
+            outbox.waiting.append(_Message(kind, row, answered, unreachable))
+            if outbox.sending or (gather and len(outbox.waiting) > 1):
                 return
-            outbox.sending = not waits
-        if waits:
-            self._keeper.later(GATHERING, lambda: self._send_gathered(to, outbox))
+            outbox.sending = not gather
+        if gather:
+            self._later(_GATHERING, lambda: self._send_gathered(to, outbox))
         else:
             self._agent.pool.run(lambda: self._empty(to, outbox))
+
+    def idle(self) -> bool:
+        """Whether every message was answered."""
+        with self._lock:
+            boxes = self._outboxes.values()
+            return not any(box.waiting or box.batches for box in boxes)
+
+    def forget(self, worker: int) -> None:
+        """Ends what is under way to a worker that is gone."""
+        with self._lock:
+            outbox = self._outboxes.pop(worker, None)
+            self._inboxes.pop(worker, None)
+        if outbox is not None:
+            _abandon(outbox.left())
+
+    def close(self) -> None:
+        """Ends what is under way to all workers."""
+        with self._lock:
+            outboxes = list(self._outboxes.values())
+            self._outboxes.clear()
+        for outbox in outboxes:
+            _abandon(outbox.left())
+
+    # --- sending ---
 
     def _send_gathered(self, to: int, outbox: "_Outbox") -> None:
         with self._lock:
@@ -97,45 +152,6 @@ class ReliableDelivery:
                 return
             outbox.sending = True
         self._empty(to, outbox)
-
-    def idle(self) -> bool:
-        """Whether everything sent has arrived."""
-        with self._lock:
-            return all(
-                not outbox.waiting and not outbox.numbers
-                for outbox in self._outboxes.values()
-            )
-
-    def forget(self, worker: int) -> None:
-        """A worker is gone: what is under way to it need not arrive."""
-        with self._lock:
-            self._outboxes.pop(worker, None)
-            self._inboxes.pop(worker, None)
-
-    def read(self, sender: WorkerInfo, kind: type, body: Any) -> list[Any]:
-        """What to answer to a batch that came."""
-        if type(body) is not tuple or len(body) != 3 or type(body[2]) is not list:
-            raise ProtocolError(
-                "Messages about references need a number and a low-water mark."
-            )
-        number, low_water_mark, rows = body
-        if type(number) is not int or type(low_water_mark) is not int:
-            raise ProtocolError(
-                "Messages about references need a number and a low-water mark."
-            )
-        messages = [unpack(kind, row) for row in rows]
-        with self._lock:
-            inbox = self._inboxes[incarnation_of(sender)]
-        with inbox.lock:
-            if not inbox.window.take(number, low_water_mark):
-                return inbox.answers.get(number, [None] * len(messages))
-            inbox.prune(low_water_mark)
-            answers, react = self._receive(incarnation_of(sender), messages)
-            inbox.answers[number] = answers
-        react()
-        return answers
-
-    # --- sending ---
 
     def _empty(self, to: int, outbox: "_Outbox") -> None:
         while True:
@@ -147,100 +163,144 @@ class ReliableDelivery:
             for batch in batches:
                 self._try(batch, 0)
 
-    def _try(self, batch: Batch, attempt: int) -> None:
+    def _try(self, batch: _Batch, attempt: int) -> None:
         with self._lock:
             outbox = self._outboxes.get(batch.to)
-            if outbox is None or batch.number not in outbox.numbers:
+            if outbox is None or batch.number not in outbox.batches:
                 return
-            low_water_mark = outbox.numbers.low_water_mark
-        body = (
-            batch.number,
-            low_water_mark,
-            [pack(message) for message in batch.messages],
-        )
+            low_water_mark = outbox.low_water_mark
+        rows = [message.row for message in batch.messages]
+        body = (batch.number, low_water_mark, rows)
         patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
-        peer = self._agent.directory.of_incarnation(batch.to)
-        assert peer is not None, "only workers that were met are told anything"
+        receiver = self._agent.directory.of_incarnation(batch.to)
+        if receiver is None or receiver.departed is not None:
+            self._end(batch)
+            return
+        # Outside of any call that is served here: its deadline is not this one's.
+        context = contextvars.Context()
+        ask = self._agent.call_async
         try:
-            sent = self._agent.call_async(peer.info, KINDS[batch.kind], body, patience)
+            sent = context.run(ask, receiver.info, batch.kind, body, patience)
         except Exception as error:  # noqa: BLE001 - handled as one that comes later
             sent = Future()
             sent.set_exception(error)
-        call_when_done(sent, lambda: self._over(batch, attempt, sent))
+        call_when_done(sent, lambda: self._tried(batch, attempt, sent))
 
-    def _over(self, batch: Batch, attempt: int, sent: Future[Any]) -> None:
+    def _tried(self, batch: _Batch, attempt: int, sent: Future[Any]) -> None:
         try:
             answers = sent.value()
         except RpcTimeout:
             self._try(batch, attempt + 1)
         except WorkerLost:
-            receiver = self._agent.directory.of_incarnation(batch.to)
-            if receiver is None or receiver.departed is not None:
-                self._settle(batch)
-                return
-            # Only the connection was lost, and the next attempt makes another one.
+            # If only the connection was lost, the next attempt makes another one.
             pause = min(_LONGEST_PATIENCE, _FIRST_PAUSE * 2**attempt)
-            self._keeper.later(pause, lambda: self._try(batch, attempt + 1))
-        except Exception:  # noqa: BLE001 - told in the log, and as a leak in the end
-            self._settle(batch)
+            self._later(pause, lambda: self._try(batch, attempt + 1))
+        except Exception:  # noqa: BLE001 - logged; references report it as a leak too
             if not self._agent.closed:
-                _log.exception("%s was refused.", batch)
+                count, to = len(batch.messages), batch.to
+                _log.exception(
+                    "%d messages %r to %d were refused.", count, batch.kind, to
+                )
+            self._end(batch)
         else:
-            self._settle(batch)
-            for message, answer in zip(batch.messages, answers, strict=True):
-                self._answered(message, answer)
+            self._end(batch, answers)
 
-    def _settle(self, batch: Batch) -> None:
+    def _end(self, batch: _Batch, answers: Sequence[Any] | None = None) -> None:
         with self._lock:
             outbox = self._outboxes.get(batch.to)
-            if outbox is not None:
-                outbox.numbers.end(batch.number)
+            if outbox is None or outbox.batches.pop(batch.number, None) is None:
+                return  # `forget` or `close` has ended it
+        if answers is None:
+            _abandon(batch.messages)
+            return
+        for message, answer in zip(batch.messages, answers, strict=True):
+            if message.answered is not None:
+                message.answered(answer)
 
+    # --- receiving ---
 
-class _Reader:
-    """Answers frames of one kind."""
-
-    def __init__(self, post: ReliableDelivery, kind: type) -> None:
-        self._post = post
-        self._kind = kind
-
-    def __call__(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        return self._post.read(caller, self._kind, body)
+    def _read(
+        self,
+        unpack: Callable[[Any], Any],
+        handler: Handler,
+        sender: WorkerInfo,
+        body: Any,
+        meta: dict[str, Any],
+    ) -> Any:
+        if type(body) is not tuple or [type(part) for part in body] != [int, int, list]:
+            raise ProtocolError("A batch has a number, a low-water mark and messages.")
+        number, low_water_mark, rows = body
+        messages = [unpack(row) for row in rows]
+        with self._lock:
+            inbox = self._inboxes[incarnation_of(sender)]
+        with inbox.lock:
+            if not inbox.window.take(number, low_water_mark):
+                return _answer(inbox.answers.get(number, [None] * len(messages)))
+            inbox.prune(low_water_mark)
+            answers, react = handler(sender, messages)
+            inbox.answers[number] = answers
+        react()
+        return _answer(answers)
 
 
 class _Outbox:
-    """What one worker is to be told."""
+    """Messages to one worker: those that wait, and batches without an answer."""
 
     def __init__(self) -> None:
-        self.waiting: list[Message] = []
+        self.waiting: list[_Message] = []
         self.sending = False
-        self.numbers = UnsettledNumbers()
+        # A plain dict takes long to find its first item after deletions.
+        self.batches: collections.OrderedDict[int, _Batch] = collections.OrderedDict()
         self._last = 0
 
-    def take(self, to: int) -> list[Batch]:
-        """The next messages that wait, by kind; they are under way from now on."""
-        by_kind: collections.defaultdict[type, list[Message]]
-        by_kind = collections.defaultdict(list)
-        for message in self.waiting[:_MOST]:
-            by_kind[type(message)].append(message)
-        del self.waiting[:_MOST]
+    @property
+    def low_water_mark(self) -> int:
+        """All batches below it are answered."""
+        return next(iter(self.batches), self._last + 1)
+
+    def take(self, to: int) -> list[_Batch]:
+        """The next messages that wait, by kind; they are unsettled from now on."""
+        by_kind: dict[str, list[_Message]] = {}
+        for message in self.waiting[:_LARGEST_BATCH]:
+            by_kind.setdefault(message.kind, []).append(message)
+        del self.waiting[:_LARGEST_BATCH]
         batches = []
         for kind, messages in by_kind.items():
             self._last += 1
-            self.numbers.begin(self._last)
-            batches.append(Batch(to, self._last, kind, messages))
+            self.batches[self._last] = _Batch(to, self._last, kind, messages)
+            batches.append(self.batches[self._last])
         return batches
+
+    def left(self) -> list[_Message]:
+        """All messages without an answer."""
+        sent = [
+            message for batch in self.batches.values() for message in batch.messages
+        ]
+        return sent + self.waiting
 
 
 class _Inbox:
-    """What one worker has told, and what it was answered."""
+    """Batches from one worker, and the answers it may ask for again."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.window = DedupWindow()
-        self.answers: dict[int, list[Any]] = {}
+        self.answers: dict[int, Answers] = {}
 
     def prune(self, low_water_mark: int) -> None:
-        """The sender has the answers to all numbers below."""
+        """Forgets the answers to all batches below, which the sender has."""
         for number in [number for number in self.answers if number < low_water_mark]:
             del self.answers[number]
+
+
+def _answer(answers: Answers) -> Any:
+    """What one attempt gets: a future of its own, which is cancelled with it."""
+    if isinstance(answers, Future):
+        return answers.then(lambda done: done.value())
+    return answers
+
+
+def _abandon(messages: Iterable[_Message]) -> None:
+    for message in messages:
+        if message.unreachable is not None:
+            message.unreachable()

@@ -5,7 +5,6 @@ ones: what arrives goes into a buffer, and frames are parsed out of that. A larg
 bypasses the buffer and is received into its final memory.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,8 +36,7 @@ from jdist.rpc.wire.memory import MemoryPool
 from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
 
 _BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
-_BRIEF = _BUFFER // 2  # Larger frames are no matter of a moment.
-_ANY_SIZE = sys.maxsize
+_COPIED = _BUFFER // 2  # Smaller bodies are copied out of the buffer.
 T = TypeVar("T")
 
 
@@ -185,22 +183,12 @@ class Connection:
 
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame; see `Channel.receive`."""
-        frame = self._receive(deadline, _ANY_SIZE)
-        assert frame is not None
-        return frame
-
-    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
-        """The next frame if it is small; see `Channel.receive_brief`."""
-        return self._receive(deadline, _BRIEF) or self.receive
-
-    def _receive(self, deadline: float | None, most: int) -> Frame | None:
-        """The next frame; None, and nothing is consumed, if it is larger than that."""
         let_go()  # Nothing is kept from the other side while this one waits.
 
-        def get() -> Frame | None:
+        def get() -> Frame:
             self._receiving.acquire(deadline, "another thread was still receiving")
             try:
-                return self._new(deadline, most)
+                return self._new(deadline)
             except ChannelClosed as error:
                 raise self._ended(error) from error
             except ProtocolError as error:
@@ -215,11 +203,9 @@ class Connection:
 
         return self._in_turn(self._receiving, get)
 
-    def _new(self, deadline: float | None, most: int) -> Frame | None:
+    def _new(self, deadline: float | None) -> Frame:
         """The next frame that is not a request received before."""
         while True:
-            if most < _ANY_SIZE and self._await_whole(deadline) > most:
-                return None
             frame = self._next(deadline)
             if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
                 return frame
@@ -236,17 +222,6 @@ class Connection:
             reason = f"it sent {answer.kind!r} {answer.id} for an answer to {frame.id}"
             self.close(reason)
             raise ProtocolError(f"Worker {self.peer!r}: {reason}.")
-
-    def _await_whole(self, deadline: float | None) -> int:
-        """The size of the next frame, which has arrived as a whole if it is brief."""
-        self._await_begin(deadline)
-        start = self._fill(PREFIX_BYTES, deadline, stalls=False)
-        prefix = self._buffer[start : start + PREFIX_BYTES]
-        sizes = parse_prefix(prefix, self._terms.limits)
-        whole = PREFIX_BYTES + sizes.header + sizes.body
-        if whole <= _BRIEF:
-            self._fill(whole, deadline, stalls=False)
-        return whole
 
     def _await_begin(self, deadline: float | None) -> None:
         self._check_open()
@@ -275,21 +250,14 @@ class Connection:
 
     def _parse(self, size: int, deadline: float | None) -> memoryview:
         """The next `size` bytes, valid until more is received."""
-        start = self._start
-        if size > self._end - start:
-            start = self._fill(size, deadline, stalls=True)
-        self._start = start + size
-        return self._buffer[start : start + size]
-
-    def _fill(self, size: int, deadline: float | None, stalls: bool) -> int:
-        """Has as many bytes in the buffer; where they begin. They stay unparsed."""
         if size > self._end - self._start:
             self._make_room(size)
         while size > self._end - self._start:
             free = self._buffer[self._end :]
-            until = self._patience(deadline) if stalls else deadline
-            self._end += self._stream.receive_into(free, until)
-        return self._start
+            self._end += self._stream.receive_into(free, self._patience(deadline))
+        start = self._start
+        self._start = start + size
+        return self._buffer[start : start + size]
 
     def _make_room(self, size: int) -> None:
         kept = self._buffer[self._start : self._end]
@@ -304,7 +272,7 @@ class Connection:
     def _receive_body(
         self, buffers: list[memoryview], size: int, deadline: float | None
     ) -> None:
-        if size <= _BRIEF:
+        if size <= _COPIED:
             rest = self._parse(size, deadline)
             for buffer in buffers:
                 buffer[:] = rest[: len(buffer)]

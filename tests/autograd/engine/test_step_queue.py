@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jdist import rpc
-from jdist.autograd.engine.mailbox import StepQueue
+from jdist.autograd.engine.local_pass import StepQueue
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Scope
 from tests.rpc.hosts import PATIENCE

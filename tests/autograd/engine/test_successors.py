@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context.container import here
+from jdist.autograd.context.context import here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.local_pass import LocalPass
 from jdist.autograd.engine.messages import PassTerms
@@ -55,7 +55,7 @@ def test_gradients_flow_to_the_worker_that_has_the_value(group):
             autograd.backward(context_id, [first], cotangents=[cotangent])
         np.testing.assert_array_equal(autograd.get_gradients(context_id)[x], found)
         assert autograd.current_context().known_workers() == {"worker1"}
-        assert len(autograd.current_context().known_numbers()) == 2
+        assert len(autograd.current_context().known_incarnations()) == 2
     with rpc.use_worker("worker1"):
         assert loses(context_id)
 

@@ -87,7 +87,7 @@ def test_names_and_ranks_are_handed_out_again(elastic):
 def make(name, to, value):
     keep(name, rpc.remote(to, str, args=(value,)))
     assert kept(name) == str(value)
-    return _kept[who(), name]._rref
+    return _kept[who(), name]._handle.rref
 
 
 def share(name, to):

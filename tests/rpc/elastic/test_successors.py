@@ -99,7 +99,7 @@ def test_news_of_a_predecessors_end_come_late(threads):
     replace(threads, "worker1")
     running = threads.start("worker1", rpc.rpc_sync, "worker0", wait_at, ("late",))
     is_serving("worker1")
-    agent.part(before, "said again")
+    agent.drop_peer(before, "said again")
     (execution,) = agent.outstanding.served()
     assert execution.cancelled is None
     open_gate("late")

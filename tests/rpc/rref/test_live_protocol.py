@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.group.coordinator import NAME
-from jdist.rpc.rref.wire import KINDS
+from jdist.rpc.rref.messages import KINDS
 from jdist.rpc.wire.in_process import InProcessTransport
 from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.faults import FaultyTransport, Plan, Rule

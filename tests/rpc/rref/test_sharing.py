@@ -81,7 +81,7 @@ def home():
     again = rpc.rpc_sync("worker2", identity, args=(rref,))
     assert again.is_owner()
     assert again.local_value() is value
-    assert again._rref == rref._rref
+    assert again._handle.rref == rref._handle.rref
 
 
 def sent_back(rref):
