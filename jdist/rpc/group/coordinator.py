@@ -313,7 +313,7 @@ class Coordinator:
     # --- leaving, and losses ---
 
     def _leave(self, member: Member, frame: Frame) -> None:
-        """Answers once all others have noted it, if the worker that leaves asks that."""
+        """Answers once all others have noted it, if the leaving worker asks that."""
         with self._lock:
             member.left = True
             unaware: set[Member] = set()
