@@ -13,7 +13,7 @@ from jdist.rpc.base.deadline import NEVER, Deadline
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.calls import outstanding_calls
 from jdist.rpc.calls.agent import current_agent
-from jdist.rpc.calls.serving import Serving
+from jdist.rpc.calls.callee import ServedConnection
 from jdist.rpc.group import termination
 from tests.rpc import collectives
 from tests.rpc.collectives import SAME, each
@@ -183,13 +183,13 @@ def test_a_call_whose_end_was_lost_holds_no_worker_for_ever(hosts, seconds, side
 
 def lose_the_next_answer():
     """As a mistake of ours would: the call is over here, and its answer never goes."""
-    send = Serving._send
+    send = ServedConnection._send
 
     def lose(self, execution, answer):
         if "wait_at" not in str(execution.operation):
             send(self, execution, answer)
 
-    Serving._send = lose
+    ServedConnection._send = lose
 
 
 def begin_without_deadline(name):
