@@ -237,7 +237,8 @@ class Supervisor:
                 if left <= 0:
                     return False
                 child.wait(min(left, _LOOK_SECONDS))
-        return True
+        with self._lock:  # until it is noted which one failed first
+            return True
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ends all: a signal first, SIGKILL after the grace period; returns when done.
