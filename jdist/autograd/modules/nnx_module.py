@@ -250,7 +250,7 @@ class TrainableModule(StandIn):
         return holding([self._lock], busy, action)
 
     def __repr__(self) -> str:
-        return f"Module({self._function.__name__})"
+        return f"TrainableModule({self._function.__name__})"
 
 
 class _ModuleLayout(Constant):
