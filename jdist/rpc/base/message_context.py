@@ -10,6 +10,9 @@ from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 
+__all__ = ["MessageContext", "ReferenceCounting"]
+
+
 _NONE = Operation("")
 
 
@@ -75,9 +78,6 @@ class ReferenceCounting(Protocol):
 
     def leaks(self) -> list[str]:
         """Values that others still hold although all references were released."""
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has `action()` called in so many seconds; never, once closed."""
 
     def counts(self) -> dict[str, int]:
         """For `rpc.debug_info`."""
