@@ -180,7 +180,8 @@ def test_a_step_whose_caller_is_gone():
             compiled_optimizer(optim.sgd, (), {"lr": 1.0}), {0: variable}
         )
         scope = current.scope.get()
-        execution = Execution(scope.agent.info, "optimizer.step", NEVER)
+        agent = scope.agent
+        execution = Execution(agent.info, "optimizer.step", NEVER, None, agent.pool)
         execution.cancel("'worker7' is gone")
         token = current.scope.set(scope._replace(execution=execution))
         try:
