@@ -120,8 +120,7 @@ class Plan:
             machines = [{rank // size for rank in s.ranks} for s in self.stages]
             outside = [{unit // count for unit in own} for own in machines]
             for j, own in enumerate(machines):
-                # Stages on the same machines of this level are reduced inside them
-                # together.
+                # One machine of this level holds all stages that have the same ones.
                 held = math.fsum(
                     stage.parameter_bytes
                     for stage, other in zip(self.stages, machines, strict=True)
