@@ -6,7 +6,7 @@ order. GPipe, 1F1B and 2BW cut a batch into parts.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from flax import nnx
 
 from experiments._digits import data
 from jdist import optim, pipeline
-from jdist.pipeline.pipedream.policy import Policy
 
 PARTS, BATCH = 4, 32
 STEPS = 1437 // BATCH  # of an epoch
@@ -147,7 +146,7 @@ class Flushing:
 class Asynchronous:
     """Each stage updates itself, and the pipeline drains after an epoch only."""
 
-    policy: Policy
+    policy: Literal["stashing", "vertical_sync", "2bw"]
     cut: int = 1
     """Micro-batches of a batch."""
 

@@ -19,8 +19,7 @@ from jdist._compat import double_precision
 from jdist._errors import Unavailable
 from jdist.matrix.spmd import one_program
 from jdist.optim import Optimizer
-from jdist.pipeline.pipedream.pipedream import PipeDream
-from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.pipeline import PipeDream, Pipeline
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedules import (

@@ -28,7 +28,7 @@ from jdist._fit import check_state
 from jdist._tree import named_leaves
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.stage_channels import Opened, StageChannels
-from jdist.pipeline.run.training import PipelineState
+from jdist.pipeline.run.update import PipelineState
 
 
 class Saved(NamedTuple):
@@ -49,10 +49,10 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, pipe: Pipeline) -> "Saved":
         """Of a pipeline: the first worker of a stage writes it."""
-        here = pipe.executor.places.own
+        here = pipe.communicator.places.own
         first = [min(workers) for workers in pipe.schedule.placement]
         written = [j for j, worker in enumerate(first) if worker in here]
-        return cls(len(pipe.stages), pipe.own, written, pipe.executor.opened)
+        return cls(len(pipe.stages), pipe.own, written, pipe.communicator.opened)
 
 
 class StageCheckpoints(Closing):

@@ -52,26 +52,26 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
       >>> float(loss), [f"{r.kind}{r.micro_batch}" for r in timeline.records()]
       (4.5, ['F0', 'F1', 'B0', 'B1'])
     """
-    if pipe.one_program is not None:
+    if not pipe.executor.runs_actions:
         rule = "must have workers or devices of their own, not a mesh"
         remedy = "One program does all actions: look at it with jax.profiler."
         raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
     pipe.action_timer = watch = ActionTimer()
-    before = pipe.executor.last
+    before = pipe.communicator.last
     try:
         result = step()
     except BaseException:
-        last = pipe.executor.last
+        last = pipe.communicator.last
         if last is not before and last is not None and last.failed:
             raise  # The call that failed has failed on all.
-        with pipe.executor.opened("timed"):  # The others are in a call, or here.
+        with pipe.communicator.opened("timed"):  # The others are in a call, or here.
             raise
     finally:
         pipe.action_timer = None
     # All come first, so that the worker that is asked is not computing.
-    pipe.executor.gather(None, "comparing clocks")
-    with pipe.executor.opened("timed") as channels:
-        offset = pipe.executor.clock_offset()
+    pipe.communicator.gather(None, "comparing clocks")
+    with pipe.communicator.opened("timed") as channels:
+        offset = pipe.communicator.clock_offset()
         own = [
             tuple(record._replace(start=record.start + offset, end=record.end + offset))
             for record in watch.records
@@ -84,7 +84,6 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     timeline = Timeline.from_records(
         [Record(*record) for records, *_ in gathered for record in records],
         name=f"{pipe.schedule.name}, measured",
-        update_policy=pipe.schedule.update_policy,
     )
     bytes_held = tuple(float(held.get(w, 0)) for w in range(timeline.workers))
     return result, replace(

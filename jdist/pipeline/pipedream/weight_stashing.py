@@ -24,7 +24,7 @@ import jax
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer
-from jdist.pipeline.run.training import optimizers_for
+from jdist.pipeline.run.update import optimizers_for
 from jdist.pipeline.schedule.actions import check_counts
 
 

@@ -107,6 +107,7 @@ class PipelineLoss:
         self._names = names
         self._factor: Any = None
         self._invoke: Invoke = call_now
+        self._unread: dict[Any, dict[str, Any]] = {}
         self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
@@ -173,9 +174,12 @@ class PipelineLoss:
           batch: A micro-batch, or its shapes.
           read: What `entries_read` found.
         """
-        unread = {
-            name: specs_of(entry) for name, entry in batch.items() if name not in read
-        }
+        entries = {name: x for name, x in batch.items() if name not in read}
+        leaves, structure = jax.tree.flatten(entries)
+        shapes = structure, tuple([(x.shape, x.dtype) for x in leaves])
+        unread = self._unread.get(shapes)
+        if unread is None:
+            unread = self._unread[shapes] = specs_of(entries)
 
         def passes() -> LossPasses:
             made_of = self._names, self.kind, self.has_aux, unread

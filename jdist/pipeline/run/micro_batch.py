@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -243,3 +243,16 @@ def check_weights(
         rule = "must not all be zero"
         raise ValueError(requirement(call, rule, f"{examples} zeros"))
     return found
+
+
+def entry_of(batch: Mapping[str, Any], name: str, taker: str) -> Any:
+    """An entry of the batch.
+
+    Raises:
+      ValueError: It is neither there nor put out by a stage.
+    """
+    if name in batch:
+        return batch[name]
+    rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
+    got = f"a batch of {sorted(batch)}"
+    raise ValueError(requirement("Pipeline(stages)", rule, got))

@@ -4,77 +4,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import abbreviated
-from jdist.pipeline.run.executor import Executor
 from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
-from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.micro_batch import entry_of
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    Places,
+    ValueChannels,
+    receive,
+)
 from jdist.pipeline.stages.array_spec import is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 
 
-class Shapes:
-    """Checks a pipeline's values, once for all steps of equal shapes.
-
-    Between processes only in the first step that succeeds: no process sees that
-    others' shapes change, and all must know whether they are exchanged.
-
-    Args:
-      wiring: Which value goes where.
-      executor: Who is where.
-      loss: The loss function.
-    """
-
-    def __init__(
-        self, wiring: StageWiring, executor: Executor, loss: PipelineLoss
-    ) -> None:
-        self._wiring = wiring
-        self._executor = executor
-        self._loss = loss
-        self._checked: dict[Any, tuple[str, ...]] = {}
-
-    def read(
-        self,
-        channels: StageChannels,
-        runs: Mapping[tuple[int, int], StageRun],
-        batch: Mapping[str, Any],
-    ) -> tuple[str, ...]:
-        """What `check_shapes` returns; and raises, where the shapes are new.
-
-        Between processes they are new until `agreed` is told.
-        """
-        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
-        leaves, structure = jax.tree.flatten((trees, dict(batch)))
-        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = (kinds, structure) if self._executor.sees_all else None
-        if signature in self._checked:
-            return self._checked[signature]
-        places = self._executor.places
-        found = check_shapes(self._wiring, places, channels, self._loss, trees, batch)
-        if self._executor.sees_all:
-            self._checked[signature] = found
-        return found
-
-    def agreed(self, read: tuple[str, ...]) -> None:
-        """The step in which shapes were exchanged has succeeded on all workers.
-
-        Args:
-          read: What `read` returned in it.
-        """
-        if not self._executor.sees_all:
-            self._checked[None] = read
-
-
 def check_shapes(
     wiring: StageWiring,
     places: Places,
-    channels: StageChannels,
+    channels: ValueChannels,
     loss: PipelineLoss,
     trees: Mapping[int, tuple[Any, Any]],
     batch: Mapping[str, Any],
@@ -115,7 +64,7 @@ def check_shapes(
 def _read(
     wiring: StageWiring,
     places: Places,
-    channels: StageChannels,
+    channels: ValueChannels,
     loss: PipelineLoss,
     batch: Mapping[str, Any],
 ) -> tuple[str, ...]:
@@ -136,7 +85,7 @@ def _read(
 def _given(
     wiring: StageWiring,
     places: Places,
-    channels: StageChannels,
+    channels: ValueChannels,
     batch: Mapping[str, Any],
     number: int,
 ) -> dict[str, Any]:
@@ -151,19 +100,6 @@ def _given(
         packed = receive(channels, tag, worker, f"shapes of {name!r}")
         found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
     return found
-
-
-def entry_of(batch: Mapping[str, Any], name: str, taker: str) -> Any:
-    """An entry of the batch.
-
-    Raises:
-      ValueError: It is neither there nor put out by a stage.
-    """
-    if name in batch:
-        return batch[name]
-    rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
-    got = f"a batch of {sorted(batch)}"
-    raise ValueError(requirement("Pipeline(stages)", rule, got))
 
 
 def outputs_of(
@@ -219,8 +155,7 @@ def describe(value: Any) -> str:
     """Dtypes and shapes of a value, for people.
 
     Example:
-      >>> import numpy as np
-      >>> describe({"h": np.zeros((3, 5), np.float32)})
+      >>>       >>> describe({"h": np.zeros((3, 5), np.float32)})
       "{'h': float32[3,5]}"
     """
     shown = jax.tree.map(

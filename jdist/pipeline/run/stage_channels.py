@@ -1,18 +1,109 @@
-"""A call of a pipeline's workers: how values get from stage to stage, and how it ends.
+"""Where the stages of a pipeline are, and how values get from one to another.
 
-Within a process values are there at once, between processes they are messages. See
-`jdist.pipeline.run.worker_channels` for the protocol.
+`Places` says which worker runs a stage, and on which device. A `Communicator` opens the
+calls that all processes of a pipeline make together; the `StageChannels` of a call
+bring its values to the stages that take them. Within a process a value is there when it
+is sent; between processes it is a message (`worker_channels`).
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
 from jdist.pipeline.run.micro_batch import MicroBatch
+from jdist.pipeline.schedule.actions import Action
+from jdist.pipeline.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The worker of each stage and micro-batch, and its device.
+
+    Attributes:
+      schedule: The schedule, whose workers have ranks.
+      devices: Of each worker; None for JAX's default one.
+      own: Ranks of the workers that are in this process.
+    """
+
+    schedule: Schedule
+    devices: Sequence[jax.Device | None]
+    own: Sequence[int]
+
+    @property
+    def loss(self) -> int:
+        """In the place of a stage: the loss, which is where the last stage is."""
+        return len(self.schedule.placement)
+
+    @cached_property
+    def actions(self) -> dict[int, list[Action]]:
+        """What the workers of this process do, in order."""
+        return {worker: self.schedule.actions(worker) for worker in self.own}
+
+    @cached_property
+    def stages(self) -> dict[int, int]:
+        """The stages that run in this process, each with its first worker here."""
+        rows = enumerate(self.schedule.placement)
+        here = {j: {*workers}.intersection(self.own) for j, workers in rows}
+        return {j: min(workers) for j, workers in here.items() if workers}
+
+    def replicas(self, worker: int, stage: int) -> list[int]:
+        """The other workers of a stage, by rank."""
+        workers = self.schedule.placement[stage]
+        return sorted(other for other in workers if other != worker)
+
+    def worker(self, stage: int, micro_batch: int) -> int:
+        """The rank of the worker of a stage, or of the loss, for a micro-batch."""
+        workers = self.schedule.placement[min(stage, self.loss - 1)]
+        return workers[micro_batch % len(workers)]
+
+    def check(self, name: str, entry: Any, worker: int, taker: int) -> None:
+        """Refuses an entry of the batch that was put elsewhere than where it is taken.
+
+        Raises:
+          ValueError: So it was. Arrays that are not committed to a device, such as
+            NumPy's, are moved.
+        """
+        device = self.devices[worker]
+        if device is None:
+            return
+        for leaf in jax.tree.leaves(entry):
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                continue
+            if leaf.devices() != {device}:
+                who = "the loss" if taker == self.loss else f"stage {taker}"
+                rule = f"must have {name!r} on {device}, where {who} takes it"
+                got = f"{name!r} on {', '.join(sorted(map(str, leaf.devices())))}"
+                remedy = "Put it there with jax.device_put, or pass a NumPy array."
+                call = "Pipeline.value_and_grad(batch)"
+                raise ValueError(requirement(call, rule, got, remedy))
+
+
+def places_on(schedule: Schedule, mesh: Mesh) -> Places:
+    """The workers of a schedule on the devices of a mesh, in order.
+
+    Raises:
+      ValueError: The mesh has not one axis as long as there are workers, or no device
+        of this process.
+    """
+    call = "Pipeline(mesh)"
+    if mesh.devices.shape != (schedule.workers,):
+        rule = f"must have one axis, of the schedule's {schedule.workers} workers"
+        raise ValueError(requirement(call, rule, dict(mesh.shape)))
+    devices = list(mesh.devices)
+    here = jax.process_index()
+    own = [rank for rank, one in enumerate(devices) if one.process_index == here]
+    if not own:
+        rule = "must have a device of each process that calls it"
+        raise ValueError(requirement(call, rule, f"{devices} in process {here}"))
+    return Places(schedule, devices, own)
 
 
 class MessageTag(NamedTuple):
@@ -131,6 +222,50 @@ def receive(channels: ValueChannels, tag: MessageTag, worker: int, purpose: str)
     return channels.take(tag, worker)
 
 
+class Communicator(Protocol):
+    """The processes of a pipeline, which make its calls together."""
+
+    @property
+    def places(self) -> Places:
+        """Who runs what."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether all workers are in this process."""
+
+    @property
+    def last(self) -> StageChannels | None:
+        """The last call that was begun."""
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+        """Begins a call that all processes of the pipeline make; see `Opened`.
+
+        Args:
+          kind: The public method. What it is given is looked at inside.
+
+        Raises:
+          ValueError: Before the first call: the pipelines are not alike.
+          WorkerLost, RpcTimeout: Not all processes came to the first call.
+        """
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """What every process of the pipeline gave, once all have: a call of its own.
+
+        Raises:
+          WorkerLost: A worker will not come.
+          RpcTimeout: Nor did it within the default timeout; the message names it.
+          ValueError: It is in another call.
+        """
+
+    def clock_offset(self) -> float:
+        """What to add to this process's `time.perf_counter` for the first worker's.
+
+        Raises:
+          WorkerLost: That worker is gone.
+          RpcTimeout: It does not answer.
+        """
+
+
 class InProcessChannels:
     """All workers are in this process: a value is there as soon as it is sent.
 
@@ -203,6 +338,34 @@ def ending(channels: StageChannels) -> Iterator[StageChannels]:
 def alone(kind: str) -> contextlib.AbstractContextManager[StageChannels]:
     """An `Opened` for a process that shares its calls with no other."""
     return ending(InProcessChannels())
+
+
+class LocalCommunicator:
+    """All workers of the pipeline in this process.
+
+    Args:
+      places: The device of each worker.
+    """
+
+    sees_all = True
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.last: StageChannels | None = None
+        self._calls = itertools.count()
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+        """See `Communicator`."""
+        self.last = InProcessChannels(self.places.devices, next(self._calls))
+        return ending(self.last)
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """See `Communicator`."""
+        return [value]
+
+    def clock_offset(self) -> float:
+        """See `Communicator`: it is the same."""
+        return 0.0
 
 
 def moved(value: Any, device: jax.Device | None) -> Any:

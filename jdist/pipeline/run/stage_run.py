@@ -6,7 +6,7 @@ process run the same compiled functions in the same order.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ class MicroBatchShare(NamedTuple):
     weight: Any
 
 
+@final
 class StageRun:
     """The passes of one stage, and its gradient as it grows.
 
@@ -43,9 +44,12 @@ class StageRun:
       key: A PRNG key of this step and stage, if it takes keys.
       kind: The reduction.
       single: Whether its gradient is that of a single micro-batch.
+      of_means: Whether each micro-batch's cotangents are those of its own mean, so that
+        its gradient is weighted where it is added.
 
     Attributes:
       params: As above.
+      kind: Likewise.
       state: What the last forward pass left behind.
       live: Numbers of the micro-batches whose backward pass is still to come.
     """
@@ -59,15 +63,17 @@ class StageRun:
         key: Any,
         kind: str,
         single: bool = False,
+        of_means: bool = False,
     ) -> None:
         self.params = params
         self.state = state
         self._stage = stage
         self._compiled = compiled
         self._key = key
-        self._kind = kind
+        self.kind = kind
         self._single = single
-        self._add: Callable[..., Partial] = _ADD[kind]
+        self._of_means = of_means
+        self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
         self._residuals: dict[int, Any] = {}
         self._returns: Callable[..., Any] = tuple
         self._rests: dict[int, tuple[Any, MicroBatchShare]] = {}
@@ -80,17 +86,16 @@ class StageRun:
         Args:
           invoke: See `Segment.through`; what it returns takes the place of arrays.
         """
-        made = StageRun(
+        return StageRun(
             self._stage,
             self._compiled.through(invoke),
             self.params,
             self.state,
             self._key,
-            self._kind,
+            self.kind,
             self._single,
+            self._of_means,
         )
-        made._add = self._add
-        return made
 
     @property
     def live(self) -> list[int]:
@@ -122,15 +127,30 @@ class StageRun:
 
     def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs by name."""
-        key = None if self._key is None else fold(self._key, micro)
-        given = tuple([inputs[name] for name in self._stage.inputs])
-        (returned, self.state), residuals = self._compiled.forward(
-            self.params, self.state, given, key
-        )
+        given = self._given(micro, inputs)
+        (returned, self.state), residuals = self._compiled.forward(*given)
         # Outputs are not kept: they belong to the stages that take them.
         self._residuals[micro] = residuals
         self._returns = getattr(type(returned), "_make", type(returned))
+        return self._named(returned)
+
+    def outputs(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs by name, where no backward pass follows; nothing is kept."""
+        returned, _ = self._compiled.outputs(*self._given(micro, inputs))
         return self._stage.named(returned)
+
+    def _given(self, micro: int, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of the segment."""
+        key = None if self._key is None else fold(self._key, micro)
+        values = tuple([inputs[name] for name in self._stage.inputs])
+        return self.params, self.state, values, key
+
+    def _named(self, returned: Any) -> dict[str, Any]:
+        names = self._stage.outputs
+        # Their number was checked when the shapes were.
+        return dict(
+            zip(names, [returned] if len(names) == 1 else returned, strict=True)
+        )
 
     def backward(
         self,
@@ -174,7 +194,7 @@ class StageRun:
         bound = next(filter(_is_committed, others), None)
         kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
         places = tuple([_place(x, bound) for x in (*leaves, *share)])
-        return _nothing(kinds, structure, places, self._kind)()
+        return _nothing(kinds, structure, places, self.kind)()
 
     def backward_params(self, micro: int) -> None:
         """The other half of a split backward pass, if it is not for `finish`."""
@@ -208,7 +228,7 @@ class StageRun:
         """The partial that those of several workers make, by rank."""
         # By rank, so that all of them get the same bits.
         return functools.reduce(
-            lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
+            lambda a, b: join(a, b, self.kind), (found[r] for r in sorted(found))
         )
 
     def finished(self, joined: Partial, unrounded: bool = False) -> Any:
@@ -220,10 +240,10 @@ class StageRun:
             has the dtypes of the parameters.
         """
         if unrounded:
-            return _unrounded(joined, self._kind)
+            return _unrounded(joined, self.kind)
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
-        return _finished(joined, dtypes, structure, self._kind)
+        return _finished(joined, dtypes, structure, self.kind)
 
     def clear(self) -> None:
         """The gradient so far has been used; the next one grows from nothing."""
@@ -261,6 +281,21 @@ def added(
         # say, would be passed through as it is; the next addition donates it.
         return jax.lax.optimization_barrier(own)
     return reduction.combine(so_far, own, kind)
+
+
+def added_mean(
+    so_far: Partial | None, d_params: Any, share: MicroBatchShare
+) -> Partial:
+    """The gradient with that of another micro-batch's mean, times what it weighs.
+
+    In full precision: 16 bits hold a mean times a loss scale, but not any sum.
+    """
+
+    def of_sum(mean: jax.Array) -> jax.Array:
+        wide = mean.astype(wide_dtype(mean.dtype))
+        return wide * jnp.asarray(share.weight, wide.dtype)
+
+    return added("mean", so_far, jax.tree.map(of_sum, d_params), share)
 
 
 def _or_nothing(own: Any, so_far: Any) -> Any:

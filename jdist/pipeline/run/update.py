@@ -1,4 +1,4 @@
-"""The update of every stage: together where it must be, and alone for the rest.
+"""The training state and its update: together where it must be, else by stage.
 
 Two things depend on the gradients of all stages, wherever they are: the norm to which
 they are clipped, and whether one of them has overflowed. With a loss scale
@@ -13,16 +13,47 @@ The scale is taken off in `Optimizer.step`, in float32. Norms are those without 
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.optim import DynamicLossScale, Optimizer, all_finite, compute_copies
+from jdist._tree import PyTree
+from jdist.optim import (
+    DynamicLossScale,
+    Optimizer,
+    all_finite,
+    check_optimizer,
+    compute_copies,
+)
 from jdist.optim._hyper import check_overrides
 from jdist.optim.clipping import scaled, shrinking, square, sum_of
+from jdist.pipeline.run.transfer_log import Transfer
+
+
+class PipelineState(NamedTuple):
+    """All that one step hands to the next; made by `Pipeline.init`.
+
+    Every field but `step` and `key` has one entry per stage, None for those that run in
+    other processes.
+    """
+
+    step: int
+    """Steps taken."""
+
+    params: list[Any]
+    """The parameters of each stage, on its device."""
+
+    opt_states: list[Any]
+    """The state of each stage's optimizer."""
+
+    states: list[Any]
+    """What stateful stages keep; None for the others."""
+
+    key: Any = None
+    """The PRNG key of the whole run, which does not change, or None."""
 
 
 class GradientStats(NamedTuple):
@@ -50,47 +81,75 @@ class StepResult(NamedTuple):
       stats: Of all stages' gradients together, as far as it is asked for.
       states: What stateful stages of this process were left with.
       aux: Auxiliary outputs of the loss function; see `Metrics`.
+      transfers: What this process sent.
     """
 
     loss: jax.Array
-    grads: list[Any]
+    grads: list[PyTree]
     stats: GradientStats
-    states: list[Any]
-    aux: Any = None
+    states: list[PyTree]
+    aux: PyTree = None
+    transfers: Sequence[Transfer] = ()
 
 
-class StageUpdates:
-    """The optimizers of all stages, and what they start from in one step.
+@final
+class StageOptimizers:
+    """One optimizer for each stage, and what a step asks of them.
 
     Args:
-      optimizers: One for each stage.
+      each: By stage.
+
+    Attributes:
+      each: By stage.
+      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
+      unrounded: By stage, whether its gradient is for masters, which take it as it was
+        added up.
+
+    Raises:
+      ValueError: The stages scale the loss differently.
+    """
+
+    def __init__(self, each: Sequence[Optimizer]) -> None:
+        self.each = each
+        self.loss_scale = loss_scale_of(each)
+        self.unrounded = [optimizer.precision is not None for optimizer in each]
+
+
+@final
+class StageUpdates:
+    """The updates of one step, and what they start from.
+
+    Args:
+      optimizers: Of all stages.
       params: Of each stage; None for those of other processes.
       opt_states: Likewise.
       max_norm: Of the gradient of all stages; None: it is not clipped.
       overrides: Of the optimizers' numbers, for this step.
 
     Attributes:
-      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
+      loss_scale: As for `StageOptimizers`.
+      unrounded: Likewise.
 
     Raises:
-      ValueError: The stages scale the loss differently; a number breaks its rule.
+      ValueError: A number breaks its rule.
       TypeError: An override is no numeric hyperparameter of one of the optimizers.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
+        optimizers: StageOptimizers,
         params: Sequence[Any],
         opt_states: Sequence[Any],
         max_norm: float | None,
         overrides: Mapping[str, Any],
     ) -> None:
-        self.loss_scale = loss_scale_of(optimizers)
-        self._optimizers = optimizers
+        self.loss_scale = optimizers.loss_scale
+        self.unrounded = optimizers.unrounded
+        self._optimizers = optimizers.each
         self._params = params
         self._opt_states = opt_states
         self._max_norm = max_norm
-        for one in optimizers:
+        for one in optimizers.each if overrides else ():
             check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
         # On the host: every stage takes them to its own device.
         self._overrides = {
@@ -115,14 +174,6 @@ class StageUpdates:
         """What the loss is multiplied by; 1 where the last stage is elsewhere."""
         return scale_in(self._opt_states)
 
-    def unrounded(self, stage: int) -> bool:
-        """Whether a stage's gradient is for masters, which take it as it was added up.
-
-        Args:
-          stage: Its number.
-        """
-        return self._optimizers[stage].precision is not None
-
     def stats(self, stage: int, grads: Any, counted: Any) -> GradientStats:
         """What one stage has to tell.
 
@@ -138,10 +189,10 @@ class StageUpdates:
             else _all_finite(self._params[stage], grads, self._opt_states[stage]),
         )
 
-    def rehearse(
+    def check(
         self, stage: int, grads: Any, stats: GradientStats, known: set[Any]
     ) -> None:
-        """Traces one stage's step, so that what it refuses is refused before any steps.
+        """Traces one stage's step, so that it refuses before any stage has stepped.
 
         Args:
           stage: Its number.
@@ -187,6 +238,34 @@ class StageUpdates:
         )
 
 
+def optimizers_for(
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    stages: int,
+    call: str = "Pipeline(optimizer=...)",
+) -> list[Optimizer]:
+    """One optimizer for each stage; `call` is who asks, for the error's text.
+
+    Raises:
+      ValueError: None was given, or not one for each stage.
+      TypeError: Something is no optimizer.
+    """
+    if optimizer is None:
+        rule = "must be given for training"
+        raise ValueError(requirement(call, rule, "None"))
+    found: list[Any] = [optimizer] * stages
+    # An optax transformation is a tuple, of two functions.
+    if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
+        found = list(optimizer)
+    else:
+        check_optimizer(call, optimizer)
+    if len(found) != stages:
+        rule = f"must be one optimizer, or one for each of the {stages} stages"
+        raise ValueError(requirement(call, rule, f"{len(found)} of them"))
+    for one in found:
+        check_optimizer(call, one)
+    return found
+
+
 def started(optimizer: Optimizer, params: Any) -> tuple[Any, Any]:
     """One stage's parameters as they are computed with, and its optimizer's state.
 
@@ -228,9 +307,9 @@ def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | 
     if found is not None and (found.growth_factor, found.backoff_factor) != (1, 1):
         rule = "must scale the loss by a constant: each stage skips its own updates, "
         rule += "so that copies of a scale that follows overflows would part"
-        remedy = "Give a number, loss_scale=1024.0 for example; or use Pipeline, whose "
-        remedy += "stages skip together."
-        call = "PipeDream(optimizer=...)"
+        remedy = "Give a number, loss_scale=1024.0 for example; or a synchronous "
+        remedy += "schedule, whose stages skip together."
+        call = "Pipeline(optimizer=...)"
         raise ValueError(requirement(call, rule, found, remedy))
     return found
 

@@ -23,6 +23,9 @@ It gives up once nothing has been done for that long on any worker that is in th
 """
 
 import contextlib
+import functools
+import hashlib
+import itertools
 import logging
 import math
 import threading
@@ -34,9 +37,17 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdist._errors import requirement
+from jdist.pipeline.run.action_timer import clock_offset
 from jdist.pipeline.run.identity import CallIdentity, sized
 from jdist.pipeline.run.micro_batch import MicroBatch
-from jdist.pipeline.run.stage_channels import MessageTag
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    Places,
+    StageChannels,
+    ending,
+)
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.remote_exception import describe, rebuild
@@ -539,6 +550,79 @@ class WorkerChannels:
             for name in names
             if name not in self._mailbox.lost and not self._agent.closed
         }
+
+
+class WorkerCommunicator:
+    """One worker of rpc per process, or per thread of a local cluster.
+
+    Args:
+      agent: This one.
+      schedule: The schedule.
+      names: Of all, by rank in the schedule.
+      about: What else must be the same on all workers.
+    """
+
+    sees_all = False
+
+    def __init__(
+        self, agent: Agent, schedule: Schedule, names: Sequence[str], about: str
+    ) -> None:
+        own = names.index(agent.info.name)
+        devices: list[jax.Device | None] = [None] * len(names)
+        devices[own] = agent.options.device
+        self.places = Places(schedule, devices, (own,))
+        self._agent = agent
+        self._names = names
+        self._leader = min(schedule.placement[0])
+        self._about = about
+        self._pipeline = mailbox_of(agent).new_pipeline(names)
+        self.last: StageChannels | None = None
+        self._calls = itertools.count()
+        self._met = False
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+        """See `Communicator`."""
+        if not self._met:
+            self._meet()
+            self._met = True
+        address = (self._pipeline, next(self._calls))
+        own = self.places.own[0]
+        self.last = WorkerChannels(
+            self._agent, self._names, own, self._leader, address, kind
+        )
+        return ending(self.last)
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """See `Communicator`."""
+        with self.opened(purpose) as channels:
+            return channels.agree(value)
+
+    def clock_offset(self) -> float:
+        """See `Communicator`."""
+        first = self._names[0]
+        if first == self._agent.info.name:
+            return 0.0
+        ask = functools.partial(self._agent.call, first, CLOCK, None)
+        return clock_offset(ask, time.perf_counter)
+
+    def _meet(self) -> None:
+        """Waits for all workers; their calls are counted from here on."""
+        schedule = self.places.schedule
+        mine = f"{schedule!r} as {self._pipeline}, {self._about}"
+        digest = hashlib.sha256(repr(_plain(schedule)).encode()).hexdigest()[:8]
+        found = self._agent.group.all_gather(
+            f"{mine}, actions {digest}", self._names, -1, "Pipeline"
+        )
+        if len({*found.values()}) > 1:
+            rule = "must be the same on all workers, made in the same order"
+            shown = "; ".join(f"{name}: {found[name]}" for name in self._names)
+            raise ValueError(requirement("Pipeline(schedule)", rule, shown))
+
+
+def _plain(schedule: Schedule) -> list[Any]:
+    columns = schedule.columns
+    arrays = columns.first, columns.kind, columns.stage, columns.micro_batch
+    return [schedule.placement, *(array.tolist() for array in arrays)]
 
 
 def _vote_of(rank: int) -> MessageTag:

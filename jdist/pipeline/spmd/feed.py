@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._tree import examples_in
 from jdist.pipeline.run.micro_batch import split_batch
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import moved
+from jdist.pipeline.run.stage_channels import Places, moved
 from jdist.pipeline.stages.array_spec import ArraySpec
 
 

@@ -8,7 +8,7 @@ same step of them: the copies stay equal, bit for bit.
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -16,38 +16,31 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import path_of, wide_dtype
 from jdist.optim import Optimizer
-from jdist.pipeline.run.places import Places
 from jdist.pipeline.run.shapes import describe
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, moved, receive
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    Places,
+    StageChannels,
+    ValueChannels,
+    moved,
+    receive,
+)
 from jdist.pipeline.stages.array_spec import specs_of
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "Stage(tied=...)"
 
 
+@final
 class Tied:
-    """Which parameters are shared, as the stages say.
+    """The parameters that stages share; made by `tied_of`.
 
     Args:
-      stages: All of them, in order.
-
-    Raises:
-      ValueError: Only one stage has a parameter of some name.
+      groups: By name, the path of each stage's copy.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        groups: dict[str, dict[int, str]] = {}
-        for number, stage in enumerate(stages):
-            for path, name in stage.tied.items():
-                groups.setdefault(name, {})[number] = path
-        for name, group in groups.items():
-            if len(group) < 2:
-                rule = f"must have the name {name!r} at two stages or more"
-                raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
+    def __init__(self, groups: Mapping[str, Mapping[int, str]]) -> None:
         self._groups = groups
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
 
     def check(
         self,
@@ -94,7 +87,7 @@ class Tied:
         params: Mapping[int, Any],
         grads: list[Any],
         places: Places,
-        channels: StageChannels,
+        channels: ValueChannels,
     ) -> list[Any]:
         """The gradients, with the sum over all copies in the place of each copy's.
 
@@ -107,8 +100,6 @@ class Tied:
         Raises:
           ValueError: A path is unknown, or copies differ in shape or dtype.
         """
-        if not self._groups:
-            return grads
         found = list(grads)
         parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
         sums: dict[int, dict[str, list[Any]]] = {j: {} for j in params}
@@ -189,7 +180,7 @@ class Tied:
         return leaves
 
     def _exchanged(
-        self, name: str, own: Mapping[int, Any], places: Places, channels: StageChannels
+        self, name: str, own: Mapping[int, Any], places: Places, channels: ValueChannels
     ) -> dict[int, Any]:
         """The parts of all stages of a group."""
         placement = places.schedule.placement
@@ -213,6 +204,26 @@ class Tied:
             one, another = next(iter(parts.items())), (j, part)
             _check_alike(one[0], specs_of(one[1]), another[0], specs_of(another[1]))
         return parts
+
+
+def tied_of(stages: Sequence[Stage]) -> Tied | None:
+    """The parameters that stages share; None if they share none.
+
+    Args:
+      stages: All of them, in order.
+
+    Raises:
+      ValueError: Only one stage has a parameter of some name.
+    """
+    groups: dict[str, dict[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for path, name in stage.tied.items():
+            groups.setdefault(name, {})[number] = path
+    for name, group in groups.items():
+        if len(group) < 2:
+            rule = f"must have the name {name!r} at two stages or more"
+            raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
+    return Tied(groups) if groups else None
 
 
 def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]:
