@@ -47,7 +47,7 @@ BUDGET = {
     "ground": 90,
 }
 _modules = itertools.count()
-PARTS = {"data_parallel": "reduction and data_parallel"} | {
+PARTS = {"data_parallel": "reduction and data_parallel", "matrix": "verify"} | {
     part: part for part in BUDGET
 }
 

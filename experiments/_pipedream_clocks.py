@@ -47,7 +47,7 @@ def _work(
 ) -> dict[str, list[float]]:
     """The process of one stage."""
     rpc.init_rpc(f"stage{rank}", allow=("experiments",))
-    rpc.set_default_timeout(PATIENCE)
+    rpc.set_rpc_timeout(PATIENCE)
     where = [f"stage{j}" for j in range(network.stages)]
     made = network.made()
     params = network.parameters(made, seed)

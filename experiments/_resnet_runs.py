@@ -149,7 +149,7 @@ def joined(processes: rpc.Processes) -> Found:
 def _work(rank: int, plan: Plan) -> Found:
     """The process of one stage; the first one is the one device, too."""
     rpc.init_rpc(NAMES[rank], allow=("experiments",))
-    rpc.set_default_timeout(PATIENCE)
+    rpc.set_rpc_timeout(PATIENCE)
     wait = functools.partial(rpc.barrier, timeout=PATIENCE)
     found = found_by(plan, NAMES, wait, rank)
     rpc.shutdown()

@@ -5,7 +5,9 @@ sees files that would not import.
 """
 
 import ast
-from collections.abc import Iterator
+import graphlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 GROUND = {"_errors", "_tree", "_lru_cache", "_compat"}
@@ -16,7 +18,8 @@ MAY_IMPORT = {
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
     "_fit": GROUND | {"_checkpoint", "reduction"},
-    "data_parallel": GROUND | {"_checkpoint", "_fit", "reduction", "optim", "segment"},
+    "data_parallel": GROUND
+    | {"_checkpoint", "_fit", "rpc", "reduction", "optim", "segment"},
     "autograd": GROUND | {"_checkpoint", "rpc", "segment", "reduction", "optim"},
     "pipeline": GROUND
     | {"_checkpoint", "_fit", "rpc", "segment", "reduction", "optim"},
@@ -26,6 +29,79 @@ MAY_IMPORT = {
     "__init__": GROUND,
     "__main__": GROUND,
 }
+
+FACES = {
+    "segment": {"internal"},
+    "optim": {"internal"},
+    "rpc": {"extension"},
+}
+"""Modules of a part that others may import, beside the part itself."""
+
+ROOMS = {
+    "segment": ("_programs _lookup", "_residuals", "_halves", "_segment", "internal"),
+    "optim": (
+        "_hyperparameters _loss_scale",
+        "_optimizer",
+        "algorithms clipping labels master_weights optax_bridge",
+        "registry internal",
+    ),
+    "verify": (
+        "bound report",
+        "diagnosis lockstep",
+        "compare oracle",
+        "measure",
+        "gradients",
+        "problem step",
+        "matrix",
+        "__main__",
+    ),
+    "rpc": (
+        "base",
+        "codec",
+        "wire",
+        "calls",
+        "group rref",
+        "modules processes",
+        "extension",
+    ),
+    "autograd": (
+        "errors",
+        "graph",
+        "context",
+        "engine",
+        "picture crossing",
+        "modules",
+        "optimizer install",
+        "remote_call",
+    ),
+    "data_parallel": ("replicas", "hooks", "gradient", "step", "data"),
+    "pipeline": (
+        "schedule",
+        "schedules",
+        "simulate",
+        "plan",
+        "stages",
+        "run",
+        "pipedream spmd",
+        "pipeline timed",
+        "checkpoint",
+    ),
+    "launch": ("options", "relay", "__main__"),
+}
+"""Rooms of each part, from the bottom up; those of one line are strangers."""
+
+FOLDER_MODULES = 15
+
+# What the tree does not keep yet: a part leaves a set when it does, and stays out.
+NOT_YET: dict[str, set[str]] = {
+    "face": {"matrix"},
+    "circle": {"autograd", "rpc"},
+    "__all__": {"autograd", "data_parallel", "matrix", "pipeline", "rpc"},
+    "rooms": {"autograd", "data_parallel", "pipeline", "rpc"},
+    "folder": {"pipeline", "rpc"},
+}
+NAMES_TWICE = {"MicroBatches", "_Message"}
+
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}
 
@@ -33,11 +109,15 @@ FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "brea
 def violations(root: Path) -> list[str]:
     """Every departure under `root`, as `file:line: what is wrong`."""
     found = []
+    trees: dict[str, ast.Module] = {}
     for folder in ("jdist", "experiments", "examples"):
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
-            tree = ast.parse(path.read_text(), name)
-            found += [f"{name}:{line}: {what}" for line, what in _in_file(name, tree)]
+            trees[name] = ast.parse(path.read_text(), name)
+    for name, tree in trees.items():
+        found += [f"{name}:{line}: {what}" for line, what in _in_file(name, tree)]
+    library = {n: tree for n, tree in trees.items() if n.startswith("jdist/")}
+    found += [f"{name}: {what}" for name, what in _in_library(library)]
     return found
 
 
@@ -61,6 +141,120 @@ def _in_file(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             isinstance(node, ast.Attribute) and not knows_jax and _is_private_jax(node)
         ):
             yield node.lineno, "private JAX name outside _compat"
+
+
+def _in_library(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
+    """Departures that no file shows by itself."""
+    graph = {name: _imported(name, tree, trees) for name, tree in trees.items()}
+    for name, imported in graph.items():
+        for other in sorted(imported):
+            yield from ((name, what) for what in _between(name, other))
+    if circle := _circle(graph):
+        yield circle[0], f"a circle of imports: {' <- '.join(circle)}"
+    for name, tree in trees.items():
+        yield from ((name, what) for what in _face(name, tree))
+    yield from _class_names(trees)
+    folders: dict[str, list[str]] = defaultdict(list)
+    for name in trees:
+        if not name.endswith("/__init__.py"):
+            folders[name.rpartition("/")[0]].append(name)
+    for folder, modules in folders.items():
+        if len(modules) > FOLDER_MODULES and _part(modules[0]) not in NOT_YET["folder"]:
+            yield folder, f"{len(modules)} modules in one folder"
+
+
+def _imported(name: str, tree: ast.Module, trees: Mapping[str, ast.Module]) -> set[str]:
+    """The files of the library that one imports, for types and in functions too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for module, imported in _modules(node):
+                whole, inside = (
+                    [f"{path}/__init__.py", f"{path}.py"]
+                    for path in (
+                        module.replace(".", "/"),
+                        f"{module}.{imported}".strip(".").replace(".", "/"),
+                    )
+                )
+                # A face may have a function of the name of one of its rooms.
+                if whole[0] in trees and imported in _exported(trees[whole[0]]):
+                    inside = []
+                found.update([x for x in (*inside, *whole) if x in trees][:1])
+    # `jdist` itself imports nothing but its exceptions.
+    return found - {name, "jdist/__init__.py"}
+
+
+def _between(name: str, other: str) -> Iterator[str]:
+    """Whether one file may import another: by the other's face, and downwards."""
+    part, others_part = _part(name), _part(other)
+    below = other.removeprefix(f"jdist/{others_part}").strip("/").removesuffix(".py")
+    room = below.partition("/")[0]
+    if part != others_part:
+        is_face = room in {"", "__init__"} | FACES.get(others_part, set())
+        if not is_face and part not in NOT_YET["face"]:
+            yield f"imports {other}, which is no face of {others_part}"
+        return
+    own = name.removeprefix(f"jdist/{part}/").partition("/")[0].removesuffix(".py")
+    levels = {
+        each: level
+        for level, rooms in enumerate(ROOMS.get(part, ()))
+        for each in rooms.split()
+    }
+    if not levels or part in NOT_YET["rooms"] or own in {room, "__init__"}:
+        return
+    for each in (own, room):
+        if each not in levels:
+            yield f"{each} is no room that ROOMS draws in {part}"
+            return
+    if levels[room] >= levels[own]:
+        yield f"{own} imports {room}, which is not below it"
+
+
+def _circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Files that import each other in a circle, from one to itself; none without."""
+    known = {
+        name: {x for x in others if _part(x) != _part(name)}
+        if _part(name) in NOT_YET["circle"]
+        else others
+        for name, others in graph.items()
+    }
+    try:
+        graphlib.TopologicalSorter(known).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _face(name: str, tree: ast.Module) -> Iterator[str]:
+    """What others may import says what it offers."""
+    part, file = _part(name), Path(name).stem
+    is_face = file == "__init__" or file in FACES.get(part, set())
+    if is_face and part not in NOT_YET["__all__"] and _exported(tree) is NOTHING:
+        yield "has no `__all__`"
+
+
+def _exported(tree: ast.Module) -> set[str]:
+    """The names in a module's `__all__`; NOTHING itself if it has none."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(x, ast.Name) and x.id == "__all__" for x in targets):
+                strings = (
+                    x for x in ast.walk(node.value) if isinstance(x, ast.Constant)
+                )
+                return {str(x.value) for x in strings}
+    return NOTHING
+
+
+def _class_names(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
+    """One name, one thing."""
+    known: dict[str, str] = {}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name not in NAMES_TWICE:
+                first = known.setdefault(node.name, name)
+                if first != name:
+                    yield name, f"class {node.name} is in {first} too"
 
 
 def _import(name: str, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[int, str]]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture import violations
+from tests.architecture import ROOMS, violations
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,6 +83,88 @@ PLANTED = {
         '"""R."""\ndef f():\n' + "    x = 1\n" * 60,
         "f is longer than 60",
     ),
+    "face without names": (
+        "jdist/optim/__init__.py",
+        '"""O."""\n',
+        "has no `__all__`",
+    ),
+    "inner face without names": (
+        "jdist/segment/internal.py",
+        '"""S."""\n',
+        "has no `__all__`",
+    ),
+}
+
+# Departures that two files make together; the first one is named.
+PLANTED_TOGETHER = {
+    "another part's inside": (
+        {
+            "jdist/pipeline/run/a.py": "from jdist.segment._residuals import Rest\n",
+            "jdist/segment/_residuals.py": "class Rest:\n    pass\n",
+        },
+        "imports jdist/segment/_residuals.py, which is no face of segment",
+    ),
+    "another part's room": (
+        {
+            "jdist/pipeline/run/a.py": "from jdist.rpc.calls import agent\n",
+            "jdist/rpc/calls/agent.py": "",
+        },
+        "imports jdist/rpc/calls/agent.py, which is no face of rpc",
+    ),
+    "upwards in a part": (
+        {
+            "jdist/segment/_residuals.py": "import jdist.segment._segment\n",
+            "jdist/segment/_segment.py": "",
+        },
+        "_residuals imports _segment, which is not below it",
+    ),
+    "sideways in a part": (
+        {
+            "jdist/segment/_lookup/cache.py": (
+                "from jdist.segment._programs import plan\n"
+            ),
+            "jdist/segment/_programs/plan.py": "",
+        },
+        "_lookup imports _programs, which is not below it",
+    ),
+    "a room of no drawing": (
+        {
+            "jdist/segment/_helpers.py": "import jdist.segment._residuals\n",
+            "jdist/segment/_residuals.py": "",
+        },
+        "_helpers is no room that ROOMS draws in segment",
+    ),
+    "a circle": (
+        {
+            "jdist/optim/algorithms/a.py": "import jdist.optim.algorithms.b\n",
+            "jdist/optim/algorithms/b.py": (
+                "def f():\n    from jdist.optim.algorithms import a\n"
+            ),
+        },
+        "a circle of imports: ",
+    ),
+    "a circle of types": (
+        {
+            "jdist/optim/algorithms/adam.py": (
+                "from typing import TYPE_CHECKING\n"
+                "if TYPE_CHECKING:\n"
+                "    from jdist.optim.algorithms.sgd import SGDState\n"
+            ),
+            "jdist/optim/algorithms/sgd.py": "import jdist.optim.algorithms.adam\n",
+        },
+        "a circle of imports: ",
+    ),
+    "one name for two classes": (
+        {
+            "jdist/optim/labels.py": "class Plan:\n    pass\n",
+            "jdist/segment/_halves.py": "def f():\n    class Plan:\n        pass\n",
+        },
+        "class Plan is in jdist/optim/labels.py too",
+    ),
+    "a crowded folder": (
+        {f"jdist/optim/algorithms/a{i}.py": "" for i in range(16)},
+        "16 modules in one folder",
+    ),
 }
 
 
@@ -101,6 +183,40 @@ def test_each_departure_is_seen(name, tmp_path):
     (found,) = violations(tmp_path)
     assert found.startswith(f"{file}:")
     assert message in found
+
+
+@pytest.mark.parametrize("name", PLANTED_TOGETHER)
+def test_each_departure_of_files_together_is_seen(name, tmp_path):
+    """A toy tree of several files with one departure yields exactly that one."""
+    files, message = PLANTED_TOGETHER[name]
+    for file, text in files.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'"""Planted."""\n{text}')
+    (found,) = violations(tmp_path)
+    assert message in found
+
+
+def test_a_function_of_a_rooms_name_is_the_faces(tmp_path):
+    """`from jdist.segment import segment` is no import of a module `segment`."""
+    texts = {
+        "jdist/segment/__init__.py": '__all__ = ["internal", "segment"]\n',
+        "jdist/segment/segment.py": "",
+        "jdist/pipeline/a.py": "from jdist.segment import segment\n",
+    }
+    for file, text in texts.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'"""Planted."""\n{text}')
+    assert violations(tmp_path) == []
+
+
+def test_every_room_that_is_drawn_is_there():
+    """A room that went leaves the drawing too."""
+    for part, levels in ROOMS.items():
+        for room in " ".join(levels).split():
+            place = ROOT / "jdist" / part / room
+            assert place.is_dir() or place.with_suffix(".py").is_file(), place
 
 
 def test_what_is_allowed_passes(tmp_path):

@@ -1,8 +1,6 @@
-"""Giving every worker of this process its autograd."""
+"""Gives every worker of this process its autograd."""
 
-from typing import TYPE_CHECKING
-
-from jdist.autograd.context.container import PART, Container
+from jdist.autograd.context.context import STATE, Container
 from jdist.autograd.context.release import Releases
 from jdist.autograd.crossing.rpc_hooks import RpcHooks
 from jdist.autograd.engine import engine, reference_backward
@@ -11,29 +9,25 @@ from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules import nnx_module
 from jdist.autograd.optimizer import owner_side as optimizers
 from jdist.autograd.picture import graph
-from jdist.rpc.base import extensions
-from jdist.rpc.modules.remote_module import TRAINABLE
-
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+from jdist.rpc.extension import TRAINABLE, Agent, extend
 
 
-def install(agent: "Agent") -> None:
+def install(agent: Agent) -> None:
     """Lets `agent` record: contexts, and recorded values in calls and answers."""
     container = Container(agent)
     container.releases = Releases(container)
-    agent.parts[PART] = container
+    agent.extension_state[STATE] = container
     hooks = RpcHooks(container)
     agent.codec.register(
         Recorded, "autograd.recorded", hooks.give, hooks.take, key=False
     )
     agent.codec.substitute(Variable, hooks.give_variable)
     agent.set_interceptor(hooks)
-    agent.parts[TRAINABLE] = nnx_module.create
+    agent.extension_state[TRAINABLE] = nnx_module.create
     engine.install(container)
     reference_backward.install(container)
     graph.install(container)
     optimizers.install(agent)
 
 
-extensions.extend(PART, install)
+extend(STATE, install)

@@ -12,8 +12,8 @@ and masked examples come out right.
 from jdist._fit import Metrics as Metrics
 from jdist._fit import over_epoch as over_epoch
 from jdist.data_parallel.data.checkpoint import TrainCheckpoints as TrainCheckpoints
+from jdist.data_parallel.data.process_group import ProcessLost as ProcessLost
 from jdist.data_parallel.data.process_group import process_group as process_group
-from jdist.data_parallel.data.roll_call import ProcessLost as ProcessLost
 from jdist.data_parallel.data.sampler import Sampler as Sampler
 from jdist.data_parallel.data.sampler import Shards as Shards
 from jdist.data_parallel.gradient.buckets import assign_buckets as assign_buckets

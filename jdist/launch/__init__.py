@@ -2,3 +2,5 @@
 
 A command line and nothing else; docs/launch.md describes it.
 """
+
+__all__: list[str] = []

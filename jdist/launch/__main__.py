@@ -14,9 +14,15 @@ from rich.markup import escape
 from jdist._errors import JdistError
 from jdist.launch.options import cluster_key, parse
 from jdist.launch.relay import Relay
-from jdist.rpc.group.rendezvous import LOOPBACK, Rendezvous, ReservedPort
-from jdist.rpc.processes.process_settings import resolved
-from jdist.rpc.processes.supervisor import ProcessCommand, Supervisor, require_posix
+from jdist.rpc.extension import (
+    LOOPBACK,
+    ProcessCommand,
+    Rendezvous,
+    ReservedPort,
+    Supervisor,
+    require_posix,
+    resolved,
+)
 
 error_console = Console(stderr=True, soft_wrap=True, highlight=False)
 

@@ -7,9 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jdist._errors import requirement
-from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, fresh_key
-from jdist.rpc.processes.process_settings import OFF, ProcessSettings, share_out
-from jdist.rpc.processes.supervisor import GRACE, interpreter
+from jdist.rpc import ProcessSettings
+from jdist.rpc.extension import (
+    GRACE,
+    KEY_VARIABLE,
+    LAST_PORT,
+    OFF,
+    fresh_key,
+    interpreter,
+    share_out,
+)
 
 DESCRIPTION = """\
 Starts N workers on this machine, with torchrun's environment variables. The first that

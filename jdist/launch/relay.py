@@ -17,7 +17,7 @@ from typing import IO, Self
 
 from rich.console import Console
 
-from jdist.rpc.processes.supervisor import Child
+from jdist.rpc.extension import Child
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _KEPT_LINES = 400

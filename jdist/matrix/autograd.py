@@ -1,68 +1,59 @@
-"""Distributed autograd's rows of the equivalence matrix (`python -m jdist.verify`).
+"""Rows of distributed autograd: workers of this process compute parts of the losses.
 
-Plain functions in the form that the judge's entry-point group asks for; the judge is
-not imported. The examples are cut into uneven parts, and workers of this process
-compute their losses; the reduction is computed where the pass begins.
+The examples are cut into uneven parts; the reduction is computed where the pass begins.
 """
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist import rpc
-from jdist._tree import examples_in, is_inexact, is_none
-from jdist.autograd.context.api import context
-from jdist.autograd.context.gradients import get_gradients
-from jdist.autograd.engine.backward import backward
-from jdist.autograd.graph.apply import apply
-from jdist.autograd.graph.eager import eager
-from jdist.autograd.graph.variable import Variable
+from jdist import autograd, rpc
+from jdist._tree import PyTree, examples_in, is_inexact, is_none
+from jdist.autograd import Variable
+from jdist.matrix.row import Candidate, LossFn, Row, precision_of_caller
 
-Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
+__all__ = ["rows"]
 
 WORKERS = ("worker0", "worker1", "worker2", "worker3")
 
+Forward = Callable[[int, Variable, list[PyTree]], Any]
+"""`(number of the loss, params, parts) -> losses`, recorded."""
 
-def strategies() -> Mapping[str, Build]:
-    """Rows by name: here, over three workers in both modes, and through each other."""
-    rows = {
-        "here, in parts": (_here, "smart"),
-        "smart, over 3 workers": (_over_workers, "smart"),
-        "fast, over 3 workers": (_over_workers, "fast"),
-        "smart, through 3 workers": (_through_workers, "smart"),
-        "fast, through 3 workers": (_through_workers, "fast"),
+
+def rows() -> dict[str, Row]:
+    """Here; over three workers in both modes; and from each worker to the next."""
+    named: dict[str, Row] = {
+        "here, in parts": partial(_row, _here, "smart"),
+        "smart, over 3 workers": partial(_row, _over_workers, "smart"),
+        "fast, over 3 workers": partial(_row, _over_workers, "fast"),
+        "smart, through 3 workers": partial(_row, _through_workers, "smart"),
+        "fast, through 3 workers": partial(_row, _through_workers, "fast"),
     }
-    return {f"autograd {name}": partial(_row, *row) for name, row in rows.items()}
+    return {f"autograd {name}": row for name, row in named.items()}
 
 
-def _row(
-    forward: Callable[..., Any],
-    mode: str,
-    loss_fn: Callable[..., jax.Array],
-    reduction: str,
-) -> Callable[..., Any]:
-    def candidate(params: Any, batch: Any, weights: Any) -> Any:
+def _row(forward: Forward, mode: Any, loss_fn: LossFn, reduction: str) -> Candidate:
+    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
         count = examples_in(batch, "candidate")
         parts = [jax.tree.map(lambda x, c=cut: x[c], batch) for cut in _cuts(count)]
         weights = jnp.ones(count) if weights is None else jnp.asarray(weights)
-        variable = Variable(params)
+        variable = autograd.variable(params)
         with (
-            _in_every_thread(),
-            _known(loss_fn) as number,
+            precision_of_caller(),
+            _registered(loss_fn) as number,
             rpc.local_cluster(WORKERS),
-            context() as context_id,
+            autograd.context() as context_id,
         ):
             losses = forward(number, variable, parts)
-            loss = apply(_reduced, losses, weights, reduction)
-            backward(context_id, [loss], mode)
-            found = get_gradients(context_id)[variable]
-        return loss.value, jax.tree.map(_present, params, found, is_leaf=is_none)
+            loss = autograd.apply(_reduced, losses, weights, reduction)
+            autograd.backward(context_id, [loss], mode)
+            found = autograd.get_gradients(context_id)[variable]
+        return loss.value, jax.tree.map(_zeros_for_none, params, found, is_leaf=is_none)
 
     return candidate
 
@@ -73,45 +64,48 @@ def _cuts(count: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
 
 
-def _here(number: int, params: Variable, parts: list[Any]) -> Any:
-    return apply(_joined, *[_part(number, params, part) for part in parts])
+def _here(number: int, params: Variable, parts: list[PyTree]) -> Any:
+    return autograd.apply(_joined, *[_part(number, params, part) for part in parts])
 
 
-def _over_workers(number: int, params: Variable, parts: list[Any]) -> Any:
+def _over_workers(number: int, params: Variable, parts: list[PyTree]) -> Any:
     calls = [
         rpc.rpc_async(1 + rank, _part, args=(number, params, part))
         for rank, part in enumerate(parts)
     ]
-    return apply(_joined, *rpc.wait_all(calls))
+    return autograd.apply(_joined, *rpc.wait_all(calls))
 
 
-def _through_workers(number: int, params: Variable, parts: list[Any]) -> Any:
+def _through_workers(number: int, params: Variable, parts: list[PyTree]) -> Any:
     return rpc.rpc_sync(1, _onwards, args=(1, number, params.recorded(), parts))
 
 
-@eager
-def _onwards(rank: int, number: int, params: Any, parts: list[Any]) -> Any:
+@autograd.eager
+def _onwards(rank: int, number: int, params: Any, parts: list[PyTree]) -> Any:
     """Computes one part, and has the next worker compute the rest."""
     own = _part(number, params, parts[0])
     if not parts[1:]:
         return own
     args = (rank + 1, number, params, parts[1:])
-    return apply(_joined, own, rpc.rpc_sync(rank + 1, _onwards, args=args))
+    return autograd.apply(_joined, own, rpc.rpc_sync(rank + 1, _onwards, args=args))
 
 
-@eager
-def _part(number: int, params: Any, batch: Any) -> Any:
+@autograd.eager
+def _part(number: int, params: Any, batch: PyTree) -> Any:
     """The losses of some examples."""
-    return apply(_LOSSES[number], params, batch)
+    return autograd.apply(_LOSSES[number], params, batch)
 
 
-_LOSSES: dict[int, Callable[..., jax.Array]] = {}
+_LOSSES: dict[int, LossFn] = {}
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def _known(loss_fn: Callable[..., jax.Array]) -> Iterator[int]:
-    """Within it, the workers know the loss by a number: any function, with no name."""
+def _registered(loss_fn: LossFn) -> Iterator[int]:
+    """A number by which this process's workers find the loss while the block runs.
+
+    Functions travel by name, and a loss of the judge's may have none.
+    """
     number = next(_numbers)
     _LOSSES[number] = loss_fn
     try:
@@ -135,27 +129,8 @@ def _reduced(losses: jax.Array, weights: jax.Array, reduction: str) -> jax.Array
     return total if reduction == "sum" else total / jnp.sum(weights)
 
 
-def _present(param: Any, gradient: Any) -> Any:
-    """Zeros where nothing flows, as `jax.grad` has them."""
+def _zeros_for_none(param: Any, gradient: Any) -> Any:
+    """As `jax.grad` has them, where nothing flows."""
     if gradient is None and is_inexact(param):
         return jnp.zeros_like(param)
     return gradient
-
-
-@contextlib.contextmanager
-def _in_every_thread() -> Iterator[None]:
-    """Within it, other threads have the width of numbers that this one has.
-
-    `jax.enable_x64` is a setting of one thread, and workers run calls in theirs.
-    """
-    with ThreadPoolExecutor(1) as other:
-        before = other.submit(_is_wide).result()
-    jax.config.update("jax_enable_x64", _is_wide())
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
-
-
-def _is_wide() -> bool:
-    return bool(jnp.result_type(float) == jnp.float64)

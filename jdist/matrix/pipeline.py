@@ -1,207 +1,224 @@
-"""The pipeline's rows of the equivalence matrix (`python -m jdist.verify`).
+"""Rows of pipelines: every family of schedules, over devices, workers and one program.
 
-Plain functions in the form that the judge's entry-point group asks for; the judge is
-not imported. A loss that nobody has cut into stages is cut here by its parameters: the
-first two stages have a share of the leaves each and put them out as values, and the
-last one has the rest and computes the losses. What a leaf's gradient is made of then
-crosses every stage between its owner and the loss.
+A loss that has no stages is cut here by its parameters. Leaf k belongs to stage k
+modulo the number of stages, and what its gradient is made of crosses every stage
+between that one and the loss, which the last stage computes:
+
+    stages of their own      each but the last puts out its leaves beside those before
+    equal stages             each adds its leaves to a value with zeros in their places
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-from jdist import rpc
-from jdist._compat import double_precision
+from jdist import pipeline, rpc
 from jdist._errors import Unavailable
-from jdist.matrix.spmd import one_program
-from jdist.optim import Optimizer
-from jdist.pipeline.pipeline import PipeDream, Pipeline
-from jdist.pipeline.run.micro_batch import split_batch
-from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules import (
-    dualpipe_v,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    one_f_one_b,
-    zbv,
-    zero_bubble,
+from jdist._tree import PyTree, examples_in, merge, split_inexact
+from jdist.matrix.row import (
+    Candidate,
+    LossFn,
+    Row,
+    devices,
+    precision_of_caller,
+    recorder,
 )
-from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline import Pipeline, Schedule, Stage
 
-Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
+__all__ = ["rows"]
+
 MICRO_BATCHES = 3
 
 
-def strategies() -> Mapping[str, Build]:
-    """Rows by name: every family of schedules, on devices and on one; and workers."""
+def rows() -> dict[str, Row]:
+    """Schedules over devices and on one, over workers, in one program; PipeDream."""
     m = MICRO_BATCHES
-    rows = {
-        "gpipe x3": _within(gpipe(3, m), 3),
-        "1F1B x3": _within(one_f_one_b(3, m), 3),
-        "1F1B on one device": _within(one_f_one_b(3, m), 0),
-        "zero bubble x3": _within(zero_bubble(3, m), 3),
-        "interleaved x1": _within(interleaved(1, m, 3), 1),
-        "looped BFS x1": _within(looped_bfs(1, m, 3), 1),
-        "1F1B, recomputed x3": _within(one_f_one_b(3, m), 3, recompute=True),
-        "1F1B, joined x3": _within(one_f_one_b(3, m), 3, join_weight_gradients=True),
-        "1F1B, three workers": _over_workers(one_f_one_b(3, m)),
+    one_f_one_b = pipeline.one_f_one_b(3, m)
+    named: dict[str, Row] = {
+        "gpipe x3": partial(_over_devices, pipeline.gpipe(3, m)),
+        "1F1B x3": partial(_over_devices, one_f_one_b),
+        "1F1B on one device": partial(_over_devices, one_f_one_b, shared=True),
+        "zero bubble x3": partial(_over_devices, pipeline.zero_bubble(3, m)),
+        "interleaved x1": partial(_over_devices, pipeline.interleaved(1, m, 3)),
+        "looped BFS x1": partial(_over_devices, pipeline.looped_bfs(1, m, 3)),
+        "1F1B, recomputed x3": partial(_over_devices, one_f_one_b, recompute=True),
+        "1F1B, joined x3": partial(
+            _over_devices, one_f_one_b, join_weight_gradients=True
+        ),
+        "1F1B, three workers": partial(_over_workers, one_f_one_b),
+        "ZBV x2": partial(_over_devices, pipeline.zbv(2, 4)),
+        "DualPipeV x2": partial(_over_devices, pipeline.dualpipe_v(2, 4)),
+        "PipeDream with a flush": _pipedream,
+        "one program, 1F1B x2": partial(_one_program, pipeline.one_f_one_b(2, m)),
+        "one program, ZBV x2": partial(_one_program, pipeline.zbv(2, m)),
     }
-    rows |= {
-        "ZBV x2": _within(zbv(2, 4), 2, stages=4),
-        "DualPipeV x2": _within(dualpipe_v(2, 4), 2, stages=4),
-    }
-    rows |= {"PipeDream with a flush": _pipedream}
-    rows |= {
-        "one program, 1F1B x2": partial(one_program, one_f_one_b(2, m)),
-        "one program, ZBV x2": partial(one_program, zbv(2, m)),
-    }
-    return {f"pipeline {name}": row for name, row in rows.items()}
+    return {f"pipeline {name}": row for name, row in named.items()}
 
 
-def _pipedream(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..., Any]:
-    """One update of all micro-batches; its gradient is what the optimizer is given."""
-    if reduction not in ("mean", "sum"):
-        raise Unavailable(f"PipeDream updates by means or sums, not by {reduction}")
+# --- stages of their own ---
 
-    def candidate(params: Any, batch: Any, weights: Any) -> Any:
-        cut = _Cut(loss_fn, params, 3, {})
-        runtime = PipeDream(
-            cut.stages,
-            _losses,
-            optimizer=_GRADIENT,
-            policy="flush",
-            update_every=MICRO_BATCHES,
-            reduction=reduction,
-        )
-        parts = split_batch({"batch": batch}, weights, MICRO_BATCHES, reduction)
-        state, metrics = runtime.train_epoch(
-            runtime.init(cut.params),
-            [part.batch for part in parts],
-            [part.weights for part in parts],
-        )
-        return metrics.loss, cut.whole(state.opt_states)
+
+def _over_devices(
+    schedule: Schedule,
+    loss_fn: LossFn,
+    reduction: str,
+    *,
+    shared: bool = False,
+    **options: Any,
+) -> Candidate:
+    """A device for each worker, or JAX's default one; options are the last stage's."""
+    if options.get("join_weight_gradients") and reduction in ("max", "min"):
+        raise Unavailable("joined weight gradients, which are for mean and sum")
+    where = None if shared else devices(schedule.workers)
+
+    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+        stages = _stages(loss_fn, params, schedule.stages, **options)
+        pipe = Pipeline(stages, _losses, schedule, where, reduction=reduction)
+        placed = pipe.place(_shares(params, schedule.stages))
+        loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
+        return loss, _whole(grads, jax.tree.structure(params))
 
     return candidate
 
 
-_GRADIENT = Optimizer(
-    "gradient",
-    init_tree=lambda params: None,
-    step_tree=lambda params, grads, state, overrides: (params, grads),
-)
-"""Keeps what it is given, and moves nothing."""
-
-
-def _within(schedule: Schedule, devices: int, stages: int = 3, **options: Any) -> Build:
-    """All stages in this process; on JAX's default device if `devices` is 0.
-
-    Args:
-      schedule: The schedule.
-      devices: How many.
-      stages: How many.
-      **options: Of the last stage, which computes the losses.
-    """
-
-    def build(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..., Any]:
-        if devices > jax.device_count():
-            raise Unavailable(f"{devices} devices, of which {jax.device_count()} here")
-        if options.get("join_weight_gradients") and reduction in ("max", "min"):
-            raise Unavailable("joined weight gradients, which are for mean and sum")
-        where = jax.devices()[:devices] if devices else None
-
-        def candidate(params: Any, batch: Any, weights: Any) -> Any:
-            cut = _Cut(loss_fn, params, stages, options)
-            pipe = Pipeline(cut.stages, _losses, schedule, where, reduction=reduction)
-            placed = pipe.place(cut.params)
-            loss, grads = pipe.value_and_grad(placed, {"batch": batch}, weights)
-            return loss, cut.whole(grads)
-
-        return candidate
-
-    return build
-
-
-def _over_workers(schedule: Schedule) -> Build:
+def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candidate:
     """A worker for each stage: threads of a local cluster."""
+    names = [f"stage{number}" for number in range(schedule.workers)]
 
-    def build(loss_fn: Callable[..., jax.Array], reduction: str) -> Callable[..., Any]:
-        def candidate(params: Any, batch: Any, weights: Any) -> Any:
-            cut = _Cut(loss_fn, params, 3, {})
-            names = [f"stage{number}" for number in range(3)]
-            found: dict[int, Any] = {}
+    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+        stages = _stages(loss_fn, params, schedule.stages)
+        shares = _shares(params, schedule.stages)
 
-            def work(number: int) -> None:
-                # As the judge's own thread; a new one would compute in single.
-                with rpc.use_worker(names[number]), double_precision():
-                    pipe = Pipeline(
-                        cut.stages, _losses, schedule, names, reduction=reduction
-                    )
-                    found[number] = pipe.value_and_grad(
-                        pipe.place(cut.params), {"batch": batch}, weights
-                    )
+        def on_worker(name: str) -> tuple[jax.Array, list[PyTree]]:
+            with rpc.use_worker(name):
+                pipe = Pipeline(stages, _losses, schedule, names, reduction=reduction)
+                placed = pipe.place(shares)
+                return pipe.value_and_grad(placed, {"batch": batch}, weights)
 
-            with rpc.local_cluster(names), ThreadPoolExecutor(len(names)) as threads:
-                list(threads.map(work, range(len(names))))
-            grads = [found[number][1][number] for number in range(3)]
-            return found[0][0], cut.whole(grads)
+        with (
+            precision_of_caller(),
+            rpc.local_cluster(names),
+            ThreadPoolExecutor(len(names)) as threads,
+        ):
+            found = list(threads.map(on_worker, names))
+        own = [grads[number] for number, (_, grads) in enumerate(found)]
+        return found[0][0], _whole(own, jax.tree.structure(params))
 
-        return candidate
-
-    return build
+    return candidate
 
 
-def _losses(losses: jax.Array, batch: Any) -> jax.Array:
+def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
+    """One update of all micro-batches; its gradient is what the optimizer is given."""
+    if reduction not in ("mean", "sum"):
+        raise Unavailable(f"PipeDream updates by means or sums, not by {reduction}")
+
+    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+        runtime = pipeline.PipeDream(
+            _stages(loss_fn, params, 3),
+            _losses,
+            optimizer=recorder(),
+            policy="flush",
+            update_every=MICRO_BATCHES,
+            reduction=reduction,
+        )
+        rows = np.array_split(np.arange(examples_in(batch, "candidate")), MICRO_BATCHES)
+        state, metrics = runtime.train_epoch(
+            runtime.init(_shares(params, 3)),
+            [{"batch": jax.tree.map(lambda x, i=own: x[i], batch)} for own in rows],
+            [np.asarray(weights)[own] for own in rows],
+        )
+        return metrics.loss, _whole(state.opt_states, jax.tree.structure(params))
+
+    return candidate
+
+
+def _stages(loss_fn: LossFn, params: PyTree, count: int, **options: Any) -> list[Stage]:
+    """Stages that put out their leaves, and a last one that computes the losses."""
+    structure = jax.tree.structure(params)
+
+    def last(own: list[Any], before: list[list[Any]], batch: PyTree) -> jax.Array:
+        return loss_fn(_whole([*before, own], structure), batch)
+
+    names = [f"leaves of stage {number}" for number in range(count - 1)]
+    return [
+        *(
+            Stage(_put_out, (names[number - 1],) * bool(number), (name,))
+            for number, name in enumerate(names)
+        ),
+        Stage(last, (names[-1], "batch"), ("losses",), **options),
+    ]
+
+
+def _put_out(own: list[Any], *before: list[list[Any]]) -> list[list[Any]]:
+    return [*(before[0] if before else []), own]
+
+
+def _losses(losses: jax.Array, batch: PyTree) -> jax.Array:
     """The last stage has computed them already."""
     return losses
 
 
-class _Cut:
-    """A loss cut by its parameters; leaf k belongs to stage k modulo their number."""
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., jax.Array],
-        params: Any,
-        count: int,
-        options: Mapping[str, Any],
-    ) -> None:
-        leaves, self._structure = jax.tree.flatten(params)
-        self._count = count
-        self.params = [leaves[number::count] for number in range(count)]
-        names = [f"leaves of stage {number}" for number in range(count - 1)]
-        self.stages = [
-            Stage(_hand_over, (names[number - 1],) * bool(number), (names[number],))
-            for number in range(count - 1)
-        ]
-        last = self._calling(loss_fn)
-        inputs = (names[-1], "batch")
-        self.stages.append(Stage(last, inputs, ("losses",), **options))
-
-    def _calling(self, loss_fn: Callable[..., jax.Array]) -> Callable[..., Any]:
-        structure = self._structure
-
-        def last(own: list[Any], others: list[list[Any]], batch: Any) -> jax.Array:
-            return loss_fn(_joined([*others, own], structure), batch)
-
-        return last
-
-    def whole(self, grads: list[Any]) -> Any:
-        """The gradients of the stages as one tree."""
-        return _joined(grads, self._structure)
+def _shares(params: PyTree, count: int) -> list[list[Any]]:
+    leaves = jax.tree.leaves(params)
+    return [leaves[number::count] for number in range(count)]
 
 
-def _hand_over(own: list[Any], *before: list[list[Any]]) -> list[list[Any]]:
-    """Puts out its own parameters beside those of the stages before."""
-    return [*(before[0] if before else []), own]
-
-
-def _joined(shares: list[list[Any]], structure: Any) -> Any:
+def _whole(shares: Sequence[list[Any]], structure: Any) -> PyTree:
+    """Inverse of `_shares`."""
     leaves: list[Any] = [None] * sum(map(len, shares))
     for number, share in enumerate(shares):
         leaves[number :: len(shares)] = share
     return jax.tree.unflatten(structure, leaves)
+
+
+# --- equal stages ---
+
+
+def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candidate:
+    """Every stage has all leaves, and a flag for each that is its own.
+
+    A micro-batch has a copy of the leaves for each example, of which the loss reads the
+    first.
+    """
+    mesh = Mesh(np.array(devices(schedule.workers)), ("stage",))
+    count = schedule.stages
+    stages = [Stage(_add, (f"h{j}",), (f"h{j + 1}",)) for j in range(count)]
+
+    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+        floating, fixed = split_inexact(params)
+        leaves, structure = jax.tree.flatten(floating)
+        examples = examples_in(batch, "candidate")
+        zeros = [np.zeros((examples, *x.shape), x.dtype) for x in leaves]
+        owned = [
+            {
+                "leaves": leaves,
+                "mine": [np.bool_(k % count == j) for k in range(len(leaves))],
+            }
+            for j in range(count)
+        ]
+
+        def losses(found: list[jax.Array], entries: Any) -> jax.Array:
+            own = jax.tree.unflatten(structure, [copies[0] for copies in found])
+            return loss_fn(merge(own, fixed), entries["batch"])
+
+        pipe = Pipeline(stages, losses, schedule, mesh, reduction=reduction)
+        entries = {"h0": zeros, "batch": batch}
+        loss, grads = pipe.value_and_grad(pipe.place(owned), entries, weights)
+        own = [grads[k % count]["leaves"][k] for k in range(len(leaves))]
+        return loss, jax.tree.unflatten(structure, own)
+
+    return candidate
+
+
+def _add(own: Any, found: list[jax.Array]) -> list[jax.Array]:
+    """Puts its own leaves where there are zeros."""
+    return [
+        value + jnp.where(mine, leaf, jnp.zeros_like(leaf))[None]
+        for value, leaf, mine in zip(found, own["leaves"], own["mine"], strict=True)
+    ]

@@ -1,23 +1,19 @@
-"""The equivalence matrix's rows over two processes.
+"""The matrix's rows over two processes, each of which is a replica.
 
-The judge runs in one process. The first row that is asked for has `jdist.launch` start
-two others, which stay until this one ends: each is a replica, is sent loss, batch and
-weights, and sends back loss and gradient. The bits of both must be the same.
+The judge runs in one process and has `rpc.spawn` start two others for the first row
+that is asked for; they stay until the judge ends. For every gradient the three become
+workers of one group: the judge calls both others, which sum over `jax.distributed`.
+Between two gradients the judge is no worker, because other rows make workers in its
+process.
 """
 
 import atexit
 import os
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
-from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,17 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jdist import rpc
 from jdist._compat import double_precision
 from jdist._errors import JdistError, Unavailable
 from jdist._tree import examples_in
-from jdist.data_parallel.data.process_group import process_group
-from jdist.data_parallel.gradient.value_and_grad import value_and_grad
-from jdist.data_parallel.replicas.shards import shard_batch
+from jdist.data_parallel import process_group, shard_batch, value_and_grad
 
-_SOCKET = "JDIST_STRATEGIES_SOCKET"
-_PROGRAM = ("-m", "jdist.launch", "--nproc", "2", "-m", __name__)
 _PATIENCE = 120.0
 """Seconds for two processes to start, and for one gradient."""
+
+_ATTEMPT = 2.0
+"""Seconds to wait for them until it is looked whether they still run."""
+
+_ALLOWED = [f"{__name__}:answer"]
 
 Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
 
@@ -57,7 +55,7 @@ def _row(
     def candidate(params: Any, batch: Any, weights: Any) -> Any:
         options = {"reduction": reduction, "method": method}
         arrays = jax.tree.map(np.asarray, (params, batch, weights))
-        return pair.gradient((loss_fn, options, *arrays))
+        return pair.gradient(loss_fn, options, *arrays)
 
     return candidate
 
@@ -66,91 +64,96 @@ def _row(
 
 
 class Pair:
-    """Two processes that compute gradients on request.
+    """Two processes that compute gradients on request, until they are closed.
 
-    They meet this one at a socket in a folder that only this user can enter. They end
-    with it: when the socket closes, or with the launcher's lifeline.
+    Args:
+      serving: What both run, `serving(rank)`.
+
+    Attributes:
+      pids: Their process ids, by rank.
 
     Raises:
-      Unavailable: This system has no such sockets, or the processes did not start.
+      Unavailable: The processes did not start, or cannot be started on this system.
     """
 
-    def __init__(self) -> None:
-        if not hasattr(socket, "AF_UNIX"):
-            raise Unavailable(f"{sys.platform} has no sockets between processes")
-        self._folder = tempfile.mkdtemp(prefix="jdist-")
-        self._output = Path(self._folder) / "output"
-        path = str(Path(self._folder) / "judge")
-        self._connections: dict[int, Connection] = {}
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(path)
-            door.listen()
-            self._launcher = _launched(path, self._output)
-            try:
-                self._meet(door)
-            except BaseException:
-                self.close()
-                raise
+    def __init__(self, serving: Callable[[int], None] | None = None) -> None:
+        # They hold nothing that they would have to bring to an end.
+        self._processes = rpc.spawn(serving or serve, nprocs=2, grace=0.0, join=False)
+        self.pids = self._processes.pids
+        try:
+            self._join()
+            rpc.shutdown()
+        except (rpc.RpcError, OSError) as error:
+            raise Unavailable(
+                f"two processes did not start: {self._said(error)}"
+            ) from error
 
-    def _meet(self, door: socket.socket) -> None:
-        door.settimeout(0.5)
-        deadline = time.monotonic() + _PATIENCE
-        while len(self._connections) < 2:
-            if self._launcher.poll() is not None or time.monotonic() > deadline:
-                raise Unavailable(f"two processes did not start: {self._said()}")
-            with suppress(TimeoutError):
-                connection = Connection(door.accept()[0].detach())
-                self._connections[connection.recv()] = connection
-
-    def gradient(self, request: Any) -> Any:
+    def gradient(self, *request: Any) -> Any:
         """Loss and gradient; raises what a process raised.
+
+        Args:
+          request: The loss, options of `value_and_grad`, parameters, batch, weights.
 
         Raises:
           JdistError: The processes disagree, or do not answer.
         """
-        answers, wide = [], jnp.result_type(float) == jnp.float64
+        wide = jnp.result_type(float) == jnp.float64
         try:
-            for rank in range(2):
-                self._connections[rank].send((wide, request))
-            for rank in range(2):
-                if not self._connections[rank].poll(_PATIENCE):
-                    raise JdistError(f"rank {rank} did not answer in {_PATIENCE:g} s")
-                answers.append(self._connections[rank].recv())
-        except (EOFError, OSError) as error:
-            raise JdistError(f"the two processes are gone: {self._said()}") from error
-        for found in answers:
-            if isinstance(found, Exception):
-                raise found
+            self._join()
+            calls = [
+                rpc.rpc_async(
+                    f"worker{rank}", answer, (wide, *request), timeout=_PATIENCE
+                )
+                for rank in range(2)
+            ]
+            try:
+                answers = [call.wait() for call in calls]
+            finally:
+                rpc.shutdown()
+        except (rpc.RpcTimeout, rpc.WorkerLost) as error:
+            said = self._said(error)
+            raise JdistError(f"the two processes are gone: {said}") from error
         one, other = ([x.tobytes() for x in jax.tree.leaves(a)] for a in answers)
         if one != other:
             raise JdistError("the two processes have different bits")
         return answers[0]
 
     def close(self) -> None:
-        """Ends both processes and their launcher."""
-        for connection in self._connections.values():
-            connection.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(5)
-        self._launcher.terminate()
-        self._launcher.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Ends both processes."""
+        self._processes.close()
 
-    def _said(self) -> str:
-        return self._output.read_text(errors="replace")[-2000:]
+    def _join(self) -> None:
+        """Makes this process a worker of one group with the two."""
+        deadline = time.monotonic() + _PATIENCE
+        options = _options(key=self._processes.key, join_timeout=_ATTEMPT)
+        while True:
+            try:
+                rpc.init_rpc(
+                    "judge",
+                    rank=2,
+                    world_size=3,
+                    coordinator=self._processes.coordinator,
+                    allow=_ALLOWED,
+                    options=options,
+                )
+                return
+            except rpc.RpcTimeout:
+                if not self._processes.running or time.monotonic() > deadline:
+                    raise
+
+    def _said(self, error: BaseException) -> str:
+        """Why: what ended the processes, if they have ended."""
+        try:
+            self._processes.join(timeout=5.0)
+        except (rpc.ProcessFailed, rpc.RpcTimeout, rpc.RpcError) as ending:
+            return f"{error} {ending}"
+        return str(error)
 
 
-def _launched(path: str, output: Path) -> "subprocess.Popen[bytes]":
-    # One CPU device each, whatever devices the judge itself has.
-    variables = {_SOCKET: path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    with output.open("wb") as file:
-        return subprocess.Popen(
-            [sys.executable, *_PROGRAM],
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+def _options(**options: Any) -> rpc.RpcOptions:
+    # The loss may be any function that a module defines: pickled where rpc does not
+    # name it. The processes are the judge's own children and run whatever it sends.
+    return rpc.RpcOptions(allow_pickle=True, **options)
 
 
 @cache
@@ -163,26 +166,41 @@ def _pair() -> Pair:
 # --- in each of the two ---
 
 
-def main() -> None:
-    """Computes what it is sent, until the judge is gone."""
-    with process_group() as mesh, Client(os.environ[_SOCKET]) as judge:
-        judge.send(jax.process_index())
+def serve(rank: int) -> None:
+    """Joins one group with the judge after the other, until this process is ended."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    _silence()
+    with process_group() as mesh:
+        _meshes.append(mesh)
         while True:
-            try:
-                wide, request = judge.recv()
-            except EOFError:
-                return
-            judge.send(_answer(mesh, wide, request))
+            # The judge gave up, or lost the other one: it may come again.
+            with suppress(rpc.RpcError):
+                rpc.init_rpc(
+                    f"worker{rank}",
+                    world_size=3,
+                    allow=_ALLOWED,
+                    options=_options(join_timeout=0.0),
+                )
+                rpc.shutdown()
 
 
-def _answer(mesh: Mesh, wide: bool, request: Any) -> Any:
-    try:
-        if not wide:
-            return _gradient(mesh, *request)
-        with double_precision():
-            return _gradient(mesh, *request)
-    except Exception as error:  # noqa: BLE001 - the judge raises it again
-        return error
+_meshes: list[Mesh] = []
+
+
+def _silence() -> None:
+    """Keeps what gloo and XLA write off the judge's output; errors are raised there."""
+    with open(os.devnull, "wb") as nowhere:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def answer(wide: bool, *request: Any) -> Any:
+    """This process's loss and gradient, in double precision if `wide`."""
+    if not wide:
+        return _gradient(_meshes[0], *request)
+    with double_precision():
+        return _gradient(_meshes[0], *request)
 
 
 def _gradient(
@@ -202,7 +220,3 @@ def _gradient(
     )
     found = value_and_grad(loss_fn, mesh, **options)(params, *shards)
     return jax.tree.map(np.asarray, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -71,7 +71,7 @@ def clip_by_global_norm(
     return jax.tree.map(lambda g: scaled(jnp.asarray(g), factor), grads), norm
 
 
-# --- the steps of it, for whoever has the leaves in several places ---
+# --- its steps, for leaves in several places ---
 
 
 def square(leaf: jax.Array) -> jax.Array:
@@ -81,13 +81,13 @@ def square(leaf: jax.Array) -> jax.Array:
 
 
 def sum_of(squares: Sequence[jax.Array]) -> jax.Array:
-    """Their sum from the first to the last, in the widest precision among them."""
+    """The sum from the first to the last, in the widest precision among them."""
     widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
     return sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
 
 
 def shrinking(norm: jax.Array, max_norm: float | jax.Array) -> jax.Array:
-    """By what gradients of this norm are multiplied: 1 at most."""
+    """The factor of gradients of this norm: 1 at most."""
     return jnp.minimum(jnp.asarray(max_norm, norm.dtype) / (norm + TORCH_EPS), 1)
 
 

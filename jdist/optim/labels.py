@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist.optim._base import Optimizer, check_optimizer, matching
-from jdist.optim._hyper import Hyperparameter
+from jdist.optim._hyperparameters import Hyperparameter
+from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
 
 def by_label(

@@ -7,12 +7,7 @@ than the spacing of 16-bit numbers add up instead of being lost.
 
 float16 gradients below 6e-8 vanish. Hence the loss is multiplied by a scale before it
 is differentiated, and the gradients divided by it in float32. Where that overflows, the
-step is skipped, parameters and state stay, bit for bit, and the skip is counted. A
-dynamic scale then shrinks; after enough good steps it grows:
-
-    overflow:    scale <- scale * backoff_factor,  good <- 0
-    else:        good  <- good + 1;  at growth_interval: scale <- scale * growth_factor
-                 (unless that is infinite),  good <- 0
+step is skipped, parameters and state stay, bit for bit, and the skip is counted.
 
     opt = with_master_weights(adam(), compute_dtype=jnp.float16,
                               loss_scale=DynamicLossScale())
@@ -24,7 +19,6 @@ dynamic scale then shrinks; after enough good steps it grows:
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -32,63 +26,14 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import is_inexact, named_leaves, wide_dtype
-from jdist.optim._base import Optimizer, check_optimizer
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicLossScale:
-    """How a loss scale follows overflows; the defaults are those of torch's GradScaler.
-
-    Raises:
-      ValueError: A value is out of range.
-
-    References:
-      `torch.amp.GradScaler`; Micikevicius et al., Mixed precision training, ICLR 2018.
-    """
-
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-
-    def __post_init__(self) -> None:
-        """Refuses values that would not scale."""
-        rules = {
-            "init_scale": ("must be above 0", self.init_scale > 0),
-            "growth_factor": ("must be at least 1", self.growth_factor >= 1),
-            "backoff_factor": (
-                "must be above 0 and at most 1",
-                0 < self.backoff_factor <= 1,
-            ),
-            "growth_interval": ("must be at least 1", self.growth_interval >= 1),
-        }
-        for name, (rule, holds) in rules.items():
-            if not holds:
-                argument = f"DynamicLossScale({name}=...)"
-                raise ValueError(requirement(argument, rule, getattr(self, name)))
-
-
-class Precision(NamedTuple):
-    """What an optimizer with masters was told."""
-
-    compute_dtype: Any
-    """Of the compute copies."""
-
-    loss_scale: DynamicLossScale | None
-    """A static scale is one whose factors are 1. None: the loss is not scaled."""
-
-
-class LossScaleState(NamedTuple):
-    """The loss scale and what happened to it."""
-
-    scale: jax.Array
-    """float32 scalar."""
-
-    good_steps: jax.Array
-    """Steps without overflow since the scale last changed, int32 scalar."""
-
-    skipped: jax.Array
-    """Steps skipped in all, int32 scalar."""
+from jdist.optim._loss_scale import (
+    DynamicLossScale,
+    LossScaleState,
+    Precision,
+    next_scale,
+    scaling_of,
+)
+from jdist.optim._optimizer import Optimizer, check_optimizer
 
 
 class MasterState(NamedTuple):
@@ -169,7 +114,7 @@ def with_master_weights(
     call = "with_master_weights"
     compute_dtype = jnp.dtype(compute_dtype)
     _check_arguments(call, opt, compute_dtype)
-    scaling = _scaling(call, loss_scale)
+    scaling = scaling_of(call, loss_scale)
 
     def init_tree(params: Any) -> MasterState:
         masters = jax.tree.map(_master, params)
@@ -201,7 +146,7 @@ def with_master_weights(
                 (masters, inner),
                 (state.masters, state.inner),
             )
-            scale = _next_scale(scaling, scale, finite)
+            scale = next_scale(scaling, scale, finite)
         moved = _moved(params, grads, masters, updates)
         return moved, MasterState(masters, inner, scale)
 
@@ -246,18 +191,6 @@ def _check_arguments(call: str, opt: Any, compute_dtype: Any) -> None:
     if opt.name == call:
         rule, remedy = "must not have masters already", "Wrap it once."
         raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
-
-
-def _scaling(
-    call: str, loss_scale: float | DynamicLossScale | None
-) -> DynamicLossScale | None:
-    """A static scale is a dynamic one whose factors are 1."""
-    if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
-        return loss_scale
-    if not loss_scale > 0:
-        argument = f"{call}(loss_scale=...)"
-        raise ValueError(requirement(argument, "must be above 0", loss_scale))
-    return DynamicLossScale(loss_scale, growth_factor=1.0, backoff_factor=1.0)
 
 
 def _is_real(leaf: Any) -> bool:
@@ -334,17 +267,3 @@ def _all_finite(grads: Any, axis_name: Hashable | None) -> jax.Array:
     if axis_name is None:
         return finite
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) > 0
-
-
-def _next_scale(
-    scaling: DynamicLossScale, state: LossScaleState, finite: jax.Array
-) -> LossScaleState:
-    good = jnp.where(finite, state.good_steps + 1, 0)
-    full = good >= scaling.growth_interval
-    grown = state.scale * scaling.growth_factor
-    grown = jnp.where(full & jnp.isfinite(grown), grown, state.scale)
-    return LossScaleState(
-        scale=jnp.where(finite, grown, state.scale * scaling.backoff_factor),
-        good_steps=jnp.where(full, 0, good),
-        skipped=state.skipped + jnp.where(finite, 0, 1),
-    )

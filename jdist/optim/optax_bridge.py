@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jdist._errors import Unavailable, requirement
 from jdist._tree import is_inexact, merge, path_of, split_inexact, wide_dtype
-from jdist.optim._base import Optimizer, check_optimizer, matching
+from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
 if TYPE_CHECKING:
     import optax

@@ -4,18 +4,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from jdist._errors import requirement
-from jdist.optim._base import Optimizer
-from jdist.optim.adadelta import adadelta
-from jdist.optim.adagrad import adagrad
-from jdist.optim.adam import adam
-from jdist.optim.adamax import adamax
-from jdist.optim.adamw import adamw
-from jdist.optim.asgd import asgd
-from jdist.optim.nadam import nadam
-from jdist.optim.radam import radam
-from jdist.optim.rmsprop import rmsprop
-from jdist.optim.rprop import rprop
-from jdist.optim.sgd import sgd
+from jdist.optim._optimizer import Optimizer
+from jdist.optim.algorithms.adadelta import adadelta
+from jdist.optim.algorithms.adagrad import adagrad
+from jdist.optim.algorithms.adam import adam
+from jdist.optim.algorithms.adamax import adamax
+from jdist.optim.algorithms.adamw import adamw
+from jdist.optim.algorithms.asgd import asgd
+from jdist.optim.algorithms.nadam import nadam
+from jdist.optim.algorithms.radam import radam
+from jdist.optim.algorithms.rmsprop import rmsprop
+from jdist.optim.algorithms.rprop import rprop
+from jdist.optim.algorithms.sgd import sgd
 
 _constructors: dict[str, Callable[..., Optimizer]] = {
     "Adadelta": adadelta,

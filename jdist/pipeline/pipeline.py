@@ -219,7 +219,7 @@ class Pipeline:
             the stage that takes it.
           WorkerLost: A worker of the pipeline is gone.
           RpcTimeout: The workers wait for one that has not made the call, or for each
-            other, for longer than rpc's default timeout (`rpc.set_default_timeout`).
+            other, for longer than rpc's default timeout (`rpc.set_rpc_timeout`).
             One that computes or compiles is waited for.
           Exception: Whatever went wrong on another worker, with its name in a note. If
             this raises on one worker, it does on all; the next call is right again.

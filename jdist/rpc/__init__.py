@@ -21,10 +21,10 @@ from jdist.rpc.base.errors import RpcError as RpcError
 from jdist.rpc.base.errors import RpcTimeout as RpcTimeout
 from jdist.rpc.base.errors import WorkerLost as WorkerLost
 from jdist.rpc.base.future import Future as Future
+from jdist.rpc.base.future import collect_all as collect_all
+from jdist.rpc.base.future import wait_all as wait_all
+from jdist.rpc.base.future import wait_all_calls as wait_all_calls
 from jdist.rpc.base.options import RpcOptions as RpcOptions
-from jdist.rpc.base.waiting import collect_all as collect_all
-from jdist.rpc.base.waiting import wait_all as wait_all
-from jdist.rpc.base.waiting import wait_all_calls as wait_all_calls
 from jdist.rpc.base.worker_info import WorkerInfo as WorkerInfo
 from jdist.rpc.calls.async_execution import async_execution as async_execution
 from jdist.rpc.calls.caller import rpc_async as rpc_async
@@ -36,7 +36,7 @@ from jdist.rpc.group.api import get_rpc_timeout as get_rpc_timeout
 from jdist.rpc.group.api import get_worker_info as get_worker_info
 from jdist.rpc.group.api import get_worker_infos as get_worker_infos
 from jdist.rpc.group.api import new_cluster_key as new_cluster_key
-from jdist.rpc.group.api import set_default_timeout as set_default_timeout
+from jdist.rpc.group.api import set_rpc_timeout as set_rpc_timeout
 from jdist.rpc.group.lifecycle import init_rpc as init_rpc
 from jdist.rpc.group.lifecycle import shutdown as shutdown
 from jdist.rpc.modules.parameters import Parameter as Parameter

@@ -10,23 +10,20 @@ place and time, backward passes in another, and have many in flight. `jax.vjp` u
 the weights, or what is made of them, once for each call in flight; its pull-back is one
 piece; and a lambda written in a loop compiles each time.
 
-- `_plan`: what is kept, decided on the traced program. `_cut`: the minimum cut behind
-  it. `_repeat`: what may be computed again. `_flow`: what depends on what. `_loops`:
-  the same cut inside the body of a loop.
-- `_backward`: the backward program for one pattern of absent cotangents. `_split`: its
-  two halves. `_deferred`: weight gradients for many calls at once.
-- `_passing`: backward passes that compute nothing.
-- `_traced`: a function by its programs, of one version of what it reads. `_identity`:
-  a program as a key.
-- `_cache`: what is compiled, by contents and by program. `_contents`: what a function
-  is made of. `_reads`: what its code can read.
-- `_halves`, `_residuals`, `_segment`: the compiled functions, what passes between them,
-  and the public face.
+- `_programs`: the traced program of a function, cut into forward and backward programs.
+- `_lookup`: compiled functions found again, by contents or by program.
+- `_residuals`, `_halves`, `_segment`: what passes between the halves, the compiled
+  functions, and `segment` itself.
+- `internal`: what other parts of jdist may use besides.
 """
 
-from jdist.segment._lookup.cache import RecompilationWarning as RecompilationWarning
-from jdist.segment._residuals import Deferred as Deferred
-from jdist.segment._residuals import Residuals as Residuals
-from jdist.segment._residuals import Rest as Rest
-from jdist.segment._segment import Segment as Segment
-from jdist.segment._segment import segment as segment
+from jdist.segment._halves import Fold
+from jdist.segment._lookup.cache import RecompilationWarning
+from jdist.segment._residuals import Residuals, Rest
+from jdist.segment._segment import Segment, segment
+
+__all__ = ["Fold", "RecompilationWarning", "Residuals", "Rest", "Segment", "segment"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -109,10 +109,36 @@ class Rest(_Waiting[Split]):
 
     __slots__ = ()
 
+    @property
+    def computed(self) -> list[Any]:
+        """Its arrays but parameters and residuals: computed so far, and cotangents."""
+        places = self.split.locations.places
+        return [
+            x for x, (group, _) in zip(self.arrays, places, strict=True) if group > 1
+        ]
+
+    @classmethod
+    def of(
+        cls,
+        split: Split,
+        params: Sequence[Any],
+        residuals: Sequence[Any],
+        computed: Sequence[Any],
+    ) -> "Rest":
+        """A rest of the same split, of other arrays; for `computed` see there."""
+        held, others = (params, residuals), iter(computed)
+        return cls(
+            split,
+            tuple(
+                next(others) if group >= len(held) else held[group][place]
+                for group, place in split.locations.places
+            ),
+        )
+
 
 @jax.tree_util.register_pytree_node_class
 class Deferred(_Waiting[Deferral]):
-    """What `backward_deferring_then` leaves for `joined_then`: a pytree of arrays."""
+    """What `backward_deferring` leaves for `join_deferred`: a pytree of arrays."""
 
     __slots__ = ()
 
@@ -197,9 +223,9 @@ def refuse_origin(call: str, value: Any, kind: type) -> NoReturn:
     name, maker = {
         Residuals: ("residuals", "forward"),
         Rest: ("rest", "backward_inputs"),
-        Deferred: ("deferred", "backward_deferring_then"),
+        Deferred: ("deferred", "backward_deferring"),
     }[kind]
-    argument = f"Segment.{call}({name}=...)"
+    argument = f"{call}({name}=...)"
     if type(value) is not kind:
         rule = f"must be what `{maker}` returned"
         raise TypeError(requirement(argument, rule, value))
@@ -236,7 +262,7 @@ def check_version(call: str, params: Any, version: Version | None) -> None:
         "Keep each version of the parameters until the backward passes of all its "
         "forward passes have run, and pass it to them."
     )
-    raise ValueError(requirement(f"Segment.{call}(params=...)", rule, got, remedy))
+    raise ValueError(requirement(f"{call}(params=...)", rule, got, remedy))
 
 
 def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> None:
@@ -255,7 +281,7 @@ def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> No
                     "Donate parameters, inputs and outputs of a segment only after "
                     "the backward passes of all forward passes that used them."
                 )
-                argument = f"Segment.{call}({name}=...)"
+                argument = f"{call}({name}=...)"
                 message = requirement(argument, rule, got, remedy)
                 raise ValueError(message) from error
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.segment._halves import Halves, Invoke, Then, call_now
+from jdist.segment._halves import Fold, Halves, Invoke, call_now
 from jdist.segment._lookup.cache import PATIENCE, PATIENCE_WITH_MODELS, FunctionCache
 from jdist.segment._lookup.contents import Contents, value_of
 from jdist.segment._lookup.traced import Changed, Static, StaticValue
@@ -25,6 +25,7 @@ from jdist.segment._residuals import (
 )
 
 CACHE: FunctionCache[Halves] = FunctionCache("segment", size=256)
+_NO_FOLD = (None, None, None)
 
 
 class Segment:
@@ -51,8 +52,8 @@ class Segment:
     ) -> None:
         self.fn = fn
         self._halves = halves
-        self._invoke = invoke
         self._static = static
+        self._invoke = invoke
         self._own = own  # Whether `fn` is the caller's, and not one that is equal.
 
     def __repr__(self) -> str:
@@ -63,7 +64,7 @@ class Segment:
 
         Args:
           invoke: `invoke(function, *arguments)` takes the place of
-            `function(*arguments)`; it may trace or compile the function instead.
+            `function(*arguments)`; it may compile ahead, and return shapes for shapes.
         """
         return Segment(self.fn, self._halves, self._static, self._own, invoke)
 
@@ -113,7 +114,12 @@ class Segment:
         return self._call("outputs", params, inputs, static)
 
     def backward(
-        self, params: Any, residuals: Residuals, d_outputs: Any
+        self,
+        params: Any,
+        residuals: Residuals,
+        d_outputs: Any,
+        *,
+        fold: Fold | None = None,
     ) -> tuple[Any, tuple[Any, ...]]:
         """Pulls the cotangents of the outputs back to parameters and inputs.
 
@@ -124,13 +130,16 @@ class Segment:
             dtypes. None in place of a leaf or of a whole subtree: no cotangent flows
             there, and what only it would need is not computed. Outputs that are not
             floating have None.
+          fold: Makes something of the gradients in the same program, such as a sum over
+            calls.
 
         Returns:
           `(d_params, d_inputs)`. `d_params` is a tree like the parameters, with zeros
           where nothing flows, and None for a parameter that is not floating. `d_inputs`
           is a tuple like the inputs, with None where no cotangent flows: inputs that
           are not floating or static, and those that no output with a cotangent depends
-          on. Each has the dtype and the sharding of what it is the cotangent of.
+          on. Each has the dtype and the sharding of what it is the cotangent of. With a
+          fold, what it returns stands in the place of `d_params`.
 
         Raises:
           ValueError: The parameters are not those of the forward pass; an array that is
@@ -139,37 +148,9 @@ class Segment:
           TypeError: `residuals` is not what `forward` returned.
         """
         arguments = (params, residuals, d_outputs)
-        return self._pull_back("backward", "backward", arguments)
-
-    def backward_then(
-        self,
-        then: Then,
-        carry: Any,
-        given: Any,
-        params: Any,
-        residuals: Residuals,
-        d_outputs: Any,
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """`backward`, compiled together with what is made of the gradients.
-
-        Each gradient is then read while it is in the cache: adding those of one call
-        after another to a sum costs a fraction of what it costs on its own.
-
-        Args:
-          then: `then(carry, d_params, given)`, pure. It is known by its identity: a
-            new function each time compiles each time.
-          carry: Pytree of arrays, which are donated.
-          given: Pytree of arrays, which are not.
-          params, residuals, d_outputs: As for `backward`.
-
-        Returns:
-          `(what `then` returned, d_inputs)`.
-
-        Raises: what `backward` raises.
-        """
-        arguments = (params, residuals, d_outputs)
-        before = (then, carry, given)
-        return self._pull_back("backward_then", "backward_then", arguments, before)
+        return self._pull_back(
+            "Segment.backward", "backward", arguments, fold or _NO_FOLD
+        )
 
     def backward_inputs(
         self, params: Any, residuals: Residuals, d_outputs: Any
@@ -186,140 +167,64 @@ class Segment:
           `backward_params`.
         """
         arguments = (params, residuals, d_outputs)
-        d_inputs, found = self._pull_back("backward_inputs", "first", arguments)
+        call = "Segment.backward_inputs"
+        d_inputs, found = self._pull_back(call, "first", arguments)
         arrays = _gathered(found, arguments, d_inputs)
         return d_inputs, Rest(found.split, arrays, residuals.layout)
 
-    def backward_params(self, rest: Rest) -> Any:
+    def backward_params(self, rest: Rest, *, fold: Fold | None = None) -> Any:
         """The other half: the gradients of the parameters.
 
         Args:
           rest: What `backward_inputs` returned.
+          fold: As for `backward`.
 
         Returns:
           `d_params`, as `backward` returns it, equal to rounding. Arrays may be shared
-          with the rest.
+          with the rest. With a fold, what it makes of them.
 
         Raises:
           ValueError: An array that is needed was donated or deleted; or the rest is of
             another segment.
           TypeError: `rest` is not what `backward_inputs` returned.
         """
-        home = self._home("backward_params", rest, Rest)
-        finished: list[Any] = []
-        if None in rest.split.ready:
+        call = "Segment.backward_params"
+        second = self._home(call, rest, Rest).second
+        finished: Any = []
+        if fold is not None or None in rest.split.ready:
             try:
-                finished = self._invoke(home.second, rest, rest.layout)
+                finished = self._invoke(second, *(fold or _NO_FOLD), rest, rest.layout)
             except (RuntimeError, ValueError) as error:
-                explain_deleted("backward_params", error, {"rest": rest})
+                explain_deleted(call, error, {"rest": rest})
                 raise
+        if fold is not None:
+            return finished
         return rest.split.gradients(rest.arrays, finished)
 
-    def backward_params_then(
-        self, then: Then, carry: Any, given: Any, rest: Rest
-    ) -> Any:
-        """`backward_params`, compiled together with `then`: see `backward_then`.
-
-        Raises: what `backward_params` raises.
-        """
-        call = "backward_params_then"
-        home = self._home(call, rest, Rest)
-        try:
-            before = home.second_then, then, carry, given
-            return self._invoke(*before, rest, rest.layout)
-        except (RuntimeError, ValueError) as error:
-            explain_deleted(call, error, {"rest": rest})
-            raise
-
-    def backward_deferring_then(
-        self,
-        then: Then,
-        carry: Any,
-        given: Any,
-        params: Any,
-        residuals: Residuals,
-        d_outputs: Any,
-    ) -> tuple[Any, tuple[Any, ...], Deferred]:
-        """`backward_then` without the products that end gradients of parameters.
-
-        Such gradients are None in what `then` is given; `joined_then` computes them,
-        for many calls at once.
-
-        Args and errors are those of `backward_then`.
-
-        Returns:
-          `(what `then` returned, d_inputs, deferred)`. The last refers to parameters,
-          residuals and cotangents that it needs: these must not be donated before
-          `joined_then`.
-        """
-        arguments = (params, residuals, d_outputs)
-        call, before = "backward_deferring_then", (then, carry, given)
-        carry, d_inputs, found = self._pull_back(
-            call, "deferring_then", arguments, before
-        )
-        arrays = _gathered(found, arguments, d_inputs)
-        return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
-
-    def joined_then(
-        self, then: Then, carry: Any, given: Any, deferred: Sequence[Deferred]
-    ) -> Any:
-        """The sum over many calls of the gradients that they have put off.
-
-        Calls of equal shapes are one product each; for every set of shapes, in the
-        order of its first call, `then(carry, d_params, given)` makes the next carry.
-        In `d_params` None takes the place of gradients that were not put off.
-
-        Args:
-          then, carry, given: As for `backward_then`.
-          deferred: What `backward_deferring_then` returned.
-
-        Returns:
-          What `then` returned last; `carry` if nothing was put off.
-
-        Raises:
-          ValueError: An array that is needed was donated or deleted; or something is of
-            another segment.
-          TypeError: Something is not what `backward_deferring_then` returned.
-        """
-        call = "joined_then"
-        alike: dict[Any, list[Deferred]] = {}
-        for each in deferred:
-            home = self._home(call, each, Deferred)
-            alike.setdefault((home, each.split), []).append(each)
-        try:
-            for (home, split), calls in alike.items():
-                if any(split.put_off):
-                    layout = calls[0].layout
-                    before = home.joined_then, then, carry, given
-                    carry = self._invoke(*before, calls, layout)
-        except (RuntimeError, ValueError) as error:
-            explain_deleted(call, error, {"deferred": list(deferred)})
-            raise
-        return carry
-
     def _call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
+        given = self._invoke, half, params, inputs, static
         try:
-            return self._halves.call(half, params, inputs, static, self._invoke)
+            return self._halves.call(*given)
         except Changed:
             if not self._own:
                 raise
         CACHE.drop(self._halves)
         self._halves = self._halves.aside(self.fn)
-        return self._halves.call(half, params, inputs, static, self._invoke)
+        return self._halves.call(*given)
 
     def _pull_back(
         self,
         call: str,
         half: str,
         arguments: tuple[Any, Residuals, Any],
-        before: tuple[Any, ...] = (),
+        fold: tuple[Any, ...] = (),
     ) -> Any:
         params, residuals, _ = arguments
         home = self._home(call, residuals, Residuals)
         check_version(call, params, residuals.version)
+        compiled = getattr(home, half)
         try:
-            function = getattr(home, half)
-            return self._invoke(function, *before, *arguments, residuals.layout)
+            return self._invoke(compiled, *fold, *arguments, residuals.layout)
         except (RuntimeError, ValueError) as error:
             names = ("params", "residuals", "d_outputs")
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
@@ -341,6 +246,65 @@ class Segment:
         return tuple(
             None if i in places else x for i, x in enumerate(inputs, start=1)
         ), static
+
+
+def backward_deferring(
+    segment: Segment, params: Any, residuals: Residuals, d_outputs: Any, fold: Fold
+) -> tuple[Any, tuple[Any, ...], Deferred]:
+    """`Segment.backward` without the products that end gradients of parameters.
+
+    Such gradients are None in what the fold is given; `join_deferred` computes them,
+    for many calls at once.
+
+    Args and errors are those of `Segment.backward`.
+
+    Returns:
+      `(what the fold returned, d_inputs, deferred)`. The last refers to parameters,
+      residuals and cotangents that it needs: these must not be donated before
+      `join_deferred`.
+    """
+    arguments = (params, residuals, d_outputs)
+    carry, d_inputs, found = segment._pull_back(
+        "backward_deferring", "deferring", arguments, fold
+    )
+    arrays = _gathered(found, arguments, d_inputs)
+    return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
+
+
+def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) -> Any:
+    """Folds the gradients that many calls have put off, summed over the calls.
+
+    Calls of equal shapes are one product each; for every set of shapes, in the order of
+    its first call, the fold makes the next carry. In the gradients that it is given
+    None takes the place of those that were not put off.
+
+    Args:
+      segment: Whose calls they are.
+      deferred: What `backward_deferring` returned.
+      fold: What is made of the sums.
+
+    Returns:
+      What the fold returned last; its carry if nothing was put off.
+
+    Raises:
+      ValueError: An array that is needed was donated or deleted; or something is of
+        another segment.
+      TypeError: Something is not what `backward_deferring` returned.
+    """
+    call = "join_deferred"
+    alike: dict[Any, list[Deferred]] = {}
+    for each in deferred:
+        home = segment._home(call, each, Deferred)
+        alike.setdefault((home, each.split), []).append(each)
+    try:
+        for (home, split), calls in alike.items():
+            if any(split.put_off):
+                carry = segment._invoke(home.joined, *fold, calls, calls[0].layout)
+                fold = fold._replace(carry=carry)
+    except (RuntimeError, ValueError) as error:
+        explain_deleted(call, error, {"deferred": list(deferred)})
+        raise
+    return fold.carry
 
 
 def _static(place: int, value: Any) -> StaticValue:

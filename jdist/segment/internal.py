@@ -8,7 +8,7 @@ as `segment` itself, so that what counts as the same function is decided in one 
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jdist.segment._halves import Halves, Invoke, call_now
+from jdist.segment._halves import Fold, Halves, Invoke, call_now
 from jdist.segment._lookup.cache import PATIENCE_WITH_MODELS, VERSIONS, FunctionCache
 from jdist.segment._lookup.contents import Contents, contents_of, is_fixed, value_of
 from jdist.segment._lookup.program_key import identity_of
@@ -21,8 +21,8 @@ from jdist.segment._lookup.traced import (
 )
 from jdist.segment._programs.plan import ForwardPlan
 from jdist.segment._programs.recompute import POLICIES
-from jdist.segment._residuals import passed_on
-from jdist.segment._segment import Segment
+from jdist.segment._residuals import Deferred, passed_on
+from jdist.segment._segment import Segment, backward_deferring, join_deferred
 
 __all__ = [
     "PATIENCE_WITH_MODELS",
@@ -30,15 +30,19 @@ __all__ = [
     "VERSIONS",
     "Changed",
     "Contents",
+    "Deferred",
+    "Fold",
     "ForwardPlan",
     "FunctionCache",
     "Invoke",
     "Traced",
     "TracedProgram",
+    "backward_deferring",
     "call_now",
     "contents_of",
     "identity_of",
     "is_fixed",
+    "join_deferred",
     "passed_on",
     "pure_segment",
     "refuse_hidden",

@@ -7,11 +7,23 @@ new parameters. `python -m jdist.verify` judges every
 strategy that is installed.
 """
 
-from jdist.verify.compare import compare as compare
-from jdist.verify.gradients import gradients as gradients
-from jdist.verify.gradients import judge as judge
-from jdist.verify.problem import Problem as Problem
-from jdist.verify.report import LeafReport as LeafReport
-from jdist.verify.report import OracleCheck as OracleCheck
-from jdist.verify.report import Report as Report
-from jdist.verify.step import step as step
+from jdist.verify.compare import compare
+from jdist.verify.gradients import gradients, judge
+from jdist.verify.problem import Problem
+from jdist.verify.report import LeafReport, OracleCheck, Report
+from jdist.verify.step import step
+
+__all__ = [
+    "LeafReport",
+    "OracleCheck",
+    "Problem",
+    "Report",
+    "compare",
+    "gradients",
+    "judge",
+    "step",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

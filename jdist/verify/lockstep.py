@@ -36,13 +36,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jdist._compat import loop_counts
 from jdist.verify.bound import accumulated, flushes, unit_roundoff
 
 Array = jax.Array
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PrecisionPair:
     """One value on both sides.
 
     Attributes:
@@ -58,7 +59,7 @@ class Pair:
 
 
 # A value without a wide side of its own stands for itself.
-Value = Array | Pair
+Value = Array | PrecisionPair
 
 
 @dataclass(slots=True)
@@ -141,20 +142,21 @@ def run(
     program: ClosedJaxpr,
     inputs: Sequence[Value],
     perturbation: Perturbation,
-) -> list[Pair]:
+) -> list[PrecisionPair]:
     """Evaluates a program on both sides; to be called with 64-bit types enabled.
 
     Args:
       program: As traced in the settings that it is judged in.
       inputs: Its arguments. Floating ones are exact, and what is traced from here on;
-        a `Pair` has a wide side of its own.
+        a `PrecisionPair` has a wide side of its own.
       perturbation: Of the wide side.
 
     Returns:
       Its results; floating ones have a size.
     """
     given = [
-        x if isinstance(x, Pair) or not _is_float(x) else _as_pair(x) for x in inputs
+        x if isinstance(x, PrecisionPair) or not _is_float(x) else _as_pair(x)
+        for x in inputs
     ]
     found = _evaluate(program.jaxpr, program.consts, given, perturbation, sized=True)
     return list(map(_as_pair, found))
@@ -193,10 +195,12 @@ def _equation(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
 ) -> Sequence[Value]:
     name = equation.primitive.name
-    if not any(isinstance(x, Pair) for x in operands):
+    if not any(isinstance(x, PrecisionPair) for x in operands):
         return _bind(equation, operands)
     if name == "stop_gradient" and noise.held is not None:
-        return [Pair(_rounded(operands[0]), _first(_wide(operands[0]), noise.held))]
+        return [
+            PrecisionPair(_rounded(operands[0]), _first(_wide(operands[0]), noise.held))
+        ]
     if name in _CONTROL:
         return _CONTROL[name](equation, operands, noise)
     inner = _called(equation)
@@ -225,7 +229,7 @@ def _both_sides(
         if perturbed and _is_float(r):
             w = _perturb(w, r.dtype, _summed(equation), noise)
         size = _size(equation, operands) if sized and _is_float(r) else None
-        found.append(Pair(r, w, size) if _has_sides(r) else r)
+        found.append(PrecisionPair(r, w, size) if _has_sides(r) else r)
     return found
 
 
@@ -310,7 +314,7 @@ def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
     sizes = [_size_of(x) for x in operands]
     if name in _ADDS:
         return jnp.hypot(*sizes)
-    if not any(isinstance(x, Pair) and x.size is not None for x in operands):
+    if not any(isinstance(x, PrecisionPair) and x.size is not None for x in operands):
         return None
     if name in _SCALED:
         return _SCALED[name](*sizes)
@@ -318,7 +322,7 @@ def _size(equation: JaxprEqn, operands: list[Value]) -> Array | None:
 
 
 def _size_of(value: Value) -> Array:
-    if isinstance(value, Pair) and value.size is not None:
+    if isinstance(value, PrecisionPair) and value.size is not None:
         return value.size
     wide = _wide(value)
     return jnp.abs(wide) if _is_float(wide) else wide
@@ -489,7 +493,7 @@ class _Flat:
     def values(self, arrays: Sequence[Array]) -> list[Value]:
         rest = iter(arrays)
         return [
-            Pair(next(rest), next(rest)) if paired else next(rest)
+            PrecisionPair(next(rest), next(rest)) if paired else next(rest)
             for paired in self.paired
         ]
 
@@ -498,11 +502,13 @@ def _scan(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation
 ) -> list[Value]:
     params, body = equation.params, equation.params["jaxpr"]
-    consts, carried = params["num_consts"], params["num_carry"]
+    counts = loop_counts(equation)
+    assert counts is not None, equation.primitive.name
+    consts, carried = counts
     fixed, start = operands[:consts], operands[consts : consts + carried]
     slices = operands[consts + carried :]
     carry = _Flat([_has_sides(_rounded(x)) for x in start])
-    along = _Flat([isinstance(x, Pair) for x in slices])
+    along = _Flat([isinstance(x, PrecisionPair) for x in slices])
     stacked = _Flat([_has_sides(v.aval) for v in body.jaxpr.outvars[carried:]])
 
     def step(state: Any, taken: Any) -> Any:
@@ -552,7 +558,7 @@ def _cond(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation
 ) -> list[Value]:
     index, *rest = operands
-    given = _Flat([isinstance(x, Pair) for x in rest])
+    given = _Flat([isinstance(x, PrecisionPair) for x in rest])
     result = _Flat([_has_sides(v.aval) for v in equation.outvars])
 
     def branch(program: ClosedJaxpr) -> Callable[..., list[Array]]:
@@ -700,17 +706,21 @@ def _widened(key: str, value: Any) -> Any:
 
 
 def _rounded(value: Value) -> Array:
-    return value.rounded if isinstance(value, Pair) else value
+    return value.rounded if isinstance(value, PrecisionPair) else value
 
 
 def _wide(value: Value) -> Array:
-    if isinstance(value, Pair):
+    if isinstance(value, PrecisionPair):
         return value.wide
     return value.astype(wide_of(value.dtype)) if _is_float(value) else value
 
 
-def _as_pair(value: Value) -> Pair:
-    return value if isinstance(value, Pair) else Pair(value, _wide(value))
+def _as_pair(value: Value) -> PrecisionPair:
+    return (
+        value
+        if isinstance(value, PrecisionPair)
+        else PrecisionPair(value, _wide(value))
+    )
 
 
 def _as_array(constant: Any) -> Array:

@@ -29,7 +29,7 @@ from jdist.verify.bound import (
     measured_bound,
     unit_roundoff,
 )
-from jdist.verify.lockstep import Pair, Perturbation, run, wide_of
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
 from jdist.verify.oracle import differentiated, finite_differences
 from jdist.verify.report import OracleCheck
 
@@ -77,7 +77,7 @@ def measurer(
     loss_fn: Callable[[Any, Any], jax.Array], reduction: str, accumulation: Any
 ) -> Callable[..., Measured]:
     """Builds the measurement of one loss; its compiled parts are kept between calls."""
-    programs = _Programs(loss_fn, accumulation)
+    programs = _LossPrograms(loss_fn, accumulation)
     check = finite_differences(loss_fn, reduction)
 
     def measure(
@@ -113,13 +113,13 @@ class _Losses(NamedTuple):
     dtype: Any
 
 
-class _Found(NamedTuple):
+class _ExampleSums(NamedTuple):
     sums: _Collected
     losses: np.ndarray
     notes: tuple[str, ...]
 
 
-class _Programs:
+class _LossPrograms:
     """The programs of one loss, traced in the user's settings, run in lockstep."""
 
     def __init__(
@@ -156,7 +156,7 @@ class _Programs:
 
     def gradients(
         self, params: Any, batch: Any, shares: np.ndarray, draws: int
-    ) -> _Found:
+    ) -> _ExampleSums:
         """The sums over examples, and each example's own loss.
 
         With a scalar share the batch is one example.
@@ -173,7 +173,7 @@ class _Programs:
             f"the rounding of {missed} was not measured: there the bound is too narrow",
         )
         sums = jax.tree.map(np.asarray, sums)
-        return _Found(sums, np.asarray(losses), notes if missed else ())
+        return _ExampleSums(sums, np.asarray(losses), notes if missed else ())
 
     def _together(
         self, program: ClosedJaxpr, leaves: list[jax.Array], amplitude: float | None
@@ -194,7 +194,7 @@ class _Programs:
         factor = _magnified(program)
         count = max(shares.size, 1)
 
-        def evaluate(index: Any, draw: Any) -> list[Pair]:
+        def evaluate(index: Any, draw: Any) -> list[PrecisionPair]:
             row = batch
             if shares.ndim:
                 take = jax.lax.dynamic_slice_in_dim
@@ -232,7 +232,7 @@ class _Programs:
 
 def _add(
     sums: _Collected,
-    pairs: list[Pair],
+    pairs: list[PrecisionPair],
     exact: list[jax.Array],
     share: jax.Array,
     first: jax.Array,

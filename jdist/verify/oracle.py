@@ -31,7 +31,7 @@ from jdist._compat import double_precision
 from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
 from jdist.verify.bound import confidence
-from jdist.verify.lockstep import Pair, Perturbation, run
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import OracleCheck
 
 REDUCERS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -223,9 +223,9 @@ def _paired(given: Any, moved: Any) -> list[Any]:
     """Arguments as they are, the parameters' wide sides at another point."""
     params, *rest = given
     trainable, fixed = split_inexact(params)
-    pairs = jax.tree.map(Pair, trainable, moved)
+    pairs = jax.tree.map(PrecisionPair, trainable, moved)
     return jax.tree.leaves(
-        (merge(pairs, fixed), *rest), is_leaf=lambda x: isinstance(x, Pair)
+        (merge(pairs, fixed), *rest), is_leaf=lambda x: isinstance(x, PrecisionPair)
     )
 
 

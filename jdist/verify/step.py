@@ -33,7 +33,7 @@ from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff
 from jdist.verify.compare import compare_leaves
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.gradients import check_arguments, check_options
-from jdist.verify.lockstep import Pair, Perturbation, run, wide_of
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
 from jdist.verify.measure import measurer
 from jdist.verify.oracle import differentiated, reduced
 from jdist.verify.report import LeafReport, Report
@@ -186,7 +186,9 @@ def _moved(
         moving = jnp.where(number == 0, 0.0, confidence(entries))
         own = seed * jnp.uint32(FOLLOWED + 1) + number.astype(jnp.uint32)
         values = iter(wide)
-        state = [Pair(x, next(values)) if is_inexact(x) else x for x in state_leaves]
+        state = [
+            PrecisionPair(x, next(values)) if is_inexact(x) else x for x in state_leaves
+        ]
         exact = Perturbation(None, own, None, set())
         # The reference's own order of leaves: the loss, then the gradient.
         _, *slopes = run(
@@ -201,15 +203,17 @@ def _moved(
 
 
 def _shifted(
-    taken: _Taken, slopes: list[Pair], seed: jax.Array, moving: jax.Array
-) -> list[Pair]:
+    taken: _Taken, slopes: list[PrecisionPair], seed: jax.Array, moving: jax.Array
+) -> list[PrecisionPair]:
     """The gradient, each entry up or down by its bound."""
     leaves = jax.tree.leaves(taken.gradient)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), max(len(leaves), 1))
     shifted = []
     for key, own, slope, width in zip(keys, leaves, slopes, taken.bounds, strict=False):
         sign = jax.random.rademacher(key, own.shape, jnp.float64)
-        shifted.append(Pair(own, slope.wide + jnp.where(moving, sign * width, 0)))
+        shifted.append(
+            PrecisionPair(own, slope.wide + jnp.where(moving, sign * width, 0))
+        )
     return shifted
 
 

@@ -228,7 +228,7 @@ class Traffic:
         self.requests = []
         self.answers = []
         with rpc.use_worker(name):
-            self._handlers = current.agent().callee._handlers
+            self._handlers = current.worker().callee._handlers
         self._handler = self._handlers[GRADIENTS]
 
     def __enter__(self):

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jdist import autograd, optim, rpc
-from jdist.autograd.context import container
+from jdist.autograd.context.context import here
 from tests.rpc.rref.common import PATIENCE, gate
 
 SHAPES = {"w": (3, 2), "b": (4,)}
@@ -61,7 +61,7 @@ def value_of(rref):
 
 def put(context_id, gradients):
     """Gradients of variables here, as if a backward pass had brought them."""
-    context = container.here().get_or_create(context_id)
+    context = here().get_or_create(context_id)
     with context.lock:
         for rref, gradient in gradients:
             variable = rref.local_value()

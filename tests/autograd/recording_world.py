@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import autograd, rpc
-from jdist.autograd.context.container import here
-from jdist.autograd.graph.node import LeafNode, RecvNode, SendNode
+from jdist.autograd.context.context import here
+from jdist.autograd.graph.node import RecvNode, SendNode
+from jdist.autograd.graph.variable import LeafNode
 
 PATIENCE = 60.0
 WAYS = ("sync", "async", "remote")

@@ -12,9 +12,9 @@ import pytest
 
 import jdist
 from jdist import autograd, rpc
-from jdist.autograd.context.turns import in_turn
-from jdist.autograd.engine.mailbox import StepQueue
-from jdist.rpc.base.turn import Turn
+from jdist.autograd.context.locks import holding
+from jdist.autograd.engine.local_pass import StepQueue
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until
 from tests.rpc.test_interrupts import interrupt
 
@@ -66,38 +66,43 @@ def test_a_mailbox_is_never_left_busy():
 
 
 def test_several_turns_are_never_left_taken():
-    turns, used, number = [Turn(), Turn()], [], 0
-    while interrupt(number, in_turn, turns, "busy", lambda: used.append(1)):
+    turns, used, number = [InterruptSafeLock(), InterruptSafeLock()], [], 0
+    while interrupt(number, holding, turns, "busy", lambda: used.append(1)):
         for turn in turns:
-            assert Outcome(turn.try_take).get()
-        turns, number = [Turn(), Turn()], number + 1
+            assert Outcome(turn.try_acquire).get()
+        turns, number = [InterruptSafeLock(), InterruptSafeLock()], number + 1
     assert used
     assert number > 10
 
 
 def test_turns_are_given_back_where_one_is_refused():
     """By a thread that has it, and by the one that asks and has it from before."""
-    first, second, taken, done = Turn(), Turn(), threading.Event(), threading.Event()
+    first, second, taken, done = (
+        InterruptSafeLock(),
+        InterruptSafeLock(),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def hold():
-        second.take(None, "busy")
+        second.acquire(None, "busy")
         taken.set()
         assert done.wait(PATIENCE)
-        second.give()
+        second.release()
 
     holder = Outcome(hold)
     assert taken.wait(PATIENCE)
-    waiting = Outcome(in_turn, [first, second], "while it was busy", lambda: "used")
+    waiting = Outcome(holding, [first, second], "while it was busy", lambda: "used")
     blocked(waiting.thread)
-    assert not first.try_take()
+    assert not first.try_acquire()
     done.set()
     holder.get()
     assert waiting.get() == "used"
 
     def again():
         with pytest.raises(RuntimeError, match="this one, which was interrupted"):
-            in_turn([first, second], "busy", lambda: None)
-        return first.mine, second.mine
+            holding([first, second], "busy", lambda: None)
+        return first.held, second.held
 
-    assert in_turn([second], "busy", again) == (False, True)
-    assert not second.mine
+    assert holding([second], "busy", again) == (False, True)
+    assert not second.held

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from jdist import rpc
-from jdist.autograd.context.container import here
+from jdist.autograd.context.context import here
 from jdist.autograd.crossing.rpc_hooks import META
 from jdist.rpc.base import current
-from jdist.rpc.base.extensions import NEEDS
-from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.base.extension_state import NEEDS
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.wire.frame import CALL
 from tests.autograd.recording_world import add
 from tests.rpc.hosts import names
@@ -69,9 +69,11 @@ def test_a_callee_that_has_not_imported_it(tmp_path):
 
 def test_workers_made_later_have_it():
     with rpc.local_cluster(names(2)):
-        assert isinstance(current.agent().parts["jdist.autograd"].ids.worker, int)
+        assert isinstance(
+            current.worker().extension_state["jdist.autograd"].ids.worker, int
+        )
         with rpc.use_worker("worker1"):
-            assert current.agent().parts["jdist.autograd"].ids.worker == 1
+            assert current.worker().extension_state["jdist.autograd"].ids.worker == 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_malformed_metadata_is_refused(threads, row):
     body = (add, (1.0, 2.0), {})
     meta = {META: row} if row is not None else {META: "text"}
     with pytest.raises(rpc.ProtocolError, match="autograd part of a message is malf"):
-        current.agent().call("worker1", CALL, body, meta=meta)
+        current.worker().call("worker1", CALL, body, meta=meta)
     with rpc.use_worker("worker1"):
         assert not here().contexts()
 
@@ -94,15 +96,15 @@ def test_malformed_metadata_is_refused(threads, row):
 @pytest.mark.parametrize("row", [(2, 1.0), (-1, 1.0), (True, 1.0), ("0", 1.0)])
 def test_a_slot_belongs_to_its_message(threads, row):
     context_id = (1 << 48) + 5
-    boundary = current.agent().interceptor
-    parcel = Parcel(
+    boundary = current.worker().interceptor
+    message = MessageContext(
         rpc.WorkerInfo("worker1", 1, incarnation=1), {META: [context_id, 0, 9, 2, []]}
     )
-    assert boundary.take((1, 7.0), parcel).edge.index == 1
+    assert boundary.take((1, 7.0), message).edge.index == 1
     with pytest.raises(rpc.ProtocolError, match="has a slot of its message"):
-        boundary.take(row, parcel)
-    for wrong in (parcel.worker, None):
-        outside = None if wrong is None else Parcel(wrong)
+        boundary.take(row, message)
+    for wrong in (message.worker, None):
+        outside = None if wrong is None else MessageContext(wrong)
         with pytest.raises(rpc.ProtocolError, match="belongs to a context"):
             boundary.take(row, outside)
     assert boundary.take(7.0, None) == 7.0
@@ -111,4 +113,4 @@ def test_a_slot_belongs_to_its_message(threads, row):
 def test_a_part_that_is_not_allowed_is_not_imported(threads):
     meta = {NEEDS: "os:system"}
     with pytest.raises(rpc.ForbiddenFunction, match="module that other workers may"):
-        current.agent().call("worker1", CALL, (add, (1.0, 2.0), {}), meta=meta)
+        current.worker().call("worker1", CALL, (add, (1.0, 2.0), {}), meta=meta)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jdist import verify
-from jdist.matrix.autograd import strategies
+from jdist.matrix.autograd import rows
 from jdist.verify.matrix import judge
 
 # All others are judged by `python -m jdist.verify` itself.
@@ -14,7 +14,7 @@ CELLS = [("mean", "float32"), ("max", "float64")]
 
 @pytest.mark.parametrize(("reduction", "dtype"), CELLS)
 def test_every_row_is_right(reduction, dtype):
-    (cells,) = judge(strategies(), [reduction], [dtype])
+    (cells,) = judge(rows(), [reduction], [dtype])
     assert len(cells) == 5
     for cell in cells:
         assert cell.skipped == ""
@@ -32,7 +32,7 @@ def test_parameters_that_nothing_reaches_have_zeros():
     params = {name: jnp.asarray(x) for name, x in params.items()}
     batch = jnp.asarray(rng.normal(size=(7, 4)))
     candidates = {
-        name: _unweighted(build(loss, "mean")) for name, build in strategies().items()
+        name: _unweighted(build(loss, "mean")) for name, build in rows().items()
     }
     verify.gradients(loss, params, batch, candidates).raise_if_failed()
 

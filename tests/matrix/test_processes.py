@@ -1,13 +1,13 @@
 """The matrix's rows over two processes: judged, refused, and gone without a trace."""
 
+import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
-from jdist import Unavailable
+from jdist import Unavailable, rpc
 from jdist._errors import JdistError
 from jdist.matrix import processes
 from jdist.verify.problem import standard
@@ -49,28 +49,38 @@ def test_both_rows_are_right(pair, monkeypatch):
 def test_what_a_process_raises_is_raised_here(pair):
     """And they go on afterwards."""
     with pytest.raises(ValueError, match="must return one real loss per example"):
-        pair.gradient(request_of(one_number))
-    loss, _ = pair.gradient(request_of(PROBLEM.loss_fn))
+        pair.gradient(*request_of(one_number))
+    loss, _ = pair.gradient(*request_of(PROBLEM.loss_fn))
     assert loss.dtype == jnp.float64
 
 
+def test_the_judge_is_no_worker_between_two_gradients(pair):
+    """Other rows make workers in its process."""
+    pair.gradient(*request_of(PROBLEM.loss_fn))
+    with rpc.local_cluster(["a", "b"]):
+        assert rpc.rpc_sync("b", max, args=(1, 2)) == 2
+    pair.gradient(*request_of(PROBLEM.loss_fn))
+
+
 def test_processes_that_are_gone_are_said_to_be():
-    """With what they wrote last; closing finds nothing more to do."""
+    """With how they ended; closing finds nothing more to do."""
     made = processes.Pair()
-    folder = Path(made._folder)
-    made._launcher.send_signal(signal.SIGKILL)
-    made._launcher.wait()
-    with pytest.raises(JdistError, match="the two processes are gone"):
-        made.gradient(request_of(PROBLEM.loss_fn))
+    os.kill(made.pids[1], signal.SIGKILL)
+    expected = r"the two processes are gone: .*Rank 1 .*was killed by SIGKILL"
+    with pytest.raises(JdistError, match=expected):
+        made.gradient(*request_of(PROBLEM.loss_fn))
     made.close()
-    assert not folder.exists()
-    assert made._launcher.returncode == -signal.SIGKILL
+    for pid in made.pids:
+        with pytest.raises(ProcessLookupError, match="No such process"):
+            os.kill(pid, 0)
 
 
-def test_processes_that_do_not_start_leave_the_row_out(monkeypatch):
+def fail(rank):
+    raise RuntimeError("no such thing here")
+
+
+def test_processes_that_do_not_start_leave_the_row_out():
     """By name, with the reason."""
-    program = ("-c", "raise SystemExit('no such thing here')")
-    monkeypatch.setattr(processes, "_PROGRAM", program)
-    expected = "two processes did not start: no such thing here"
+    expected = r"(?s)two processes did not start: .*no such thing here"
     with pytest.raises(Unavailable, match=expected):
-        processes.Pair()
+        processes.Pair(fail)

@@ -63,11 +63,11 @@ def impatient(pipe, names):
         return
     pipe.communicator.gather(None, "the beginning")
     before = rpc.get_rpc_timeout()
-    rpc.set_default_timeout(TIMEOUT)
+    rpc.set_rpc_timeout(TIMEOUT)
     try:
         yield
     finally:
-        rpc.set_default_timeout(before)
+        rpc.set_rpc_timeout(before)
 
 
 def steps(names, *pauses):

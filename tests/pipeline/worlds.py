@@ -159,13 +159,13 @@ def abandoned(rank):
     if rank == 0:
         return "left"
     before = rpc.get_rpc_timeout()
-    rpc.set_default_timeout(2.0)
+    rpc.set_rpc_timeout(2.0)
     try:
         pipe.value_and_grad(pipe.place(params), batch, weights)
     except rpc.RpcTimeout as error:
         return str(error)
     finally:
-        rpc.set_default_timeout(before)
+        rpc.set_rpc_timeout(before)
     return "no error"
 
 
@@ -290,13 +290,13 @@ def one_saves(folder):
         if rpc.get_worker_info().name == "worker1":
             return "left"
         before = rpc.get_rpc_timeout()
-        rpc.set_default_timeout(2.0)
+        rpc.set_rpc_timeout(2.0)
         try:
             saved.save(state)
         except rpc.RpcTimeout as error:
             return str(error)
         finally:
-            rpc.set_default_timeout(before)
+            rpc.set_rpc_timeout(before)
     return "no error"
 
 

@@ -59,7 +59,7 @@ def see(operation, *args):
 
 def hang():
     """A call that nothing ends but the end of its worker."""
-    agent = current.agent()
+    agent = current.worker()
     _callers.release()
     while not (agent.closed or _over.wait(0.02)):
         continue
@@ -192,7 +192,7 @@ def how_it_ended(word):
 
 def has_arrived(parts):
     """On rank 0: waits until so many wait at the coordinator for others."""
-    coordinator = current.agent().group.coordinator
+    coordinator = current.worker().group.coordinator
     until, pause = time.monotonic() + PATIENCE, threading.Event()
     while time.monotonic() < until:
         with coordinator._lock:
@@ -211,7 +211,7 @@ def await_ends(names):
 
 
 def await_end():
-    agent = current.agent()
+    agent = current.worker()
     until, pause = time.monotonic() + PATIENCE, threading.Event()
     while not agent.outstanding._watched and not any(
         asked._purpose == "shutdown"
@@ -298,7 +298,7 @@ def sockets_by_name():
 
 
 def my_socket():
-    return current.agent().address[3]
+    return current.worker().address[3]
 
 
 def join_in_vain(*place, **options):

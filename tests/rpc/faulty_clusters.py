@@ -37,7 +37,7 @@ def let_go():
 
 def include_own_calls():
     """This worker's calls to itself meet the faults too, from now on."""
-    agent = current.agent()
+    agent = current.worker()
     peer = agent.directory.find(agent.info)
     peer._transport = FaultyTransport(peer._transport, _plans[0])
 

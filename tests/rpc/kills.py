@@ -29,7 +29,7 @@ def use(reference, x):
 
 def connect(victim):
     """Each call has a new connection, whose handshake may be what is hit."""
-    for connection in list(current.agent().directory.find(victim)._idle):
+    for connection in list(current.worker().directory.find(victim)._idle):
         connection.channel.close("closed by a test")
     assert rpc.rpc_sync(victim, max, args=(1, 2), timeout=0) == 2
 

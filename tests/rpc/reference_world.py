@@ -7,9 +7,9 @@ world knows which values must live, and checks it after every step.
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.ids import IdCounter
-from jdist.rpc.rref.held import Held
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Ref, Take
-from jdist.rpc.rref.protocol import Never, Post, Protocol, Settled
+from jdist.rpc.rref.protocol import Never, Protocol, Send, Settled
+from jdist.rpc.rref.user_fork import UserFork
 
 
 class Message(NamedTuple):
@@ -42,8 +42,8 @@ class Creation(NamedTuple):
 
     sender: int
     to: int
-    held: Held
-    floor: int
+    user_fork: UserFork
+    low_water_mark: int
 
 
 class Created(NamedTuple):
@@ -51,10 +51,10 @@ class Created(NamedTuple):
 
     sender: int
     to: int
-    held: Held
+    user_fork: UserFork
 
 
-class Cell:
+class OwnerValue:
     """A value, by its name."""
 
     def __init__(self):
@@ -67,18 +67,18 @@ class Handle(NamedTuple):
 
     worker: int
     rref: Any
-    held: Held | None
-    cell: Cell | None
+    user_fork: UserFork | None
+    owner_value: OwnerValue | None
 
 
 class World:
     """Workers 0 to `size` - 1 and what is under way between them."""
 
     def __init__(self, size):
-        self.workers = [Protocol(me, IdCounter(me), Cell) for me in range(size)]
+        self.workers = [Protocol(me, IdCounter(me), OwnerValue) for me in range(size)]
         self.bag = []
         self.handles = []
-        self.cells = {}
+        self.owner_values = {}
         self.alive = set(range(size))
         self.lost = set()
         self.told = set()
@@ -87,29 +87,29 @@ class World:
     # --- what programs do ---
 
     def make(self, worker):
-        cell, rref = Cell(), self.workers[worker].name()
-        self.cells[rref] = cell
-        self.handles.append(Handle(worker, rref, None, cell))
+        owner_value, rref = OwnerValue(), self.workers[worker].name()
+        self.owner_values[rref] = owner_value
+        self.handles.append(Handle(worker, rref, None, owner_value))
 
     def remote(self, worker, owner):
-        held, floor = self.workers[worker].create(owner)
-        self.handles.append(Handle(worker, held.rref, held, None))
-        self.bag.append(Creation(worker, owner, held, floor))
+        user_fork, low_water_mark = self.workers[worker].create(owner, [])
+        self.handles.append(Handle(worker, user_fork.rref, user_fork, None))
+        self.bag.append(Creation(worker, owner, user_fork, low_water_mark))
 
     def share(self, handle, to):
         protocol = self.workers[handle.worker]
-        if handle.held is None:
-            ref = protocol.give_owned(handle.rref, handle.cell, to)
-        elif handle.held.failed is None:
-            ref = protocol.give(handle.held, to)
+        if handle.user_fork is None:
+            ref = protocol.give_owned(handle.rref, handle.owner_value, to)
+        elif handle.user_fork.failed is None:
+            ref = protocol.give(handle.user_fork, to)
         else:
             return
         self.bag.append(Call(handle.worker, to, ref))
 
     def drop(self, handle):
         self.handles.remove(handle)
-        if handle.held is not None:
-            self._do(handle.worker, self.workers[handle.worker].drop(handle.held))
+        if handle.user_fork is not None:
+            self._do(handle.worker, self.workers[handle.worker].drop(handle.user_fork))
 
     # --- what happens to what is under way ---
 
@@ -151,22 +151,24 @@ class World:
         self._do(item.to, effects)
         if taken is None:
             return
-        if isinstance(taken, Held):
+        if isinstance(taken, UserFork):
             self.handles.append(Handle(item.to, item.ref.rref, taken, None))
         else:
-            self.handles.append(Handle(item.to, item.ref.rref, None, taken.cell))
-            self._names(item.ref.rref, taken.cell)
+            self.handles.append(Handle(item.to, item.ref.rref, None, taken.owner_value))
+            self._names(item.ref.rref, taken.owner_value)
 
     def _creation(self, item):
-        held = item.held
+        user_fork = item.user_fork
         protocol = self.workers[item.to]
-        entry = protocol.on_create(item.sender, held.rref, held.fork, item.floor)
+        entry = protocol.on_create(
+            item.sender, user_fork.rref, user_fork.fork, item.low_water_mark
+        )
         if entry is not None:
-            self._names(held.rref, entry.cell)
-            self.bag.append(Created(item.to, item.sender, held))
+            self._names(user_fork.rref, entry.owner_value)
+            self.bag.append(Created(item.to, item.sender, user_fork))
 
     def _created(self, item):
-        self._do(item.to, self.workers[item.to].created(item.held))
+        self._do(item.to, self.workers[item.to].created(item.user_fork))
 
     def fail(self, item, arrives_late):
         """The call gets no answer; what it brought may arrive all the same."""
@@ -178,7 +180,7 @@ class World:
         if isinstance(item, Call):
             effects = protocol.undelivered(item.ref.fork, item.to)
         else:
-            effects = protocol.not_created(item.held, "timed out")
+            effects = protocol.not_created(item.user_fork, "timed out")
         self._do(item.sender, effects)
 
     def lose(self, worker):
@@ -198,7 +200,7 @@ class World:
     def check(self):
         """No value that somebody can still get at has been freed."""
         for handle in self.handles:
-            self._must_live(handle.rref, handle.held)
+            self._must_live(handle.rref, handle.user_fork)
         if not self.lost:
             for item in self.bag:
                 if isinstance(item, Call) and self._has_yet_to_arrive(item):
@@ -216,43 +218,49 @@ class World:
                 self.deliver(item)
         for me in self.alive:
             protocol = self.workers[me]
-            assert (len(protocol.owned), len(protocol.holdings)) == (0, 0)
-            assert len(protocol.transit) == 0
-        for rref, cell in self.cells.items():
-            assert cell.freed <= 1, rref
-        for held in self.settled:
-            assert self.settled.count(held) == 1
+            assert (len(protocol.owned), len(protocol.user_forks)) == (0, 0)
+            assert len(protocol.unacknowledged) == 0
+        for rref, owner_value in self.owner_values.items():
+            assert owner_value.freed <= 1, rref
+        for user_fork in self.settled:
+            assert self.settled.count(user_fork) == 1
 
     def _has_yet_to_arrive(self, call):
-        given = self.workers[call.sender].transit.find(call.ref.fork, call.to)
+        given = self.workers[call.sender].unacknowledged.find(call.ref.fork, call.to)
         return given is not None and not self._was_redelivered(call)
 
     def _was_redelivered(self, call):
         window = self.workers[call.to]._taken[call.sender]
         return window.seen(call.ref.fork.local_id)
 
-    def _must_live(self, rref, held):
-        cell = self.cells.get(rref)
-        if cell is None or (held is not None and held.failed is not None):
+    def _must_live(self, rref, user_fork):
+        owner_value = self.owner_values.get(rref)
+        if owner_value is None or (
+            user_fork is not None and user_fork.failed is not None
+        ):
             return
-        if self.lost and held is not None and not held.counted:
+        if self.lost and user_fork is not None and not user_fork.counted:
             return
-        assert not cell.freed, f"{rref} was freed while it was held"
+        assert not owner_value.freed, f"{rref} was freed while it was held"
 
-    def _names(self, rref, cell):
-        assert self.cells.setdefault(rref, cell) is cell, "one reference, two values"
+    def _names(self, rref, owner_value):
+        assert self.owner_values.setdefault(rref, owner_value) is owner_value, (
+            "one reference, two values"
+        )
 
     def _do(self, worker, effects):
         for effect in effects:
-            if isinstance(effect, Post):
+            if isinstance(effect, Send):
                 if effect.to in self.alive:
                     self.bag.append(Message(worker, effect.to, effect.message))
             elif isinstance(effect, Settled):
-                assert not effect.held.pending
-                self.settled.append(effect.held)
+                assert not effect.user_fork.pending
+                self.settled.append(effect.user_fork)
             elif isinstance(effect, Never):
-                assert effect.cell.never is None
-                effect.cell.never = effect.reason
-            elif all(handle.cell is not effect.cell for handle in self.handles):
-                effect.cell.freed += 1
+                assert effect.owner_value.never is None
+                effect.owner_value.never = effect.reason
+            elif all(
+                handle.owner_value is not effect.owner_value for handle in self.handles
+            ):
+                effect.owner_value.freed += 1
         self.check()

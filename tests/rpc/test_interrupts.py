@@ -13,7 +13,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until
 
 PATIENCE = 60
@@ -82,7 +82,7 @@ def interrupt(number, operation, *args, within=""):
 
 def interrupt_everywhere(to, operation):
     """After each interrupt both kinds of call work, and nothing is left of it."""
-    agent, number = current.agent(), 0
+    agent, number = current.worker(), 0
     operation(to)
     while interrupt(number, operation, to):
         assert rpc.rpc_async(to, negative, args=(5,)).wait(PATIENCE) == -5
@@ -110,36 +110,36 @@ def test_the_next_call_works_in_process(operation):
 
 def use(turn, used):
     def action():
-        turn.take(None, "busy")
-        used.append(turn.mine)
+        turn.acquire(None, "busy")
+        used.append(turn.held)
 
-    turn.hold(action)
+    turn.releasing(action)
 
 
 def test_a_turn_is_never_left_taken():
-    turn, number = Turn(), 0
+    turn, number = InterruptSafeLock(), 0
     while interrupt(number, use, turn, []):
-        assert Outcome(turn.try_take).get()  # its thread ends with it, as below
-        turn, number = Turn(), number + 1
+        assert Outcome(turn.try_acquire).get()  # its thread ends with it, as below
+        turn, number = InterruptSafeLock(), number + 1
     assert number > 5
 
 
 def test_a_turn_is_taken_by_one_at_a_time():
-    turn, ready, done = Turn(), threading.Event(), threading.Event()
+    turn, ready, done = InterruptSafeLock(), threading.Event(), threading.Event()
 
     def hold():
-        turn.take(None, "busy")
+        turn.acquire(None, "busy")
         ready.set()
         assert done.wait(PATIENCE)
-        turn.give()
+        turn.release()
 
     holder = Outcome(hold)
     assert ready.wait(PATIENCE)
-    assert not turn.try_take()
-    assert not turn.mine
-    turn.give()  # of what another thread has, nothing
+    assert not turn.try_acquire()
+    assert not turn.held
+    turn.release()  # of what another thread has, nothing
     with pytest.raises(TimeoutError, match="another one has it"):
-        turn.take(0.0, "another one has it")
+        turn.acquire(0.0, "another one has it")
     waiting = Outcome(use, turn, used := [])
     blocked(waiting.thread)
     assert used == []
@@ -151,14 +151,14 @@ def test_a_turn_is_taken_by_one_at_a_time():
 
 def test_a_turn_is_refused_to_who_has_it():
     """As a signal handler that calls what it interrupted; the one below keeps it."""
-    turn = Turn()
+    turn = InterruptSafeLock()
 
     def action():
-        turn.take(None, "busy")
-        assert not turn.try_take()
+        turn.acquire(None, "busy")
+        assert not turn.try_acquire()
         with pytest.raises(RuntimeError, match="busy: this one, which was interrupted"):
-            turn.hold(lambda: turn.take(None, "busy"))
-        return turn.mine
+            turn.releasing(lambda: turn.acquire(None, "busy"))
+        return turn.held
 
-    assert turn.hold(action)
-    assert not turn.mine
+    assert turn.releasing(action)
+    assert not turn.held

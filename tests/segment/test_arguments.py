@@ -58,6 +58,9 @@ def test_none_is_a_zero_cotangent(heads, pattern):
     assert_close((seg.backward_params(rest), d_inputs), found)
 
 
+NO_FOLD = (None, None, None)
+
+
 def test_absent_cotangents_save_work(heads):
     """The products that only an absent cotangent needs are not in the program."""
     with jax.default_device(jax.devices("cpu")[0]):
@@ -70,7 +73,9 @@ def test_absent_cotangents_save_work(heads):
                 lambda d, live: d if live else None, d_outputs, pattern
             )
             half = seg._halves.backward
-            counts.append(products(half, params, residuals, absent, None))
+            counts.append(
+                products(half, None, None, None, params, residuals, absent, None)
+            )
     # Two products for each of w, a and b that takes part.
     assert counts == [6, 4, 2, 2, 0]
 

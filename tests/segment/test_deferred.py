@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.segment import Deferred, segment
+from jdist.segment import Fold, segment
+from jdist.segment.internal import Deferred, backward_deferring, join_deferred
 
 
 def collect(carry, d_params, given):
@@ -79,12 +80,12 @@ def run(name, rng, sizes):
         x = jnp.asarray(rng.normal(size=(size, *row)))
         y, residuals = seg.forward(params, x)
         given = params, residuals, jnp.asarray(rng.normal(size=y.shape))
-        ready, (d_x,), later = seg.backward_deferring_then(collect, ready, None, *given)
+        ready, (d_x,), later = backward_deferring(seg, *given, Fold(collect, ready))
         deferred.append(later)
         d_params, (expected,) = seg.backward(*given)
         alone.append(d_params)
         inputs.append((d_x, expected))
-    joined = seg.joined_then(collect, None, None, deferred)
+    joined = join_deferred(seg, deferred, Fold(collect, None))
     return ready, joined, alone, inputs
 
 
@@ -122,7 +123,7 @@ def test_one_product_for_each_use_of_a_weight(name, count, rng):
     for _ in range(5):
         y, residuals = seg.forward(params, jnp.asarray(rng.normal(size=(3, *row))))
         given = params, residuals, jnp.ones_like(y)
-        _, _, later = seg.backward_deferring_then(collect, None, None, *given)
+        _, _, later = backward_deferring(seg, *given, Fold(collect, None))
         deferred.append(later)
     split = deferred[0].split
     joined = jax.make_jaxpr(lambda calls: split.joined(calls, None))(
@@ -139,27 +140,27 @@ def test_nothing_put_off_is_nothing_joined(rng):
     seg = segment(lambda w, x: x * w)
     w, x = jnp.asarray(rng.normal(size=3)), jnp.asarray(rng.normal(size=3))
     y, residuals = seg.forward(w, x)
-    ready, _, later = seg.backward_deferring_then(collect, None, None, w, residuals, y)
+    ready, _, later = backward_deferring(seg, w, residuals, y, Fold(collect, None))
     np.testing.assert_allclose(ready[0], x * y)
-    assert seg.joined_then(collect, "as it was", None, [later]) == "as it was"
-    assert seg.joined_then(collect, "as it was", None, []) == "as it was"
+    assert join_deferred(seg, [later], Fold(collect, "as it was")) == "as it was"
+    assert join_deferred(seg, [], Fold(collect, "as it was")) == "as it was"
 
 
 def test_what_is_refused(rng):
     seg, other = segment(lambda w, x: x @ w), segment(lambda w, x: (x @ w) * 2)
     w, x = jnp.asarray(rng.normal(size=(3, 2))), jnp.asarray(rng.normal(size=(4, 3)))
     y, residuals = seg.forward(w, x)
-    _, _, later = seg.backward_deferring_then(collect, None, None, w, residuals, y)
+    _, _, later = backward_deferring(seg, w, residuals, y, Fold(collect, None))
     assert isinstance(later, Deferred)
     with pytest.raises(ValueError, match="of this very segment returned"):
-        other.joined_then(collect, None, None, [later])
+        join_deferred(other, [later], Fold(collect, None))
     _, rest = seg.backward_inputs(w, residuals, y)
-    with pytest.raises(TypeError, match="must be what `backward_deferring_then`"):
-        seg.joined_then(collect, None, None, [rest])
+    with pytest.raises(TypeError, match="must be what `backward_deferring`"):
+        join_deferred(seg, [rest], Fold(collect, None))
     with pytest.raises(TypeError, match="must be what `backward_inputs` returned"):
         seg.backward_params(later)
     x.delete()
     with pytest.raises(
-        ValueError, match=r"joined_then\(deferred=...\).*donated or del"
+        ValueError, match=r"join_deferred\(deferred=...\).*donated or del"
     ):
-        seg.joined_then(collect, None, None, [later])
+        join_deferred(seg, [later], Fold(collect, None))

@@ -206,11 +206,13 @@ def test_no_product_twice(name, rng):
         _, rest = seg.backward_inputs(params, residuals, d_outputs)
         halves = seg._halves
         forward = products(halves.forward, params, inputs, ())
-        whole = products(halves.backward, params, residuals, d_outputs, None)
+        whole = products(
+            halves.backward, None, None, None, params, residuals, d_outputs, None
+        )
         first = products(halves.first, params, residuals, d_outputs, None)
         second = 0
         if None in rest.split.ready:
-            second = products(halves.second, rest, None)
+            second = products(halves.second, None, None, None, rest, None)
     assert (forward, first, second) == PRODUCTS[name]
     assert whole == first + second
 

@@ -12,7 +12,12 @@ import pytest
 
 from jdist.segment import RecompilationWarning, segment
 from jdist.segment._lookup.cache import VERSIONS
-from jdist.segment._lookup.contents import MOST_BYTES, MOST_VALUES, _Reader, contents_of
+from jdist.segment._lookup.contents import (
+    MOST_BYTES,
+    MOST_VALUES,
+    _ContentsReader,
+    contents_of,
+)
 from jdist.segment._segment import CACHE
 from tests.segment.referents import FOREIGN
 
@@ -50,7 +55,7 @@ def arrays(rng):
 def counted(monkeypatch):
     """Values and bytes that were read to find compiled functions."""
     found = types.SimpleNamespace(values=0, bytes=0)
-    key, digest = _Reader.key, hashlib.blake2b
+    key, digest = _ContentsReader.key, hashlib.blake2b
 
     def counting(self, part, value):
         found.values += 1
@@ -60,7 +65,7 @@ def counted(monkeypatch):
         found.bytes += len(data)
         return digest(data, **options)
 
-    monkeypatch.setattr(_Reader, "key", counting)
+    monkeypatch.setattr(_ContentsReader, "key", counting)
     monkeypatch.setattr("hashlib.blake2b", hashing)
     return found
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.verify.lockstep import Pair, Perturbation, run
+from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 
 
 def both(fn, *inputs, amplitude=None, seed=1, accumulation=None):
@@ -18,7 +18,7 @@ def both(fn, *inputs, amplitude=None, seed=1, accumulation=None):
 
 
 def _sides(value):
-    assert isinstance(value, Pair)
+    assert isinstance(value, PrecisionPair)
     return value.rounded, value.wide
 
 

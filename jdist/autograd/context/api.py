@@ -1,22 +1,22 @@
-"""Contexts, as users have them."""
+"""The public functions of contexts."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
-from jdist.autograd.context import recording
-from jdist.autograd.context.container import here
-from jdist.autograd.context.context import Context
-from jdist.autograd.context.recording import Recording
-from jdist.autograd.errors import AutogradError
-from jdist.rpc.base.future import Future
+from jdist._tree import PyTree
+from jdist.autograd.context.context import Context, Recording, here, recorded_into
+from jdist.autograd.graph.errors import AutogradError
+from jdist.autograd.graph.variable import Variable
+from jdist.rpc import Future
 
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """A context: what is called within it is recorded, also on other workers.
+    """Records what is called within it, also on other workers.
 
-    At its end all workers that took part forget what they have recorded; nobody waits
-    for that. `release` can be waited for.
+    At its end all workers that took part forget what they have recorded, some moments
+    later; `release` can be waited for.
 
     Yields:
       The id of the context: 64 bits, of which the top 16 are the rank of this worker.
@@ -38,11 +38,11 @@ def context() -> Iterator[int]:
       (Recorded(float32[] of receive from worker1), False)
     """
     container = here()
-    outer = recording.current(container)
+    outer = recorded_into(container)
     if outer is not None:
         raise AutogradError(
             "Already have an autograd context id for this thread: "
-            f"{outer.context.id}. Contexts cannot be nested; leave this one first."
+            f"{outer.id}. Contexts cannot be nested; leave this one first."
         )
     made = container.new()
     try:
@@ -56,26 +56,26 @@ def current_context() -> Context:
     """The context of this thread of control.
 
     Raises:
-      AutogradError: It is within none.
+      AutogradError: This thread of control is within no context.
       RpcError: RPC has not been initialized.
 
     Source: `torch.distributed.autograd._current_context`.
     """
-    found = recording.current(here())
+    found = recorded_into(here())
     if found is None:
         raise AutogradError(
             "Current thread doesn't have a valid autograd context. Work within "
             "`with autograd.context() as context_id:`."
         )
-    return found.context
+    return found
 
 
 def retrieve_context(context_id: int) -> Context:
-    """What this worker has of a context.
+    """This worker's share of a context.
 
     Raises:
-      TypeError: That is no id.
-      ContextNotFound: It has nothing of it, or not any more.
+      TypeError: `context_id` is no id.
+      ContextNotFound: This worker does not have it, or not any more.
       RpcError: RPC has not been initialized.
 
     Source: `torch.distributed.autograd._retrieve_context`.
@@ -84,7 +84,7 @@ def retrieve_context(context_id: int) -> Context:
 
 
 def is_valid_context(context_id: int) -> bool:
-    """Whether this worker has something of a context.
+    """Whether this worker has a share of a context.
 
     Source: `torch.distributed.autograd._is_valid_context`.
     """
@@ -95,7 +95,7 @@ def release(context_id: int) -> Future[None]:
     """Ends a context now, on all workers that took part.
 
     Returns:
-      A future, done when all of them have forgotten it, or are gone themselves.
+      A future, done when all of them have forgotten it or are gone.
 
     Raises:
       TypeError, ContextNotFound, RpcError: As `retrieve_context`.
@@ -103,3 +103,23 @@ def release(context_id: int) -> Future[None]:
     Source: `torch.distributed.autograd._release_context`.
     """
     return here().release(context_id)
+
+
+def get_gradients(context_id: int) -> Mapping[Variable, PyTree]:
+    """The sums of what backward passes of a context found for this worker's variables.
+
+    A gradient is a tree like its variable's value, with None for leaves that nothing
+    reached. A variable that nothing reached is not in the mapping, which does not
+    change any more when more is added.
+
+    Args:
+      context_id: Of the context.
+
+    Raises:
+      ContextNotFound: There is no such context on this worker.
+
+    Source: `torch.distributed.autograd.get_gradients`.
+    """
+    context = here().retrieve(context_id)
+    with context.lock:
+        return MappingProxyType(dict(context.gradients))

@@ -12,43 +12,23 @@ itself would cost as much as a call. So those gather for a moment, and every wor
 told of all of them in one message.
 """
 
-import contextlib
 import contextvars
 import functools
-import threading
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from jdist.autograd.context.container import Container
-from jdist.autograd.context.context import Context
-from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.future import Future, call_when_done, error_of
-from jdist.rpc.base.waiting import collect_all
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.peer import Peer
-
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+from jdist.autograd.context.context import Container, Context
+from jdist.rpc import Future, ProtocolError, WorkerInfo, collect_all
+from jdist.rpc.extension import (
+    Agent,
+    ReliableDelivery,
+    call_when_done,
+    incarnation_of,
+)
 
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
-_GATHERING = 0.01
-"""Seconds for which the end of a context may wait for others to be told with it."""
-
-_FIRST_PATIENCE = 1.0
-_LONGEST_PATIENCE = 30.0
-_FIRST_PAUSE = 0.01
 _RELEASED = "It was released."
-_LONGEST_PAUSE = 10.0
-
-
-class _Message(NamedTuple):
-    """What a worker has to be told, and what it will have answered."""
-
-    peer: Peer | None
-    kind: str
-    body: Any
-    answer: Future[Any]
 
 
 class Releases:
@@ -58,21 +38,17 @@ class Releases:
       container: That of the worker.
 
     Attributes:
-      patience: Seconds to wait for the first answer; then twice as long each time.
+      delivery: Delivers the messages.
     """
 
     def __init__(self, container: Container) -> None:
-        self.patience = _FIRST_PATIENCE
         self._container = container
         self._agent: Agent = container.agent
-        self._lock = threading.Lock()
-        self._forwarded: dict[tuple[int, int], Future[None]] = {}
-        self._gathered: dict[Peer, list[int]] = {}
-        self._unanswered: set[Future[Any]] = set()
-        self._agent.register(_RELEASE, self._on_release)
-        self._agent.register(_HOLD, self._on_hold)
-        self._agent.parts.on_gone(self._on_gone)
-        self._agent.parts.on_close(self._on_close)
+        self.delivery = ReliableDelivery(self._agent, self._agent.references.later)
+        self.delivery.handle(_RELEASE, _id, self._on_release)
+        self.delivery.handle(_HOLD, _id, self._on_hold)
+        self._agent.extension_state.on_gone(self._on_gone)
+        self._agent.extension_state.on_close(self._on_close)
 
     def release(self, context_id: int) -> Future[None]:
         """Ends a context; done when all workers that took part have ended it."""
@@ -80,77 +56,63 @@ class Releases:
 
     def leave(self, context_id: int) -> None:
         """Ends a context here at once, and soon on all workers that took part."""
-        peers = self._end_here(context_id, _RELEASED)
-        with self._lock:
-            first = not self._gathered
-            for peer in peers:
-                self._gathered.setdefault(peer, []).append(context_id)
-        if first and peers:
-            self._agent.references.later(_GATHERING, self._tell_gathered)
-
-    def _tell_gathered(self) -> None:
-        with self._lock:
-            gathered, self._gathered = self._gathered, {}
-        for peer, contexts in gathered.items():
-            self._persist(peer, _RELEASE, contexts)
+        for worker in self._end_here(context_id, _RELEASED):
+            # A message for each end would cost as much as a call, and nothing waits.
+            self.delivery.send(worker, _RELEASE, context_id, gather=True)
 
     def _end(
         self, context_id: int, reason: str, told_by: int | None = None
     ) -> Future[None]:
         """Ends a context here, and at once on all workers but the one that told."""
-        peers = self._end_here(context_id, reason, told_by)
-        told = [self._persist(peer, _RELEASE, [context_id]) for peer in peers]
-        return _all_of(told)
+        workers = self._end_here(context_id, reason, told_by)
+        return _all_of([self._ask(one, _RELEASE, context_id) for one in workers])
 
     def _end_here(
         self, context_id: int, reason: str, told_by: int | None = None
-    ) -> list[Peer]:
-        """Those that have to be told, in the order of their names."""
+    ) -> list[int]:
+        """Incarnations of the workers to be told, in the order of their names."""
         known = self._container.end(context_id, reason)
         tell = known - {told_by, self._agent.info.incarnation}
-        peers = [self._agent.directory.of_incarnation(number) for number in tell]
-        there = [peer for peer in peers if peer is not None]
-        return sorted(there, key=lambda peer: peer.info)
+        peers = [self._agent.directory.of_incarnation(one) for one in tell]
+        infos = sorted(peer.info for peer in peers if peer is not None)
+        return [incarnation_of(info) for info in infos]
+
+    def _ask(self, to: int, kind: str, context_id: int) -> Future[Any]:
+        """Delivers a message; its answer, or None where there will be none."""
+        answer: Future[Any] = _quietly(Future)
+        unreachable = functools.partial(answer.set_result, None)
+        self.delivery.send(to, kind, context_id, answer.set_result, unreachable)
+        return answer
 
     # --- what others say ---
 
-    def _on_release(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        return _all_of([self._told(caller, context_id) for context_id in _ids(body)])
+    def _on_release(
+        self, caller: WorkerInfo, ids: Sequence[int]
+    ) -> tuple[Future[Sequence[None]], Callable[[], None]]:
+        told: Future[Sequence[None]] = _quietly(Future)
 
-    def _told(self, caller: WorkerInfo, context_id: int) -> Future[None]:
-        key = (incarnation_of(caller), context_id)
-        with self._lock:
-            # It is told again when the answer was lost: then it waits for the same.
-            again = self._forwarded.get(key)
-            if again is not None:
-                return again
-            forwarded: Future[None] = _quietly(Future)
-            self._forwarded[key] = forwarded
-        ended = self._end(context_id, f"{caller.name!r} released it.", key[0])
+        def end() -> None:
+            reason, by = f"{caller.name!r} released it.", incarnation_of(caller)
+            ended = _all_of([self._end(one, reason, by) for one in ids])
+            call_when_done(ended, lambda: told.set_result([None] * len(ids)))
 
-        def over() -> None:
-            with self._lock:
-                del self._forwarded[key]
-            forwarded.set_result(None)
-
-        call_when_done(ended, over)
-        return forwarded
+        return told, end
 
     def _on_hold(
-        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
-    ) -> list[int]:
+        self, caller: WorkerInfo, ids: Sequence[int]
+    ) -> tuple[list[bool], Callable[[], None]]:
         """Which of these contexts of ours are over; the others' end will be told."""
-        over = []
-        for context_id in _ids(body):
-            context = self._container.find(context_id)
-            if context is None:
-                over.append(context_id)
-                continue
-            try:
-                context.meet(caller)
-            except RuntimeError:  # it ended this very moment
-                over.append(context_id)
-        return over
+        return [self._is_over(caller, one) for one in ids], lambda: None
+
+    def _is_over(self, caller: WorkerInfo, context_id: int) -> bool:
+        context = self._container.find(context_id)
+        if context is None:
+            return True
+        try:
+            context.meet(caller)
+        except RuntimeError:  # it ended this very moment
+            return True
+        return False
 
     # --- workers that are gone ---
 
@@ -160,87 +122,34 @@ class Releases:
         for context in self._container.contexts():
             if context.origin == worker.incarnation:
                 self._container.end(context.id, why)
-            elif worker.incarnation in context.known_numbers():
+            elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
+        self.delivery.forget(incarnation_of(worker))
         self.seek_end(orphans)
 
     def seek_end(self, orphans: Iterable[Context]) -> None:
-        """Who would have told of the end of these is gone: asks those who made them."""
-        held: dict[int, list[int]] = {}
+        """Asks the makers of contexts for their end, which a lost worker would tell."""
         for context in orphans:
-            held.setdefault(context.origin, []).append(context.id)
-        held.pop(self._container.ids.worker, None)
-        for number, contexts in held.items():
-            origin = self._agent.directory.of_incarnation(number)
-            asked = self._persist(origin, _HOLD, contexts)
-            call_when_done(asked, functools.partial(self._let_go, asked))
+            if context.origin != self._container.ids.worker:
+                asked = self._ask(context.origin, _HOLD, context.id)
+                end = functools.partial(self._end_if_over, context.id, asked)
+                call_when_done(asked, end)
 
-    def _let_go(self, asked: Future[Any]) -> None:
-        if error_of(asked) is None:
-            for context_id in _ids(asked.value() or []):
-                self._end(context_id, _RELEASED)
+    def _end_if_over(self, context_id: int, asked: Future[Any]) -> None:
+        if asked.value() is True:
+            self._end(context_id, _RELEASED)
 
     def _on_close(self) -> None:
         for context in self._container.contexts():
             self._container.end(context.id, "RPC was shut down on this worker.")
-        with self._lock:
-            unanswered = list(self._unanswered)
-        for future in unanswered:
-            self._settle(future, None)
-
-    # --- messages that get through ---
-
-    def _persist(self, peer: Peer | None, kind: str, body: Any) -> Future[Any]:
-        """Asks until it is answered; None when nobody is there, or this worker ends."""
-        message = _Message(peer, kind, body, _quietly(Future))
-        with self._lock:
-            self._unanswered.add(message.answer)
-        self._try(message, 0)
-        return message.answer
-
-    def _try(self, message: _Message, attempt: int) -> None:
-        peer, kind, body, answer = message
-        if answer.done():
-            return
-        if peer is None or peer.departed is not None:
-            self._settle(answer, None)
-            return
-        patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
-        ask = functools.partial(self._agent.call_async, peer.info, kind, body, patience)
-        try:
-            asked = _quietly(ask)
-        except RpcError:  # this worker was shut down
-            self._settle(answer, None)
-            return
-        call_when_done(asked, lambda: self._asked(message, attempt, asked))
-
-    def _asked(self, message: _Message, attempt: int, asked: Future[Any]) -> None:
-        error = error_of(asked)
-        if error is None:
-            self._settle(message.answer, asked.value())
-        elif self._agent.closed or not isinstance(error, WorkerLost | RpcTimeout):
-            self._settle(message.answer, None)
-        else:
-            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt)
-            again = functools.partial(self._try, message, attempt + 1)
-            self._agent.references.later(pause, again)
-
-    def _settle(self, result: Future[Any], value: Any) -> None:
-        with self._lock:
-            if result not in self._unanswered:
-                return
-            self._unanswered.discard(result)
-        with contextlib.suppress(RpcError):
-            result.set_result(value)
+        self.delivery.close()
 
 
-def _ids(body: Any) -> list[int]:
-    """Ids of contexts that another worker has named."""
-    if type(body) is not list or not all(
-        type(named) is int and 0 <= named < 1 << 64 for named in body
-    ):
-        raise ProtocolError("Contexts are named by their ids.")
-    return body
+def _id(named: Any) -> int:
+    """The id of a context that another worker has named."""
+    if type(named) is int and 0 <= named < 1 << 64:
+        return named
+    raise ProtocolError("Contexts are named by their ids.")
 
 
 def _all_of(futures: list[Future[Any]]) -> Future[None]:

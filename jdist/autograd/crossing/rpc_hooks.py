@@ -14,25 +14,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdist._errors import requirement
-from jdist.autograd.context.container import Container
-from jdist.autograd.context.context import Context
-from jdist.autograd.context.recording import (
-    LAST,
+from jdist.autograd.context.context import (
+    Container,
+    Context,
     Recording,
-    current,
-    next_order,
-    refuse_in_pure,
+    recorded_into,
 )
-from jdist.autograd.graph.eager import is_pure
-from jdist.autograd.graph.node import Edge, Reach, RecvNode, SendNode, join
+from jdist.autograd.graph.node import (
+    LAST,
+    Edge,
+    Reach,
+    RecvNode,
+    SendNode,
+    join,
+    next_order,
+)
+from jdist.autograd.graph.purity import is_pure, refuse_in_pure
 from jdist.autograd.graph.recorded import Recorded, record
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.extensions import NEEDS
-from jdist.rpc.base.interceptor import Invocation
-from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.codec.message_context import Parcel
-from jdist.rpc.codec.nnx import is_module
+from jdist.rpc import ProtocolError, WorkerInfo
+from jdist.rpc.extension import NEEDS, Invocation, MessageContext, is_module
 
 META = "autograd"
 """Under which a message's metadata has its `CrossingHeader`, as a list."""
@@ -103,10 +104,9 @@ class RpcHooks:
     ) -> tuple[Invocation, dict[str, Any]]:
         """A call goes out: within a context it carries the ids."""
         refuse_in_pure("a call to {!r}", to.name)
-        recording = current(self._container)
-        if recording is None:
+        context = recorded_into(self._container)
+        if context is None:
             return call, {}
-        context = recording.context
         context.meet(to)
         row = _row(context.id, 0, self._container.ids.message())
         return call, {META: row, NEEDS: _NEEDED}
@@ -139,7 +139,9 @@ class RpcHooks:
         """`to_here` on the owner: of a variable what another worker would get."""
         if type(value) is not Variable:
             return value
-        return value.value if current(self._container) is None else value.recorded()
+        return (
+            value.value if recorded_into(self._container) is None else value.recorded()
+        )
 
     def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
         """An answer has come; the codec has seen to what is recorded in it."""
@@ -147,14 +149,14 @@ class RpcHooks:
 
     # --- values on their way ---
 
-    def give(self, value: Recorded, parcel: Parcel | None) -> Any:
+    def give(self, value: Recorded, message: MessageContext | None) -> Any:
         """A recorded value is sent: within a context its slot goes with the array."""
-        row = None if parcel is None else parcel.meta.get(META)
-        if row is None or parcel is None:
+        row = None if message is None else message.meta.get(META)
+        if row is None or message is None:
             return value.value
-        send = parcel.crossing
+        send = message.crossing
         if send is None:
-            send = parcel.crossing = self._send_function(row, parcel)
+            send = message.crossing = self._send_function(row, message)
         _, (array,), (edge,) = value.flat()
         before = send.reach
         slot = send.slot(edge, array)
@@ -164,26 +166,26 @@ class RpcHooks:
             row[_REACH] = _packed(join(mine, send.reach))
         return (slot, array)
 
-    def give_variable(self, variable: Variable, parcel: Parcel | None) -> Any:
+    def give_variable(self, variable: Variable, message: MessageContext | None) -> Any:
         """A variable is sent: its tree, recorded or not."""
-        inside = parcel is not None and META in parcel.meta
+        inside = message is not None and META in message.meta
         return variable.recorded() if inside else variable.value
 
-    def take(self, row: Any, parcel: Parcel | None) -> Any:
+    def take(self, row: Any, message: MessageContext | None) -> Any:
         """A recorded value has come, or only its array."""
         if type(row) is not tuple:
             return row
-        if parcel is None or parcel.meta.get(META) is None or len(row) != 2:
+        if message is None or message.meta.get(META) is None or len(row) != 2:
             raise ProtocolError("A recorded value belongs to a context.")
-        receive = parcel.crossing
+        receive = message.crossing
         if receive is None:
-            receive = parcel.crossing = self._receive_function(parcel)
+            receive = message.crossing = self._receive_function(message)
         slot, array = row
         if type(slot) is not int or not 0 <= slot < receive.outputs:
             raise ProtocolError("A recorded value has a slot of its message.")
         return Recorded(array, Edge(receive, slot))
 
-    def _send_function(self, row: list[Any], parcel: Parcel) -> SendNode:
+    def _send_function(self, row: list[Any], message: MessageContext) -> SendNode:
         context = self._container.retrieve(row[0])
         with context.lock:
             context.check()
@@ -192,16 +194,16 @@ class RpcHooks:
                 row[_MESSAGE] = self._container.ids.message()
             order = (answers, LAST) if answers else next_order()
             label = (
-                f"answer of {parcel.operation}" if answers else str(parcel.operation)
+                f"answer of {message.operation}" if answers else str(message.operation)
             )
-            made = SendNode(row[_MESSAGE], parcel.worker, label, order)
+            made = SendNode(row[_MESSAGE], message.worker, label, order)
             context.sends[made.message_id] = made
         lost = functools.partial(_forget, context, made.message_id)
-        parcel.if_lost = [*parcel.if_lost, lost]
+        message.if_lost = [*message.if_lost, lost]
         return made
 
-    def _receive_function(self, parcel: Parcel) -> RecvNode:
-        header = CrossingHeader.of(parcel.meta)
+    def _receive_function(self, message: MessageContext) -> RecvNode:
+        header = CrossingHeader.of(message.meta)
         assert header is not None
         context: Context | None
         if header.answers:
@@ -212,7 +214,7 @@ class RpcHooks:
         made = RecvNode(
             header.context,
             header.message,
-            parcel.worker,
+            message.worker,
             header.slots,
             None if header.reach is None else frozenset(header.reach),
         )

@@ -1,26 +1,34 @@
-"""`backward`: from roots to the gradients of all variables, on all workers."""
+"""`backward`: the gradients of roots, on all workers of a context."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jdist._compat import beside
 from jdist._errors import requirement
-from jdist.autograd.context import container as containers
-from jdist.autograd.context.context import Context
-from jdist.autograd.context.gradients import accumulate
+from jdist.autograd.context.context import Context, here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
-from jdist.autograd.engine.marking import mark
 from jdist.autograd.engine.replicated import ReplicaReduction
-from jdist.autograd.engine.roots import roots_of
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.recorded import Recorded
-from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline, exceeded, resolve
-from jdist.rpc.base.errors import RpcTimeout
-from jdist.rpc.base.future import await_done
-from jdist.rpc.base.turn import hold_all
+from jdist.autograd.graph.variable import LeafNode, Variable
+from jdist.rpc import RpcTimeout
+from jdist.rpc.extension import (
+    DEFAULT,
+    Deadline,
+    await_done,
+    current,
+    current_agent,
+    exceeded,
+    releasing_all,
+    resolve,
+)
 
 MODES = ("smart", "fast")
 
@@ -31,7 +39,7 @@ def backward(
     mode: str = "smart",
     retain_graph: bool = False,
     timeout: float = DEFAULT,
-    cotangents: Sequence[Any] | None = None,
+    cotangents: Sequence[ArrayLike] | None = None,
 ) -> None:
     """Adds the gradients of the roots to the context, on every worker it involves.
 
@@ -51,7 +59,7 @@ def backward(
         torch hangs and this raises `UnusedSend`.
       retain_graph: Keeps what the functions need to be run again.
       timeout: Seconds for the pass; -1 for the worker's default, 0 for no limit.
-      cotangents: What each root begins with, of its shape and dtype. By default ones,
+      cotangents: The cotangent of each root, of its shape and dtype. By default ones,
         for roots of one element.
 
     Raises:
@@ -82,42 +90,38 @@ def backward(
       ...         autograd.get_gradients(context_id)[w]
       Array([6., 8.], dtype=float32)
     """
-    agent = current.agent()
+    agent = current_agent()
+
+    def run(reduction: ReplicaReduction | None) -> tuple[Context, Deadline]:
+        context = here().retrieve(context_id)
+        if mode not in MODES:
+            rule = "must be 'smart' or 'fast'"
+            raise ValueError(requirement("backward(mode=...)", rule, mode))
+        limit = resolve(timeout, agent.default_timeout, current.deadline())
+        seeds = _roots(roots, cotangents)
+        local_pass = _begin(context, seeds, mode, retain_graph, limit)
+        if reduction is not None:
+            local_pass.withheld = reduction.found
+        _run(local_pass, context, agent.info.name)
+        return context, limit
+
+    if not here().replicated:
+        run(None)
+        return
     reduction = ReplicaReduction(agent)
 
-    def act() -> tuple[Context, dict[Variable, Any]]:
+    def act() -> None:
+        # What is raised within ends the pass on all trainers.
         with reduction:
-            context = containers.here().retrieve(context_id)
-            if mode not in MODES:
-                rule = "must be 'smart' or 'fast'"
-                raise ValueError(requirement("backward(mode=...)", rule, mode))
-            limit = resolve(timeout, agent.default_timeout, current.deadline())
-            seeds = roots_of(roots, cotangents)
-            part = _begin(context, seeds, mode, retain_graph, limit)
-            part.withheld = reduction.found
-            _run(part, context, agent.info.name)
-            return context, reduction.reduced(limit)
+            context, limit = run(reduction)
+            gradients = reduction.reduced(limit)
+        context.accumulate(gradients)
 
-    context, gradients = hold_all(reduction.turns, act)
-    if gradients:
-        accumulate(context, gradients)
-
-
-def _run(part: LocalPass, context: Context, worker: str) -> None:
-    """The pass, to its end on all workers."""
-    try:
-        part.drive()
-        _wait(part, context, worker)
-    except BaseException as interrupt:
-        # Such as Ctrl-C: nobody waits for the pass any more.
-        told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
-        part.fail(PassFailure(worker, told))
-        raise
-    part.done.value()
+    releasing_all(reduction.locks, act)
 
 
 def debug_info() -> dict[str, int]:
-    """How many passes and contexts this worker has now.
+    """Counts the passes and contexts of this worker.
 
     Returns:
       `num_current_backward_passes`, those that it takes part in, and
@@ -125,43 +129,136 @@ def debug_info() -> dict[str, int]:
 
     Source: `torch.distributed.autograd._get_debug_info`.
     """
-    return engines.of(containers.here()).counts()
+    return engines.of(here()).counts()
 
 
 def backward_of(
     context: Context, root: Recorded, retain_graph: bool, deadline: Deadline
 ) -> LocalPass:
-    """A SMART pass from one value, without a thread that waits: see `Part.done`."""
-    part = _begin(context, roots_of([root], None), "smart", retain_graph, deadline)
-    part.begin()
-    return part
+    """Starts a SMART pass from one value; takes no thread, see `LocalPass.done`."""
+    local_pass = _begin(context, _roots([root], None), "smart", retain_graph, deadline)
+    local_pass.begin()
+    return local_pass
 
 
 def _begin(
     context: Context,
-    seeds: list[Root],
+    roots: list[Root],
     mode: str,
     retain_graph: bool,
     deadline: Deadline,
 ) -> LocalPass:
-    marks = None
+    engine, marks = engines.of(context.container), None
     if mode == "smart":
-        starts = [seed.edge.node for seed in seeds]
         seconds = deadline.remaining()
         patience = 0 if seconds is None else seconds
-        marks = mark(context.container, context.id, starts, patience)
-    engine = engines.of(context.container)
-    return engine.begin(context, seeds, marks, retain_graph, deadline)
+        marks = engine.mark(context.id, [root.edge.node for root in roots], patience)
+    return engine.begin(context, roots, marks, retain_graph, deadline)
 
 
-def _wait(part: LocalPass, context: Context, worker: str) -> None:
-    """Until the pass is over; its deadline ends it."""
-    if await_done(part.done, part.deadline.at):
-        return
-    waiting = part.waits_for() or "the answers of other workers"
-    late = RpcTimeout(
-        f"{exceeded(part.deadline)} in a backward pass of context {context.id}, "
-        f"waiting for {waiting}."
+def _run(local_pass: LocalPass, context: Context, worker: str) -> None:
+    """Drives a pass to its end on all workers."""
+    try:
+        local_pass.drive()
+        if not await_done(local_pass.done, local_pass.deadline.at):
+            waiting = local_pass.waits_for() or "the answers of other workers"
+            late = RpcTimeout(
+                f"{exceeded(local_pass.deadline)} in a backward pass of context "
+                f"{context.id}, waiting for {waiting}."
+            )
+            local_pass.fail(PassFailure(worker, late))
+            await_done(local_pass.done, None)
+    except BaseException as interrupt:
+        # Such as Ctrl-C: then the pass has no use any more.
+        told = AutogradError(f"The backward pass was interrupted: {interrupt!r}.")
+        local_pass.fail(PassFailure(worker, told))
+        raise
+    local_pass.done.value()
+
+
+# --- roots ---
+
+
+def _roots(
+    roots: Sequence[Recorded], cotangents: Sequence[ArrayLike] | None
+) -> list[Root]:
+    """The roots with their cotangents.
+
+    Raises:
+      TypeError: The arguments are no sequences.
+      AutogradError: There is no root, or one that cannot be differentiated.
+      ValueError: A cotangent does not fit its root.
+    """
+    call = "backward(roots)"
+    if not isinstance(roots, list | tuple):
+        rule = "must be a list of recorded values (incompatible function arguments)"
+        raise TypeError(requirement(call, rule, roots))
+    if not roots:
+        rule = "must have a value: No tensors provided for gradient computation"
+        raise AutogradError(requirement(call, rule, "none"))
+    if cotangents is None:
+        return [_scalar_root(position, root) for position, root in enumerate(roots)]
+    if not isinstance(cotangents, list | tuple):
+        rule = "must be a list of arrays, one for each root"
+        raise TypeError(requirement("backward(cotangents=...)", rule, cotangents))
+    if len(cotangents) != len(roots):
+        rule = f"must be {len(roots)} arrays, one for each root"
+        raise ValueError(requirement("backward(cotangents=...)", rule, cotangents))
+    pairs = enumerate(zip(roots, cotangents, strict=True))
+    return [_seeded_root(position, root, value) for position, (root, value) in pairs]
+
+
+def _scalar_root(position: int, root: Recorded) -> Root:
+    value = _value_of_root(position, root)
+    if value.size != 1:
+        rule = (
+            f"has roots[{position}] that is not a scalar, all roots need to be scalar"
+        )
+        remedy = "Give cotangents=, one for each root, or take a sum."
+        raise AutogradError(
+            requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
+        )
+    ones = _ones(value.shape, value.dtype, value.sharding)
+    return Root(root.edge, beside(ones, value))
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    # Kept, because to make one takes longer than a small backward pass.
+    return jax.device_put(np.ones(shape, dtype), sharding)
+
+
+def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
+    value = _value_of_root(position, root)
+    if isinstance(cotangent, np.ndarray):
+        # A copy, which the caller cannot change; `jnp.array` compiles for each shape.
+        seed = jax.device_put(np.array(cotangent))
+    else:
+        seed = jnp.asarray(cotangent)
+    shape, dtype = seed.shape, seed.dtype
+    if (shape, dtype) != (value.shape, value.dtype):
+        call = f"backward(cotangents[{position}])"
+        rule = f"must be of its root's shape {value.shape} and dtype {value.dtype}"
+        raise ValueError(requirement(call, rule, f"{shape} and {dtype}"))
+    if seed.sharding != value.sharding:
+        seed = jax.device_put(seed, value.sharding)
+    return Root(root.edge, beside(seed, value))
+
+
+def _value_of_root(position: int, root: object) -> jax.Array:
+    """The array of a root, which was computed from variables."""
+    call = f"backward(roots[{position}])"
+    leaf = isinstance(root, Variable) or (
+        isinstance(root, Recorded) and isinstance(root.edge.node, LeafNode)
     )
-    part.fail(PassFailure(worker, late))
-    await_done(part.done, None)
+    if leaf:
+        rule = "must have been computed: a variable does not have a valid gradient "
+        rule += "function"
+        raise AutogradError(requirement(call, rule, root))
+    if not isinstance(root, Recorded):
+        rule = "must be a recorded value: requires_grad not set on it"
+        remedy = "It does not depend on a variable, or its history was dropped."
+        raise AutogradError(requirement(call, rule, root, remedy))
+    return root.value

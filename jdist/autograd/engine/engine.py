@@ -1,46 +1,35 @@
-"""The backward passes of one worker: where their messages come in and go out."""
+"""The backward passes of one worker, and the messages that come for them."""
 
 import contextlib
 import contextvars
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
-from jdist.autograd.context.ids import Ids
+from jdist._lru_cache import LRUCache
+from jdist.autograd.context.context import Container, Context, Ids, maker
 from jdist.autograd.engine.failure import BackwardError, PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
-from jdist.autograd.engine.marking import lead_to
 from jdist.autograd.engine.messages import (
     END,
     GRADIENTS,
     REACH,
-    GradientAnswer,
     GradientRequest,
     PassTerms,
     unpack_end,
     unpack_reach,
+    unpack_reached,
 )
 from jdist.autograd.engine.termination_detector import UnansweredRequest
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import ProtocolError, RpcError
-from jdist.rpc.base.future import Future, call_when_done
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls.outstanding_calls import Operation
-from jdist.rpc.calls.request import Outgoing
+from jdist.autograd.graph.node import Node, reached_from
+from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
+from jdist.rpc.extension import Deadline, Reply, current, incarnation_of
 
-if TYPE_CHECKING:
-    from jdist.autograd.context.container import Container
-    from jdist.autograd.context.context import Context
+STATE = "jdist.autograd.engine"
+"""The key under which a worker keeps its engine."""
 
-PART = "jdist.autograd.engine"
-"""Under which an agent has its engine."""
-
-_BACKWARD = Operation("autograd.backward")
-
-_ENDED = 1024
-"""So many ended passes are remembered, for messages that were overtaken by the end."""
+# Ended passes are remembered, to answer messages that the end has overtaken.
+_MOST_ENDED = 1024
 
 
 class Engine:
@@ -49,198 +38,192 @@ class Engine:
     Args:
       container: The worker's contexts.
 
-    Attributes:
-      agent: The worker.
-      name: Its name.
-
     Source: `torch/csrc/distributed/autograd/engine/dist_engine.h`.
     """
 
-    def __init__(self, container: "Container") -> None:
-        self.agent = container.agent
-        self.name = self.agent.info.name
+    def __init__(self, container: Container) -> None:
+        self._agent = container.agent
         self._container = container
         self._lock = threading.Lock()
         self._ids: Ids | None = None
-        self._ended: OrderedDict[int, PassFailure] = OrderedDict()
-        self.agent.parts.on_gone(self._on_gone)
-        self.agent.register(GRADIENTS, self._on_gradients)
-        self.agent.register(END, self._on_end)
-        self.agent.register(REACH, self._on_reach)
-
-    @property
-    def number(self) -> int:
-        """The worker's number, which is on top of its ids."""
-        return self._container.ids.worker
+        # By context and pass. Entries are added under the context's lock, too.
+        self._passes: dict[tuple[int, int], LocalPass] = {}
+        self._ended: LRUCache[int, PassFailure] = LRUCache(_MOST_ENDED)
+        container.on_end = self._on_context_end
+        self._agent.extension_state.on_gone(self._on_gone)
+        self._agent.register(GRADIENTS, self._on_gradients)
+        self._agent.register(END, self._on_end)
+        self._agent.register(REACH, self._on_reach)
 
     # --- passes ---
 
     def begin(
         self,
-        context: "Context",
+        context: Context,
         roots: Sequence[Root],
         marks: Sequence[int] | None,
         retain_graph: bool,
         deadline: Deadline,
     ) -> LocalPass:
         """Starts a pass here; `marks` as for `LocalPass`, None in FAST mode."""
-        pass_id = self._new_id()
-        terms = PassTerms(context.id, pass_id, marks is not None, retain_graph)
-        return self._enter(
-            context, LocalPass(self, context, terms, marks, deadline, roots)
-        )
+        terms = PassTerms(context.id, self._new_id(), marks is not None, retain_graph)
+        made = LocalPass(self, context, terms, marks, deadline, roots)
+        return self._enter(context, made)
 
-    def _new_id(self) -> int:
-        """Of a pass; a counter of their own leaves the ids of messages as they are."""
-        if self._ids is None:  # the worker has its number only in a group
-            with self._lock:  # two would give out the same ids
-                self._ids = self._ids or Ids(self.number)
-        return self._ids.message()
+    def mark(
+        self, context_id: int, starts: Iterable[Node], timeout: float
+    ) -> list[int]:
+        """The ids of all send functions, on any worker, that these nodes lead to.
+
+        Every node carries the send functions below it, on any worker, because messages
+        carry them along. Where there are too many, their workers are asked from message
+        to message, and answer at once from what they know.
+
+        Args:
+          context_id: Of the context.
+          starts: Nodes of this worker.
+          timeout: Of each question, in seconds.
+
+        Raises:
+          RpcTimeout, WorkerLost: A worker that had to be asked did not answer.
+          ContextNotFound: One has released the context.
+        """
+        known, beyond = reached_from(starts)
+        asked: set[int] = set()
+        while questions := beyond - asked:
+            asked |= questions
+            by_worker = defaultdict(list)
+            for message_id in sorted(questions):
+                by_worker[maker(message_id)].append(message_id)
+            answers = [
+                self._agent.call_async(
+                    self._container.worker(worker), REACH, (context_id, ids), timeout
+                )
+                for worker, ids in by_worker.items()
+            ]
+            for answer in answers:
+                more, further = unpack_reached(answer.wait())
+                known |= more
+                beyond |= further
+        return sorted(known)
 
     def counts(self) -> dict[str, int]:
-        """What `rpc.debug_info` and `autograd.debug_info` say of it."""
+        """Numbers of passes and contexts, for `debug_info`."""
         return {
             "num_current_backward_passes": len(self.live()),
             "num_autograd_contexts": len(self._container.contexts()),
         }
 
     def live(self) -> list[LocalPass]:
-        """The parts of passes under way."""
-        parts: list[LocalPass] = []
-        for context in self._container.contexts():
-            with context.lock:
-                parts += context.passes.values()
-        return parts
+        """The passes under way."""
+        with self._lock:
+            return list(self._passes.values())
 
-    def forget(self, context: "Context", part: LocalPass) -> bool:
-        """The part is over; False if that was known."""
-        with context.lock:
-            return context.passes.pop(part.terms.pass_id, None) is not None
-
-    def _enter(self, context: "Context", part: LocalPass) -> LocalPass:
-        with context.lock:
-            context.check()
-            return context.passes.setdefault(part.terms.pass_id, part)
-
-    def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
-        for part in self.live():
-            part.lost(worker, reason)
-
-    # --- messages out ---
-
-    def ask(
-        self, part: LocalPass, peer: int, request: GradientRequest
-    ) -> Callable[[], None]:
-        """Sends a request and waits for the answer; the step that takes it."""
-        try:
-            answer = self.agent.exchange(self._outgoing(part, peer, request))
-        except Exception as error:  # noqa: BLE001 - the step passes it on
-            failed = error  # the name in `except` ends with the block
-            return lambda: part.unanswered(peer, failed)
-        return lambda: part.answered(peer, answer)
-
-    def post(self, part: LocalPass, peer: int, request: GradientRequest) -> None:
-        """Sends a request; its answer will be a step."""
-        future = self.agent.request(self._outgoing(part, peer, request))
-
-        def step() -> None:
-            try:
-                answer = future.value()
-            except Exception as error:  # noqa: BLE001 - it ends the pass
-                part.unanswered(peer, error)
-            else:
-                part.answered(peer, answer)
-
-        call_when_done(future, lambda: part.step(step))
+    def forget(self, local_pass: LocalPass) -> bool:
+        """See `PassOwner`."""
+        with self._lock:
+            return self._passes.pop(local_pass.terms[:2], None) is not None
 
     def tell_failed(
-        self, context: "Context", terms: PassTerms, failure: PassFailure
+        self, context: Context, terms: PassTerms, failure: PassFailure
     ) -> None:
-        """Has all workers that may take part end the pass, if they do not know."""
+        """See `PassOwner`."""
         with self._lock:
             if terms.pass_id in self._ended:
                 return
-            # In words: an exception would keep all that was on the stack.
+            # The text alone: an exception would keep all that was on the stack.
             told = BackwardError(failure.worker, str(failure.error))
-            self._ended[terms.pass_id] = PassFailure(failure.worker, told)
-            if len(self._ended) > _ENDED:
-                self._ended.popitem(last=False)
+            self._ended.put(terms.pass_id, PassFailure(failure.worker, told))
         body = (terms.context_id, terms.pass_id, *failure)
         fresh = contextvars.Context()  # not under a deadline that may have passed
-        for number in sorted(context.known_numbers() - {self.number}):
-            worker = self._container.worker(number)
+        others = context.known_incarnations() - {self._container.ids.worker}
+        for incarnation in sorted(others):
+            worker = self._container.worker(incarnation)
             with contextlib.suppress(RpcError):  # shut down, here or there
-                fresh.run(self.agent.call_async, worker, END, body)
+                fresh.run(self._agent.call_async, worker, END, body)
 
-    def name_of(self, number: int) -> str:
-        """Name of the worker of this number, for people."""
-        peer = self.agent.directory.of_incarnation(number)
-        return f"number {number}" if peer is None else peer.info.name
+    def _new_id(self) -> int:
+        # A counter of its own, so that passes do not change the ids of messages.
+        if self._ids is None:  # a worker gets its incarnation from its group
+            with self._lock:  # two would give out the same ids
+                self._ids = self._ids or Ids(self._container.ids.worker)
+        return self._ids.message()
 
-    def _outgoing(
-        self, part: LocalPass, peer: int, request: GradientRequest
-    ) -> Outgoing:
-        body, meta = request.pack()
-        to = self._container.worker(peer)
-        firm, unlimited = part.deadline.firm, part.deadline.at is None
-        seconds = 0.0 if firm or unlimited else DEFAULT
-        found = self.agent.outgoing(to, GRADIENTS, body, seconds, meta, _BACKWARD)
-        limit = part.deadline if firm else found.deadline
-        return found._replace(deadline=limit, receive=GradientAnswer.unpack)
+    def _enter(self, context: Context, made: LocalPass) -> LocalPass:
+        """The pass of these terms, which may have begun meanwhile."""
+        with context.lock:  # so that the end of the context comes before or after
+            context.check()
+            with self._lock:
+                return self._passes.setdefault(made.terms[:2], made)
 
-    # --- messages in ---
+    def _on_context_end(self, context: Context, reason: str) -> None:
+        for each in self.live():
+            if each.terms.context_id == context.id:
+                each.released(reason)
 
-    def _on_gradients(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def _on_gone(self, worker: WorkerInfo, reason: str) -> None:
+        for each in self.live():
+            each.lost(worker, reason)
+
+    # --- messages ---
+
+    def _on_gradients(
+        self, caller: WorkerInfo, body: object, meta: dict[str, object]
+    ) -> Reply | Future[Reply]:
         request = GradientRequest.unpack(body, meta)
         terms = request.terms
         context = self._container.retrieve(terms.context_id)
-        with context.lock:
-            part = context.passes.get(terms.pass_id)
-        if part is None:
+        found = self._passes.get(terms[:2])
+        if found is None:
             limit = current.deadline()
-            part = LocalPass(self, context, terms, request.marks, limit)
-            part = self._enter(context, part)
-        # Only now: once entered, it is ended by whoever ends the pass.
+            made = LocalPass(self, context, terms, request.marks, limit)
+            found = self._enter(context, made)
+        # Only now: a pass that was entered is ended by the message of its end.
         failure = self._ended.get(terms.pass_id)
         if failure is not None:
-            part.fail(failure)
-        held = UnansweredRequest(incarnation_of(caller), Future())
-        part.receive(request, held)
-        return held.answer.value() if held.answer.done() else held.answer
+            found.fail(failure)
+        unanswered = UnansweredRequest(incarnation_of(caller), Future())
+        found.receive(request, unanswered)
+        answer = unanswered.answer
+        return answer.value() if answer.done() else answer
 
-    def _on_end(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def _on_end(
+        self, caller: WorkerInfo, body: object, meta: dict[str, object]
+    ) -> None:
         context_id, pass_id, failure = unpack_end(body)
         context = self._container.find(context_id)
         with self._lock:
             known = pass_id in self._ended
+            found = self._passes.get((context_id, pass_id))
         if context is None or known:
             return
-        with context.lock:
-            part = context.passes.get(pass_id)
-        if part is not None:
-            part.fail(failure)
+        if found is not None:
+            found.fail(failure)
         else:
             terms = PassTerms(context_id, pass_id, False, False)
             self.tell_failed(context, terms, failure)
 
-    def _on_reach(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def _on_reach(
+        self, caller: WorkerInfo, body: object, meta: Mapping[str, object]
+    ) -> tuple[list[int], list[int]]:
         context_id, ids = unpack_reach(body)
         sends = self._container.retrieve(context_id).send_functions()
-        unknown = [number for number in ids if number not in sends]
+        unknown = [message_id for message_id in ids if message_id not in sends]
         if unknown:
             raise ProtocolError(
                 f"Could not find send function for autograd message id: {unknown[0]}."
             )
-        return tuple(map(list, lead_to([sends[number] for number in ids])))
+        known, beyond = reached_from([sends[message_id] for message_id in ids])
+        return list(known), list(beyond)
 
 
-def install(container: "Container") -> None:
+def install(container: Container) -> None:
     """Lets the worker with these contexts take part in backward passes."""
-    container.agent.parts[PART] = Engine(container)
+    container.agent.extension_state[STATE] = Engine(container)
 
 
-def of(container: "Container") -> Engine:
+def of(container: Container) -> Engine:
     """The engine of the worker with these contexts."""
-    found = container.agent.parts[PART]
+    found = container.agent.extension_state[STATE]
     assert isinstance(found, Engine)
     return found

@@ -1,7 +1,7 @@
-"""What an engine does, step by step, for whoever wants to look.
+"""The event record of backward passes.
 
-Nothing is kept unless somebody records. A recording holds the events of all workers of
-this process, in their order; a worker in another process is recorded there.
+Nothing is kept outside of `record_events`. A recording holds the events of all workers
+of this process, in their order; a worker in another process is recorded there.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ class Event(NamedTuple):
     counts: tuple[tuple[str, int], ...] = ()
 
 
-_recordings: tuple[list[Event], ...] = ()
+recordings: tuple[list[Event], ...] = ()
+"""The recordings under way. Where there are none, no event is worth making."""
 
 
 @contextlib.contextmanager
@@ -60,21 +61,16 @@ def record_events() -> Iterator[list[Event]]:
       ...     [event.kind for event in events]
       ['counted', 'ran', 'accumulated', 'ended']
     """
-    global _recordings
+    global recordings
     events: list[Event] = []
-    _recordings += (events,)
+    recordings += (events,)
     try:
         yield events
     finally:
-        _recordings = tuple(other for other in _recordings if other is not events)
-
-
-def recording() -> bool:
-    """Whether somebody records, so that an event is worth making."""
-    return _recordings != ()
+        recordings = tuple(other for other in recordings if other is not events)
 
 
 def note(event: Event) -> None:
     """Adds an event to all recordings."""
-    for events in _recordings:
+    for events in recordings:
         events.append(event)

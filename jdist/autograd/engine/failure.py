@@ -1,9 +1,9 @@
-"""Why a backward pass ended early: what every worker that took part is told."""
+"""The failure of a backward pass, as it is raised and as it travels."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jdist.autograd.errors import AutogradError
-from jdist.rpc.base.errors import ProtocolError, RpcError
+from jdist.autograd.graph.errors import AutogradError
+from jdist.rpc import ProtocolError, RpcError
 
 
 class BackwardError(AutogradError):
@@ -31,17 +31,17 @@ class BackwardError(AutogradError):
 
 
 class UnusedSend(BackwardError):
-    """FAST mode waited for a gradient that nobody will send; `mode="smart"` does not.
+    """FAST mode waited for a gradient that no worker will send.
 
-    torch waits for ever here.
+    `mode="smart"` does not wait for it; torch waits for ever here.
     """
 
 
 class PassFailure(NamedTuple):
-    """What went wrong, and where; it travels as a value.
+    """An error and the worker on which it was raised; it travels as a value.
 
     Attributes:
-      worker: Name of the worker on which it did.
+      worker: Name of the worker.
       error: What was raised there.
     """
 
@@ -49,10 +49,10 @@ class PassFailure(NamedTuple):
     error: Exception
 
     def exception(self) -> Exception:
-        """What `backward` raises: an error of rpc as it is, any other with its place.
+        """The error that `backward` raises: rpc's own, or one that names the worker.
 
         Example:
-          >>> Failure("worker1", KeyError("w")).exception()
+          >>> PassFailure("worker1", KeyError("w")).exception()
           BackwardError('worker1', "'w'")
         """
         if isinstance(self.error, BackwardError | RpcError):
@@ -63,11 +63,11 @@ class PassFailure(NamedTuple):
         return told
 
     @classmethod
-    def unpack(cls, value: Any) -> "PassFailure":
+    def unpack(cls, value: object) -> "PassFailure":
         """The failure that arrived as this value.
 
         Raises:
-          ProtocolError: It is none.
+          ProtocolError: The value is no failure.
         """
         worker, error = value if type(value) is tuple and len(value) == 2 else (0, 0)
         if type(worker) is not str or not isinstance(error, Exception):

@@ -1,97 +1,165 @@
-"""One worker's part of a backward pass.
+"""One worker's share of a backward pass.
 
-A part is driven by what comes: gradients, answers, an error, the end of the context.
-Each is a step, and steps run one after another on whichever thread brings them; no
-thread ever waits for another worker, but the one that called `backward`. After a step
-the functions that are ready run; when none is left, gradients for other workers go out,
-one request to each, or on the answer that the other worker is waiting for.
+A `LocalPass` is driven by events: gradients, answers, an error, the end of the context.
+Each event is a step, and steps run one after another on whichever thread brings them;
+only the thread that called `backward` ever waits for another worker. After a step the
+nodes that are ready run; when none is left, gradients for other workers go out, one
+request to each, or on the answer to a request of that worker.
 """
 
+import contextvars
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 
-from jdist._tree import is_none
-from jdist.autograd.context.gradients import accumulate, gradient_of
-from jdist.autograd.context.ids import maker
-from jdist.autograd.engine.events import (
-    ACCUMULATED,
-    COUNTED,
-    ENDED,
-    POSTED,
-    RAN,
-    RECEIVED,
-    Event,
-    note,
-    recording,
-)
+from jdist._tree import PyTree
+from jdist.autograd.context.context import Context, maker
+from jdist.autograd.engine import events
+from jdist.autograd.engine.events import Event, note
 from jdist.autograd.engine.failure import PassFailure, UnusedSend
-from jdist.autograd.engine.mailbox import StepQueue
 from jdist.autograd.engine.messages import (
+    GRADIENTS,
     GradientAnswer,
     GradientRequest,
     MessageGradient,
     PassTerms,
     StarvingSend,
 )
-from jdist.autograd.engine.replicated import is_replicated
-from jdist.autograd.engine.sweep import Cotangent, Sweep
+from jdist.autograd.engine.sweep import Sweep
 from jdist.autograd.engine.termination_detector import (
     TerminationDetector,
     UnansweredRequest,
+    explain,
 )
-from jdist.autograd.engine.unused import explain
-from jdist.autograd.errors import AutogradError, no_context
-from jdist.autograd.graph.node import Edge, LeafNode, Node, RecvNode, SendNode
-from jdist.rpc.base.current import Scope
-from jdist.rpc.base.deadline import NEVER, Deadline
-from jdist.rpc.base.errors import WorkerLost
-from jdist.rpc.base.future import Future, complete
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.autograd.graph.errors import AutogradError, no_context
+from jdist.autograd.graph.node import Cotangent, Edge, Node, RecvNode, SendNode
+from jdist.autograd.graph.variable import LeafNode, Variable
+from jdist.rpc import Future, WorkerInfo, WorkerLost
+from jdist.rpc.extension import (
+    DEFAULT,
+    NEVER,
+    Deadline,
+    InterruptSafeLock,
+    Operation,
+    Outgoing,
+    Scope,
+    call_when_done,
+    complete,
+    current,
+)
 
-if TYPE_CHECKING:
-    from jdist.autograd.context.context import Context
-    from jdist.autograd.engine.engine import Engine
-    from jdist.autograd.graph.variable import Variable
+Step = Callable[[], object]
+
+_BACKWARD = Operation("autograd.backward")
+
+
+class StepQueue:
+    """A serial executor without a thread of its own.
+
+    A thread that brings a step runs it, or leaves it to the thread that is running
+    another one. What only steps touch therefore needs no lock.
+
+    Args:
+      scope: The worker as which the steps run, and their deadline.
+
+    Example:
+      >>> queue, done = StepQueue(None), []
+      >>> queue.put(lambda: (queue.put(lambda: done.append(2)), done.append(1)))
+      True
+      >>> done
+      [1, 2]
+
+    Attributes:
+      waiting: The steps besides the one that runs.
+    """
+
+    def __init__(self, scope: Scope | None) -> None:
+        self.waiting: deque[Step] = deque()
+        self._running = InterruptSafeLock()
+        self._context = contextvars.Context()
+        self._context.run(current.scope.set, scope)
+
+    def put(self, step: Step) -> bool:
+        """Runs a step now, or leaves it to the thread that is running another.
+
+        Args:
+          step: Must not raise an `Exception`. What interrupts the thread while it runs,
+            such as Ctrl-C, goes on to the caller; the steps that are left run with the
+            next one.
+
+        Returns:
+          Whether this thread ran it.
+        """
+        self.waiting.append(step)
+        ran = False
+        # Again: a step may be left just before the other thread releases the lock.
+        while self.waiting:
+            if not self._running.releasing(self._work_if_free):
+                break
+            ran = True
+        return ran
+
+    def _work_if_free(self) -> bool:
+        if not self._running.try_acquire():
+            return False
+        self._context.run(self._work)
+        return True
+
+    def _work(self) -> None:
+        while self.waiting:
+            self.waiting.popleft()()
 
 
 class Root(NamedTuple):
-    """Where a pass begins.
+    """A root of a pass.
 
     Attributes:
       edge: Of the value.
-      cotangent: What it begins with.
+      cotangent: The value's cotangent.
     """
 
     edge: Edge
-    cotangent: Any
+    cotangent: jax.Array
+
+
+class PassOwner(Protocol):
+    """What a local pass needs of the engine that owns it."""
+
+    def forget(self, local_pass: "LocalPass") -> bool:
+        """Removes a pass that is over; False if it was removed before."""
+
+    def tell_failed(
+        self, context: Context, terms: PassTerms, failure: PassFailure
+    ) -> None:
+        """Ends a failed pass on all workers that may take part."""
 
 
 class LocalPass:
-    """One worker's part of a pass, from its first message to its end.
+    """One worker's share of a pass, from its first message to its end.
 
     Args:
-      engine: The worker's.
-      context: In which the pass is.
-      terms: What the pass is.
+      owner: The worker's engine.
+      context: The context of the pass.
+      terms: The pass, as messages describe it.
       marks: In SMART mode, the ids of the messages that take part, of all workers.
       deadline: When to give up.
-      roots: On the worker where the pass begins, with what; else None.
+      roots: On the worker where the pass begins, its roots; else None.
 
     Attributes:
       terms: As given.
       deadline: As given.
       done: On the worker where the pass began: completed at its end.
       withheld: Gradients of replicated variables, which do not count before they are
-        reduced; None where nothing will do that.
+        reduced; None where the pass began without a reduction.
     """
 
     def __init__(
         self,
-        engine: "Engine",
-        context: "Context",
+        owner: PassOwner,
+        context: Context,
         terms: PassTerms,
         marks: Sequence[int] | None,
         deadline: Deadline,
@@ -100,102 +168,94 @@ class LocalPass:
         self.terms = terms
         self.deadline = deadline
         self.done: Future[None] = Future()
-        self.withheld: dict[Variable, Any] | None = None
-        self._engine = engine
+        self.withheld: dict[Variable, PyTree] | None = None
+        self._owner = owner
         self._context = context
+        self._container = context.container
+        self._agent = context.container.agent
+        self._me = self._agent.info.name
         self._marks = marks
         self._roots = roots
-        self._me = engine.name
         limit = deadline if deadline.firm else NEVER
-        self._mailbox = StepQueue(Scope(engine.agent, limit))
-        self._engagement = TerminationDetector(self._me, root=roots is not None)
+        self._steps = StepQueue(Scope(self._agent, limit))
+        self._detector = TerminationDetector(self._me, root=roots is not None)
         self._sweep: Sweep | None = None
+        # Send functions whose gradients have not come, and gradients to be sent.
         self._awaited: dict[int, SendNode] = {}
         self._outbox: dict[int, list[MessageGradient]] = {}
-        self._staged: dict[Variable, Any] = {}
+        # Gradients of variables here, which count once all nodes here have run.
+        self._staged: dict[Variable, PyTree] = {}
+        self._committed = False
+        # Incarnations of the workers that certainly know the marks.
         self._told: set[int] = set()
         self._failure: PassFailure | None = None
-        self._committed = False
+        # The thread that called `backward`, and the request that it will send next.
         self._driver: int | None = None
         self._inline: tuple[int, GradientRequest] | None = None
 
-    # --- what comes, from any thread ---
+    # --- events, from any thread ---
 
     def begin(self) -> None:
-        """Starts the pass, on the worker where it begins; `done` has its end."""
-        self.step(self._begin)
+        """Starts the pass on the worker where it begins; `done` has its end."""
+        self._put(self._begin)
 
     def drive(self) -> None:
-        """As `begin`, and lends the calling thread for requests until it has none.
+        """As `begin`, but sends requests on the calling thread while it has any.
 
-        A thread that waits for the end anyway sends a request and reads the answer
-        without handing anything over to another thread.
+        A thread that waits for the end anyway then sends a request and reads the answer
+        itself, without a hand-off to another thread.
         """
         self._driver = threading.get_ident()
-        self.step(self._begin)
+        self._put(self._begin)
         while self._inline is not None:
             (peer, request), self._inline = self._inline, None
-            self.step(self._engine.ask(self, peer, request))
+            self._put(self._ask(peer, request))
         self._driver = None
 
-    def receive(self, request: GradientRequest, held: UnansweredRequest) -> None:
-        """A request with gradients came."""
+    def receive(self, request: GradientRequest, unanswered: UnansweredRequest) -> None:
+        """Takes a request with gradients."""
 
         def take() -> None:
-            self._told.add(held.peer)
-            self._engagement.asked(held)
+            self._told.add(unanswered.peer)
+            self._detector.asked(unanswered)
             self._begin()
             self._feed(request.gradients)
 
         def refuse(failure: PassFailure) -> None:
-            held.answer.set_result(GradientAnswer((), {}, failure).pack())
+            unanswered.answer.set_result(GradientAnswer((), {}, failure).pack())
 
-        self.step(take, refuse)
-
-    def answered(self, peer: int, answer: GradientAnswer) -> None:
-        """The answer to a request; called within a step."""
-        self._told.add(peer)
-        if answer.failure is not None:
-            self._end(answer.failure)
-            return
-        self._feed(answer.gradients)
-        self._engagement.heard(answer.reports)
-        self._engagement.outstanding -= 1
-
-    def unanswered(self, peer: int, error: Exception) -> None:
-        """A request failed; called within a step."""
-        self._end(PassFailure(self._engine.name_of(peer), error))
+        self._put(take, refuse)
 
     def fail(self, failure: PassFailure) -> None:
         """Ends the pass, on all workers."""
-        self.step(lambda: self._end(failure))
+        self._put(lambda: self._end(failure))
 
     def lost(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker is lost; ends the pass if it still needs that one."""
+        """Ends the pass if it still needs a worker that is lost."""
 
         def check() -> None:
-            if any(
-                node.number == worker.incarnation for node in self._awaited.values()
-            ):
+            awaited = self._awaited.values()
+            if any(node.incarnation == worker.incarnation for node in awaited):
                 what = f"a backward pass of context {self._context.id}"
-                self._end(PassFailure(self._me, WorkerLost(worker.name, what, reason)))
+                error = WorkerLost(worker.name, what, reason)
+                self._end(PassFailure(self._me, error))
 
-        self.step(check)
+        self._put(check)
 
     def released(self, reason: str) -> None:
-        """The context has ended."""
+        """Ends the pass because its context has ended."""
         self.fail(PassFailure(self._me, no_context(self._context.id, reason)))
 
     def waits_for(self) -> str:
-        """The send functions here whose gradients have not come, for people."""
+        """Names the send functions here whose gradients have not come."""
         return ", ".join(node.name for node in list(self._awaited.values()))
 
-    def step(
+    def _put(
         self,
-        step: Callable[[], None],
+        step: Step,
         otherwise: Callable[[PassFailure], None] = lambda failure: None,
     ) -> None:
-        """Has `step()` run when no other step does; `otherwise` if the pass failed."""
+        """Runs `step()` when no other step runs; `otherwise` if the pass has failed."""
 
         def take() -> None:
             if self._failure is None:
@@ -203,11 +263,45 @@ class LocalPass:
             else:
                 otherwise(self._failure)
 
-        self._mailbox.put(take)
+        self._steps.put(take)
+
+    # --- requests to other workers ---
+
+    def _ask(self, peer: int, request: GradientRequest) -> Step:
+        """Sends a request and waits for the answer; returns the step that takes it."""
+        try:
+            answer = self._agent.exchange(self._outgoing(peer, request))
+        except Exception as error:  # noqa: BLE001 - the step passes it on
+            failed = error  # the name in `except` ends with the block
+            return lambda: self._unanswered(peer, failed)
+        return lambda: self._answered(peer, answer)
+
+    def _send(self, peer: int, request: GradientRequest) -> None:
+        """Sends a request; its answer will be a step."""
+        future = self._agent.request(self._outgoing(peer, request))
+
+        def step() -> None:
+            try:
+                answer = future.value()
+            except Exception as error:  # noqa: BLE001 - it ends the pass
+                self._unanswered(peer, error)
+            else:
+                self._answered(peer, answer)
+
+        call_when_done(future, lambda: self._put(step))
+
+    def _outgoing(self, peer: int, request: GradientRequest) -> Outgoing:
+        body, meta = request.pack()
+        to = self._container.worker(peer)
+        firm, unlimited = self.deadline.firm, self.deadline.at is None
+        seconds = 0.0 if firm or unlimited else DEFAULT
+        found = self._agent.outgoing(to, GRADIENTS, body, seconds, meta, _BACKWARD)
+        limit = self.deadline if firm else found.deadline
+        return found._replace(deadline=limit, receive=GradientAnswer.unpack)
 
     # --- steps ---
 
-    def _take(self, step: Callable[[], None]) -> None:
+    def _take(self, step: Step) -> None:
         try:
             step()
             if self._failure is None and self._sweep is not None:
@@ -225,23 +319,37 @@ class LocalPass:
             return
         sends = self._context.send_functions()
         if self.terms.smart:
-            mine = self._engine.number
+            mine = self._container.ids.worker
             marked = [mark for mark in self._marks or () if maker(mark) == mine]
             sends = {mark: self._send_function(sends, mark) for mark in marked}
         roots = self._roots or ()
         starts = [root.edge.node for root in roots]
         self._awaited = sends
         self._sweep = sweep = Sweep([*starts, *sends.values()])
-        if recording():
+        if events.recordings:
             counts = [(node.name, count) for node, count in sweep.counts.items()]
-            note(Event(self._me, COUNTED, counts=tuple(counts)))
+            note(Event(self._me, events.COUNTED, counts=tuple(counts)))
         for position, root in enumerate(roots):
             node, index = root.edge
             sweep.add(node, index, ((), position, root.cotangent))
             sweep.arrive(node)
 
+    def _answered(self, peer: int, answer: GradientAnswer) -> None:
+        """Takes the answer to a request."""
+        self._told.add(peer)
+        if answer.failure is not None:
+            self._end(answer.failure)
+            return
+        self._feed(answer.gradients)
+        self._detector.heard(answer.reports)
+        self._detector.outstanding -= 1
+
+    def _unanswered(self, peer: int, error: Exception) -> None:
+        """Ends the pass because a request failed."""
+        self._end(PassFailure(self._name_of(peer), error))
+
     def _feed(self, gradients: Sequence[MessageGradient]) -> None:
-        """Gradients came for send functions of this worker."""
+        """Hands gradients that came to the send functions of their messages."""
         assert self._sweep is not None
         for message_id, cotangents in gradients:
             node = self._send_function(self._awaited, message_id)
@@ -251,8 +359,9 @@ class LocalPass:
                     f"{node.name} (message {message_id}) has {node.outputs} values, "
                     f"and cotangents for {len(cotangents)} came."
                 )
-            if recording():
-                note(Event(self._me, RECEIVED, node.name, message_id, node.worker))
+            if events.recordings:
+                known = (node.name, message_id, node.worker)
+                note(Event(self._me, events.RECEIVED, *known))
             for index, value in enumerate(cotangents):
                 self._sweep.add(node, index, ((), 0, value))
             self._sweep.arrive(node)
@@ -269,10 +378,11 @@ class LocalPass:
             )
         return found
 
-    # --- the functions that are ready ---
+    # --- the nodes that are ready ---
 
     def _run_all(self, sweep: Sweep) -> None:
-        waiting = self._mailbox.waiting
+        waiting = self._steps.waiting
+        # A step that waits may bring gradients, which then leave in the same message.
         while not waiting:
             ready = sweep.next()
             if ready is None:
@@ -281,59 +391,57 @@ class LocalPass:
             self._run(sweep, *ready)
 
     def _run(self, sweep: Sweep, node: Node, cotangents: list[Cotangent]) -> None:
+        absent = all(cotangent is None for cotangent in cotangents)
         if isinstance(node, LeafNode):
-            self._stage(node, cotangents)
+            if not absent:
+                self._stage(node, cotangents)
         elif isinstance(node, RecvNode):
             gradient = MessageGradient(node.message_id, cotangents)
-            self._outbox.setdefault(node.number, []).append(gradient)
+            self._outbox.setdefault(node.incarnation, []).append(gradient)
         else:
             nothing = (None,) * len(node.inputs)
-            absent = all(map(is_none, cotangents))
             sweep.pass_on(node, nothing if absent else node.pull(cotangents))
             if not self.terms.retain_graph:
                 node.release()
-            if recording():
+            if events.recordings:
                 known = (node.message_id, node.worker) if type(node) is SendNode else ()
-                note(Event(self._me, RAN, node.name, *known))
+                note(Event(self._me, events.RAN, node.name, *known))
 
     def _stage(self, node: LeafNode, cotangents: list[Cotangent]) -> None:
-        if not all(map(is_none, cotangents)):
-            gradient = gradient_of(node.variable, cotangents)
-            if is_replicated(self._engine.agent, node.variable):
-                self._withhold(node.variable, gradient)
-            else:
-                self._staged[node.variable] = gradient
-            if recording():
-                note(Event(self._me, ACCUMULATED, node.name))
-
-    def _withhold(self, variable: "Variable", gradient: Any) -> None:
-        if self.withheld is None:
+        variable = node.variable
+        gradient = variable.gradient(cotangents)
+        if variable not in self._container.replicated:
+            self._staged[variable] = gradient
+        elif self.withheld is not None:
+            self.withheld[variable] = gradient
+        else:
             raise AutogradError(
                 "A replicated variable was reached by a backward pass that does not "
                 f"begin by `autograd.backward` on {self._me!r}: its trainers would not "
                 "know which of their passes it belongs to. Call `backward` on each "
                 "trainer, in a context of its own."
             )
-        self.withheld[variable] = gradient
+        if events.recordings:
+            note(Event(self._me, events.ACCUMULATED, node.name))
 
     # --- when none is ready ---
 
     def _rest(self, sweep: Sweep) -> None:
         for peer in list(self._outbox):
-            if not self._engagement.holds(peer):
-                self._post(peer, self._outbox.pop(peer))
+            if not self._detector.holds(peer):
+                self._request(peer, self._outbox.pop(peer))
         if not sweep.left and not self._committed:
             self._commit()
-        for held in self._engagement.take_others():
-            self._answer(held)
-        if self._engagement.outstanding:
+        for unanswered in self._detector.take_others():
+            self._answer(unanswered)
+        if self._detector.outstanding:
             return
         starving = [
             StarvingSend(message_id, node.worker, node.name)
             for message_id, node in self._awaited.items()
         ]
-        self._engagement.waits_for(tuple(starving))
-        engager = self._engagement.disengage()
+        self._detector.waits_for(tuple(starving))
+        engager = self._detector.disengage()
         if engager is not None:
             self._answer(engager)
             if self._committed:
@@ -342,79 +450,82 @@ class LocalPass:
             self._quiet()
 
     def _commit(self) -> None:
-        """All functions here have run: the gradients count from now on."""
+        """Adds the gradients here to the context's, once all nodes here have run."""
         if self._staged:
-            # Where the device fails, it does so before anybody is told of an end.
+            # A device that fails must do so before others are told of the end.
             jax.block_until_ready(list(self._staged.values()))
-            accumulate(self._context, self._staged)
+            self._context.accumulate(self._staged)
             self._staged = {}
         self._committed = True
 
-    def _post(self, peer: int, gradients: list[MessageGradient]) -> None:
-        # Until it has answered once: a later request may overtake the first one.
+    def _request(self, peer: int, gradients: list[MessageGradient]) -> None:
+        # The marks go along until that worker has answered once: a later request may
+        # overtake the first one.
         marks = None if peer in self._told else self._marks
-        self._engagement.outstanding += 1
+        self._detector.outstanding += 1
         self._make_ready(peer, gradients)
         request = GradientRequest(self.terms, marks, gradients)
         if self._driver == threading.get_ident() and self._inline is None:
             self._inline = (peer, request)
         else:
-            self._engine.post(self, peer, request)
+            self._send(peer, request)
 
-    def _answer(self, held: UnansweredRequest) -> None:
-        gradients = self._outbox.pop(held.peer, [])
-        self._make_ready(held.peer, gradients)
-        answer = GradientAnswer(gradients, self._engagement.news())
-        # What it sets off on this thread would run within this step: rpc sends it.
-        held.answer.set_result(answer.pack())
+    def _answer(self, unanswered: UnansweredRequest) -> None:
+        gradients = self._outbox.pop(unanswered.peer, [])
+        self._make_ready(unanswered.peer, gradients)
+        answer = GradientAnswer(gradients, self._detector.news())
+        # Its callbacks run within this step: rpc sends the answer.
+        unanswered.answer.set_result(answer.pack())
 
     def _make_ready(self, peer: int, gradients: list[MessageGradient]) -> None:
-        """Waits for the device: what fails there fails here, not at the receiver."""
+        """Waits for the device, whose failure belongs here and not at the receiver."""
         for gradient in gradients:
             for cotangent in gradient.cotangents:
                 if cotangent is not None:
                     cotangent.block_until_ready()
-        if recording():
-            worker = self._engine.name_of(peer)
+        if events.recordings:
+            worker = self._name_of(peer)
             for gradient in gradients:
-                name = f"receive from {worker}"
-                note(Event(self._me, POSTED, name, gradient.message_id, worker))
+                known = (f"receive from {worker}", gradient.message_id, worker)
+                note(Event(self._me, events.POSTED, *known))
+
+    def _name_of(self, incarnation: int) -> str:
+        peer = self._agent.directory.of_incarnation(incarnation)
+        return f"number {incarnation}" if peer is None else peer.info.name
 
     # --- the end ---
 
     def _quiet(self) -> None:
-        """Nobody has anything to do: the pass is over, or will never be."""
-        starving = self._engagement.starving()
+        """Ends the pass: no worker has work, and no message is under way."""
+        starving = self._detector.starving()
         if starving:
             worker = next(iter(starving))
-            recvs = self._context.recv_functions()
-            unreached = [r for r in recvs.values() if r not in self._counts()]
+            reached = {} if self._sweep is None else self._sweep.counts
+            recvs = self._context.recv_functions().values()
+            unreached = [recv for recv in recvs if recv not in reached]
             told = explain(starving, unreached, self.terms.smart)
             self._end(PassFailure(worker, UnusedSend(worker, told)))
             return
         self._leave()
         self.done.set_result(None)
 
-    def _counts(self) -> dict[Node, int]:
-        return {} if self._sweep is None else self._sweep.counts
-
     def _leave(self) -> None:
-        if self._engine.forget(self._context, self) and recording():
-            note(Event(self._me, ENDED))
+        if self._owner.forget(self) and events.recordings:
+            note(Event(self._me, events.ENDED))
 
     def _end(self, failure: PassFailure) -> None:
-        """The pass has failed: everybody is told, and nothing of it is kept."""
+        """Ends a pass that has failed: tells all workers, and keeps nothing of it."""
         if self._failure is not None or self.done.done():
             return
         self._failure = failure
         self._sweep, self._inline = None, None
         self._staged, self._outbox, self._awaited = {}, {}, {}
         answer = GradientAnswer((), {}, failure).pack()
-        waiting = [*self._engagement.take_others(), self._engagement.disengage()]
-        for held in waiting:
-            if held is not None:
-                held.answer.set_result(answer)
+        waiting = [*self._detector.take_others(), self._detector.disengage()]
+        for unanswered in waiting:
+            if unanswered is not None:
+                unanswered.answer.set_result(answer)
         self._leave()
-        self._engine.tell_failed(self._context, self.terms, failure)
+        self._owner.tell_failed(self._context, self.terms, failure)
         for callback in complete(self.done, None, failure.exception()) or ():
             callback()

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdist.autograd.engine.failure import PassFailure
-from jdist.autograd.engine.sweep import Cotangent
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.calls.callee import Reply
+from jdist.autograd.graph.node import Cotangent
+from jdist.rpc import ProtocolError
+from jdist.rpc.extension import Reply
 
 GRADIENTS = "autograd.backward"
 """Kind of the requests with gradients."""

@@ -1,21 +1,15 @@
-"""`RRef.backward`: a pass that begins where the value is."""
+"""`RRef.backward`: a pass that begins on the owner of the value."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.context import recording
-from jdist.autograd.context.container import Container, here
+from jdist.autograd.context.context import Container, here, recorded_into
 from jdist.autograd.engine.backward import backward, backward_of
 from jdist.autograd.engine.failure import PassFailure
-from jdist.autograd.errors import AutogradError
-from jdist.rpc import RRef
-from jdist.rpc.base import current
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.future import Future, call_when_done, cancel, error_of
-from jdist.rpc.base.worker_info import WorkerInfo
-
-if TYPE_CHECKING:
-    from jdist.autograd.engine.local_pass import LocalPass
+from jdist.autograd.engine.local_pass import LocalPass
+from jdist.autograd.graph.errors import AutogradError
+from jdist.rpc import Future, ProtocolError, RRef, WorkerInfo
+from jdist.rpc.extension import BACKWARD, call_when_done, cancel, current, error_of
 
 REFERENCE = "autograd.reference"
 
@@ -24,7 +18,9 @@ def install(container: Container) -> None:
     """Lets references to values of this worker be differentiated, and from here."""
     agent = container.agent
 
-    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Future[None]:
+    def answer(
+        caller: WorkerInfo, body: object, meta: dict[str, object]
+    ) -> Future[None]:
         if type(body) is not tuple or [type(part) for part in body] != [
             RRef, int, bool
         ]:  # fmt: skip
@@ -32,22 +28,22 @@ def install(container: Container) -> None:
         rref, context_id, retain_graph = body
         limit = current.deadline()
 
-        def begin(computed: Future[type]) -> "LocalPass":
+        def begin(computed: Future[type]) -> LocalPass:
             computed.value()
             context = container.retrieve(context_id)
             return backward_of(context, rref.local_value(), retain_graph, limit)
 
-        # Without a thread that waits for the value.
+        # A value that is not computed yet is waited for without a thread.
         begun = rref.value_type(blocking=False).then(begin)
         outcome: Future[None] = Future()
         call_when_done(begun, lambda: _follow(begun, outcome, agent.info.name))
         return outcome
 
     agent.register(REFERENCE, answer)
-    agent.references.backward = run
+    agent.extension_state[BACKWARD] = run
 
 
-def run(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
+def run(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """See `RRef.backward`.
 
     Raises:
@@ -56,14 +52,14 @@ def run(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
     """
     container = here()
     if context_id == -1:
-        found = recording.current(container)
-        if found is None:
+        context = recorded_into(container)
+        if context is None:
             rule = "must be the id of a context, outside of one"
             remedy = "Gradients are kept in contexts, and never with a variable."
             raise AutogradError(
                 requirement("RRef.backward(context_id)", rule, context_id, remedy)
             )
-        context_id = found.context.id
+        context_id = context.id
     if rref.is_owner():
         backward(context_id, [rref.local_value()], retain_graph=retain_graph)
     else:
@@ -71,16 +67,16 @@ def run(rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
         container.agent.call(rref.owner(), REFERENCE, body)
 
 
-def _follow(begun: "Future[LocalPass]", outcome: Future[None], worker: str) -> None:
-    """Has the end of the pass as the outcome; whoever gives that up ends the pass."""
+def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> None:
+    """Completes `outcome` at the end of the pass; to cancel it ends the pass."""
     failed = error_of(begun)
     if failed is not None:
         cancel(outcome, failed)
         return
-    part = begun.value()
+    local_pass = begun.value()
 
     def over() -> None:
-        error = error_of(part.done)
+        error = error_of(local_pass.done)
         if error is not None:
             cancel(outcome, error)
         elif not outcome.done():
@@ -88,8 +84,8 @@ def _follow(begun: "Future[LocalPass]", outcome: Future[None], worker: str) -> N
 
     def given_up() -> None:
         error = error_of(outcome)
-        if isinstance(error, Exception) and not part.done.done():
-            part.fail(PassFailure(worker, error))
+        if isinstance(error, Exception) and not local_pass.done.done():
+            local_pass.fail(PassFailure(worker, error))
 
-    call_when_done(part.done, over)
+    call_when_done(local_pass.done, over)
     call_when_done(outcome, given_up)

@@ -3,17 +3,17 @@
 Every trainer makes its own contexts and calls `backward` itself; the parameters that
 other workers own are theirs alone, and the replicated ones get the gradient of all
 trainers' examples. Passes are matched by number: the k-th that begins on one trainer
-belongs to the k-th on the others. Each has one meeting of the trainers, at its end,
-when everything else has succeeded: whatever a trainer's pass has used, in whatever
-order, the meeting is about all replicated variables by their numbers. So nothing mixes,
-and a trainer that uses a variable not at all is not waited for either.
+belongs to the k-th on the others. Each has one collective of the trainers, at its end,
+when everything else has succeeded, about all replicated variables by their numbers. So
+neither the order in which a trainer uses them matters, nor whether it does.
 """
 
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +23,24 @@ from jax.experimental import multihost_utils
 from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import requirement
-from jdist._tree import abbreviated, named_leaves, wide_dtype
-from jdist.autograd.errors import AutogradError
+from jdist._tree import PyTree, abbreviated, named_leaves, wide_dtype
+from jdist.autograd.context.context import Container, here
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, Deadline
-from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.turn import Turn
-
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
+from jdist.rpc.extension import (
+    DEFAULT,
+    Agent,
+    Deadline,
+    InterruptSafeLock,
+    current_agent,
+)
 
 Weight = float | Callable[[], float]
-"""What a trainer's gradient counts for, or a function that says so at each pass."""
+"""The weight of a trainer's gradient, or a function that returns it at each pass."""
 
-PART = "jdist.autograd.replicated"
-"""Under which an agent has its groups of trainers."""
+STATE = "jdist.autograd.replicated"
+"""The key under which a worker keeps its groups of trainers."""
 
 _CALL = "replicated"
 _INSTANT = 1e-9
@@ -46,7 +48,7 @@ _INSTANT = 1e-9
 
 
 def replicated(
-    params: Any,
+    params: PyTree,
     group: Iterable[str],
     weight: Weight = 1.0,
     timeout: float = DEFAULT,
@@ -117,15 +119,18 @@ def replicated(
       ...     list(threads.map(train, ["a", "b"], data))
       [5.0, 5.0]
     """
-    agent = current.agent()
-    return _groups_of(agent).group(_names(agent, group)).add(params, weight, timeout)
+    container = here()
+    agent = container.agent
+    groups = agent.extension_state.setdefault(STATE, ReplicaGroups(container))
+    assert isinstance(groups, ReplicaGroups)
+    return groups.group(_names(agent, group)).add(params, weight, timeout)
 
 
 def unreplicate(variable: Variable) -> None:
     """Makes a replicated variable one of this trainer alone, as all trainers must do.
 
-    Without any left, passes are the trainer's own again, and meet no others. To let a
-    variable go does not suffice: when that is noticed differs between trainers.
+    Without any left, passes are the trainer's own again, and meet no others. To drop a
+    variable does not suffice: trainers would notice that at different passes.
 
     Raises:
       ValueError: It is not replicated.
@@ -136,24 +141,24 @@ def unreplicate(variable: Variable) -> None:
       ...     w = autograd.replicated(2.0, ["a"])
       ...     autograd.unreplicate(w)
     """
-    groups = current.agent().parts.get(PART)
+    groups = current_agent().extension_state.get(STATE)
     if not isinstance(groups, ReplicaGroups) or not groups.remove(variable):
         rule = "must be a replicated variable of this worker"
         raise ValueError(requirement("unreplicate(variable)", rule, variable))
 
 
 class _Replica(NamedTuple):
-    """A replicated variable, as one trainer has it."""
+    """A replicated variable on one trainer."""
 
     variable: Variable
     weight: Weight
 
 
 class _Contribution(NamedTuple):
-    """What one trainer brings to a pass: by variable's number, weight and leaves.
+    """One trainer's share of a pass: weights and leaves, by variable's number.
 
-    Leaves are None where the pass did not reach them. Where a collective brings them,
-    their kinds come first.
+    Leaves are None where the pass did not reach them. Where a collective exchanges
+    them, shapes and dtypes take their places first.
     """
 
     weights: dict[int, float]
@@ -164,39 +169,40 @@ class ReplicaGroup:
     """The replicated variables of one group of trainers, on one of them.
 
     Args:
-      agent: The worker.
+      container: That of the worker.
       names: Of the trainers, by rank.
 
     Attributes:
       names: As given.
-      turn: Had by the thread on which a pass begins, while it lasts.
+      lock: Held by the thread on which a pass begins, while it lasts.
     """
 
-    def __init__(self, agent: "Agent", names: tuple[str, ...]) -> None:
+    def __init__(self, container: Container, names: tuple[str, ...]) -> None:
         self.names = names
-        self._agent = agent
+        self._container = container
+        self._agent = container.agent
         self._members: dict[int, _Replica] = {}
         self._made = 0
         self._passes = 0
-        self.turn = Turn()
+        self.lock = InterruptSafeLock()
         self._rows: list[int] | None = None
 
     @property
     def lives(self) -> bool:
-        """Whether it has a variable."""
+        """Whether it has any variable."""
         return bool(self._members)
 
     def number(self, variable: Variable) -> int | None:
-        """That of one of its variables."""
+        """The number of a variable; None if it is not one of the group's."""
         members = self._members.items()
         return next((n for n, each in members if each.variable is variable), None)
 
     def remove(self, number: int) -> None:
-        """Has one variable less."""
-        del self._members[number]
+        """Removes a variable."""
+        self._container.replicated.discard(self._members.pop(number).variable)
 
-    def add(self, params: Any, weight: Weight, timeout: float) -> Variable:
-        """A new variable with the first trainer's values, on all of them."""
+    def add(self, params: PyTree, weight: Weight, timeout: float) -> Variable:
+        """Makes a variable with the first trainer's values, on all of them."""
         number, self._made = self._made, self._made + 1
         tag = f"replicated variable {number}"
         try:
@@ -218,15 +224,16 @@ class ReplicaGroup:
         made.value = made.structure.unflatten([_like(*pair) for pair in pairs])
         self._rows = _rows([found[name][2] for name in self.names])
         self._members[number] = _Replica(made, weight)
+        self._container.replicated.add(made)
         return made
 
     def begin(self) -> None:
-        """A pass of this trainer begins.
+        """Begins a pass of this trainer.
 
         Raises:
           AutogradError: Another one is under way.
         """
-        if not self.turn.try_take():
+        if not self.lock.try_acquire():
             raise AutogradError(
                 requirement(
                     "backward()",
@@ -238,43 +245,44 @@ class ReplicaGroup:
         self._passes += 1
 
     def end(self) -> None:
-        """The pass is over."""
-        self.turn.give()
+        """Ends the pass."""
+        self.lock.release()
 
     def refuse(self, error: BaseException) -> None:
-        """The pass has failed here: its meeting fails on all trainers."""
+        """Fails the pass's collective on all trainers, as it has failed here."""
         self._refuse(error, self._tag)
 
-    def part(self, found: Mapping[Variable, Any]) -> _Contribution:
-        """What this trainer brings, of the gradients that its pass has found.
+    def contribution(self, found: Mapping[Variable, PyTree]) -> _Contribution:
+        """This trainer's share, from the gradients that its pass has found.
 
         Raises:
           ValueError: A weight is none.
           Exception: What the function that gives a weight has raised.
         """
-        part = _Contribution({}, {})
+        own = _Contribution({}, {})
         for number, member in self._members.items():
             variable = member.variable
             weight = member.weight() if callable(member.weight) else member.weight
-            part.weights[number] = _check_weight(weight)
+            own.weights[number] = _check_weight(weight)
             gradient = found.get(variable)
             absent: list[Any] = [None] * variable.structure.num_leaves
-            part.leaves[number] = (
+            own.leaves[number] = (
                 absent
                 if gradient is None
                 else variable.structure.flatten_up_to(gradient)
             )
-        return part
+        return own
 
-    def reduce(self, own: _Contribution, deadline: Deadline) -> dict[Variable, Any]:
-        """The gradients of all trainers' examples; meets the others.
+    def reduce(self, own: _Contribution, deadline: Deadline) -> dict[Variable, PyTree]:
+        """Exchanges contributions; the gradients of all trainers' examples.
 
         Raises: what is said at `replicated`.
         """
         left = deadline.remaining()
         seconds = 0.0 if left is None else max(left, _INSTANT)
         rows = self._rows
-        # Before a collective, which tells nothing, all must be there and say of what.
+        # A collective of JAX names no trainer that is missing or at another pass, so
+        # all meet by rpc first and exchange the shapes and dtypes.
         leaves: Any = own.leaves if rows is None else _kinds(own.leaves)
         found = self._gather([own.weights, leaves], seconds, self._tag)
         parts = [_Contribution(*found[name]) for name in self.names]
@@ -320,9 +328,9 @@ class ReplicaGroup:
     def _collected(
         self, own: _Contribution, kinds: Sequence[_Contribution], rows: Sequence[int]
     ) -> list[_Contribution]:
-        """The parts with their leaves, by a collective of all processes.
+        """The contributions with their leaves, by a collective of all processes.
 
-        All bring arrays of the same kinds in the same order, zeros for what is absent.
+        All bring arrays of the same shapes in the same order, zeros for absent ones.
         """
         wanted = {
             (number, place): kind
@@ -362,30 +370,27 @@ class ReplicaGroups:
     """All groups of trainers that a worker belongs to.
 
     Args:
-      agent: The worker.
+      container: That of the worker.
     """
 
-    def __init__(self, agent: "Agent") -> None:
-        self._agent = agent
+    def __init__(self, container: Container) -> None:
+        self._container = container
         self._lock = threading.Lock()
         self._groups: dict[tuple[str, ...], ReplicaGroup] = {}
 
     def group(self, names: tuple[str, ...]) -> ReplicaGroup:
-        """That of these trainers."""
+        """The group of these trainers."""
         with self._lock:
-            return self._groups.setdefault(names, ReplicaGroup(self._agent, names))
+            made = ReplicaGroup(self._container, names)
+            return self._groups.setdefault(names, made)
 
     def alive(self) -> list[ReplicaGroup]:
-        """Those with variables, in an order that all trainers have."""
+        """The groups with variables, in the same order on all trainers."""
         with self._lock:
             return [group for _, group in sorted(self._groups.items()) if group.lives]
 
-    def holds(self, variable: Variable) -> bool:
-        """Whether the variable is replicated."""
-        return any(group.number(variable) is not None for group in self.alive())
-
     def remove(self, variable: Variable) -> bool:
-        """It is not any more; whether it was."""
+        """Makes a variable the worker's own; returns whether it was replicated."""
         for group in self.alive():
             number = group.number(variable)
             if number is not None:
@@ -395,7 +400,7 @@ class ReplicaGroups:
 
 
 class ReplicaReduction:
-    """The meetings at the end of one pass; what is raised within ends them on all.
+    """The collectives at the end of one pass; what is raised within fails them on all.
 
     Args:
       agent: The worker on which the pass begins.
@@ -404,16 +409,16 @@ class ReplicaReduction:
       found: The pass's own gradients of replicated variables.
     """
 
-    def __init__(self, agent: "Agent") -> None:
-        groups = agent.parts.get(PART)
+    def __init__(self, agent: Agent) -> None:
+        groups = agent.extension_state.get(STATE)
         self._groups = groups.alive() if isinstance(groups, ReplicaGroups) else []
         self._left: list[ReplicaGroup] = []
-        self.found: dict[Variable, Any] = {}
+        self.found: dict[Variable, PyTree] = {}
 
     @property
-    def turns(self) -> list[Turn]:
-        """Those of the groups, which an interrupt must not leave taken."""
-        return [group.turn for group in self._groups]
+    def locks(self) -> list[InterruptSafeLock]:
+        """The groups' locks, which an interrupt must not leave taken."""
+        return [group.lock for group in self._groups]
 
     def __enter__(self) -> "ReplicaReduction":
         try:
@@ -425,45 +430,40 @@ class ReplicaReduction:
             raise
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for group in self._left:
             if error is not None:
                 group.refuse(error)
             group.end()
         self._left = []
 
-    def reduced(self, deadline: Deadline) -> dict[Variable, Any]:
-        """The gradients of the replicated variables, from those of all trainers.
+    def reduced(self, deadline: Deadline) -> dict[Variable, PyTree]:
+        """Reduces the gradients of the replicated variables over all trainers.
 
         Raises: what is said at `replicated`.
         """
-        parts = [group.part(self.found) for group in self._left]
-        gradients: dict[Variable, Any] = {}
-        for part in parts:
+        # All weights are asked for before the first collective: a function that raises
+        # then fails every collective alike.
+        contributions = [group.contribution(self.found) for group in self._left]
+        gradients: dict[Variable, PyTree] = {}
+        for own in contributions:
             group = self._left.pop(0)
             try:
-                gradients |= group.reduce(part, deadline)
+                gradients |= group.reduce(own, deadline)
             finally:
                 group.end()
         return gradients
 
 
-def is_replicated(agent: "Agent", variable: Variable) -> bool:
-    """Whether a variable of the worker is replicated."""
-    groups = agent.parts.get(PART)
-    return isinstance(groups, ReplicaGroups) and groups.holds(variable)
-
-
-def _groups_of(agent: "Agent") -> ReplicaGroups:
-    found = agent.parts.setdefault(PART, ReplicaGroups(agent))
-    assert isinstance(found, ReplicaGroups)
-    return found
-
-
 # --- arguments ---
 
 
-def _names(agent: "Agent", group: Iterable[str]) -> tuple[str, ...]:
+def _names(agent: Agent, group: Iterable[str]) -> tuple[str, ...]:
     """The trainers by rank."""
     chosen = {group} if isinstance(group, str) else set(group)
     ranks = {worker.name: worker.id for worker in agent.group.workers()}
@@ -473,8 +473,8 @@ def _names(agent: "Agent", group: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(chosen, key=lambda name: ranks[name]))
 
 
-def _check_weight(weight: Any) -> float:
-    """The weight as a number."""
+def _check_weight(weight: SupportsFloat) -> float:
+    """The weight as a float, if it is one."""
     number = isinstance(weight, int | float | np.number) or (
         isinstance(weight, np.ndarray | jax.Array) and weight.shape == ()
     )
@@ -484,8 +484,8 @@ def _check_weight(weight: Any) -> float:
     return float(weight)
 
 
-def _like(array: Any, own: jax.Array) -> jax.Array:
-    """A received array, which may be another trainer's own, placed as this one's."""
+def _like(array: jax.Array | np.ndarray, own: jax.Array) -> jax.Array:
+    """A copy of a received array, which another trainer may own, placed like `own`."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.device_put(array, own.sharding)
     return beside(jax.device_put(np.array(array)), own)
@@ -503,7 +503,7 @@ def _check_alike(
 
 
 def _rows(processes: Sequence[Sequence[int]]) -> list[int] | None:
-    """Each trainer's row in a collective of all processes; None if it cannot be one."""
+    """Each trainer's row in a collective of all processes; None if they are others."""
     rows = [index for index, _ in processes]
     counts = {count for _, count in processes}
     whole = counts == {len(rows)} and sorted(rows) == list(range(len(rows)))
@@ -514,7 +514,7 @@ def _rows(processes: Sequence[Sequence[int]]) -> list[int] | None:
 
 
 def _kinds(leaves: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-    """Shape and dtype of each leaf, None of those that are absent."""
+    """Shape and dtype of each leaf, None for absent ones."""
     return {
         number: [None if x is None else [list(x.shape), str(x.dtype)] for x in some]
         for number, some in leaves.items()
@@ -524,7 +524,7 @@ def _kinds(leaves: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
 def _mean(
     parts: Sequence[_Contribution], number: int, names: Sequence[str]
 ) -> list[Any] | None:
-    """The weighted mean of a variable's leaves; None where no trainer has reached it.
+    """The weighted mean of a variable's leaves; None if no trainer has reached it.
 
     Raises:
       ValueError: No weight is positive.
@@ -543,7 +543,7 @@ def _leaf_mean(row: Sequence[Any], weights: Sequence[float]) -> Any:
     like = next((leaf for leaf in row if leaf is not None), None)
     if like is None:
         return None
-    # One program, whichever trainers have nothing, and wherever their arrays are.
+    # NumPy zeros in place of absent leaves: one program for all patterns and devices.
     nothing = np.zeros(like.shape, like.dtype)
     filled = [nothing if leaf is None else np.asarray(leaf) for leaf in row]
     return _weighted(filled, list(weights))
@@ -551,7 +551,7 @@ def _leaf_mean(row: Sequence[Any], weights: Sequence[float]) -> Any:
 
 @jax.jit
 def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
-    """In the order of ranks, in float32 at least; rounded once."""
+    """The weighted mean in the order of ranks, in float32 at least, rounded once."""
     wide = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves]
     summands = [
         jnp.where(weight == 0, jnp.zeros_like(leaf), reduction.scaled(leaf, weight))
@@ -563,7 +563,7 @@ def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
 
 
 def _placed(variable: Variable, leaves: Sequence[Any]) -> Any:
-    """The gradient, placed as its variable is."""
+    """A gradient, placed as its variable is."""
     own = jax.tree.leaves(variable.value)
     pairs = zip(leaves, own, strict=True)
     found = [leaf if leaf is None else beside(leaf, value) for leaf, value in pairs]

@@ -1,31 +1,32 @@
-"""When a pass is quiet everywhere: nobody has anything to do, and nothing is under way.
+"""Termination detection of a pass: no worker has work, and no message is under way.
 
-The rule is that of Dijkstra and Scholten. The first request that finds a worker at rest
-*engages* it: the answer is held until the worker has nothing to do and no request of
-its own is unanswered. Every other request is answered as soon as there is nothing to
-do. Who is engaged by whom forms a tree below the root, so these waits cannot form a
-circle, and when the root itself has nothing to do and no unanswered request, the pass
-is quiet. A gradient that rides on an answer needs no request: whoever receives the
-answer is engaged until then.
+The algorithm is that of Dijkstra and Scholten. The first request that finds a worker at
+rest *engages* it: the answer is held until the worker has no work and no request of its
+own is unanswered. Every other request is answered as soon as there is no work. The
+engagements form a tree below the root, so these waits cannot form a circle, and when
+the root itself has no work and no unanswered request, the pass is quiet. A gradient
+that rides on an answer needs no request: the receiver of the answer is engaged until
+then.
 
 Source: Dijkstra and Scholten, Termination detection for diffusing computations,
 Information Processing Letters 11(1), 1980.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jdist.autograd.engine.messages import Reports, StarvationReport, StarvingSend
-from jdist.rpc.base.future import Future
-from jdist.rpc.calls.callee import Reply
+from jdist.autograd.graph.node import RecvNode
+from jdist.rpc import Future
+from jdist.rpc.extension import Reply
 
 
 class UnansweredRequest(NamedTuple):
     """A request that has not been answered.
 
     Attributes:
-      peer: Number of the worker that waits for the answer.
-      answer: To be completed with it.
+      peer: Incarnation of the worker that waits for the answer.
+      answer: To be completed with the answer.
     """
 
     peer: int
@@ -33,16 +34,16 @@ class UnansweredRequest(NamedTuple):
 
 
 class TerminationDetector:
-    """What one worker owes to others and is owed by them in one pass.
+    """The requests of one pass that one worker has to answer, and has unanswered.
 
     Args:
-      worker: Its name.
+      worker: The worker's name.
       root: Whether the pass began here; a root is engaged from the beginning.
 
     Attributes:
-      outstanding: How many of its requests are unanswered.
+      outstanding: Number of its own requests that are unanswered.
       engager: The request that engaged it; None at rest and at the root.
-      others: The other requests, to be answered as soon as there is nothing to do.
+      others: The other requests, to be answered as soon as there is no work.
     """
 
     def __init__(self, worker: str, root: bool) -> None:
@@ -55,32 +56,32 @@ class TerminationDetector:
         self._news: set[str] = set()
         self._number = 0
 
-    def asked(self, held: UnansweredRequest) -> None:
-        """A request came."""
+    def asked(self, request: UnansweredRequest) -> None:
+        """Notes a request, which engages a worker at rest."""
         if self._root or self.engager is not None:
-            self.others.append(held)
+            self.others.append(request)
         else:
-            self.engager = held
+            self.engager = request
 
     def holds(self, peer: int) -> bool:
-        """Whether that worker waits for an answer, on which gradients can ride."""
+        """Whether a worker waits for an answer, on which gradients can ride."""
         engager = self.engager
         if engager is not None and engager.peer == peer:
             return True
-        return any(held.peer == peer for held in self.others)
+        return any(request.peer == peer for request in self.others)
 
     def take_others(self) -> list[UnansweredRequest]:
-        """The requests that are to be answered now."""
+        """Takes the requests that are to be answered now."""
         others, self.others = self.others, []
         return others
 
     def disengage(self) -> UnansweredRequest | None:
-        """At rest: the request that is to be answered, if there is one."""
-        held, self.engager = self.engager, None
-        return held
+        """Rests, and takes the request that had engaged this worker, if any."""
+        engager, self.engager = self.engager, None
+        return engager
 
     def heard(self, reports: Reports) -> None:
-        """Others said what they wait for."""
+        """Takes what other workers wait for."""
         for worker, report in reports.items():
             known = self._reports.get(worker)
             if known is None or known.number < report.number:
@@ -88,7 +89,7 @@ class TerminationDetector:
                 self._news.add(worker)
 
     def waits_for(self, starving: tuple[StarvingSend, ...]) -> None:
-        """This worker is about to rest, and waits for these."""
+        """Notes what this worker waits for when it is about to rest."""
         known = self._reports.get(self._worker)
         if starving != (() if known is None else known.starving):
             self._number += 1
@@ -96,7 +97,7 @@ class TerminationDetector:
             self._news.add(self._worker)
 
     def news(self) -> Reports:
-        """The reports that have changed since they were last asked for."""
+        """Takes the reports that have changed since they were last taken."""
         if not self._news:
             return {}
         news = {worker: self._reports[worker] for worker in sorted(self._news)}
@@ -104,9 +105,42 @@ class TerminationDetector:
         return news
 
     def starving(self) -> Mapping[str, tuple[StarvingSend, ...]]:
-        """All that anybody waits for, by the name of the worker."""
+        """The send functions that workers wait for, by the name of the worker."""
         return {
             worker: report.starving
             for worker, report in self._reports.items()
             if report.starving
         }
+
+
+def explain(
+    starving: Mapping[str, Sequence[StarvingSend]],
+    unreached: Sequence[RecvNode],
+    smart: bool,
+) -> str:
+    """The text of the error for a quiet pass whose send functions lack gradients.
+
+    Args:
+      starving: Send functions without a gradient, by the name of their worker.
+      unreached: Receive functions here that the roots do not reach.
+      smart: Whether it is SMART mode.
+    """
+    waits = "; ".join(
+        f"{one.name} (message {one.message_id}, on {worker!r})"
+        for worker, sends in starving.items()
+        for one in sends
+    )
+    if smart:
+        return (
+            f"these send functions were marked, and no gradient came for them: {waits}."
+        )
+    unused = "".join(
+        f" Message {node.message_id}, received from {node.worker!r}, takes no part in "
+        "this pass."
+        for node in unreached
+    )
+    return (
+        f"FAST mode waits for a gradient at every send function of the context, and "
+        f"none will come for {waits}.{unused} Use mode='smart', which waits only for "
+        "what the roots depend on."
+    )

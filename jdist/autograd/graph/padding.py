@@ -14,8 +14,7 @@ import numpy as np
 from jdist._compat import is_traced, placed
 from jdist._errors import requirement
 from jdist._tree import path_of
-from jdist.autograd.context.recording import next_order
-from jdist.autograd.graph.node import Edge, Node
+from jdist.autograd.graph.node import Edge, Node, next_order
 from jdist.autograd.graph.pure import Recordable
 from jdist.autograd.graph.recorded import Recorded, record
 

@@ -24,9 +24,9 @@ import numpy as np
 from jdist._compat import is_traced, part_of, without_unread
 from jdist._errors import requirement
 from jdist._tree import is_inexact
-from jdist.autograd.context.recording import next_order, refuse_in_pure, tracing
 from jdist.autograd.graph.nnx_state import state_kept
-from jdist.autograd.graph.node import Edge, SegmentNode
+from jdist.autograd.graph.node import Edge, SegmentNode, next_order
+from jdist.autograd.graph.purity import refuse_in_pure, tracing
 from jdist.segment import Segment
 from jdist.segment.internal import (
     Changed,

@@ -11,11 +11,11 @@ import numpy as np
 from jdist._compat import is_traced, refuse_as_argument
 from jdist._errors import requirement
 from jdist._tree import abbreviated, is_inexact
-from jdist.autograd.context.recording import refuse_in_pure
-from jdist.autograd.errors import AutogradError
 from jdist.autograd.graph import pure
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.node import Edge
 from jdist.autograd.graph.pure import ONE, Recordable
+from jdist.autograd.graph.purity import refuse_in_pure
 
 _COMPARABLE = (
     Recordable, jax.Array, np.ndarray, np.generic, int, float, complex,

@@ -1,24 +1,23 @@
-"""Leaves that want a gradient."""
+"""Variables, which are the leaves of the graph, and what becomes of their gradients."""
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._compat import is_traced, placed
+from jdist._compat import beside, is_traced, placed
 from jdist._errors import requirement
-from jdist._tree import abbreviated, is_inexact, named_leaves, path_of
-from jdist.autograd.context.recording import refuse_in_pure
-from jdist.autograd.graph.eager import eager
+from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
 from jdist.autograd.graph.nnx_state import refuse_state
-from jdist.autograd.graph.node import Edge, LeafNode
+from jdist.autograd.graph.node import Cotangent, Edge, Node
 from jdist.autograd.graph.pure import DifferentiatedTree
+from jdist.autograd.graph.purity import eager, refuse_in_pure
 from jdist.autograd.graph.recorded import Operators, Recorded
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.extension import InterruptSafeLock
 
 Hook = Callable[[Any], Any]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
@@ -46,6 +45,19 @@ class _FlatTree(NamedTuple):
         )
 
 
+class LeafNode(Node):
+    """A variable in the graph: its outputs are the leaves of the variable's tree.
+
+    Cotangents end here: a pass adds them to the gradients of its context.
+    """
+
+    __slots__ = ("variable",)
+
+    def __init__(self, variable: "Variable", leaves: int) -> None:
+        super().__init__("variable", (), leaves)
+        self.variable = variable
+
+
 class Variable(Operators):
     """A leaf that wants a gradient: a mutable cell around an immutable tree of arrays.
 
@@ -69,7 +81,7 @@ class Variable(Operators):
             raise ValueError(requirement("variable(tree)", rule, tree))
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
-        self.step_lock = Turn()
+        self.step_lock = InterruptSafeLock()
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 
@@ -156,6 +168,28 @@ class Variable(Operators):
         with self._lock:
             return tuple(self._hooks.values())
 
+    def gradient(self, cotangents: Sequence[Cotangent]) -> PyTree:
+        """The gradient of one pass: a tree of these leaves, changed by the hooks.
+
+        Each leaf is placed as the leaf of the variable is. What an optimizer makes of
+        both is then placed so too, and the next step finds all programs compiled.
+
+        Raises:
+          ValueError: A hook returned another structure, shape or dtype.
+          Exception: Whatever a hook raised.
+        """
+        gradient = self.structure.unflatten(cotangents)
+        for hook in self.hooks:
+            changed = hook(gradient)
+            if changed is not None:
+                _check_hooked(gradient, changed)
+                gradient = changed
+        found = self.structure.flatten_up_to(gradient)
+        pairs = zip(found, self._held.leaves, strict=True)
+        return self.structure.unflatten(
+            [beside(x, leaf) if isinstance(x, jax.Array) else x for x, leaf in pairs]
+        )
+
     def flat(self) -> Any:
         """See `Recordable`."""
         _, kind, leaves = self._held
@@ -229,6 +263,17 @@ def _check_paths(before: Any, after: Any) -> None:
             rule = f"must be {abbreviated(leaf)} at {path}, as before"
             got = abbreviated(new[path])
             raise ValueError(requirement("Variable.value", rule, got))
+
+
+def _check_hooked(gradient: PyTree, changed: PyTree) -> None:
+    kinds = [
+        jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+        for tree in (gradient, changed)
+    ]
+    if kinds[0] != kinds[1]:
+        rule = "must return a gradient of the same structure, shapes and dtypes, "
+        rule += f"{kinds[0]}"
+        raise ValueError(requirement("register_hook(hook)", rule, f"{kinds[1]}"))
 
 
 def _discard(hooks: dict[object, Hook], key: object) -> None:

@@ -17,17 +17,19 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import abbreviated, is_inexact
-from jdist.autograd.context.recording import refuse_in_pure
-from jdist.autograd.context.turns import in_turn
-from jdist.autograd.graph.eager import eager
+from jdist.autograd.context.locks import holding
 from jdist.autograd.graph.pure import Constant
+from jdist.autograd.graph.purity import eager, refuse_in_pure
 from jdist.autograd.graph.recorded import record
 from jdist.autograd.graph.variable import Variable
 from jdist.rpc import RRef
-from jdist.rpc.base import current
-from jdist.rpc.base.turn import Turn
-from jdist.rpc.codec.nnx import StandIn, is_module
-from jdist.rpc.modules import parameters
+from jdist.rpc.extension import (
+    InterruptSafeLock,
+    StandIn,
+    current_agent,
+    is_module,
+    parameters,
+)
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
@@ -89,7 +91,7 @@ def _made(factory: Callable[..., Any], args: Any, kwargs: Any) -> "TrainableModu
     _check_module(made)
     # What arrives here is bound to the device. So must be what the module begins with,
     # or its calls are compiled again once it has met something that arrived.
-    return TrainableModule(made, device=current.agent().options.device)
+    return TrainableModule(made, device=current_agent().options.device)
 
 
 class TrainableModule(StandIn):
@@ -111,7 +113,7 @@ class TrainableModule(StandIn):
         self._state = tuple([_bound(leaf, device) for leaf in state])
         self._layouts = [layout]
         self._layout = layout
-        self._turn = Turn()
+        self._lock = InterruptSafeLock()
         kind = type(nnx_module).__name__
         forward = type(nnx_module).__call__
         self._function = _function(kind, forward, tuple(_code_of(nnx_module)))
@@ -230,7 +232,7 @@ class TrainableModule(StandIn):
     def _alone(self, action: Callable[[], T]) -> T:
         """Calls it while no other call changes the state."""
         busy = f"while other calls had the state of {self._function.__name__}"
-        return in_turn([self._turn], busy, action)
+        return holding([self._lock], busy, action)
 
     def __repr__(self) -> str:
         return f"Module({self._function.__name__})"

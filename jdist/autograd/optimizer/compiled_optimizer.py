@@ -15,7 +15,7 @@ import jax
 
 from jdist._errors import requirement
 from jdist.optim import Optimizer, from_optax
-from jdist.optim.clipping import scaled
+from jdist.optim.internal import scaled
 from jdist.segment.internal import FunctionCache, Traced, contents_of
 
 _ARGUMENT = "DistributedOptimizer(optimizer)"

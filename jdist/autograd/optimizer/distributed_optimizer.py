@@ -10,17 +10,15 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import described
-from jdist.autograd.context import container
-from jdist.autograd.engine.replicated import is_replicated
+from jdist.autograd.context.context import here
 from jdist.autograd.optimizer import checkpoint, owner_side
 from jdist.autograd.optimizer.checkpoint import State
 from jdist.autograd.optimizer.owned_optimizer import check_same
 from jdist.autograd.optimizer.owners import ask_all
 from jdist.optim import Optimizer
-from jdist.optim.clipping import shrinking, sum_of
+from jdist.optim.internal import shrinking, sum_of
 from jdist.rpc import RemoteModule, RRef, WorkerInfo
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT
+from jdist.rpc.extension import DEFAULT, current_agent
 
 _CALL = "DistributedOptimizer"
 
@@ -84,7 +82,7 @@ class DistributedOptimizer:
         **kwargs: Any,
     ) -> None:
         _check_factory(optimizer)
-        current.agent().codec.functions.reference(optimizer)
+        current_agent().codec.functions.reference(optimizer)
         owners: dict[WorkerInfo, dict[int, RRef[Any]]] = {}
         for position, rref in enumerate(params_rrefs):
             if not isinstance(rref, RRef):
@@ -98,7 +96,7 @@ class DistributedOptimizer:
         if not owners:
             rule = "must not be empty: optimizer got an empty parameter list"
             raise ValueError(requirement(f"{_CALL}(params_rrefs)", rule, "nothing"))
-        self._own = list(owners.get(current.agent().info, {}).values())
+        self._own = list(owners.get(current_agent().info, {}).values())
         bodies = {w: (optimizer, args, kwargs, rrefs) for w, rrefs in owners.items()}
         self._parts: dict[WorkerInfo, RRef[Any]] = ask_all(
             owner_side.CREATE, bodies, DEFAULT, "Error creating optimizer."
@@ -139,7 +137,7 @@ class DistributedOptimizer:
             failed. Their parameters are as before; those of the others have been
             stepped, unless it was the norm that failed.
         """
-        container.here().retrieve(context_id)
+        here().retrieve(context_id)
         values = {name: _number(name, value) for name, value in overrides.items()}
         factor = norm = None
         if max_norm is not None:
@@ -147,7 +145,7 @@ class DistributedOptimizer:
             factor = np.asarray(shrinking(norm, max_norm))
         arguments = (context_id, factor, values)
         self._ask(owner_side.STEP, "Error running optimizer.", timeout, arguments)
-        container.here().retrieve(context_id)
+        here().retrieve(context_id)
         return norm
 
     def state(self, timeout: float = DEFAULT) -> State:
@@ -243,8 +241,8 @@ class DistributedOptimizer:
 
     def _refuse_unequal_norms(self) -> None:
         """Of replicated variables: each trainer would shrink them by another factor."""
-        agent = current.agent()
-        shared = [is_replicated(agent, rref.local_value()) for rref in self._own]
+        replicated = here().replicated
+        shared = [rref.local_value() in replicated for rref in self._own]
         if any(shared) and not (all(shared) and len(self._parts) == 1):
             argument = f"{_CALL}.step(max_norm=...)"
             rule = "must be of replicated variables alone, or of none: gradients of "

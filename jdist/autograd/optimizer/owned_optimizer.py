@@ -14,13 +14,13 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import described, path_of
-from jdist.autograd.context.turns import in_turn
+from jdist.autograd.context.locks import holding
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
 from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
-from jdist.optim.clipping import square
+from jdist.optim.internal import square
 from jdist.rpc import RpcTimeout
-from jdist.rpc.base import current
+from jdist.rpc.extension import current
 
 Gradients = Mapping[Variable, Any]
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class OwnedOptimizer:
 
     def _alone(self, action: Callable[[], T]) -> T:
         """Calls it while no other thread has one of the variables' locks."""
-        return in_turn(self._locks, BUSY, action)
+        return holding(self._locks, BUSY, action)
 
     def _init(self) -> Any:
         values = self._values()

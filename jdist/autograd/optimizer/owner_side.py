@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.context import container
+from jdist.autograd.context.context import here
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
 from jdist.autograd.optimizer.owned_optimizer import Gradients, OwnedOptimizer
 from jdist.rpc import Parameter, ProtocolError, RRef, WorkerInfo
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.extension import Agent
 
 CREATE = "optimizer.create"
 SQUARES = "optimizer.squares"
@@ -63,7 +63,7 @@ def _step(
 
 def _gradients(context_id: int) -> Gradients:
     """Those of a context on this worker: none if it took no part in the context."""
-    context = container.here().find(context_id)
+    context = here().find(context_id)
     if context is None:
         return {}
     with context.lock:

@@ -3,11 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jdist.rpc import WorkerInfo
-from jdist.rpc.base import current
-from jdist.rpc.base.extensions import NEEDS
-from jdist.rpc.base.future import Future
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc import Future, WorkerInfo
+from jdist.rpc.extension import NEEDS, Agent, current_agent
 
 # An owner may be asked before it has imported autograd for its first variable.
 _META = {NEEDS: "jdist.autograd.optimizer.owner_side:install"}
@@ -28,7 +25,7 @@ def ask_all(
       ExceptionGroup: Some failed. It holds the errors of all of these, and its message
         names them.
     """
-    agent = current.agent()
+    agent = current_agent()
     *others, (last, last_body) = bodies.items()
     asked = {
         worker: _begun(agent, worker, kind, body, timeout) for worker, body in others

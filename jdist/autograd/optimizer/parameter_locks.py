@@ -8,13 +8,13 @@ and never wait in a circle; steps on sets without a common variable run side by 
 from collections.abc import Iterable
 
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.extension import InterruptSafeLock
 
 BUSY = "while another step held one of the parameters"
-"""What is said of a step that comes too late for its turn, see `in_turn`."""
+"""What is said of a step that comes too late for its turn, see `holding`."""
 
 
-def locks_of(variables: Iterable[Variable]) -> list[Turn]:
+def locks_of(variables: Iterable[Variable]) -> list[InterruptSafeLock]:
     """The locks of these variables, in the order in which to take them.
 
     The order is that of addresses. It holds as long as the variables live, so whoever

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.context import container as containers
-from jdist.autograd.context.context import Context
-from jdist.autograd.engine.marking import mark
+from jdist.autograd.context.context import Container, Context, here
+from jdist.autograd.engine import engine as engines
 from jdist.autograd.graph.node import Node
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable
@@ -20,12 +19,8 @@ from jdist.autograd.picture.graph_node import (
 )
 from jdist.autograd.picture.mermaid import mermaid
 from jdist.autograd.picture.svg import svg
-from jdist.rpc.base.deadline import DEFAULT
-from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-
-if TYPE_CHECKING:
-    from jdist.autograd.context.container import Container
+from jdist.rpc import ProtocolError, WorkerInfo
+from jdist.rpc.extension import DEFAULT, incarnation_of
 
 _KIND = "autograd.graph"
 _MODES = ("smart", "fast")
@@ -126,13 +121,13 @@ def graph(
     if mode not in _MODES:
         rule = f"must be one of {', '.join(map(repr, _MODES))}"
         raise ValueError(requirement("graph(mode=...)", rule, mode))
-    container = containers.here()
+    container = here()
     context = container.retrieve(context_id)
     starts, more = _nodes("roots", roots), _nodes("values", values)
     marks = None
     if mode == "smart":
         seconds = container.agent.default_timeout if timeout == DEFAULT else timeout
-        marks = mark(container, context_id, starts, seconds)
+        marks = engines.of(container).mark(context_id, starts, seconds)
     own = (container.agent.info, graph_nodes(context, starts, more, names, marks))
     parts = [own, *_others(context, marks, timeout)]
     found: list[GraphNode] = []
@@ -144,7 +139,7 @@ def graph(
     return Graph(context_id, tuple(found))
 
 
-def install(container: "Container") -> None:
+def install(container: Container) -> None:
     """Lets a worker show others its part of a graph."""
 
     def show(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
@@ -157,7 +152,7 @@ def install(container: "Container") -> None:
         if context is None:  # released meanwhile, or never reached
             return [], []
         rows = [tuple(node) for node in graph_nodes(context, marks=marks)]
-        return sorted(context.known_numbers()), rows
+        return sorted(context.known_incarnations()), rows
 
     container.agent.register(_KIND, show)
 
@@ -169,7 +164,7 @@ def _others(
     agent = context.container.agent
     seen = {incarnation_of(agent.info)}
     found: list[tuple[WorkerInfo, list[GraphNode]]] = []
-    ask = context.known_numbers() - seen
+    ask = context.known_incarnations() - seen
     while ask:
         seen |= ask
         body = (context.id, marks)

@@ -8,8 +8,9 @@ import jax
 from jdist._tree import abbreviated
 from jdist.autograd.context.context import Context
 from jdist.autograd.engine.sweep import dependencies
-from jdist.autograd.graph.node import LeafNode, Node, RecvNode, SendNode
-from jdist.rpc.base.errors import ProtocolError
+from jdist.autograd.graph.node import Node, RecvNode, SendNode
+from jdist.autograd.graph.variable import LeafNode
+from jdist.rpc import ProtocolError
 
 LEAF, FUNCTION, SEND, RECEIVE = "leaf", "function", "send", "receive"
 KINDS = (LEAF, FUNCTION, SEND, RECEIVE)

@@ -16,7 +16,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import abbreviated, named_leaves
 from jdist.autograd.graph.pure import Recordable
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
 
 _NUMBERS = (bool, int, float, complex)
 

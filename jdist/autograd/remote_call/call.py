@@ -10,10 +10,8 @@ from jdist._errors import requirement
 from jdist.autograd.remote_call.arguments import abstract_of, taken_apart
 from jdist.autograd.remote_call.caller import Target, caller_of
 from jdist.autograd.remote_call.primitive import bind
-from jdist.rpc.base import current
-from jdist.rpc.base.arguments import named
-from jdist.rpc.base.deadline import DEFAULT, check_timeout
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc import WorkerInfo
+from jdist.rpc.extension import DEFAULT, check_timeout, current_agent, named
 
 
 def remote_call(
@@ -82,7 +80,7 @@ def remote_call(
         rule = "must be callable, and hashable"
         raise TypeError(requirement("remote_call(fn)", rule, function))
     check_timeout("remote_call(timeout=...)", timeout)
-    agent = current.agent()
+    agent = current_agent()
     peer = agent.directory.find(to)
     call = "remote_call(*args)"
     arrays, references, structure = taken_apart((args, kwargs), call)

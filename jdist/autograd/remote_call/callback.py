@@ -19,7 +19,7 @@ from jdist.autograd.remote_call.arguments import AbstractArray, abstract_of
 from jdist.autograd.remote_call.callback_threads import callback_threads
 from jdist.autograd.remote_call.caller import Target, calling
 from jdist.autograd.remote_call.transforms import Transform
-from jdist.rpc.base.errors import RemoteError
+from jdist.rpc import RemoteError
 
 
 def staged_on_cpu(

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from jdist._compat import thread_pool_size
 from jdist._errors import requirement
-from jdist.rpc.base.errors import RpcError
+from jdist.rpc import RpcError
 
 
 class CallbackThreads:

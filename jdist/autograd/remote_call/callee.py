@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import evaluate, placed, trace_whole
 from jdist._lru_cache import LRUCache
-from jdist.autograd.context.recording import tracing
+from jdist.autograd.graph.purity import tracing
 from jdist.autograd.remote_call.arguments import (
     AbstractArray,
     Structure,
@@ -36,10 +36,9 @@ from jdist.autograd.remote_call.transforms import (
     transformed,
 )
 from jdist.autograd.remote_call.variables import context_of, trees, variables_of
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.outstanding_calls import Operation as Described
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current, current_agent
+from jdist.rpc.extension import Operation as Described
 from jdist.segment.internal import (
     VERSIONS,
     Changed,
@@ -142,7 +141,7 @@ def describe(
       TypeError: Its result is not made of arrays.
       Exception: Whatever it raises when it is traced.
     """
-    agent = current.agent()
+    agent = current_agent()
     _say(agent, function)
     weak = frozenset(i for i, kind in enumerate(kinds) if kind.weak)
     program = ServedFunction(function, Structure.of(skeleton), weak)
@@ -183,7 +182,7 @@ def perform(
       UnknownProgram: The number is to be asked for again.
       Exception: Whatever the function raises.
     """
-    agent = current.agent()
+    agent = current_agent()
     program = _programs(agent).find(number)
     _say(agent, program.function)
     held = variables_of(references, program.name)
@@ -289,8 +288,12 @@ def _on_device(leaf: Any, agent: Agent, weak: bool) -> jax.Array:
 
 
 def _programs(agent: Agent) -> ServedFunctions:
-    found = agent.parts.get(_PART)
-    return agent.parts.setdefault(_PART, ServedFunctions()) if found is None else found
+    found = agent.extension_state.get(_PART)
+    return (
+        agent.extension_state.setdefault(_PART, ServedFunctions())
+        if found is None
+        else found
+    )
 
 
 def _say(agent: Agent, function: Callable[..., Any]) -> None:

@@ -13,11 +13,16 @@ from jdist.autograd.remote_call.arguments import AbstractArray, Structure, abstr
 from jdist.autograd.remote_call.callee import UnknownFunction
 from jdist.autograd.remote_call.transforms import Transform, pullbacks
 from jdist.autograd.remote_call.variables import context_for
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.outstanding_calls import Operation as Described
-from jdist.rpc.rref import RRef
-from jdist.rpc.wire.frame import CALL
+from jdist.rpc import RRef
+from jdist.rpc.extension import (
+    CALL,
+    Agent,
+    current,
+    current_agent,
+)
+from jdist.rpc.extension import (
+    Operation as Described,
+)
 
 _PART = "jdist.autograd.remote_call.caller"
 _MOST = 1024
@@ -161,9 +166,9 @@ class RemoteFunctions:
 
 def caller_of(agent: Agent) -> RemoteFunctions:
     """What this worker knows."""
-    found = agent.parts.get(_PART)
+    found = agent.extension_state.get(_PART)
     return (
-        agent.parts.setdefault(_PART, RemoteFunctions(agent))
+        agent.extension_state.setdefault(_PART, RemoteFunctions(agent))
         if found is None
         else found
     )
@@ -179,7 +184,7 @@ def calling(target: Target) -> Iterator[RemoteFunctions]:
       ValueError: That worker is not in this process, or was shut down.
     """
     with current.use_worker(target.caller):
-        yield caller_of(current.agent())
+        yield caller_of(current_agent())
 
 
 def _alive(target: Target) -> list[RRef]:

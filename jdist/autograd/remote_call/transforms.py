@@ -66,8 +66,8 @@ def shifted(
     as its first results.
 
     Example:
-      >>> shifted([Pullback((0,), (1,)), Batch((None, 2))], 2, (1,))
-      (Pullback(wanted=(1, 2), present=(1,)), Batch(axes=(None, None, None, 2)))
+      >>> shifted([Pullback((0,), (1,)), Vmap((None, 2))], 2, (1,))
+      (Pullback(wanted=(1, 2), present=(1,)), Vmap(axes=(None, None, None, 2)))
     """
 
     def moved(operation: Transform) -> Transform:

@@ -12,14 +12,11 @@ import jax.numpy as jnp
 
 from jdist._errors import requirement
 from jdist._tree import is_inexact
-from jdist.autograd.context import container, recording
-from jdist.autograd.context.context import Context
-from jdist.autograd.context.gradients import accumulate, gradient_of
-from jdist.autograd.errors import AutogradError
+from jdist.autograd.context.context import Context, of, recorded_into
+from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
-from jdist.rpc.base import current
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.rref import RRef
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current
 
 
 class CalleeVariables(NamedTuple):
@@ -57,9 +54,8 @@ class CalleeVariables(NamedTuple):
             if variable in sums:
                 gradient = jax.tree.map(jnp.add, sums[variable], gradient)
             sums[variable] = gradient
-        accumulate(
-            context,
-            {v: gradient_of(v, _leaves(gradient)) for v, gradient in sums.items()},
+        context.accumulate(
+            {v: v.gradient(_leaves(gradient)) for v, gradient in sums.items()}
         )
 
 
@@ -98,7 +94,7 @@ def context_for(agent: Agent, to: str, jitted: bool) -> int | None:
     Raises:
       AutogradError: There are several of these.
     """
-    own = container.of(agent)
+    own = of(agent)
     if jitted:
         made = [each for each in own.contexts() if each.origin == own.ids.worker]
         if len(made) > 1:
@@ -109,8 +105,7 @@ def context_for(agent: Agent, to: str, jitted: bool) -> int | None:
             )
         found = made[0] if made else None
     else:
-        known = recording.current(own)
-        found = None if known is None else known.context
+        found = recorded_into(own)
     if found is None:
         return None
     found.meet(agent.directory.find(to).info)
@@ -123,7 +118,7 @@ def context_of(agent: Agent, context_id: int) -> Context:
     Raises:
       ContextNotFound: It was released.
     """
-    context = container.of(agent).get_or_create(context_id)
+    context = of(agent).get_or_create(context_id)
     scope = current.scope.get()
     assert scope is not None
     assert scope.execution is not None

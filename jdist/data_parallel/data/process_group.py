@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,8 +39,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist._compat import abandon_distributed, distributed_client, require_backend
-from jdist._errors import requirement
-from jdist.data_parallel.data.roll_call import Place, ProcessLost, listed, roll_call
+from jdist._errors import JdistError, requirement
+from jdist.rpc.extension import AbsentRanks, RunPlace, roll_call
 
 VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
 """What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
@@ -59,6 +60,18 @@ _LEFT = "jdist/left/"
 _ENDED = "jdist/ended/"
 # How a collective, or JAX's own coordination, words that a peer is gone.
 _SYMPTOM = re.compile("Gloo .*failed|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED")
+
+
+class ProcessLost(JdistError):
+    """A process of the group did not come, or is gone.
+
+    Attributes:
+      ranks: Those that are known to be missing.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 @contextmanager
@@ -147,7 +160,7 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
     elif place.size == 1:
         return False
     else:
-        roll_call(place, timeout)
+        _call_roll(place, timeout)
         initialize(
             coordinator_address=place.coordinator,
             coordinator_bind_address=place.bind,
@@ -159,7 +172,43 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
     return True
 
 
-def _place(environment: Mapping[str, str]) -> Place | None:
+def _call_roll(place: RunPlace, timeout: float) -> None:
+    """Waits for all processes; `jax.distributed` would end them all without a name."""
+    until = time.monotonic() + timeout
+    try:
+        roll_call(place, timeout)
+    except AbsentRanks as absent:
+        if absent.ranks == (0,):  # out of reach, or gone: the text says which
+            raise ProcessLost(str(absent), absent.ranks) from absent
+        raise ProcessLost(
+            f"{_ranks(absent.ranks)} of {place.size} did not come within {timeout:g} "
+            "s. Each process must be started with its RANK and call `process_group`.",
+            absent.ranks,
+        ) from absent
+    if place.rank:
+        _await_listener(place, until, timeout)
+
+
+def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
+    """Waits until JAX's coordinator listens; its client would wait a second more."""
+    host, _, port = place.coordinator.rpartition(":")
+    pause = threading.Event()
+    while True:
+        left = max(_BREATH, until - time.monotonic())
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), left).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ProcessLost(
+                    f"Rank 0 of {place.size} did not answer rank {place.rank} at "
+                    f"{place.coordinator} within {timeout:g} s: {error}.",
+                    (0,),
+                ) from error
+        pause.wait(_BREATH)
+
+
+def _place(environment: Mapping[str, str]) -> RunPlace | None:
     """This process's place as the launcher says; None if nothing says so."""
     given = [name for name in VARIABLES if name in environment]
     if "JAX_COORDINATOR_ADDRESS" not in given:
@@ -175,7 +224,7 @@ def _place(environment: Mapping[str, str]) -> Place | None:
     coordinator = environment["JAX_COORDINATOR_ADDRESS"]
     port = coordinator.rpartition(":")[2]
     told = (environment[name] for name in _BIND if name in environment)
-    return Place(rank, size, coordinator, next(told, f"[::]:{port}"))
+    return RunPlace(rank, size, coordinator, next(told, f"[::]:{port}"))
 
 
 def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
@@ -346,7 +395,8 @@ def _lost(ranks: tuple[int, ...], size: int, moment: float) -> ProcessLost:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(ranks)}"
+    who = "Rank" if len(ranks) == 1 else "Ranks"
+    return f"{who} {', '.join(map(str, ranks))}"
 
 
 def _clock(moment: float) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jdist import reduction
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
-from jdist.optim.clipping import scaled, shrinking
+from jdist.optim.internal import scaled, shrinking
 from jdist.pipeline.pipedream.weight_stashing import StashState, WeightStashing
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.reduction import Partial

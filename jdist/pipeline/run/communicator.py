@@ -14,7 +14,7 @@ from jdist.pipeline.run.stage_channels import (
 )
 from jdist.pipeline.run.worker_channels import WorkerCommunicator
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.rpc.base import current
+from jdist.rpc.extension import current_agent
 
 
 def communicator_for(
@@ -45,7 +45,7 @@ def communicator_for(
         raise ValueError(requirement(call, rule, given))
     if not all(isinstance(place, str) for place in given):
         return LocalCommunicator(Places(schedule, given, range(schedule.workers)))
-    agent = current.agent()
+    agent = current_agent()
     known = [info.name for info in agent.group.workers()]
     if agent.info.name not in given or not {*given} <= {*known}:
         rule = f"must be workers of the group, {agent.info.name!r} among them"

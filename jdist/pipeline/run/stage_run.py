@@ -16,8 +16,14 @@ from jdist._compat import is_traced
 from jdist._tree import add_trees, is_none, split_inexact, wide_dtype
 from jdist.pipeline.stages.stage import Stage
 from jdist.reduction import Partial
-from jdist.segment import Deferred, Segment
-from jdist.segment.internal import Invoke
+from jdist.segment import Segment
+from jdist.segment.internal import (
+    Deferred,
+    Fold,
+    Invoke,
+    backward_deferring,
+    join_deferred,
+)
 
 
 class MicroBatchShare(NamedTuple):
@@ -172,15 +178,15 @@ class StageRun:
         passes, given = self._compiled, (self.params, residuals, d_outputs)
         if self._partial is None:
             self._partial = self._begun(share, d_outputs)
-        add = self._add, self._partial, share
+        add = Fold(self._add, self._partial, share)
         if self._stage.join_weight_gradients:
-            found = passes.backward_deferring_then(*add, *given)
+            found = backward_deferring(passes, *given, add)
             self._partial, (_, d_inputs, _), self._deferred[micro] = found
         elif split:
             (_, d_inputs, _), rest = passes.backward_inputs(*given)
             self._rests[micro] = rest, share
         else:
-            self._partial, (_, d_inputs, _) = passes.backward_then(*add, *given)
+            self._partial, (_, d_inputs, _) = passes.backward(*given, fold=add)
         if d_inputs is None:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
@@ -201,17 +207,15 @@ class StageRun:
         if micro in self._deferred:
             return
         rest, share = self._rests.pop(micro)
-        self._partial = self._compiled.backward_params_then(
-            self._add, self._partial, share, rest
-        )
+        add = Fold(self._add, self._partial, share)
+        self._partial = self._compiled.backward_params(rest, fold=add)
 
     def finish(self) -> None:
         """After the last backward pass: the weight gradients of all, if joined."""
         deferred = list(self._deferred.values())
         self._deferred.clear()
-        self._partial = self._compiled.joined_then(
-            _completed, self._partial, None, deferred
-        )
+        complete = Fold(_completed, self._partial)
+        self._partial = join_deferred(self._compiled, deferred, complete)
 
     def finish_like(self, stand_ins: Sequence[int]) -> None:
         """`finish`, of a rehearsal in which some micro-batches stood for all.

@@ -28,8 +28,7 @@ from jdist.optim import (
     check_optimizer,
     compute_copies,
 )
-from jdist.optim._hyper import check_overrides
-from jdist.optim.clipping import scaled, shrinking, square, sum_of
+from jdist.optim.internal import check_overrides, scaled, shrinking, square, sum_of
 from jdist.pipeline.run.transfer_log import Transfer
 
 

@@ -49,8 +49,7 @@ from jdist.pipeline.run.stage_channels import (
 )
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
-from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.remote_exception import describe, rebuild
+from jdist.rpc.extension import Agent, describe, rebuild
 
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""

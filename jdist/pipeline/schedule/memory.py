@@ -50,7 +50,8 @@ def held(
     shape = (columns.stage.max(initial=0) + 1, columns.micro_batch.max(initial=0) + 1)
     split = (columns.index_of(W, *shape) >= 0)[columns.stage, columns.micro_batch]
     forward, backward = columns.kind == F, columns.kind == B
-    joins = np.asarray(joined, bool)[columns.stage] if any(joined) else False
+    none = np.zeros(columns.stage.shape, bool)
+    joins = np.asarray(joined, bool)[columns.stage] if any(joined) else none
     change = np.where(forward, activation, 0.0)
     change -= np.where(backward, activation, 0.0)
     change += np.where(backward & (split | joins), pending, 0.0)

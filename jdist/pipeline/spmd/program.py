@@ -23,7 +23,7 @@ import numpy as np
 
 from jdist import reduction
 from jdist._tree import is_none, split_inexact, wide_dtype
-from jdist.optim.clipping import square, sum_of
+from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.stage_run import MicroBatchShare
 from jdist.pipeline.schedule.actions import B, F, W
@@ -200,7 +200,7 @@ class _Device:
         rest: list[Any] = []
         if INPUTS in self._model.table.kinds:
             found = segment.backward_inputs(own, residuals, (value, None))[1]
-            rest = _computed(found)
+            rest = found.computed
         d_params = [jax.tree.map(_wide, split_inexact(p)[0]) for p in self._params]
         return list(residuals.arrays), rest, d_params
 
@@ -267,19 +267,15 @@ class _Device:
             own, residuals, (cotangent.value, None)
         )
         self._split = rest.split
-        left = _computed(rest), cotangent.share
+        left = rest.computed, cotangent.share
         state = state._replace(rests=put(state.rests, at.rest, left))
         return _answered(state, at, d_inputs, cotangent)
 
     def _backward_params(self, chunk: int, own: Any, at: Row, state: State) -> State:
         computed, share = take(state.rests, at.rest)
-        groups = jax.tree.leaves(own), take(state.activations, at.activation)
-        given = iter(computed)
-        arrays = [
-            next(given) if group >= len(groups) else groups[group][place]
-            for group, place in self._split.locations.places
-        ]
-        d_own = self._model.segment.backward_params(Rest(self._split, tuple(arrays)))
+        held = jax.tree.leaves(own), take(state.activations, at.activation)
+        rest = Rest.of(self._split, *held, computed)
+        d_own = self._model.segment.backward_params(rest)
         return self._added(state, at, chunk, d_own, share)
 
     def _called_back(self, at: Row, state: State) -> tuple[StageMessage, Residuals]:
@@ -363,12 +359,6 @@ def _answered(state: State, at: Row, d_inputs: Any, cotangent: StageMessage) -> 
     )
     mail = put(state.mail, at.result, cotangent._replace(value=value))
     return state._replace(mail=mail)
-
-
-def _computed(rest: Rest) -> list[Any]:
-    """What a rest has that is neither a parameter nor among the residuals."""
-    places = rest.split.locations.places
-    return [x for x, (group, _) in zip(rest.arrays, places, strict=True) if group > 1]
 
 
 def _share_of(total: jax.Array) -> MicroBatchShare:

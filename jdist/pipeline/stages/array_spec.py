@@ -1,12 +1,16 @@
-"""What is known of an array without its numbers: hashable, and it can be sent."""
+"""Shape and dtype of an array as a value that can be hashed and sent."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
+
+__all__ = ["ArraySpec", "is_spec", "specs_of"]
 
 _GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -15,8 +19,8 @@ class ArraySpec(NamedTuple):
     """Shape and dtype of an array on a device.
 
     Attributes:
-      shape: Its shape.
-      dtype: Name of its dtype; of PRNG keys such as "key<fry>".
+      shape: The shape.
+      dtype: Name of the dtype; "key<fry>", for example, for PRNG keys.
     """
 
     shape: tuple[int, ...]
@@ -24,13 +28,13 @@ class ArraySpec(NamedTuple):
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The same for JAX."""
+        """The spec in JAX's own form."""
         key = _key_like(self.dtype)
         dtype = jnp.dtype(self.dtype) if key is None else key.dtype
         return jax.ShapeDtypeStruct(self.shape, dtype)
 
     def blank(self, device: jax.Device | None = None) -> jax.Array:
-        """An array of it that is not looked at: zeros, or keys made of zeros."""
+        """A placeholder array: zeros, or keys made of zeros."""
         key = _key_like(self.dtype)
         if key is None:
             return jnp.zeros(self.shape, self.dtype, device=device)
@@ -38,8 +42,8 @@ class ArraySpec(NamedTuple):
         return keys if device is None else jax.device_put(keys, device)
 
 
-def specs_of(value: Any) -> Any:
-    """The value's tree, with a `ArraySpec` in the place of each array.
+def specs_of(value: PyTree) -> PyTree:
+    """The value's tree, with an `ArraySpec` in the place of each array.
 
     NumPy's arrays have the dtype that `jnp.asarray` would give them: without x64
     float32 for float64.
@@ -52,18 +56,18 @@ def specs_of(value: Any) -> Any:
     return jax.tree.map(lambda x: ArraySpec(x.shape, _name_on_a_device(x.dtype)), value)
 
 
-def _name_on_a_device(dtype: Any) -> str:
+def _name_on_a_device(dtype: np.dtype) -> str:
     return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 class _KeyLike(NamedTuple):
     generator: str
-    dtype: Any
+    dtype: np.dtype
 
 
 @functools.cache
 def _key_like(name: str) -> _KeyLike | None:
-    """The generator of keys whose dtype has that name; None for other dtypes."""
+    """The generator and dtype of keys by the dtype's name; None for other dtypes."""
     if not name.startswith("key<"):
         return None
     for generator in _GENERATORS:

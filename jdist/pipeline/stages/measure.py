@@ -1,48 +1,49 @@
-"""Measuring a model's layers: the profile that a plan is made from."""
+"""Measurement of a model's layers, which gives the profile for a plan."""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import PyTree, is_inexact
 from jdist.pipeline.plan.profile import Layer, Profile
 from jdist.pipeline.schedule.actions import check_counts
-from jdist.pipeline.stages.module import Module, outputs_by_name
-from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.stages.module import Module
+from jdist.pipeline.stages.stage import Stage, outputs_by_name
+
+__all__ = ["profile"]
 
 
 def profile(
     layers: Sequence[Module],
-    batch: Mapping[str, Any],
+    batch: Mapping[str, PyTree],
     *,
     repeats: int = 10,
-    key: Any = None,
+    key: jax.Array | None = None,
 ) -> Profile:
-    """Runs every layer on its own, forward and backward, and writes down what it costs.
+    """Measures the costs of every layer by running it alone, forward and backward.
 
-    Each is compiled into the two halves in which a pipeline runs it, warmed up, and
-    timed until its results are there; the median counts. It runs where its parameters
-    and inputs are, as in training: with its state, and with a key if it takes one.
+    Each layer is compiled into the two halves in which a pipeline runs it, warmed up,
+    and timed until its results are computed; the median counts. It runs on the device
+    of its parameters and inputs, with its state, and with a key if it takes one.
 
     Args:
-      layers: In an order in which they can run. A value may be read by several, and
-        written again: the newest counts, so that a chain needs no names.
-      batch: The values that the first layers read: one micro-batch, of any pytrees.
+      layers: In an order in which they can run. A value may be read by several layers
+        and written again; the newest counts, so that a chain needs no names.
+      batch: The inputs of the first layers: one micro-batch, of any pytrees.
       repeats: Timed runs of each half.
-      key: A PRNG key for the layers that take one; by default that of 0.
+      key: A PRNG key for the layers that take one; by default `jax.random.key(0)`.
 
     Returns:
       Seconds, bytes of each output, bytes of parameters, and an edge from each layer
-      (or input) to those that read what it wrote.
+      (or input) to those that read its outputs.
 
     Raises:
-      ValueError: There are no layers, two have one name, one reads a value that nobody
-        wrote, or gives another number of outputs than it names.
+      ValueError: There are no layers, two have one name, one reads a value that was
+        never written, or returns another number of outputs than it names.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,15 +82,15 @@ def profile(
 
 
 def _measured(
-    module: Module, inputs: Sequence[Any], key: Any, repeats: int
-) -> tuple[Layer, dict[str, Any]]:
+    module: Module, inputs: Sequence[PyTree], key: jax.Array, repeats: int
+) -> tuple[Layer, dict[str, PyTree]]:
     stage = Stage(
         module.fn,
         [str(number) for number in range(len(inputs))],
         stateful=module.state is not None,
         keyed=module.keyed,
     )
-    # Layers of one factory share code: each is compiled on purpose.
+    # Layers of one factory share code; the label says that each is compiled on purpose.
     halves = stage.compiled(frozenset(), ("profile", module.name))
     given = (module.params, module.state, tuple(inputs), key if module.keyed else None)
     (returned, _), residuals = halves.forward(*given)
@@ -114,7 +115,7 @@ def _measured(
     )
 
 
-def _seconds(run: Callable[[], Any], repeats: int) -> float:
+def _seconds(run: Callable[[], PyTree], repeats: int) -> float:
     """The median of `repeats` runs, after one that compiles."""
     jax.block_until_ready(run())
     taken = []
@@ -125,5 +126,5 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(taken)
 
 
-def _nbytes(tree: Any) -> int:
+def _nbytes(tree: PyTree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -1,14 +1,16 @@
-"""A layer of a model as a planner sees it: a function, and the names of its values."""
+"""Modules: layers of a model as pure functions with named inputs and outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jdist._errors import requirement
+from jdist._tree import PyTree
+
+__all__ = ["Module"]
 
 
 class Module(NamedTuple):
-    """A layer with what it reads and writes.
+    """A layer with the names of its inputs and outputs.
 
     Attributes:
       name: Unique.
@@ -16,11 +18,11 @@ class Module(NamedTuple):
         With a state it is `fn(params, state, *inputs) -> (outputs, state)`; with a key,
         the key is its last argument: as for `Stage`.
       params: A pytree.
-      inputs: Names of the values that it takes.
-      outputs: Names of the values that it gives.
+      inputs: Names of its inputs.
+      outputs: Names of its outputs.
       state: A pytree such as batch-norm statistics; None: it has no state.
       keyed: Whether it takes a PRNG key.
-      in_evaluation: What an evaluation calls instead of `fn`, as for `Stage`.
+      in_evaluation: The function that evaluation calls instead of `fn`, as for `Stage`.
       tied: Parameters that it shares with other modules: from the path of its copy to a
         name, as for `Stage`.
       restore: `restore(params, state)` is the layer in its own form, such as a Flax
@@ -28,33 +30,18 @@ class Module(NamedTuple):
     """
 
     name: str
-    fn: Callable[..., Any]
-    params: Any
+    fn: Callable[..., PyTree]
+    params: PyTree
     inputs: tuple[str, ...] = ("x",)
     outputs: tuple[str, ...] = ("x",)
-    state: Any = None
+    state: PyTree = None
     keyed: bool = False
-    in_evaluation: Callable[..., Any] | None = None
+    in_evaluation: Callable[..., PyTree] | None = None
     tied: Mapping[str, str] = MappingProxyType({})
-    restore: Callable[[Any, Any], Any] | None = None
+    restore: Callable[[PyTree, PyTree], object] | None = None
 
-    def restored(self, params: Any, state: Any) -> Any:
+    def restored(self, params: PyTree, state: PyTree) -> object:
         """The layer with other parameters and another state, in its own form."""
         if self.restore is not None:
             return self.restore(params, state)
         return self._replace(params=params, state=state)
-
-
-def outputs_by_name(call: str, names: Sequence[str], returned: Any) -> dict[str, Any]:
-    """What a module's function returned, by name.
-
-    Raises:
-      ValueError: It returned another number of values than there are names.
-    """
-    if len(names) == 1:
-        return {names[0]: returned}
-    if not isinstance(returned, tuple | list) or len(returned) != len(names):
-        rule = f"must return the {len(names)} outputs {tuple(names)}"
-        size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
-        raise ValueError(requirement(call, rule, f"a {type(returned).__name__}{size}"))
-    return dict(zip(names, returned, strict=True))

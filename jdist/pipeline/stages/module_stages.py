@@ -1,150 +1,69 @@
-"""Stages made of a model's modules and a map that says which stage each is in."""
+"""Stages put together from a model's modules, by a map from modules to stages."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import is_none, named_leaves, path_of
-from jdist.pipeline.plan.plan import Plan
-from jdist.pipeline.stages.module import Module, outputs_by_name
-from jdist.pipeline.stages.stage import Stage
+from jdist._tree import PyTree, named_leaves
+from jdist.pipeline.plan import Plan
+from jdist.pipeline.stages.module import Module
+from jdist.pipeline.stages.stage import Recompute, Stage
+from jdist.pipeline.stages.stage_program import (
+    ModuleCall,
+    SharedParameter,
+    StageProgram,
+    leaves_below,
+    with_shared,
+    without_shared,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
-    """A module as a line of a program in which no name is written twice.
-
-    Attributes:
-      module: Name of the module.
-      fn: Its function.
-      reads: Names of the values that it takes.
-      writes: Names of the values that it puts out.
-      stateful: Whether it takes its state.
-      keyed: Whether it takes a key.
-      returns_state: Whether it returns its state beside the outputs.
-    """
-
-    module: str
-    fn: Callable[..., Any]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    stateful: bool = False
-    keyed: bool = False
-    returns_state: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SharedParameter:
-    """Parameters that a module shares with an earlier one of its stage.
-
-    The stage keeps them once, in the earlier module.
-
-    Attributes:
-      module: Name of the module.
-      path: Where they belong in its parameters.
-      source: Name of the earlier module.
-      source_path: Where they are in its parameters.
-    """
-
-    module: str
-    path: str
-    source: str
-    source_path: str
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class StageProgram:
-    """What a stage computes, line by line: `program(params, [state,] *inputs[, key])`.
-
-    Attributes:
-      lines: In order.
-      inputs: Names of what it is given.
-      outputs: Names of what it returns; alone if there is one.
-      copies: Parameters that modules of the stage share.
-      evaluation: Whether the state is not returned.
-    """
-
-    lines: tuple[ModuleCall, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    copies: tuple[SharedParameter, ...] = ()
-    evaluation: bool = False
-
-    @property
-    def stateful(self) -> bool:
-        """Whether a module has a state."""
-        return any(line.stateful for line in self.lines)
-
-    @property
-    def keyed(self) -> bool:
-        """Whether a module takes a key."""
-        return any(line.keyed for line in self.lines)
-
-    def __call__(self, params: Mapping[str, Any], *given: Any) -> Any:
-        """Runs it; parameters and states are those of its modules by name."""
-        arguments = list(given)
-        key: Any = arguments.pop() if self.keyed else None
-        state = arguments.pop(0) if self.stateful else {}
-        whole, after = with_copies(params, self.copies), dict(state)
-        values = dict(zip(self.inputs, arguments, strict=True))
-        for number, line in enumerate(self.lines):
-            taken = [state[line.module]] if line.stateful else []
-            taken += [values[name] for name in line.reads]
-            if line.keyed:
-                taken.append(jax.random.fold_in(key, number))
-            try:
-                returned = line.fn(whole[line.module], *taken)
-            except Exception as error:
-                error.add_note(f"It was raised by the module {line.module!r}.")
-                raise
-            if line.returns_state:
-                returned, after[line.module] = returned
-            call = f"Module({line.module!r}).fn"
-            values |= outputs_by_name(call, line.writes, returned)
-        found = tuple(values[name] for name in self.outputs)
-        outputs = found[0] if len(found) == 1 else found
-        return (outputs, after) if self.stateful and not self.evaluation else outputs
+__all__ = ["FromModules", "StageMember", "assembled", "stages_from_modules"]
 
 
 class StageMember(NamedTuple):
-    """A module in its stage."""
+    """A module in its stage.
+
+    Attributes:
+      number: Its index among all modules.
+      module: The module, without parameters and state.
+      alone: Whether the stage's parameters are its parameters, not a dict by name.
+    """
 
     number: int
-    """Its place among all modules."""
     module: Module
-    """Without parameters and state."""
     alone: bool
-    """Whether the stage's parameters are its parameters, not a dict by name."""
 
 
 class FromModules(NamedTuple):
-    """The stages that modules make.
+    """Stages made from modules.
 
     Attributes:
       stages: The stages.
-      params: For each stage its parameters: those of its modules by name. Where several
-        modules of a stage share some, they are there once and None in the others.
+      params: For each stage the parameters of its modules by name. Parameters that
+        several modules of a stage share stand in the first; the others have None.
       states: For each stage the states of its modules by name; None where no module of
         it has one.
-      loss_inputs: Names of what the loss takes, for `Pipeline(loss_inputs=...)`.
+      loss_inputs: Names of the loss's inputs, for `Pipeline(loss_inputs=...)`.
       members: The modules of each stage.
-      copies: What the modules of each stage share.
+      shared: For each stage, the parameters that its modules share.
     """
 
     stages: list[Stage]
-    params: list[Any]
-    states: list[Any]
+    params: list[PyTree]
+    states: list[PyTree]
     loss_inputs: tuple[str, ...]
     members: list[list[StageMember]]
-    copies: list[tuple[SharedParameter, ...]]
+    shared: list[tuple[SharedParameter, ...]]
 
-    def modules(self, params: Sequence[Any], states: Sequence[Any]) -> list[Any]:
-        """The way back: the modules, in the order in which they were given.
+    def modules(
+        self, params: Sequence[PyTree], states: Sequence[PyTree]
+    ) -> list[PyTree]:
+        """The modules of trained stages, in the order in which they were given.
 
         Args:
           params: One tree for each stage, such as those of a training state.
@@ -152,8 +71,8 @@ class FromModules(NamedTuple):
 
         Returns:
           New modules with these parameters and states, of the kind that was given: Flax
-          modules of Flax modules. None for those of stages without parameters here,
-          which run in other processes.
+          modules for Flax modules. None for stages without parameters here, which run
+          in other processes.
 
         Raises:
           ValueError: There is not one tree for each stage.
@@ -164,8 +83,8 @@ class FromModules(NamedTuple):
                 call = f"FromModules.modules({name})"
                 raise ValueError(requirement(call, rule, f"{len(given)}"))
         found: dict[int, Any] = {}
-        for members, copies, own, state in zip(
-            self.members, self.copies, params, states, strict=True
+        for members, shared, own, state in zip(
+            self.members, self.shared, params, states, strict=True
         ):
             for number, module, alone in members:
                 if own is None:
@@ -173,7 +92,7 @@ class FromModules(NamedTuple):
                 elif alone:
                     found[number] = module.restored(own, state)
                 else:
-                    whole = with_copies(own, copies)[module.name]
+                    whole = with_shared(own, shared)[module.name]
                     kept = (state or {}).get(module.name)
                     found[number] = module.restored(whole, kept)
         return [found[number] for number in sorted(found)]
@@ -184,26 +103,26 @@ def stages_from_modules(
     module_to_stage_map: Sequence[int] | Plan,
     *,
     loss_inputs: Sequence[str] | None = None,
-    recompute: Any = False,
+    recompute: Recompute = False,
 ) -> FromModules:
     """Puts modules together into stages.
 
-    A value that modules of other stages read becomes an output of its stage, and an
-    input of theirs; what the last module puts out goes to the loss, or what
-    `loss_inputs` names. A name may be written again, and then means the newest; between
-    stages such a value is called "module.name", any other has its own name.
+    A value that modules of other stages read becomes an output of its stage and an
+    input of theirs; the outputs of the last module, or those that `loss_inputs` names,
+    go to the loss. A name may be written again, and then means the newest value;
+    between stages such a value is called "module.name", any other keeps its name.
 
-    States and keys are carried: a stage is stateful, or takes a key, if a module of it
-    does. The module at place k of its stage draws from `fold_in(key, k)` of the stage's
-    key. Modules that share parameters (`Module.tied`) may be in one stage or several.
+    A stage is stateful, or takes a key, if one of its modules does. The k-th module of
+    a stage draws from `fold_in(key, k)` of the stage's key. Modules that share
+    parameters (`Module.tied`) may be in one stage or in several.
 
     Args:
       modules: In an order in which they can run, as for `profile`; `modules_from_nnx`
         makes them of Flax modules.
-      module_to_stage_map: The stage of each module, such as [0, 1, 2, 3, 3]; or a plan,
-        which `load_plan` reads, for modules that have the names of its layers.
-      loss_inputs: Names of the values that the loss takes, such as the last module's
-        output and an auxiliary loss of an earlier one; the newest of each name.
+      module_to_stage_map: The stage of each module, such as [0, 1, 2, 3, 3]; or a plan
+        for layers with the names of the modules.
+      loss_inputs: Names of the loss's inputs, such as the last module's output and an
+        auxiliary loss of an earlier one; the newest of each name.
       recompute: As for `Stage`, for all.
 
     Returns:
@@ -211,8 +130,8 @@ def stages_from_modules(
 
     Raises:
       ValueError: There are no modules, or two of one name; a module has no stage, or a
-        stage no module; a module reads what a later stage puts out; no module puts out
-        what the loss takes; shared parameters differ; a module that takes a key has no
+        stage no module; a module reads an output of a later stage; no module computes
+        an input of the loss; shared parameters differ; a module that takes a key has no
         function for evaluation while another one of its stage has.
 
     Example:
@@ -235,35 +154,35 @@ def assembled(
     modules: Sequence[Module],
     stage_of: Mapping[str, int],
     loss_inputs: Sequence[str] | None,
-    recompute: Any,
+    recompute: Recompute,
     alone: frozenset[str] = frozenset(),
 ) -> FromModules:
-    """What `stages_from_modules` returns.
+    """Stages from modules whose stages are known.
 
     Args:
       modules: In order.
       stage_of: The stage of each, by name.
-      loss_inputs: As there.
-      recompute: As there.
+      loss_inputs: As for `stages_from_modules`.
+      recompute: As for `Stage`.
       alone: Names of modules that are a stage without a dict around their parameters.
     """
-    lines, newest = _lines(modules)
-    writer = {name: line.module for line in lines for name in line.writes}
-    _check_order(lines, writer, stage_of)
-    wanted = _wanted(lines, newest, loss_inputs)
+    calls, newest = _calls(modules)
+    writer = {name: call.module for call in calls for name in call.writes}
+    _check_order(calls, writer, stage_of)
+    wanted = _wanted(calls, newest, loss_inputs)
     stages = max(stage_of.values()) + 1
     own = [[m for m in modules if stage_of[m.name] == j] for j in range(stages)]
     ties = _ties(own)
     number = {module.name: k for k, module in enumerate(modules)}
     made = FromModules([], [], [], wanted, [], [])
     for j, members in enumerate(own):
-        inside = [line for line in lines if stage_of[line.module] == j]
-        read = {n for line in lines if line not in inside for n in line.reads}
-        program = _program(inside, read | set(wanted), ties.copies[j])
+        inside = [call for call in calls if stage_of[call.module] == j]
+        read = {n for call in calls if call not in inside for n in call.reads}
+        program = _program(inside, read | set(wanted), ties.within[j])
         single = members[0].name in alone
         _check_evaluation(members)
         made.stages.append(_stage(program, members, ties.across[j], recompute, single))
-        params = without_copies({m.name: m.params for m in members}, ties.copies[j])
+        params = without_shared({m.name: m.params for m in members}, ties.within[j])
         states = {m.name: m.state for m in members if m.state is not None}
         made.params.append(members[0].params if single else params)
         made.states.append((members[0].state if single else states) or None)
@@ -273,65 +192,25 @@ def assembled(
                 for m in members
             ]
         )
-        made.copies.append(ties.copies[j])
+        made.shared.append(ties.within[j])
     return made
 
 
-def with_copies(
-    params: Mapping[str, Any], copies: Sequence[SharedParameter]
-) -> dict[str, Any]:
-    """Parameters by module, with what modules share in all of them."""
-    whole = dict(params)
-    for copy in copies:
-        shared = _below(whole[copy.source], copy.source_path)
-
-        def filled(
-            keys: Any, leaf: Any, copy: SharedParameter = copy, shared: Any = shared
-        ) -> Any:
-            below = _suffix(path_of(keys), copy.path)
-            return leaf if below is None else shared[below]
-
-        tree = whole[copy.module]
-        whole[copy.module] = jax.tree.map_with_path(filled, tree, is_leaf=is_none)
-    return whole
-
-
-def without_copies(
-    params: Mapping[str, Any], copies: Sequence[SharedParameter]
-) -> dict[str, Any]:
-    """Parameters by module, with what modules share in the first of them only."""
-    kept = dict(params)
-    for copy in copies:
-
-        def blanked(keys: Any, leaf: Any, copy: SharedParameter = copy) -> Any:
-            return leaf if _suffix(path_of(keys), copy.path) is None else None
-
-        kept[copy.module] = jax.tree.map_with_path(blanked, kept[copy.module])
-    return kept
-
-
-def _suffix(path: str, top: str) -> str | None:
-    """What follows `top` in a path; None if it does not lie there."""
-    inside = path == top or path.startswith(f"{top}/")
-    return path.removeprefix(top) if inside else None
-
-
-def _below(tree: Any, top: str) -> dict[str, Any]:
-    """The leaves at a path or below it, by what follows the path."""
-    pairs = ((_suffix(path, top), leaf) for path, leaf in named_leaves(tree).items())
-    return {below: leaf for below, leaf in pairs if below is not None}
-
-
 class _Ties(NamedTuple):
-    """Shared parameters: between modules of each stage, and between stages."""
+    """Shared parameters.
 
-    copies: list[tuple[SharedParameter, ...]]
+    Attributes:
+      within: For each stage, those of several of its modules.
+      across: For each stage, the paths of those of several stages, and their names.
+    """
+
+    within: list[tuple[SharedParameter, ...]]
     across: list[dict[str, str]]
 
 
 def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
     first: list[dict[str, tuple[Module, str]]] = []
-    copies: list[tuple[SharedParameter, ...]] = []
+    within: list[tuple[SharedParameter, ...]] = []
     for members in own:
         places: dict[str, tuple[Module, str]] = {}
         found = []
@@ -342,7 +221,7 @@ def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
                     _check_same(name, source, at, module, path)
                     found.append(SharedParameter(module.name, path, source.name, at))
         first.append(places)
-        copies.append(tuple(found))
+        within.append(tuple(found))
     many = Counter(name for places in first for name in places)
     across = [
         {
@@ -352,13 +231,13 @@ def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
         }
         for places in first
     ]
-    return _Ties(copies, across)
+    return _Ties(within, across)
 
 
 def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
     """Refuses shared parameters that are missing, or are not equal."""
     call = "stages_from_modules(modules)"
-    ones, others = _below(a.params, at), _below(b.params, path)
+    ones, others = leaves_below(a.params, at), leaves_below(b.params, path)
     for module, where, found in ((a, at, ones), (b, path, others)):
         if not found:
             rule = f"must have parameters {name!r} of {module.name!r} at {where!r}"
@@ -380,21 +259,21 @@ def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
 
 
 def _program(
-    lines: Sequence[ModuleCall], read: set[str], copies: tuple[SharedParameter, ...]
+    calls: Sequence[ModuleCall], read: set[str], shared: tuple[SharedParameter, ...]
 ) -> StageProgram:
-    """Lines of one stage, given what others read."""
-    written = {name for line in lines for name in line.writes}
-    taken = dict.fromkeys(name for line in lines for name in line.reads)
+    """The program of a stage's calls, given the names that others read."""
+    written = {name for call in calls for name in call.writes}
+    taken = dict.fromkeys(name for call in calls for name in call.reads)
     inputs = tuple(name for name in taken if name not in written)
-    outputs = tuple(n for line in lines for n in line.writes if n in read)
-    return StageProgram(tuple(lines), inputs, outputs, copies)
+    outputs = tuple(n for call in calls for n in call.writes if n in read)
+    return StageProgram(tuple(calls), inputs, outputs, shared)
 
 
 def _stage(
     program: StageProgram,
     members: Sequence[Module],
     tied: Mapping[str, str],
-    recompute: Any,
+    recompute: Recompute,
     single: bool,
 ) -> Stage:
     if single:
@@ -407,7 +286,7 @@ def _stage(
         return Stage(
             module.fn,
             program.inputs,
-            program.lines[0].writes,
+            program.calls[0].writes,
             stateful=program.stateful,
             keyed=program.keyed,
             recompute=recompute,
@@ -417,14 +296,14 @@ def _stage(
     evaluated = {m.name: m.in_evaluation for m in members if m.in_evaluation}
     evaluation = replace(
         program,
-        lines=tuple(
+        calls=tuple(
             replace(
-                line,
-                fn=evaluated.get(line.module, line.fn),
+                call,
+                fn=evaluated.get(call.module, call.fn),
                 keyed=False,
-                returns_state=line.returns_state and line.module not in evaluated,
+                returns_state=call.returns_state and call.module not in evaluated,
             )
-            for line in program.lines
+            for call in program.calls
         ),
         evaluation=True,
     )
@@ -441,7 +320,7 @@ def _stage(
 
 
 def _check_evaluation(members: Sequence[Module]) -> None:
-    """Refuses a stage of which a part alone could be evaluated."""
+    """Refuses a stage of which only a part can be evaluated."""
     evaluated = [m.name for m in members if m.in_evaluation]
     drawing = [m.name for m in members if m.keyed and not m.in_evaluation]
     if evaluated and drawing:
@@ -451,13 +330,13 @@ def _check_evaluation(members: Sequence[Module]) -> None:
 
 
 def _wanted(
-    lines: Sequence[ModuleCall],
+    calls: Sequence[ModuleCall],
     newest: Mapping[str, str],
     loss_inputs: Sequence[str] | None,
 ) -> tuple[str, ...]:
-    """What the loss takes, by the names that values have between stages."""
+    """The inputs of the loss, by the names that values have between stages."""
     if loss_inputs is None:
-        return lines[-1].writes
+        return calls[-1].writes
     unknown = [name for name in loss_inputs if name not in newest]
     if isinstance(loss_inputs, str) or unknown or not loss_inputs:
         rule = f"must be names of values, which are {sorted(newest)}"
@@ -466,11 +345,11 @@ def _wanted(
     return tuple(newest[name] for name in loss_inputs)
 
 
-def _lines(modules: Sequence[Module]) -> tuple[list[ModuleCall], dict[str, str]]:
-    """The modules, with a name of its own for each value; the newest of each name."""
+def _calls(modules: Sequence[Module]) -> tuple[list[ModuleCall], dict[str, str]]:
+    """Calls of the modules, with unique names of values; the newest of each name."""
     written = Counter(name for module in modules for name in module.outputs)
     newest: dict[str, str] = {}
-    lines = []
+    calls = []
     for module in modules:
         reads = tuple(newest.setdefault(name, name) for name in module.inputs)
         writes = tuple(
@@ -480,8 +359,8 @@ def _lines(modules: Sequence[Module]) -> tuple[list[ModuleCall], dict[str, str]]
         newest |= dict(zip(module.outputs, writes, strict=True))
         stateful = module.state is not None
         own = (stateful, module.keyed, stateful)
-        lines.append(ModuleCall(module.name, module.fn, reads, writes, *own))
-    return lines, newest
+        calls.append(ModuleCall(module.name, module.fn, reads, writes, *own))
+    return calls, newest
 
 
 def _stages_by_name(
@@ -516,13 +395,14 @@ def _check_modules(modules: Sequence[Module]) -> None:
 
 
 def _check_order(
-    lines: Sequence[ModuleCall], writer: Mapping[str, str], stage_of: Mapping[str, int]
+    calls: Sequence[ModuleCall], writer: Mapping[str, str], stage_of: Mapping[str, int]
 ) -> None:
-    for line in lines:
-        for name in line.reads:
+    for call in calls:
+        for name in call.reads:
             source = stage_of[writer[name]] if name in writer else -1
-            if source > stage_of[line.module]:
-                rule = f"must not put {line.module!r} before what it reads"
-                got = f"stage {stage_of[line.module]} for it, and stage {source} for "
-                call = "stages_from_modules(module_to_stage_map)"
-                raise ValueError(requirement(call, rule, got + repr(writer[name])))
+            if source > stage_of[call.module]:
+                rule = f"must not put {call.module!r} before what it reads"
+                got = f"stage {stage_of[call.module]} for it, and stage {source} for "
+                argument = "stages_from_modules(module_to_stage_map)"
+                got += repr(writer[name])
+                raise ValueError(requirement(argument, rule, got))

@@ -1,21 +1,26 @@
-"""Modules and stages made of Flax NNX modules."""
+"""Modules and stages made from Flax NNX modules."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.module_stages import FromModules, assembled
+from jdist.pipeline.stages.stage import Recompute
 
 if TYPE_CHECKING:
     from flax import nnx
 
+__all__ = ["NnxFunction", "modules_from_nnx", "stages_from_nnx"]
+
 Key = TypeVar("Key", bound=Hashable)
+"""The name of a layer, or its number."""
 Names = Mapping[Key, Sequence[str]]
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -27,7 +32,7 @@ def modules_from_nnx(
     outputs: Names[str] = _NOTHING,
     tied: Mapping[str, Mapping[str, str]] = _NOTHING,
 ) -> list[Module]:
-    """Flax NNX modules as the modules that `profile` and `stages_from_modules` take.
+    """Modules made from Flax NNX modules, for `profile` and `stages_from_modules`.
 
     A layer's `nnx.Param`s are its parameters. It takes a key if it has random streams
     that it may draw from: those of an `nnx.Dropout` of rate 0, or a deterministic one,
@@ -35,20 +40,21 @@ def modules_from_nnx(
     into evaluation mode (`Module.eval`).
 
     A parameter that several layers hold, such as an embedding that the head uses too,
-    is tied: it stays one parameter, whichever stages they come to.
+    is tied: it stays one parameter, whichever stages the layers belong to.
 
     Args:
-      layers: The layers by name, in an order in which they can run; they are read, not
+      layers: The layers by name, in an order in which they can run; they are not
         changed. They may have shapes in place of arrays (`nnx.eval_shape`).
-      inputs: Names of the values that a layer takes, by its name; by default ("x",).
-      outputs: Names of the values that it returns; by default ("x",).
-      tied: Equal parameters that are to stay so though they are different variables: to
-        a name, the path of its copy in each layer that has one, such as
+      inputs: Names of a layer's inputs, by the layer's name; by default ("x",).
+      outputs: Names of its outputs; by default ("x",).
+      tied: Equal parameters that must stay equal although they are different variables:
+        for a name, the path of the copy in each layer that has one, such as
         `{"tokens": {"embed": "embedding", "head": "kernel"}}`.
 
     Raises:
-      TypeError: A layer is no NNX module.
-      ValueError: A name is of no layer; layers share a variable that is no parameter.
+      TypeError: A layer is not an NNX module.
+      ValueError: A name belongs to no layer; layers share a variable that is not a
+        parameter.
 
     Example:
       >>> from flax import nnx
@@ -81,14 +87,14 @@ def modules_from_nnx(
 def stages_from_nnx(
     modules: "Sequence[nnx.Module | Sequence[nnx.Module]]",
     names: Sequence[str] | None = None,
-    recompute: Any = False,
+    recompute: Recompute = False,
     *,
     inputs: Names[int] = _NOTHING,
     outputs: Names[int] = _NOTHING,
     tied: Mapping[str, Mapping[int, str]] = _NOTHING,
     loss_inputs: Sequence[str] | None = None,
 ) -> FromModules:
-    """Stages of Flax NNX modules: a chain, but for what is said otherwise.
+    """Stages made from Flax NNX modules, by default a chain.
 
     Parameters, keys, states and evaluation are those of `modules_from_nnx`. A stage of
     one module has its parameters (an `nnx.State`) and its state as they are; one of a
@@ -96,21 +102,21 @@ def stages_from_nnx(
 
     Args:
       modules: For each stage its module, or a list of its modules.
-      names: Of the values between stages: what the first one takes, and what each puts
-        out. By default "x", "h1", "h2" and so on to "y".
+      names: Names of the values between stages: the input of the first one, and the
+        output of each. By default "x", "h1", "h2" and so on to "y".
       recompute: As for `Stage`.
-      inputs: Names of the values that a module takes, by its number, where these are
-        not all that the module before puts out: entries of the batch such as a mask,
-        or values that skip modules.
-      outputs: Names of the values that a module returns, by its number, where it is not
-        one with its name in the chain.
+      inputs: Names of a module's inputs, by its number, where these are not the outputs
+        of the module before: entries of the batch such as a mask, or values that skip
+        modules.
+      outputs: Names of a module's outputs, by its number, where they are not one value
+        with its name in the chain.
       tied: As for `modules_from_nnx`, by number.
-      loss_inputs: Names of what the loss takes, if not what the last one puts out.
+      loss_inputs: Names of the loss's inputs, if not the outputs of the last module.
 
     Raises:
-      TypeError: Something is no NNX module.
-      ValueError: There is not one name more than stages; a stage has no module; what
-        `modules_from_nnx` and `stages_from_modules` refuse.
+      TypeError: Something is not an NNX module.
+      ValueError: There is not one name more than stages; a stage has no module; or an
+        error of `modules_from_nnx` or `stages_from_modules`.
 
     Example:
       >>> from flax import nnx
@@ -153,8 +159,10 @@ def stages_from_nnx(
     return assembled(made, stage_of, loss_inputs, recompute, frozenset(alone))
 
 
-def _chain(groups: Sequence[Sequence[Any]], names: Sequence[str] | None) -> list[str]:
-    """The value before the first module, and the one after each."""
+def _chain(
+    groups: Sequence[Sequence[object]], names: Sequence[str] | None
+) -> list[str]:
+    """Names of the value before the first module and of the one after each."""
     between = [f"h{number}" for number in range(1, len(groups))]
     ends = ["x", *between, "y"] if names is None else list(names)
     if len(ends) != len(groups) + 1:
@@ -167,7 +175,7 @@ def _chain(groups: Sequence[Sequence[Any]], names: Sequence[str] | None) -> list
     return found
 
 
-def _check_layers(call: str, layers: Any) -> None:
+def _check_layers(call: str, layers: Iterable[object]) -> None:
     from flax import nnx
 
     strangers = [type(m).__name__ for m in layers if not isinstance(m, nnx.Module)]
@@ -176,7 +184,9 @@ def _check_layers(call: str, layers: Any) -> None:
         raise TypeError(requirement(f"{call}(modules)", rule, f"a {strangers[0]}"))
 
 
-def _check_keys(call: str, known: Any, given: Mapping[Any, Any]) -> None:
+def _check_keys(
+    call: str, known: Collection[Key], given: Mapping[Key, Sequence[str]]
+) -> None:
     strange = [key for key in given if key not in known]
     if strange:
         rule = f"must be for some of the layers {list(known)}"
@@ -192,7 +202,7 @@ def _tied(
     layers: "Mapping[Key, nnx.Module]",
     given: Mapping[str, Mapping[Key, str]],
 ) -> dict[Key, dict[str, str]]:
-    """For each layer the names of shared parameters by path: those given, and found."""
+    """For each layer, names of shared parameters by path: given and found ones."""
     found: dict[Key, dict[str, str]] = {key: {} for key in layers}
     for name, copies in given.items():
         _check_keys(f"{call}(tied=...)", layers, dict.fromkeys(copies, ()))
@@ -206,7 +216,7 @@ def _tied(
         named = [_name_of(found[key], path) for key, path in places]
         own = {name for name in named if name is not None}
         if len(places) == 1 or (len(own) == 1 and None not in named):
-            continue  # One layer alone has it, or all of them name it alike.
+            continue  # A single layer holds it, or all of them name it alike.
         name, below = own.pop() if own else ("/".join(map(str, places[0])), "")
         if own or below:
             rule = f"must tie {places[0][1]!r} of {places[0][0]!r} alike in all layers "
@@ -219,7 +229,7 @@ def _tied(
 
 
 def _name_of(tied: Mapping[str, str], path: str) -> tuple[str, str] | None:
-    """Under which name a path is tied, and what of it lies below the tied one."""
+    """The name under which a path is tied, and its rest below the tied path."""
     for top, name in tied.items():
         if path == top or path.startswith(f"{top}/"):
             return name, path.removeprefix(top)
@@ -227,12 +237,12 @@ def _name_of(tied: Mapping[str, str], path: str) -> tuple[str, str] | None:
 
 
 def _parameters(
-    call: str, layer: Any, holders: Mapping[int, Any], key: Any
+    call: str, layer: "nnx.Module", holders: Collection[int], key: object
 ) -> list[tuple[str, int]]:
-    """Path and identity of a layer's variables, but for its random streams.
+    """Path and identity of a layer's variables, without its random streams.
 
     Raises:
-      ValueError: It shares one that is no parameter with a layer before it.
+      ValueError: It shares one that is not a parameter with an earlier layer.
     """
     from flax import nnx
 
@@ -253,40 +263,40 @@ def _parameters(
 
 def _module(
     name: str,
-    layer: Any,
+    layer: "nnx.Module",
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     tied: Mapping[str, str],
 ) -> Module:
-    graph, params, streams, state = _taken_apart(layer)
-    stateful, keyed = bool(jax.tree.leaves(state)), _draws(layer)
-    leaves, structure = jax.tree.flatten(streams)
-    kinds = tuple([jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves])
-    empty = None if stateful else jax.tree.structure(state)
-    call = NnxFunction(graph, empty, structure, kinds, keyed)
+    parts = _taken_apart(layer)
+    stateful, keyed = bool(jax.tree.leaves(parts.rest)), _draws(layer)
+    leaves, structure = jax.tree.flatten(parts.streams)
+    are_keys = tuple([jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves])
+    empty = None if stateful else jax.tree.structure(parts.rest)
+    fn = NnxFunction(parts.graph, empty, structure, are_keys, keyed)
 
-    def restore(params: Any, kept: Any) -> Any:
+    def restore(params: PyTree, state: PyTree) -> object:
         from flax import nnx
 
-        rest = state if kept is None else kept
-        return nnx.merge(graph, params, streams, rest, copy=True)
+        rest = parts.rest if state is None else state
+        return nnx.merge(parts.graph, params, parts.streams, rest, copy=True)
 
     return Module(
         name,
-        call,
-        params,
+        fn,
+        parts.params,
         inputs,
         outputs,
-        state=state if stateful else None,
+        state=parts.rest if stateful else None,
         keyed=keyed,
-        in_evaluation=replace(call, evaluation=True),
+        in_evaluation=replace(fn, evaluation=True),
         tied=tied,
         restore=restore,
     )
 
 
-def _draws(layer: Any) -> bool:
-    """Whether it has random streams beside those of dropouts that drop nothing."""
+def _draws(layer: "nnx.Module") -> bool:
+    """Whether it has random streams besides those of dropouts that drop nothing."""
     from flax import nnx
 
     nodes = list(nnx.iter_graph(layer))
@@ -302,68 +312,86 @@ def _draws(layer: Any) -> bool:
     )
 
 
-def _taken_apart(module: Any) -> tuple[Any, Any, Any, Any]:
-    """Structure, parameters, random streams, and what else a module keeps."""
+class _NnxParts(NamedTuple):
+    """A Flax module taken apart.
+
+    Attributes:
+      graph: Its structure.
+      params: Its parameters.
+      streams: Its random streams.
+      rest: All its other variables.
+    """
+
+    graph: "nnx.GraphDef[Any]"
+    params: PyTree
+    streams: PyTree
+    rest: PyTree
+
+
+def _taken_apart(module: "nnx.Module") -> _NnxParts:
     from flax import nnx
 
-    # Variables of its own: what becomes of the module later is not seen here.
     graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    params, streams, rest = (jax.tree.map(lambda x: x, state) for state in states)
-    return graph, params, streams, rest
+    # New variables: later changes of the module must not be seen here.
+    return _NnxParts(graph, *(jax.tree.map(lambda x: x, state) for state in states))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class NnxFunction:
-    """A stage's function that calls a Flax module: `(params, [state,] *inputs[, key])`.
+    """A Flax module as a pure function: `(params, [state,] *inputs[, key])`.
 
     Equal ones compute the same, so that what is compiled for one serves the other.
 
     Attributes:
       graph: The module's structure.
-      empty: The structure of its state, if there is nothing in it; None for a stateful
+      empty: The structure of its state, if it has no leaves; None for a stateful
         module.
       streams: The structure of its random streams.
-      kinds: Of each leaf of the streams, whether it is a key.
+      are_keys: For each leaf of the streams, whether it is a key.
       keyed: Whether it draws from them.
-      evaluation: Whether the module is in evaluation mode, where dropout lets
-        everything pass and batch normalisation uses its averages; it then takes no key
-        and returns no state.
+      evaluation: Whether the module is in evaluation mode, in which dropout is off and
+        batch normalisation uses its averages; it then takes no key and returns no
+        state.
     """
 
-    graph: Any
-    empty: Any
-    streams: Any
-    kinds: tuple[bool, ...]
+    graph: "nnx.GraphDef[Any]"
+    empty: jax.tree_util.PyTreeDef | None
+    streams: jax.tree_util.PyTreeDef
+    are_keys: tuple[bool, ...]
     keyed: bool
     evaluation: bool = False
 
-    def __call__(self, params: Any, *given: Any) -> Any:
-        """Calls the module, made anew."""
+    def __call__(self, params: PyTree, *given: PyTree) -> PyTree:
+        """Makes the module anew and calls it."""
         from flax import nnx
 
         arguments = list(given)
         drawing = self.keyed and not self.evaluation
         key = arguments.pop() if drawing else jax.random.key(0)
         # The structure has streams even where nothing is drawn from them.
-        streams = _streams(self.streams, self.kinds, key)
-        stateful = self.empty is None
-        state = arguments.pop(0) if stateful else self.empty.unflatten([])
+        streams = _streams(self.streams, self.are_keys, key)
+        empty = self.empty
+        state = arguments.pop(0) if empty is None else empty.unflatten([])
         module = nnx.merge(self.graph, params, streams, state, copy=True)
         if self.evaluation:
             module.eval()
         output = module(*arguments)
-        *_, after, state = _taken_apart(module)
+        after = _taken_apart(module)
         if not drawing:
-            _check_undrawn(module, streams, after, self.evaluation)
-        return (output, state) if stateful and not self.evaluation else output
+            _check_undrawn(module, streams, after.streams, self.evaluation)
+        returns_state = empty is None and not self.evaluation
+        return (output, after.rest) if returns_state else output
 
 
-def _check_undrawn(module: Any, before: Any, after: Any, evaluation: bool) -> None:
+def _check_undrawn(
+    module: object, before: PyTree, after: PyTree, evaluation: bool
+) -> None:
     """Refuses draws from streams that begin alike for all micro-batches.
 
     Raises:
-      ValueError: There were some: a stream counts what is drawn from it.
+      ValueError: There were draws.
     """
+    # A stream counts its draws, so that one without draws keeps its very arrays.
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     if any(one is not another for one, another in pairs):
         why = (
@@ -374,10 +402,12 @@ def _check_undrawn(module: Any, before: Any, after: Any, evaluation: bool) -> No
         raise ValueError(requirement("stages_from_nnx(modules)", rule, got))
 
 
-def _streams(structure: Any, kinds: Sequence[bool], key: Any) -> Any:
-    """Every stream from its beginning, with a key of its own."""
+def _streams(
+    structure: jax.tree_util.PyTreeDef, are_keys: Sequence[bool], key: jax.Array
+) -> PyTree:
+    """Every stream at its beginning, with a key of its own."""
     leaves = [
         jax.random.fold_in(key, number) if is_key else jnp.uint32(0)
-        for number, is_key in enumerate(kinds)
+        for number, is_key in enumerate(are_keys)
     ]
     return jax.tree.unflatten(structure, leaves)

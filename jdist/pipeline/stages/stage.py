@@ -1,50 +1,56 @@
-"""A stage: a pure function with named inputs and outputs."""
+"""Stages: pure functions with named inputs and outputs, compiled as segments."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 import jax
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.segment import Segment, segment
 from jdist.segment.internal import POLICIES
+
+__all__ = ["Recompute", "Stage", "outputs_by_name"]
+
+Recompute = bool | Literal["dots"]
+"""What a backward pass computes again; see `jdist.segment.segment`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a model, which lives on one device or in one process.
+    """A part of a model that runs on one device or in one process.
 
-    Values have names. A stage takes those that earlier stages have put out, or entries
-    of the batch, so that a value may skip stages and a stage may have several inputs
-    and outputs.
+    Values have names. The inputs of a stage are outputs of earlier stages or entries of
+    the batch, so that a value may skip stages and a stage may have several inputs and
+    outputs.
 
     Args:
       fn: `fn(params, *inputs) -> output`, pure; of several outputs a tuple. With a
         state it is `fn(params, state, *inputs) -> (output, state)`; with a key, the key
         is its last argument.
-      inputs: Names of what it takes, in the order of its arguments.
-      outputs: Names of what it puts out.
+      inputs: Names of its inputs, in the order of its arguments.
+      outputs: Names of its outputs.
       stateful: Whether it has a state, such as batch-norm statistics. Each micro-batch
-        is given the state that the one before left behind; no cotangent flows into it.
-      keyed: Whether it takes a PRNG key, another one for each micro-batch.
-      recompute: What the backward pass computes again instead of keeping it: see
-        `jdist.segment.segment`.
+        gets the state that the one before returned; no cotangent flows into it.
+      keyed: Whether it takes a PRNG key, a different one for each micro-batch.
+      recompute: Values that the backward pass computes again instead of keeping them;
+        see `jdist.segment.segment`.
       tied: Parameters that it shares with other stages: from the path of its copy, a
-        leaf or a subtree, to a name, which is the same for all stages that share it.
+        leaf or a subtree, to a name that is the same for all stages that share it.
         The gradient of every copy is the sum over the stages, so that copies that begin
         equal stay equal.
       join_weight_gradients: Whether weight gradients wait for the stage's last backward
         pass and are then computed for all micro-batches at once: one product in place
         of one per micro-batch. Everything that these products need is kept until then,
         beyond what the schedule promises. For mean and sum only.
-      in_evaluation: What `Pipeline.evaluate` calls instead of `fn`:
+      in_evaluation: The function that `Pipeline.evaluate` calls instead of `fn`:
         `in_evaluation(params, *inputs)`, or `in_evaluation(params, state, *inputs)`
         where the stage is stateful, returns the outputs alone and takes no key. By
-        default `fn` itself is called, and the state that it returns is dropped.
+        default `fn` is called, and the state that it returns is dropped.
 
     Raises:
-      TypeError: `fn` is not callable, or a name is none.
+      TypeError: `fn` is not callable, or a name is not a string.
       ValueError: A name occurs twice, there is no output, or `recompute` is unknown.
 
     Example:
@@ -54,20 +60,20 @@ class Stage:
       ('h',)
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., PyTree]
     inputs: Sequence[str] = ("x",)
     outputs: Sequence[str] = ("h",)
     stateful: bool = False
     keyed: bool = False
-    recompute: Any = False
+    recompute: Recompute = False
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
-    in_evaluation: Callable[..., Any] | None = None
+    in_evaluation: Callable[..., PyTree] | None = None
     join_weight_gradients: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise TypeError(requirement("Stage(fn)", "must be callable", self.fn))
-        other: Any = self.in_evaluation
+        other: object = self.in_evaluation
         if other is not None and not callable(other):
             call = "Stage(in_evaluation=...)"
             raise TypeError(requirement(call, "must be callable", other))
@@ -87,38 +93,31 @@ class Stage:
             rule = f"must be one of {', '.join(map(repr, sorted(POLICIES, key=str)))}"
             raise ValueError(requirement("Stage(recompute=...)", rule, self.recompute))
 
-    def named(self, returned: Any) -> dict[str, Any]:
-        """What `fn` returned as outputs by name.
+    def named(self, returned: PyTree) -> dict[str, PyTree]:
+        """The outputs by name, from the return value of `fn`.
 
         Raises:
           ValueError: It returned another number of values than there are names.
         """
-        if len(self.outputs) == 1:
-            return {self.outputs[0]: returned}
-        if not isinstance(returned, tuple | list) or len(returned) != len(self.outputs):
-            rule = f"must return the {len(self.outputs)} outputs {self.outputs}"
-            size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
-            got = f"a {type(returned).__name__}{size}"
-            raise ValueError(requirement("Stage(fn)", rule, got))
-        return dict(zip(self.outputs, returned, strict=True))
+        return outputs_by_name("Stage(fn)", self.outputs, returned)
 
-    def compiled(self, constant: frozenset[str], label: Any) -> Segment:
+    def compiled(self, constant: frozenset[str], label: Hashable) -> Segment:
         """The stage as a segment of `(params, state, inputs, key)`.
 
         Args:
-          constant: Names of inputs that no cotangent is wanted of.
-          label: Tells stages of one factory apart.
+          constant: Names of inputs whose cotangents are not needed.
+          label: Distinguishes stages made by one factory.
         """
         meant = self._label("stage", label, self.fn, constant)
         return segment(_body(self, constant), recompute=self.recompute, label=meant)
 
-    def evaluated(self, compiled: Segment, label: Any) -> Segment:
-        """As a segment too, what evaluation calls of it.
+    def evaluated(self, compiled: Segment, label: Hashable) -> Segment:
+        """The segment that evaluation runs.
 
         Args:
-          compiled: What `compiled` made. It is used in evaluation too where the stage
-            has no function for that, so that both are the same program.
-          label: Tells stages of one factory apart.
+          compiled: The result of `compiled`. Evaluation runs it too where the stage has
+            no function of its own for that, so that nothing is compiled twice.
+          label: Distinguishes stages made by one factory.
         """
         if self.in_evaluation is None:
             return compiled
@@ -126,19 +125,25 @@ class Stage:
         return segment(_body_in_evaluation(self), label=meant)
 
     def _label(
-        self, use: str, label: Any, fn: Callable[..., Any], constant: frozenset[str]
+        self,
+        use: str,
+        label: Hashable,
+        fn: Callable[..., PyTree],
+        constant: frozenset[str],
     ) -> Hashable:
-        # All stages share the code of `body`: what varies by intent is in the label.
+        # All stages share the code of `body`; the label says which differences are
+        # intended, so that segment does not warn of recompilations.
         code = getattr(fn, "__code__", type(fn))
         return (use, label, code, self.stateful, self.keyed, constant)
 
 
-def _check_tied(tied: Any) -> None:
+def _check_tied(tied: Mapping[str, str]) -> None:
     call = "Stage(tied=...)"
-    names = list(tied.values()) if isinstance(tied, Mapping) else [None]
-    if not all(isinstance(text, str) for text in [*tied, *names]):
+    texts = [*tied, *tied.values()] if isinstance(tied, Mapping) else [None]
+    if not all(isinstance(text, str) for text in texts):
         rule = "must be a dict from paths to names"
         raise TypeError(requirement(call, rule, tied))
+    names = list(tied.values())
     if len(set(names)) != len(names):
         rule = "must have a name of its own for each path"
         raise ValueError(requirement(call, rule, names))
@@ -148,11 +153,13 @@ def _check_tied(tied: Any) -> None:
         raise ValueError(requirement(call, rule, f"{within[0][1]} in {within[0][0]}"))
 
 
-def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., Any]:
+def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., PyTree]:
     fn, stateful, keyed, names = stage.fn, stage.stateful, stage.keyed, stage.inputs
     stopped = tuple(name in constant for name in names)
 
-    def body(params: Any, state: Any, inputs: tuple[Any, ...], key: Any) -> Any:
+    def body(
+        params: PyTree, state: PyTree, inputs: tuple[PyTree, ...], key: PyTree
+    ) -> PyTree:
         given = [
             jax.lax.stop_gradient(x) if stop else x
             for x, stop in zip(inputs, stopped, strict=True)
@@ -167,11 +174,35 @@ def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., Any]:
     return body
 
 
-def _body_in_evaluation(stage: Stage) -> Callable[..., Any]:
+def _body_in_evaluation(stage: Stage) -> Callable[..., PyTree]:
     fn, stateful = stage.in_evaluation, stage.stateful
     assert fn is not None
 
-    def body(params: Any, state: Any, inputs: tuple[Any, ...], key: Any) -> Any:
+    def body(
+        params: PyTree, state: PyTree, inputs: tuple[PyTree, ...], key: PyTree
+    ) -> PyTree:
         return fn(params, *((state, *inputs) if stateful else inputs)), None
 
     return body
+
+
+def outputs_by_name(
+    call: str, names: Sequence[str], returned: PyTree
+) -> dict[str, PyTree]:
+    """The values that a function returned, by name.
+
+    Args:
+      call: The function, for the error's text.
+      names: Names of its outputs; of a single one the value is returned alone.
+      returned: The return value.
+
+    Raises:
+      ValueError: It returned another number of values than there are names.
+    """
+    if len(names) == 1:
+        return {names[0]: returned}
+    if not isinstance(returned, tuple | list) or len(returned) != len(names):
+        rule = f"must return the {len(names)} outputs {tuple(names)}"
+        size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+        raise ValueError(requirement(call, rule, f"a {type(returned).__name__}{size}"))
+    return dict(zip(names, returned, strict=True))

@@ -1,4 +1,4 @@
-"""Which value comes from where and goes where: the names of a pipeline, checked."""
+"""Sources and consumers of the named values of a pipeline."""
 
 import difflib
 from collections.abc import Sequence
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from jdist._errors import requirement
 from jdist.pipeline.stages.stage import Stage
+
+__all__ = ["BATCH", "StageWiring", "wire"]
 
 BATCH = -1
 """In the place of a stage: the value is an entry of the batch."""
@@ -16,13 +18,13 @@ class StageWiring:
     """The named values of a pipeline of n stages, and of the loss, which is number n.
 
     Attributes:
-      stages: In the order of their numbers; a value is put out by one and taken by
+      stages: In the order of their numbers; a value is an output of one and an input of
         later ones.
-      loss_inputs: Names of what the loss function is given.
-      source: Of each stage and of the loss, by the name of an input: the stage that
-        puts it out, or `BATCH`.
-      consumers: Of each stage, by the name of an output: the numbers of those that
-        take it, the loss's among them, in order.
+      loss_inputs: Names of the inputs of the loss function.
+      source: For each stage and the loss, by the name of an input, the stage whose
+        output it is, or `BATCH`.
+      consumers: For each stage, by the name of an output, the numbers of the stages
+        that take it, the loss's among them, in order.
     """
 
     stages: tuple[Stage, ...]
@@ -32,7 +34,7 @@ class StageWiring:
 
     @property
     def named(self) -> str:
-        """The names of all values, for the comparison of pipelines."""
+        """A text of all names, by which processes compare their pipelines."""
         pairs = (
             f"{', '.join(stage.inputs)} -> {', '.join(stage.outputs)}"
             for stage in self.stages
@@ -40,7 +42,7 @@ class StageWiring:
         return f"stages {'; '.join(pairs)}; loss of {', '.join(self.loss_inputs)}"
 
     def from_batch(self, number: int) -> frozenset[str]:
-        """Names of the inputs of a stage, or of the loss, that the batch has."""
+        """Names of the inputs of a stage, or of the loss, that come from the batch."""
         found = self.source[number].items()
         return frozenset(name for name, source in found if source == BATCH)
 
@@ -48,16 +50,16 @@ class StageWiring:
 def wire(
     stages: Sequence[Stage], loss_inputs: Sequence[str] | None = None
 ) -> StageWiring:
-    """Finds for every value where it comes from and where it goes.
+    """Finds the source and the consumers of every value.
 
     Args:
       stages: In order.
-      loss_inputs: Names of what the loss function is given; by default the outputs of
+      loss_inputs: Names of the inputs of the loss function; by default the outputs of
         the last stage.
 
     Raises:
-      ValueError: A name is put out twice, is taken before it is put out, or is put out
-        for nobody.
+      ValueError: Two stages have one output, a stage takes the output of a later one,
+        or nothing takes an output.
 
     Example:
       >>> encode = Stage(lambda w, x: (x, x), inputs=("x",), outputs=("h", "skip"))
@@ -119,7 +121,7 @@ def _check_consumed(
         for name, takers in found.items():
             if takers:
                 continue
-            # What is taken from the batch may be this value, written otherwise.
+            # An input that is taken from the batch may be this value, misspelt.
             taken = {
                 other: taker
                 for taker in range(stages, number, -1)

@@ -9,16 +9,48 @@ import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from jdist._errors import requirement
 from jdist.rpc.base.deadline import NEVER, Deadline
 from jdist.rpc.base.errors import RpcError
+from jdist.rpc.base.interceptor import Operation
+from jdist.rpc.base.worker_info import WorkerInfo
 
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
-    from jdist.rpc.calls.execution import Execution
+
+class Worker(Protocol):
+    """What these modules need of a worker; `jdist.rpc.calls.agent.Agent` is one."""
+
+    info: WorkerInfo
+    closed: bool
+
+
+class Cancellable(Protocol):
+    """Something that a call waits for and that ends with it."""
+
+    def give_up(self, reason: str) -> None:
+        """Ends the wait; any thread, any number of times."""
+
+
+class RunningCall(Protocol):
+    """A call being executed on this worker for another one."""
+
+    caller: WorkerInfo
+    operation: Operation
+    cancelled: str | None
+
+    def begin(self, nested: Cancellable) -> None:
+        """The function began to wait for `nested`."""
+
+    def end(self, nested: Cancellable) -> None:
+        """It does no longer."""
+
+    def defer(self, future: Any) -> None:
+        """The result will be that of `future`, or made of it; then of the last one."""
+
+    def bring(self, undelivered: Callable[[], None]) -> None:
+        """The answer brings references; called if nothing waits for it any more."""
 
 
 class Scope(NamedTuple):
@@ -31,16 +63,16 @@ class Scope(NamedTuple):
       depth: How many calls lie below this one on the same thread's stack.
     """
 
-    agent: "Agent"
+    agent: Worker
     deadline: Deadline = NEVER
-    execution: "Execution | None" = None
+    execution: RunningCall | None = None
     depth: int = 0
 
 
 scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
     "jdist.rpc.scope", default=None
 )
-_workers: dict[str, "Agent"] = {}
+_workers: dict[str, Worker] = {}
 _lock = threading.Lock()
 _becoming = False
 _inherited: tuple[str, ...] = ()
@@ -75,13 +107,13 @@ def becoming() -> Iterator[None]:
         _becoming = False
 
 
-def add(agents: "list[Agent]") -> None:
+def add(agents: Sequence[Worker]) -> None:
     """Makes workers known to this process."""
     with _lock:
         _workers.update({agent.info.name: agent for agent in agents})
 
 
-def remove(agents: "list[Agent]") -> None:
+def remove(agents: Sequence[Worker]) -> None:
     """Forgets workers; any number of times."""
     with _lock:
         for agent in agents:
@@ -89,7 +121,7 @@ def remove(agents: "list[Agent]") -> None:
                 del _workers[agent.info.name]
 
 
-def agent() -> "Agent":
+def worker() -> Worker:
     """The worker as which the calling code acts.
 
     Raises:
@@ -176,7 +208,7 @@ def use_worker(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def acting_as(chosen: "Agent") -> Iterator[None]:
+def acting_as(chosen: Worker) -> Iterator[None]:
     """Within it, this thread of control acts as that worker, as part of its call."""
     before = scope.get()
     if before is not None and before.agent is chosen:

@@ -1,7 +1,7 @@
 """What can go wrong between workers, as exceptions.
 
 All derive from `RpcError`. An exception of the called *function* is none of these: it
-arrives at the caller as its own type, see `jdist.rpc.calls.remote_exception`.
+arrives at the caller as its own type, see `jdist.rpc.codec.remote_exception`.
 """
 
 from jdist._errors import JdistError

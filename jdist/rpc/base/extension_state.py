@@ -7,11 +7,14 @@ from typing import Any
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 
+NEEDS = "needs"
+"""In the metadata of a request: `module:function` of the package that reads it."""
+
 Gone = Callable[[WorkerInfo, str], None]
 """Told a worker, and why it is not there any more."""
 
 
-class Parts(dict[str, Any]):
+class ExtensionState(dict[str, Any]):
     """The parts of one worker, by the names of their packages.
 
     A part with a method `counts` adds what that returns to `rpc.debug_info`.

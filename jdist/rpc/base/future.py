@@ -5,12 +5,15 @@ gets the callbacks back and runs them, so that a thread with other duties can fi
 those on.
 """
 
+import contextlib
 import contextvars
+import functools
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
@@ -20,19 +23,6 @@ from jdist.rpc.base.errors import RpcError, RpcTimeout
 T = TypeVar("T")
 U = TypeVar("U")
 _log = logging.getLogger("jdist.rpc")
-
-
-class Source(Protocol):
-    """Where the value of a future comes from, if somebody has to fetch it there."""
-
-    def attend(self, future: "Future[Any]", until: float | None) -> bool:
-        """Fetches it on this thread, for a moment; whether the future is completed."""
-
-    def expect(self, future: "Future[Any]") -> None:
-        """Somebody counts on it from now on: it must be fetched without delay."""
-
-    def settled(self, future: "Future[Any]") -> None:
-        """It is completed: nobody counts on it any more."""
 
 
 class Future(Generic[T]):
@@ -55,7 +45,7 @@ class Future(Generic[T]):
 
     __slots__ = (
         "__weakref__", "_callbacks", "_cancelled", "_done", "_error", "_home",
-        "_lock", "_source", "_traceback", "_value", "_waiters",
+        "_lock", "_traceback", "_value", "_waiters",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,7 +57,6 @@ class Future(Generic[T]):
         self._traceback: Any = None
         self._waiters: list[Callable[[], object]] | None = None
         self._callbacks: list[Callable[[], None]] | None = None
-        self._source: Source | None = None
         self._home = current.scope.get()
 
     def done(self) -> bool:
@@ -182,20 +171,15 @@ class Future(Generic[T]):
 
     def _call_when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            done, source = self._done, self._source
-            if not done:
+            if not self._done:
                 if self._callbacks is None:
                     self._callbacks = []
                 self._callbacks.append(callback)
-        if done:
-            callback()
-        elif source is not None:
-            source.expect(self)
+                return
+        callback()
 
     def _sleep(self, until: float | None) -> bool:
         """Blocks until completed; False when the moment came first."""
-        if attend(self, until):
-            return True
         waiter = threading.Lock()
         waiter.acquire()
         if watch(self, waiter.release):
@@ -226,14 +210,11 @@ def complete(
         if error is not None:
             future._error, future._traceback = error, error.__traceback__
         future._done = True
-        source, future._source = future._source, None
         waiters, future._waiters = future._waiters, None
         callbacks, future._callbacks = future._callbacks, None
     if waiters:
         for wake in waiters:
             wake()
-    if source is not None:
-        source.settled(future)
     return callbacks or []
 
 
@@ -260,17 +241,11 @@ def run_all(callbacks: list[Callable[[], None]]) -> None:
             raise
 
 
-def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) -> bool:
+def watch(future: Future[Any], wake: Callable[[], object]) -> bool:
     """Has `wake` called on completion; True, without a call, if it is completed.
 
     Unlike a callback, `wake` runs on whichever thread completes the future, in no
     particular context: it must not block.
-
-    Args:
-      future: The future.
-      wake: What to call.
-      counts: Whether the value must be fetched without delay; not if this very thread
-        is about to fetch it.
     """
     with future._lock:
         if future._done:
@@ -278,9 +253,6 @@ def watch(future: Future[Any], wake: Callable[[], object], counts: bool = True) 
         if future._waiters is None:
             future._waiters = []
         future._waiters.append(wake)
-        source = future._source
-    if counts and source is not None:
-        source.expect(future)
     return False
 
 
@@ -296,17 +268,122 @@ def await_done(future: Future[Any], until: float | None) -> bool:
     return future._sleep(until)
 
 
-def attend(future: Future[Any], until: float | None) -> bool:
-    """Fetches the value on this thread, for a moment; whether it is there."""
-    source = future._source
-    if source is None:
-        return future._done
-    return source.attend(future, until)
-
-
 def call_when_done(future: Future[Any], callback: Callable[[], None]) -> None:
     """Runs `callback` once completed, outside any context; it may take its time."""
     future._call_when_done(callback)
+
+
+_collected: contextvars.ContextVar[list[Future[Any]] | None] = contextvars.ContextVar(
+    "jdist.rpc.collected", default=None
+)
+
+
+def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
+    """The values of all futures, in order.
+
+    Args:
+      futures: The futures to wait for.
+      timeout: Seconds for all of them together; by default each has its own.
+
+    Raises:
+      RpcTimeout: It took longer.
+      Exception: That of the first future that failed, without waiting for the others.
+
+    Source: `torch.futures.wait_all`.
+
+    Example:
+      >>> one, two = Future(), Future()
+      >>> one.set_result(1)
+      >>> two.set_result(2)
+      >>> wait_all([one, two])
+      [1, 2]
+    """
+    waited = _futures("wait_all(futures)", futures)
+    limit = resolve(timeout, 0, current.deadline())
+    # Not a semaphore: an interrupt of this wait would leave its inner lock taken, and
+    # block the thread that completes a future (see `turn`).
+    progress: queue.SimpleQueue[None] = queue.SimpleQueue()
+    for future in waited:
+        if watch(future, ring := functools.partial(progress.put, None)):
+            ring()
+    left = set(range(len(waited)))
+    while left:
+        try:
+            progress.get(timeout=limit.remaining())
+        except queue.Empty:
+            remaining = f"{len(left)} of {len(waited)} futures are not complete"
+            raise RpcTimeout(f"{exceeded(limit)} in wait_all: {remaining}.") from None
+        for index in [i for i in left if waited[i].done()]:
+            waited[index].value()
+            left.remove(index)
+    return [future.value() for future in waited]
+
+
+def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
+    """A future of all of `futures`, completed once each has a value or an exception.
+
+    Source: `torch.futures.collect_all`.
+
+    Example:
+      >>> one = Future()
+      >>> both = collect_all([one, one])
+      >>> one.set_result(1)
+      >>> [future.value() for future in both.wait()]
+      [1, 1]
+    """
+    collected = _futures("collect_all(futures)", futures)
+    result: Future[list[Future[T]]] = Future()
+    left = len(collected)
+    lock = threading.Lock()
+
+    def one_done() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            result.set_result(list(collected))
+
+    for future in collected:
+        call_when_done(future, one_done)
+    if not collected:
+        result.set_result([])
+    return result
+
+
+@contextlib.contextmanager
+def wait_all_calls() -> Iterator[list[Future[Any]]]:
+    """Waits, at the end of the block, for every `rpc_async` that it made.
+
+    Yields:
+      The list of their futures, which grows with each call.
+
+    Raises:
+      Exception: That of the first call that failed.
+
+    Source: `torch.distributed.rpc._wait_all`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["a", "b"]), rpc.wait_all_calls() as futures:
+      ...     _ = rpc.rpc_async("b", divmod, args=(7, 2))
+      >>> futures[0].value()
+      (3, 1)
+    """
+    futures: list[Future[Any]] = []
+    token = _collected.set(futures)
+    try:
+        yield futures
+    finally:
+        _collected.reset(token)
+    wait_all(futures)
+
+
+def collect(future: Future[Any]) -> None:
+    """Adds `future` to the innermost `wait_all_calls` of this thread, if any."""
+    futures = _collected.get()
+    if futures is not None:
+        futures.append(future)
 
 
 def _is_interrupt(error: BaseException) -> bool:
@@ -328,3 +405,11 @@ def _check_callback(call: str, callback: object) -> None:
     if not callable(callback):
         rule = "must be a function of one future (incompatible function arguments)"
         raise TypeError(requirement(call, rule, callback))
+
+
+def _futures(call: str, futures: Iterable[Future[T]]) -> Sequence[Future[T]]:
+    listed = list(futures)
+    for future in listed:
+        if not isinstance(future, Future):
+            raise TypeError(requirement(call, "must be futures only", future))
+    return listed

@@ -3,11 +3,43 @@
 Distributed autograd registers an interceptor; rpc itself knows nothing of gradients.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.worker_info import WorkerInfo
+
+
+class Operation(NamedTuple):
+    """What is done, worded only when somebody asks."""
+
+    verb: str
+    function: Any = None
+
+    def __str__(self) -> str:
+        return self.verb if self.function is None else f"{self.verb}({self.name})"
+
+    @property
+    def name(self) -> str:
+        """The function's name, or the verb where there is no function."""
+        if self.function is None:
+            return self.verb
+        return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+
+class UnboundFunction(ABC):
+    """Stands for a function that is looked up when the call to it begins."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Looks the function up and calls it."""
+        return self.bound()(*args, **kwargs)
+
+    @abstractmethod
+    def bound(self) -> Callable[..., Any]:
+        """The function itself."""
 
 
 class Invocation(NamedTuple):

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable
 
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 
 _PROMPT = 2
 """A message for which a thread slept counts as prompt up to this multiple of the limit:
@@ -26,7 +26,7 @@ it and its peer would have been faster without sleeping."""
 
 _MOST_DOUBT = 12
 
-_turn = Turn()
+_turn = InterruptSafeLock()
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # Windows has none.
 
@@ -62,10 +62,10 @@ class Polling:
 
         None also while another thread of this process is polling.
         """
-        return _turn.hold(lambda: self._poll(look))
+        return _turn.releasing(lambda: self._poll(look))
 
     def _poll(self, look: Callable[[], int | None]) -> int | None:
-        if not _turn.try_take():
+        if not _turn.try_acquire():
             return None
         now = time.monotonic()
         until = now + self._seconds

@@ -1,12 +1,11 @@
-"""Threads that take over work, started on demand and kept for a while.
+"""A pool of threads that grows on demand, with a limit for users' functions.
 
-A task goes to the thread that became idle last (its stack is warm); without an idle
-thread a new one starts. A thread idle for long ends.
+A task goes to the thread that became idle last, because its stack is warm; without an
+idle thread a new one starts. A thread that is idle for 10 s ends.
 
-Functions of the user's have as many places as the ceiling says; beyond it they wait in
-order. What the library itself has to do needs no place, nor do calls that a called
-function makes: they must go on when every place is taken by functions that wait for
-them.
+Two kinds of tasks differ in one point. Users' functions (`run_limited`) have a number
+of places and wait in order when all are taken. What the library does itself (`run`) is
+not limited: a function that has a place may wait for it.
 """
 
 import functools
@@ -16,161 +15,148 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+__all__ = ["ThreadPool"]
+
 _log = logging.getLogger("jdist.rpc")
 _IDLE_SECONDS = 10.0
+
+Task = Callable[[], None]
 
 
 class ThreadPool:
     """A growing and shrinking set of threads.
 
     Args:
-      name: What its threads are called.
-      ceiling: The number of places.
+      name: Of its threads.
+      places: How many limited tasks run at a time.
+
+    Attributes:
+      places: As given.
     """
 
-    def __init__(self, name: str, ceiling: int) -> None:
+    def __init__(self, name: str, places: int) -> None:
+        self.places = places
         self._name = name
-        self._ceiling = ceiling
         self._lock = threading.Lock()
-        self._idle: list[_Post] = []
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._idle: list[_IdleThread] = []
+        self._waiting: deque[Task] = deque()
         self._taken = 0
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
     @property
-    def ceiling(self) -> int:
-        """The most threads there may be."""
-        return self._ceiling
-
-    @property
-    def idle(self) -> int:
-        """How many more tasks could start at once."""
+    def free(self) -> int:
+        """How many more limited tasks could start at once."""
         with self._lock:
-            return max(0, self._ceiling - len(self._threads) + len(self._idle))
+            return max(0, self.places - self._taken)
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Has `task()` run on another thread; after `close`, on this one.
+    def run(self, task: Task) -> None:
+        """Has another thread run `task()`; after `close`, this thread does.
 
-        By then all channels are closed, so that a task finds nothing to wait for.
+        All connections are closed before the pool is, so a task then finds nothing to
+        wait for. If the system refuses a new thread, this one runs the task too.
         """
         with self._lock:
             if self._idle:
-                post = self._idle.pop()
-                post.task = task
-                post.ready.release()
+                idle = self._idle.pop()
+                idle.task = task
+                idle.ready.release()
                 return
-            if not self._closed:
-                self._start(task)
+            if not self._closed and self._start(task):
                 return
         task()
 
-    def enter(self, otherwise: Callable[[], None]) -> bool:
-        """Takes a place for what this thread is about to run; `leave` gives it back.
-
-        Args:
-          otherwise: What waits for a place if there is none. It runs on another thread.
-
-        Returns:
-          Whether there was one.
-        """
+    def run_limited(self, task: Task) -> None:
+        """Has another thread run `task()` as soon as one of the places is free."""
         with self._lock:
-            if self._taken >= self._ceiling and not self._closed:
-                self._waiting.append(otherwise)
-                return False
+            if self._taken >= self.places and not self._closed:
+                self._waiting.append(task)
+                return
             self._taken += 1
-            return True
-
-    def leave(self) -> None:
-        """Gives a place back, or on to the task that has waited for longest."""
-        task = self._following()
-        if task is None:
-            return
-        try:
-            self.run(functools.partial(self._in_place, task))
-        except RuntimeError:  # the system has no thread left to give
-            self._in_place(task)
-
-    def _in_place(self, task: Callable[[], None] | None) -> None:
-        """Runs a task that has a place, and then those that wait for it."""
-        while task is not None:
-            self._attempt(task)
-            task = self._following()
-
-    def _following(self) -> Callable[[], None] | None:
-        """The task that a place goes on to; None, and the place is free, for none."""
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._taken -= 1
-            return None
+        self.run(functools.partial(self._run_in_place, task))
 
     def close(self, timeout: float) -> list[threading.Thread]:
-        """Ends the threads; those still busy after `timeout` seconds are returned."""
+        """Ends the threads; returns those still busy after `timeout` seconds."""
         with self._lock:
             self._closed = True
             threads = self._threads - {threading.current_thread()}
-            for post in self._idle:
-                post.ready.release()
+            for idle in self._idle:
+                idle.ready.release()
             self._idle.clear()
         until = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         return [thread for thread in threads if thread.is_alive()]
 
-    def _start(self, task: Callable[[], None]) -> None:
-        post = _Post()
-        post.task = task  # not an argument: those a thread keeps to its end
+    def _run_in_place(self, task: Task | None) -> None:
+        """Runs a task that has a place, and then those that wait for the place."""
+        while task is not None:
+            self._attempt(task)
+            task = None
+            with self._lock:
+                if self._waiting:
+                    task = self._waiting.popleft()
+                else:
+                    self._taken -= 1
+
+    def _start(self, task: Task) -> bool:
+        """Starts a thread; whether the system had one to give."""
+        idle = _IdleThread()
+        idle.task = task  # not an argument: a thread keeps its arguments to its end
         thread = threading.Thread(
-            target=self._work, args=(post,), name=self._name, daemon=True
+            target=self._work, args=(idle,), name=self._name, daemon=True
         )
         self._threads.add(thread)
         try:
             thread.start()
-        except BaseException:  # the system has no thread left to give
+        except RuntimeError:
+            self._threads.discard(thread)
+            return False
+        except BaseException:
             self._threads.discard(thread)
             raise
+        return True
 
-    def _work(self, post: "_Post") -> None:
-        task, post.task = post.task, None
+    def _work(self, idle: "_IdleThread") -> None:
+        task, idle.task = idle.task, None
         while task is not None:
             self._attempt(task)
             task = None  # nothing of it is kept while the thread is idle
-            task = self._next(post)
+            task = self._next(idle)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _attempt(self, task: Callable[[], None]) -> None:
+    def _attempt(self, task: Task) -> None:
         try:
             task()
         except BaseException:  # noqa: BLE001 - the thread serves others after it
-            # Tasks report their own failures; this is one in reporting.
+            # Tasks report their own failures; this is a failure to report one.
             _log.exception("A task of %s raised an exception.", self._name)
 
-    def _next(self, post: "_Post") -> Callable[[], None] | None:
+    def _next(self, idle: "_IdleThread") -> Task | None:
         with self._lock:
             if self._closed:
                 return None
-            post.task = None
-            self._idle.append(post)
-        if post.ready.acquire(timeout=_IDLE_SECONDS):
-            return post.task
+            idle.task = None
+            self._idle.append(idle)
+        if idle.ready.acquire(timeout=_IDLE_SECONDS):
+            return idle.task
         with self._lock:
-            if post in self._idle:
-                self._idle.remove(post)
+            if idle in self._idle:
+                self._idle.remove(idle)
                 return None
-        # A task was handed over in the last moment; or the thread that was about to do
-        # so was interrupted, and there is none.
-        post.ready.acquire(blocking=False)
-        return post.task
+        # A task came at the last moment. Or the thread that took this one out of the
+        # list was interrupted before it left a task.
+        idle.ready.acquire(blocking=False)
+        return idle.task
 
 
-class _Post:
-    """Where one idle thread waits for its next task."""
+class _IdleThread:
+    """Where an idle thread finds its next task."""
 
     __slots__ = ("ready", "task")
 
     def __init__(self) -> None:
-        self.task: Callable[[], None] | None = None
+        self.task: Task | None = None
         self.ready = threading.Lock()
         self.ready.acquire()

@@ -1,75 +1,145 @@
-"""One thread that wakes when the next deadline comes, and not before."""
+"""The one timer thread of a worker: deadlines, retries, heartbeats.
 
+The thread never waits for anything but the next moment. Alarms ring on it and must not
+wait either; actions that may send or wait go to the thread pool.
+"""
+
+import heapq
+import itertools
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
+
+from jdist.rpc.base.thread_pool import ThreadPool
+
+__all__ = ["Alarm", "Timer"]
 
 _log = logging.getLogger("jdist.rpc")
+_RETRY_SECONDS = 1.0
+
+Ring = Callable[[float], float | None]
+"""Called with the time; returns the next moment at which to be called, or None."""
+
+
+class _Appointment(NamedTuple):
+    at: float
+    order: int  # of equal moments, so that the heap never compares what follows
+    ring: Callable[[float], object]
 
 
 class Alarm:
-    """Calls a function at moments that are announced to it.
+    """A function that is called when the earliest of the announced moments has come.
 
-    Nobody takes an announcement back: what was waited for may be over by then, and the
-    function looks. So announcing is one comparison, unless the moment is the earliest.
-
-    Args:
-      name: What its thread is called.
-      ring: Called with the time; the next moment that it knows of, or None.
+    An announcement is not taken back: what it was for may be over when the moment
+    comes, and the function finds that out. So `set` is one comparison in most calls.
     """
 
-    def __init__(self, name: str, ring: Callable[[float], float | None]) -> None:
-        self._name = name
+    __slots__ = ("_lock", "_next", "_ring", "_timer")
+
+    def __init__(self, timer: "Timer", ring: Ring) -> None:
+        self._timer = timer
         self._ring = ring
         self._next = math.inf
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._thread: threading.Thread | None = None
-        self._closed = False
 
     def set(self, at: float | None) -> None:
         """Has the alarm ring at this moment, if it does not ring earlier."""
         if at is None or at >= self._next:
             return
-        # In this order, because an interrupt may come in between: a moment that was
-        # noted, and of which the thread was not told, would keep later ones from it.
         with self._lock:
-            if self._thread is None and not self._closed:
-                thread = threading.Thread(
-                    target=self._run, name=self._name, daemon=True
-                )
-                thread.start()
-                self._thread = thread
-            self._changed.notify_all()
-            self._next = min(self._next, at)
+            if at < self._next:
+                # In this order: an interrupt in between must not leave a moment noted
+                # of which the timer was not told, which would keep it from later ones.
+                self._timer.at(at, self._due)
+                self._next = at
+
+    def _due(self, now: float) -> None:
+        with self._lock:
+            if now < self._next:
+                return  # it rang at this moment already, and has a later one
+            # Reset before it rings: what is announced from now on may be missed by it.
+            self._next = math.inf
+        upcoming: float | None = now + _RETRY_SECONDS
+        try:
+            upcoming = self._ring(now)
+        finally:
+            self.set(upcoming)
+
+
+class Timer:
+    """Calls functions at given moments.
+
+    Args:
+      name: Of its thread.
+      pool: Runs the actions of `later`.
+
+    Example:
+      >>> pool = ThreadPool("example", 1)
+      >>> timer, done = Timer("timer", pool), threading.Lock()
+      >>> _ = done.acquire()
+      >>> timer.later(0.001, done.release)
+      >>> done.acquire(timeout=60)
+      True
+      >>> timer.close()
+      >>> pool.close(60)
+      []
+    """
+
+    def __init__(self, name: str, pool: ThreadPool) -> None:
+        self._pool = pool
+        # A queue of C: `put` takes no lock of Python's, so that a finalizer may call it
+        # on a thread that holds any lock.
+        self._queue: queue.SimpleQueue[_Appointment | None] = queue.SimpleQueue()
+        self._order = itertools.count()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def alarm(self, ring: Ring) -> Alarm:
+        """An alarm that calls `ring(now)` on the timer's thread; it must not wait."""
+        return Alarm(self, ring)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Has a thread of the pool call `action()` in so many seconds.
+
+        Takes no lock: finalizers may call it. After `close` the action is dropped.
+        """
+
+        self.at(time.monotonic() + seconds, lambda now: self._pool.run(action))
+
+    def at(self, moment: float, ring: Callable[[float], object]) -> None:
+        """Has `ring(now)` called once on the timer's thread; it must not wait."""
+        self._queue.put(_Appointment(moment, next(self._order), ring))
 
     def close(self) -> None:
-        """Ends the thread."""
-        with self._lock:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        """Ends the thread; any number of times."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
+        appointments: list[_Appointment] = []
         while True:
-            with self._lock:
-                while not self._closed and self._next > time.monotonic():
-                    until = self._next
-                    seconds = None if until == math.inf else until - time.monotonic()
-                    self._changed.wait(seconds)
-                if self._closed:
-                    return
-                # Before looking: a moment announced from now on is compared with this.
-                self._next = math.inf
+            # A wait may end a little early, so the moment is compared again.
+            while appointments and appointments[0].at <= time.monotonic():
+                self._call(heapq.heappop(appointments).ring)
+            seconds = None
+            if appointments:
+                seconds = max(0.0, appointments[0].at - time.monotonic())
             try:
-                upcoming = self._ring(time.monotonic())
-            except Exception:  # noqa: BLE001 - logged; the thread must go on
-                # Such as no thread to be had. Deadlines must be kept all the same.
-                _log.exception("Deadlines could not be looked at; trying again.")
-                upcoming = time.monotonic() + 1.0
-            if upcoming is not None:
-                with self._lock:
-                    self._next = min(self._next, upcoming)
+                item = self._queue.get(timeout=seconds)
+            except queue.Empty:
+                continue
+            if item is None:
+                return
+            heapq.heappush(appointments, item)
+
+    def _call(self, ring: Callable[[float], object]) -> None:
+        try:
+            ring(time.monotonic())
+        except Exception:  # noqa: BLE001 - the thread has other deadlines to keep
+            # Such as a thread that the system refuses to start.
+            _log.exception("%s: an alarm failed.", self._thread.name)

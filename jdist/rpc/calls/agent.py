@@ -7,41 +7,39 @@ from typing import TYPE_CHECKING, Any
 from jdist.rpc.base import current, deadline
 from jdist.rpc.base.deadline import DEFAULT, Deadline, moment
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout, WorkerLost
-from jdist.rpc.base.extension_state import Parts
+from jdist.rpc.base.extension_state import ExtensionState
 from jdist.rpc.base.future import Future, call_when_done, run_all
-from jdist.rpc.base.interceptor import Interceptor
+from jdist.rpc.base.interceptor import Interceptor, Operation
+from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.timer import Alarm
+from jdist.rpc.base.timer import Timer
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.callee import NESTED, Callee, Handler
 from jdist.rpc.calls.cancellation import Tickets
 from jdist.rpc.calls.directory import Directory
 from jdist.rpc.calls.execution import Execution
-from jdist.rpc.calls.outstanding_calls import Operation, OutstandingCalls
+from jdist.rpc.calls.outstanding_calls import OutstandingCalls
 from jdist.rpc.calls.peer import Peer
-from jdist.rpc.calls.remote_exception import rebuild
 from jdist.rpc.calls.request import AsyncCall, Outgoing, Receive, SyncCall
 from jdist.rpc.calls.serving import Serving
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent, Transport
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
-from jdist.rpc.wire.relief import Relief
 from jdist.rpc.wire.shared_connection import SharedConnection
 
 if TYPE_CHECKING:
     from jdist.rpc.group.coordinator_client import CoordinatorClient
-    from jdist.rpc.rref.references import References
 
 
 class Agent:
     """One worker of a group.
 
-    Parts built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
+    Packages built upon rpc use `register`, `call`, `call_async`, `set_interceptor` and
     `codec`; what users call is in `jdist.rpc`.
 
     Args:
@@ -61,11 +59,11 @@ class Agent:
       closed: Whether it was shut down.
       group: Its membership, once it has joined.
       references: What it has of other workers, and they of it.
-      parts: What parts built upon rpc keep for it.
+      extension_state: What parts built upon rpc keep for it.
     """
 
     group: "CoordinatorClient"
-    references: "References"
+    references: ReferenceCounting
 
     def __init__(
         self,
@@ -81,15 +79,15 @@ class Agent:
         self.outstanding = OutstandingCalls()
         self.directory = Directory(info)
         self.pool = ThreadPool(f"{info.name} rpc", options.threads)
-        self.alarm = Alarm(f"{info.name} deadlines", self._expire)
-        self.relief = Relief(f"{info.name} relief")
+        self.timer = Timer(f"{info.name} timer", self.pool)
+        self.alarm = self.timer.alarm(self._expire)
         self.default_timeout = options.timeout
         self.interceptor: Interceptor | None = None
         self.hint: Callable[[Peer], str] = lambda peer: ""
         self.ending = False
         self.closed = False
         self.callee = Callee(self)
-        self.parts = Parts(self.pool)
+        self.extension_state = ExtensionState(self.pool)
         self._transport = transport
         self._tickets = Tickets(self)
         self._lock = threading.Lock()
@@ -144,12 +142,11 @@ class Agent:
     def peer(self, record: PeerRecord) -> Peer:
         """The ways to a worker."""
         info, transport_name, address = record
-        lent = (self.pool, self.relief)
         if info == self.info:
-            return Peer(info, info.name, None, self._loopback, *lent)
-        return Peer(info, transport_name, address, self._transport, *lent)
+            return Peer(info, info.name, None, self._loopback, self.pool)
+        return Peer(info, transport_name, address, self._transport, self.pool)
 
-    def part(self, peer: Peer, reason: str) -> None:
+    def drop_peer(self, peer: Peer, reason: str) -> None:
         """A worker has gone: whoever waits for it, or works for it, is told."""
         name, incarnation = peer.info.name, peer.info.incarnation
         peer.close(reason)
@@ -165,8 +162,9 @@ class Agent:
             if execution.caller.incarnation == incarnation:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.outstanding.end(execution)
-        self.references.gone(peer.info, reason)
-        self.parts.gone(peer.info, reason)
+        # What they complete may be awaited by users' functions.
+        self.pool.run(lambda: self.references.gone(peer.info, reason))
+        self.extension_state.gone(peer.info, reason)
 
     def watch(self, shared: SharedConnection) -> None:
         """Has the deadlines of a shared connection kept that leads to no worker."""
@@ -229,8 +227,8 @@ class Agent:
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a channel of its own and waits for the answer."""
         peer, kind, body, meta, limit, operation, receive, _ = outgoing
-        parcel = Parcel(peer.info, meta, operation)
-        tree, leaves = self.encode(body, parcel)
+        message = MessageContext(peer.info, meta, operation)
+        tree, leaves = self.encode(body, message)
         waiting = SyncCall(peer, limit, operation)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
@@ -252,7 +250,7 @@ class Agent:
                 end()
         except BaseException as error:
             end()  # again: an interrupt may have kept the first one from its end
-            self.undelivered(parcel)
+            self.undelivered(message)
             if isinstance(error, ChannelClosed):
                 if waiting.given_up is not None:
                     raise RpcTimeout(waiting.given_up) from error
@@ -263,16 +261,16 @@ class Agent:
         answer = waiting.answer
         assert answer is not None
         if answer.kind != REPLY:
-            self.undelivered(parcel)
+            self.undelivered(message)
         return self.value_of(answer, receive, peer.info)
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
-        parcel = Parcel(outgoing.peer.info, outgoing.meta, outgoing.operation)
-        tree, leaves = self.encode(outgoing.body, parcel)
+        message = MessageContext(outgoing.peer.info, outgoing.meta, outgoing.operation)
+        tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
         execution = None if scope is None else scope.execution
-        request = AsyncCall(self, outgoing, parcel, execution)
+        request = AsyncCall(self, outgoing, message, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
         if execution is not None:
             meta[NESTED] = True
@@ -285,7 +283,7 @@ class Agent:
                 self.pool.run(lambda: self._connect_and_submit(request, peer, frame))
         except BaseException:
             self.outstanding.end(request)
-            self.undelivered(request.parcel)
+            self.undelivered(request.message)
             raise
         return request.future
 
@@ -321,27 +319,27 @@ class Agent:
 
     # --- answers ---
 
-    def encode(self, value: Any, parcel: Parcel) -> tuple[Any, list[Any]]:
+    def encode(self, value: Any, message: MessageContext) -> tuple[Any, list[Any]]:
         """The tree and leaves of a value that is about to be sent in a call."""
         try:
-            return self.codec.encode(value, parcel)
+            return self.codec.encode(value, message)
         except BaseException:
-            self.undelivered(parcel)
+            self.undelivered(message)
             raise
 
-    def undelivered(self, parcel: Parcel) -> None:
+    def undelivered(self, message: MessageContext) -> None:
         """The call that this was part of has failed."""
-        self.references.undelivered(parcel)
-        for callback in parcel.if_lost:
+        self.references.undelivered(message)
+        for callback in message.if_lost:
             callback()
 
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
         """What an answer says; raises what it says was raised."""
-        parcel = Parcel(callee, frame.meta)
+        message = MessageContext(callee, frame.meta)
         try:
-            value = self.codec.decode(frame.tree, frame.leaves, parcel)
+            value = self.codec.decode(frame.tree, frame.leaves, message)
         except BaseException:
             self.references.decline(frame.tree, callee)
             raise
@@ -425,9 +423,21 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
-        self.parts.close()
+        self.extension_state.close()
         for peer in self.directory.peers():
             peer.close("this worker was shut down")
-        for part in (self._transport, self._loopback, self.alarm, self.relief):
-            part.close()
+        self._transport.close()
+        self._loopback.close()
+        self.timer.close()
         self.pool.close(timeout=1.0)
+
+
+def current_agent() -> Agent:
+    """The worker as which the calling code acts.
+
+    Raises:
+      RpcError: There is none, it was shut down, or there are several to choose from.
+    """
+    found = current.worker()
+    assert isinstance(found, Agent)
+    return found

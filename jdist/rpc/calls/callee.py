@@ -7,16 +7,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdist.rpc.base import current, deadline, extensions
+from jdist.rpc.base import current, deadline
 from jdist.rpc.base.current import Scope
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
-from jdist.rpc.base.extensions import NEEDS
-from jdist.rpc.base.future import Future, call_when_done, cancel
-from jdist.rpc.base.waiting import collect_all
+from jdist.rpc.base.extension_state import NEEDS
+from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.execution import Execution
-from jdist.rpc.calls.remote_exception import describe
-from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 
 if TYPE_CHECKING:
@@ -79,7 +78,8 @@ class Callee:
     def execution_of(self, caller: WorkerInfo, frame: Frame) -> Execution:
         """An incoming request, which is about to `begin`."""
         until = deadline.from_meta(frame.meta)
-        return Execution(caller, frame.kind, until, frame.meta.get("ticket"))
+        ticket = frame.meta.get("ticket")
+        return Execution(caller, frame.kind, until, ticket, self._agent.pool)
 
     def begin(self, execution: Execution) -> None:
         """Enters an incoming request on the ledger."""
@@ -144,18 +144,19 @@ class Callee:
         if execution.cancelled is not None:
             raise RpcTimeout(f"The call was not begun: {execution.cancelled}.")
         if NEEDS in frame.meta:
-            extensions.need(frame.meta[NEEDS], self._agent.codec.functions)
+            # To look the name up imports the package that registers the handler.
+            self._agent.codec.functions.resolve(str(frame.meta[NEEDS]))
         handler = self._handlers.get(frame.kind)
         if handler is None:
             raise ProtocolError(
                 f"Nothing here answers a request of kind {frame.kind!r}."
             )
-        parcel = Parcel(execution.caller, frame.meta)
-        body = self._agent.codec.decode(frame.tree, frame.leaves, parcel)
-        if not parcel.unsettled:
+        message = MessageContext(execution.caller, frame.meta)
+        body = self._agent.codec.decode(frame.tree, frame.leaves, message)
+        if not message.unsettled:
             return handler(execution.caller, body, frame.meta)
         run = functools.partial(handler, execution.caller, body, frame.meta)
-        return self._when_settled(execution, parcel.unsettled, run)
+        return self._when_settled(execution, message.unsettled, run)
 
     def _when_settled(
         self,
@@ -184,10 +185,10 @@ class Callee:
 
     def _success(self, execution: Execution, number: int, result: Any) -> Frame:
         value, meta = result if type(result) is Reply else (result, {})
-        parcel = Parcel(execution.caller, meta, execution.operation)
-        tree, leaves = self._agent.encode(value, parcel)
-        if parcel.forks:
-            self._agent.references.answer(execution, parcel)
+        message = MessageContext(execution.caller, meta, execution.operation)
+        tree, leaves = self._agent.encode(value, message)
+        if message.forks:
+            self._agent.references.answer(execution, message)
         return Frame(REPLY, number, meta, tree, leaves)
 
     def _defer(

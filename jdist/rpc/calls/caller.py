@@ -6,19 +6,22 @@ from typing import Any
 from jax.profiler import TraceAnnotation
 
 from jdist._errors import requirement
-from jdist.rpc.base import current, waiting
+from jdist.rpc.base import current
 from jdist.rpc.base.arguments import named, positional
+from jdist.rpc.base.current import RunningCall
 from jdist.rpc.base.deadline import DEFAULT
-from jdist.rpc.base.future import Future
-from jdist.rpc.base.interceptor import Interceptor, Invocation
+from jdist.rpc.base.future import Future, collect
+from jdist.rpc.base.interceptor import (
+    Interceptor,
+    Invocation,
+    Operation,
+    UnboundFunction,
+)
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.calls.async_execution import check_result, is_asynchronous
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.execution import Execution
-from jdist.rpc.calls.outstanding_calls import Operation
 from jdist.rpc.calls.request import Outgoing
-from jdist.rpc.codec.method import Method
 from jdist.rpc.wire.frame import CALL
 
 
@@ -64,7 +67,7 @@ def rpc_sync(
       ...     rpc.rpc_sync("worker1", max, args=(2, 3))
       3
     """
-    agent = current.agent()
+    agent = current_agent()
     return agent.exchange(
         outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_sync")
     )
@@ -96,11 +99,11 @@ def rpc_async(
       ...     future.wait()
       3
     """
-    agent = current.agent()
+    agent = current_agent()
     future = agent.request(
         outgoing(agent, to, CALL, func, args, kwargs, timeout, "rpc_async")
     )
-    waiting.collect(future)
+    collect(future)
     return future
 
 
@@ -121,7 +124,7 @@ def execute(
     Raises:
       Exception: Whatever the function raised.
     """
-    if isinstance(call.function, Method):
+    if isinstance(call.function, UnboundFunction):
         call = call._replace(function=call.function.bound())
     _execution().operation = Operation(call.kind, call.function)
     if agent.interceptor is None:
@@ -129,7 +132,7 @@ def execute(
     return _intercepted(agent.interceptor, caller, call, meta)
 
 
-def _execution() -> Execution:
+def _execution() -> RunningCall:
     """The call that this thread is running."""
     scope = current.scope.get()
     assert scope is not None

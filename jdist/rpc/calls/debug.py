@@ -41,8 +41,8 @@ def information(agent: Agent) -> dict[str, Any]:
     outstanding, pool = agent.outstanding, agent.pool
     served = outstanding.served()
     return {
-        "agent.thread_pool_size": pool.ceiling,
-        "agent.num_idle_threads": pool.idle,
+        "agent.thread_pool_size": pool.places,
+        "agent.num_idle_threads": pool.free,
         "agent.client_active_calls": len(outstanding.sent()),
         "agent.server_active_calls": len(served),
         "agent.server_active_async_calls": sum(entry.deferred for entry in served),
@@ -50,7 +50,7 @@ def information(agent: Agent) -> dict[str, Any]:
         "group.workers": [worker.name for worker in agent.group.workers()],
         "group.lost": agent.group.lost(),
         **agent.references.counts(),
-        **agent.parts.counts(),
+        **agent.extension_state.counts(),
     }
 
 
@@ -60,7 +60,7 @@ def _hint(agent: Agent, peer: Peer) -> str:
         return ""
 
     def ask() -> str | None:
-        if not peer.asking.try_take():
+        if not peer.asking.try_acquire():
             return None
         # Not under the deadline that has just passed.
         context = contextvars.Context()
@@ -68,7 +68,7 @@ def _hint(agent: Agent, peer: Peer) -> str:
         return str(asked)
 
     try:
-        told = peer.asking.hold(ask)
+        told = peer.asking.releasing(ask)
     except (RpcError, ValueError):
         return f" Asked what it is doing, {peer.info.name!r} did not answer."
     if told is None:

@@ -1,23 +1,19 @@
 """A call being executed on this worker for another one."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from jdist.rpc.base.current import Cancellable
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import RpcTimeout
-from jdist.rpc.base.future import Future, cancel
+from jdist.rpc.base.future import Future, cancel, run_all
+from jdist.rpc.base.interceptor import Operation
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.outstanding_calls import Operation
 from jdist.rpc.wire.frame import Frame
-
-
-class Cancellable(Protocol):
-    """Something that a call waits for and that ends with it."""
-
-    def give_up(self, reason: str) -> None:
-        """Ends the wait; any thread, any number of times."""
 
 
 class Execution:
@@ -29,8 +25,8 @@ class Execution:
     """
 
     __slots__ = (
-        "__weakref__", "_futures", "_lock", "_nested", "_undelivered", "answer",
-        "caller", "cancelled", "deadline", "operation", "since", "ticket",
+        "__weakref__", "_futures", "_lock", "_nested", "_pool", "_undelivered",
+        "answer", "caller", "cancelled", "deadline", "operation", "since", "ticket",
     )  # fmt: skip
 
     answer: Future[Frame]
@@ -44,7 +40,8 @@ class Execution:
         caller: WorkerInfo,
         kind: str,
         deadline: Deadline,
-        ticket: Any = None,
+        ticket: Any,
+        pool: ThreadPool,
     ) -> None:
         self.caller = caller
         self.ticket = ticket
@@ -52,6 +49,7 @@ class Execution:
         self.deadline = deadline
         self.since = time.monotonic()
         self.cancelled: str | None = None
+        self._pool = pool
         self._lock = threading.Lock()
         self._futures: list[Future[Any]] = []
         self._nested: set[Cancellable] | None = None
@@ -73,7 +71,7 @@ class Execution:
             self._futures.append(future)
             reason = self.cancelled
         if reason is not None:
-            cancel(future, RpcTimeout(reason))
+            _time_out(future, reason)
 
     @property
     def brings_references(self) -> bool:
@@ -105,16 +103,24 @@ class Execution:
                 self._nested.discard(nested)
 
     def cancel(self, reason: str) -> None:
-        """The caller has no use for the result any more."""
+        """The caller has no use for the result any more.
+
+        Does not wait: callbacks of the futures that end are users' functions, and run
+        on the pool.
+        """
         with self._lock:
             if self.cancelled is not None:
                 return
             self.cancelled = reason
-            futures, nested = list(self._futures), list(self._nested or ())
             undelivered = self._undelivered
-        for future in futures:
-            cancel(future, RpcTimeout(reason))
-        for call in nested:
-            call.give_up(reason)
+            ends: list[Callable[[], None]]
+            ends = [functools.partial(_time_out, one, reason) for one in self._futures]
+            ends += [functools.partial(c.give_up, reason) for c in self._nested or ()]
         if undelivered is not None:
-            undelivered()
+            ends.append(undelivered)
+        if ends:
+            self._pool.run(lambda: run_all(ends))
+
+
+def _time_out(future: Future[Any], reason: str) -> None:
+    cancel(future, RpcTimeout(reason))

@@ -8,31 +8,15 @@ flight is always on somebody's ledger, and when all ledgers are empty there is n
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import RpcTimeout
+from jdist.rpc.base.interceptor import Operation
 
 _OVERDUE = 60.0
 """Seconds after its deadline for which a graceful end waits for a call: its function
 may be about to return."""
-
-
-class Operation(NamedTuple):
-    """What is done, worded only when somebody asks."""
-
-    verb: str
-    function: Any = None
-
-    def __str__(self) -> str:
-        return self.verb if self.function is None else f"{self.verb}({self.name})"
-
-    @property
-    def name(self) -> str:
-        """The function's name, or the verb where there is no function."""
-        if self.function is None:
-            return self.verb
-        return getattr(self.function, "__qualname__", None) or repr(self.function)
 
 
 class Entry(Protocol):

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.device_maps import DeviceMaps
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.turn import Turn
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
-from jdist.rpc.wire.relief import Relief
 from jdist.rpc.wire.shared_connection import SharedConnection
 
 _IDLE_SECONDS = 10.0
@@ -56,8 +55,7 @@ class Peer:
       transport_name: The name that its transport proves, see `PeerRecord`.
       address: Where it listens, for `transport`.
       transport: Connects to it.
-      pool: Lends the thread that reads the shared channel.
-      relief: Looks after the reading of that channel.
+      pool: Runs the reader of the shared connection.
     """
 
     def __init__(
@@ -67,21 +65,19 @@ class Peer:
         address: Any,
         transport: Transport,
         pool: ThreadPool,
-        relief: Relief,
     ) -> None:
         self.info = info
         self.transport_name = transport_name
-        self.asking = Turn()
+        self.asking = InterruptSafeLock()
         self.shared: SharedConnection | None = None
         self.departed: str | None = None
         self._address = address
         self._transport = transport
         self._pool = pool
-        self._relief = relief
         self._idle: list[PooledConnection] = []
         self._busy: set[PooledConnection] = set()
         self._lock = threading.Lock()
-        self._opening = Turn()
+        self._opening = InterruptSafeLock()
 
     @property
     def device_maps(self) -> DeviceMaps:
@@ -162,17 +158,15 @@ class Peer:
         """
 
         def opened() -> SharedConnection:
-            self._opening.take(deadline.at, "another call was still connecting")
+            self._opening.acquire(deadline.at, "another call was still connecting")
             shared = self.shared
             if shared is None or shared.closed is not None:
                 channel = self._connect(deadline)
-                shared = self.shared = SharedConnection(
-                    channel, self._pool, self._relief
-                )
+                shared = self.shared = SharedConnection(channel, self._pool)
                 self._check_present(channel)
             return shared
 
-        return self._opening.hold(opened)
+        return self._opening.releasing(opened)
 
     def close(self, reason: str) -> None:
         """The worker is gone: everything under way ends with `reason`."""

@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jdist.rpc.base.current import RunningCall
 from jdist.rpc.base.deadline import Deadline, to_meta
 from jdist.rpc.base.errors import RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
-from jdist.rpc.calls.outstanding_calls import Operation
+from jdist.rpc.base.interceptor import Operation
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.calls.peer import Peer, PooledConnection
-from jdist.rpc.codec.message_context import Parcel
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
-from jdist.rpc.wire.frame import Frame
+from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 if TYPE_CHECKING:
     from jdist.rpc.calls.agent import Agent
-    from jdist.rpc.calls.execution import Execution
 
 Receive = Callable[[Any, dict[str, Any]], Any]
 """What is made of the value and the metadata of an answer."""
@@ -138,8 +138,8 @@ class AsyncCall:
         "_shared",
         "deadline",
         "future",
+        "message",
         "operation",
-        "parcel",
         "since",
     )  # fmt: skip
 
@@ -147,10 +147,10 @@ class AsyncCall:
         self,
         agent: "Agent",
         outgoing: Outgoing,
-        parcel: Parcel,
-        execution: "Execution | None",
+        message: MessageContext,
+        execution: RunningCall | None,
     ) -> None:
-        self.parcel = parcel
+        self.message = message
         self._peer = outgoing.peer
         self.operation = outgoing.operation
         self.deadline = outgoing.deadline
@@ -174,7 +174,7 @@ class AsyncCall:
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        self._shared = self.future._source = shared
+        self._shared = shared
         self._number = shared.submit(
             self, frame.kind, frame.meta, frame.tree, frame.leaves
         )
@@ -185,6 +185,12 @@ class AsyncCall:
 
     def answered(self, frame: Frame) -> Callbacks:
         """See `Pending`."""
+        if frame.kind == ERROR:
+            # Not on the reader: the constructor of an exception is the user's code.
+            return [lambda: run_all(self._take_in(frame))]
+        return self._take_in(frame)
+
+    def _take_in(self, frame: Frame) -> Callbacks:
         try:
             value = self._agent.value_of(frame, self._receive, self._peer.info)
         except BaseException as error:  # noqa: BLE001 - it becomes the future's
@@ -193,7 +199,8 @@ class AsyncCall:
 
     def disconnected(self, reason: str) -> Callbacks:
         """See `Pending`."""
-        return self.end(None, self._agent.lost(self._peer, self.operation, reason))
+        # Not on the reader: to find out who is lost may take a moment.
+        return [lambda: self._lose(reason)]
 
     def expired(self) -> Callbacks:
         """See `Pending`."""
@@ -210,7 +217,7 @@ class AsyncCall:
             self._ended(error)
         callbacks = complete(self.future, value, error)
         if error is not None:
-            self._agent.undelivered(self.parcel)
+            self._agent.undelivered(self.message)
         if self._execution is not None:
             self._execution.end(self)
         if not callbacks:
@@ -218,6 +225,10 @@ class AsyncCall:
             return []
         # What callbacks begin must be on the ledger before this call leaves it.
         return [*callbacks, lambda: self._agent.outstanding.end(self)]
+
+    def _lose(self, reason: str) -> None:
+        error = self._agent.lost(self._peer, self.operation, reason)
+        run_all(self.end(None, error))
 
     def _time_out(self) -> None:
         error = self._agent.timed_out(self._peer, self.operation, self.deadline)

@@ -1,12 +1,14 @@
-"""Serving one incoming channel.
+"""The answering side of a connection.
 
-The thread that reads a request runs it. On a shared channel others may come meanwhile:
-when the call takes long another thread reads those (see `relief`), and as long as calls
-take long, each is run after the reading was passed on, so that they run side by side.
+The thread that reads a pooled connection runs its calls itself: the caller waits for
+one answer at a time, and a hand-off between threads costs about 45 us, more than most
+calls. The thread that reads a shared connection only reads. Calls of users' functions
+have a limited number of places in the pool; what the library sends, such as a backward
+pass, and the calls that a called function makes have threads without limit. So no
+function can keep a message from being read, nor one of the library's from being served.
 """
 
 import functools
-import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,7 +19,6 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.execution import Execution
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import CANCEL, Frame
-from jdist.rpc.wire.relief import PERIOD, Reading
 
 if TYPE_CHECKING:
     from jdist.rpc.calls.agent import Agent
@@ -44,22 +45,20 @@ class Serving:
         self._channel = channel
         self._caller = caller
         self._on_closed = on_closed
-        self._reading = Reading(agent.relief, self._pass_on)
-        self._slow = False
         self._running: dict[int, Execution] = {}
         # Answers that bring references, until these have arrived.
         self._bringing: weakref.WeakValueDictionary[int, Execution]
         self._bringing = weakref.WeakValueDictionary()
 
     def read(self) -> None:
-        """Serves requests until the channel closes, or another thread takes over."""
+        """Serves requests until the channel closes."""
         while self._read_one():
             pass
 
     def _read_one(self) -> bool:
-        """Serves one request; whether this thread shall wait for the next one.
+        """Reads one request; whether the connection is still open.
 
-        A function of its own, so that nothing of a request is kept while waiting.
+        A function of its own, so that the thread keeps no request while it waits.
         """
         try:
             frame = self._channel.receive()
@@ -69,40 +68,18 @@ class Serving:
         if frame.kind == CANCEL:
             self._cancel(frame.id)
             return True
-        execution = self._agent.callee.execution_of(self._caller, frame)
-        self._agent.callee.begin(execution)
+        callee, pool = self._agent.callee, self._agent.pool
+        execution = callee.execution_of(self._caller, frame)
+        callee.begin(execution)
         self._running[frame.id] = execution
+        serve = functools.partial(self._serve, execution, frame)
         if not frame.shared:
-            self._serve(execution, frame)
-            return True
-        if not self._agent.callee.needs_place(frame):
-            return self._serve_aside(execution, frame)
-        pool = self._agent.pool
-        # Without a place the call waits for one, and this thread reads on: the next
-        # message may be the library's own, on which those that have the places wait.
-        if not pool.enter(functools.partial(self._serve, execution, frame)):
-            return True
-        try:
-            return self._serve_aside(execution, frame)
-        finally:
-            pool.leave()
-
-    def _serve_aside(self, execution: Execution, frame: Frame) -> bool:
-        """Serves a request while others may come; whether this thread reads these."""
-        if self._slow:
-            self._reading.hand_over()
-            begun = time.monotonic()
-            self._serve(execution, frame)
-            self._slow = time.monotonic() - begun > PERIOD
-            return False
-        self._reading.leave()
-        self._serve(execution, frame)
-        reads_on = self._reading.take()
-        self._slow = not reads_on
-        return reads_on
-
-    def _pass_on(self) -> None:
-        self._agent.pool.run(self.read)
+            serve()
+        elif callee.needs_place(frame):
+            pool.run_limited(serve)
+        else:
+            pool.run(serve)
+        return True
 
     def _serve(self, execution: Execution, frame: Frame) -> None:
         answer = self._agent.callee.execute(execution, frame)

@@ -13,7 +13,7 @@ the *leaves* are the arrays of the value, untouched. What arrives is what was se
 - JAX arrays of every dtype, weak types and PRNG keys with their implementation; on the
   receiver's device, gathered if they were sharded over devices of the sender;
 - functions, classes and bound methods by name, `functools.partial` of them;
-- exceptions, as `jdist.rpc.calls.remote_exception` describes them.
+- exceptions, as `jdist.rpc.codec.remote_exception` describes them.
 
 An array that occurs twice in a value is sent once and arrives as one; equal containers
 arrive as two. Everything else is refused with a reason, unless pickle is allowed.
@@ -67,12 +67,12 @@ class Codec:
             for kind, encoder in callables.ENCODERS.items():
                 self._encoders[kind] = pickles.or_pickled(encoder)
 
-    def encode(self, value: Any, parcel: Any = None) -> tuple[Any, list[Any]]:
+    def encode(self, value: Any, message: Any = None) -> tuple[Any, list[Any]]:
         """The tree of a value, and its arrays in the order in which they appear.
 
         Args:
           value: The value.
-          parcel: Given to the hooks of `register`, to be filled in by them.
+          message: Given to the hooks of `register`, to be filled in by them.
 
         Raises:
           TypeError: Something in it is of a kind that cannot travel.
@@ -86,13 +86,13 @@ class Codec:
             self._encoders,
             self._otherwise,
             self._depth,
-            parcel,
+            message,
             self._not_keys,
         )
         return encoding.tree(value), encoding.leaves
 
-    def decode(self, tree: Any, leaves: Sequence[Any], parcel: Any = None) -> Any:
-        """The value of a tree and its leaves; `parcel` as for `encode`.
+    def decode(self, tree: Any, leaves: Sequence[Any], message: Any = None) -> Any:
+        """The value of a tree and its leaves; `message` as for `encode`.
 
         Raises:
           ProtocolError: The tree is malformed, or does not fit the leaves.
@@ -105,7 +105,7 @@ class Codec:
             self._registered,
             leaves,
             self._depth,
-            parcel,
+            message,
         ).value(tree)
 
     def register(
@@ -121,9 +121,9 @@ class Codec:
         Args:
           kind: The type.
           code: Stands for it on the wire; the same on all workers.
-          encode: `encode(object, parcel)` makes an encodable value, each time one is
+          encode: `encode(object, message)` makes an encodable value, each time one is
             sent. What it raises goes to whoever encodes.
-          decode: `decode(value, parcel)` makes an object again, each time one arrives.
+          decode: `decode(value, message)` makes an object again, each time one arrives.
           key: Whether one may be a key of a dictionary, or in a set.
 
         Raises:
@@ -137,7 +137,7 @@ class Codec:
             return [
                 codes.REGISTERED,
                 code,
-                *encoding.trees((encode(value, encoding.parcel),)),
+                *encoding.trees((encode(value, encoding.message),)),
             ]
 
         self._encoders[kind] = encoder
@@ -153,10 +153,10 @@ class Codec:
 
         Args:
           kind: The type.
-          other: `other(object, parcel)` makes the value, each time one is sent.
+          other: `other(object, message)` makes the value, each time one is sent.
         """
         self._encoders[kind] = lambda encoding, value: encoding.tree(
-            other(value, encoding.parcel)
+            other(value, encoding.message)
         )
         self._not_keys.add(kind)
 
@@ -193,7 +193,7 @@ def _registered(decoding: Decoding, node: list[Any]) -> Any:
     decode = decoding.registered.get(code)
     if decode is None:
         raise ProtocolError(f"No type is registered as {code[:40]!r} on this worker.")
-    return decode(decoding.value(tree), decoding.parcel)
+    return decode(decoding.value(tree), decoding.message)
 
 
 def _refusal(value: Any) -> str:

@@ -21,10 +21,10 @@ class Decoding:
       registered: Decode hooks of `Codec.register`, by their codes.
       leaves: The frame's arrays.
       depth: How many levels are left.
-      parcel: For the hooks of registered types.
+      message: For the hooks of registered types.
     """
 
-    __slots__ = ("_decoders", "_depth", "functions", "leaves", "parcel", "registered")
+    __slots__ = ("_decoders", "_depth", "functions", "leaves", "message", "registered")
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class Decoding:
         registered: Mapping[str, Callable[[Any, Any], Any]],
         leaves: Sequence[Any],
         depth: int,
-        parcel: Any,
+        message: Any,
     ) -> None:
         self.functions = functions
         self.registered = registered
         self.leaves = leaves
-        self.parcel = parcel
+        self.message = message
         self._decoders = decoders
         self._depth = depth
 

@@ -19,13 +19,13 @@ class Encoding:
       encoders: By exact type, for what is frequent.
       otherwise: For a value of any other type.
       depth: How many levels are left.
-      parcel: For the hooks of registered types.
+      message: For the hooks of registered types.
       not_keys: Types that arrive as something else than they are.
     """
 
     __slots__ = (
         "_encoders", "_not_keys", "_otherwise", "_places", "depth", "functions",
-        "leaves", "parcel",
+        "leaves", "message",
     )  # fmt: skip
 
     def __init__(
@@ -34,12 +34,12 @@ class Encoding:
         encoders: dict[type, Encoder],
         otherwise: Encoder,
         depth: int,
-        parcel: Any,
+        message: Any,
         not_keys: Set[type],
     ) -> None:
         self.functions = functions
         self.depth = depth
-        self.parcel = parcel
+        self.message = message
         self.leaves: list[Any] = []
         self._encoders = encoders
         self._otherwise = otherwise

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jdist.rpc.base import current
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.options import check_seconds
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import debug
+from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.group.rendezvous import fresh_key
 
 
@@ -25,7 +25,7 @@ def get_worker_info(name: str | None = None) -> WorkerInfo:
       ...     rpc.get_worker_info("b")
       WorkerInfo(name='b', id=1)
     """
-    agent = current.agent()
+    agent = current_agent()
     return agent.info if name is None else agent.directory.find(name).info
 
 
@@ -35,15 +35,15 @@ def get_worker_infos() -> list[WorkerInfo]:
     Those that have gone are among them in a group of fixed size, and are not in an
     elastic one.
     """
-    return current.agent().group.workers()
+    return current_agent().group.workers()
 
 
 def get_rpc_timeout() -> float:
     """The default timeout of this worker's calls in seconds; 0 means no limit."""
-    return current.agent().default_timeout
+    return current_agent().default_timeout
 
 
-def set_default_timeout(seconds: float) -> None:
+def set_rpc_timeout(seconds: float) -> None:
     """Sets the default timeout of this worker's calls; those under way keep theirs.
 
     Raises:
@@ -52,8 +52,8 @@ def set_default_timeout(seconds: float) -> None:
 
     Source: `torch.distributed.rpc._set_rpc_timeout`.
     """
-    check_seconds("set_default_timeout(seconds)", seconds)
-    current.agent().default_timeout = seconds
+    check_seconds("set_rpc_timeout(seconds)", seconds)
+    current_agent().default_timeout = seconds
 
 
 def all_gather(
@@ -99,7 +99,7 @@ def all_gather(
       ...     rpc.all_gather(7)
       {'a': 7}
     """
-    return current.agent().group.all_gather(obj, names, timeout, "all_gather", tag)
+    return current_agent().group.all_gather(obj, names, timeout, "all_gather", tag)
 
 
 def barrier(
@@ -116,7 +116,7 @@ def barrier(
       >>> with rpc.local_cluster(["a"]):
       ...     rpc.barrier()
     """
-    current.agent().group.all_gather(None, names, timeout, "barrier", tag)
+    current_agent().group.all_gather(None, names, timeout, "barrier", tag)
 
 
 def debug_info() -> dict[str, Any]:
@@ -141,7 +141,7 @@ def debug_info() -> dict[str, Any]:
       ...     rpc.debug_info()["agent.client_active_calls"]
       0
     """
-    return debug.information(current.agent())
+    return debug.information(current_agent())
 
 
 def new_cluster_key() -> str:

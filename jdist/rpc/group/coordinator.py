@@ -17,7 +17,7 @@ from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.timer import Alarm
+from jdist.rpc.base.timer import Timer
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.group.barrier_round import (
     SHUTDOWN,
@@ -68,13 +68,14 @@ class Coordinator:
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
         self._pool = ThreadPool("rpc coordinator", 1024)
-        self._alarm = Alarm("rpc coordinator deadlines", self._expire)
+        self._timer = Timer("rpc coordinator timer", self._pool)
+        self._alarm = self._timer.alarm(self._expire)
         self._pace: Pace | None = None
         transport.on_refused = self._refused
         transport.serve(self._serve)
         if beats:
             self._pace = Pace(
-                "rpc coordinator heartbeat",
+                self._timer,
                 options.heartbeat_interval,
                 self._listen,
                 options.heartbeat_timeout,  # what follows shows when it goes on
@@ -124,7 +125,7 @@ class Coordinator:
                 member.post(Frame("group.end", 0, {"reason": reason}, None, []))
         if self._pace is not None:
             self._pace.close()
-        self._alarm.close()
+        self._timer.close()
         self._pool.close(timeout=1.0)  # once all farewells are sent
         self._transport.close()
 

@@ -84,9 +84,7 @@ class CoordinatorClient:
         self._strangers: SimpleQueue[str | None] = SimpleQueue()
         self._heard = time.monotonic()
         self._pace: Pace | None = None
-        self._shared = SharedConnection(
-            channel, agent.pool, agent.relief, self._pushed, self._closed
-        )
+        self._shared = SharedConnection(channel, agent.pool, self._pushed, self._closed)
         agent.watch(self._shared)
 
     # --- joining and leaving ---
@@ -125,9 +123,9 @@ class CoordinatorClient:
         if self._beats:
             self._heard = time.monotonic()
             options = self._agent.options
-            name = f"{self._agent.info.name} heartbeat"
             memory = MEMORY * options.heartbeat_timeout
-            self._pace = Pace(name, options.heartbeat_interval, self._beat, memory)
+            interval = options.heartbeat_interval
+            self._pace = Pace(self._agent.timer, interval, self._beat, memory)
 
     def leave(self, seconds: float) -> None:
         """Tells the coordinator that this worker goes, and closes the channel."""
@@ -448,7 +446,7 @@ class CoordinatorClient:
                     self._gone_orderly.add(peer.info.name)
         if self.elastic:
             self._agent.directory.expel(peer)
-        self._agent.part(peer, reason)
+        self._agent.drop_peer(peer, reason)
         self._tell(listeners, peer.info.name, reason)
 
     def _tell(self, listeners: list[Lost], name: str, reason: str) -> None:

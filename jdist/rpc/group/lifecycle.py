@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.base import current, device_maps, extensions
+from jdist.rpc.base import current, device_maps
 from jdist.rpc.base.deadline import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
-from jdist.rpc.calls import caller, debug
-from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls import caller, debug, extensions
+from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.coordinator_client import CoordinatorClient
@@ -24,7 +24,6 @@ from jdist.rpc.group.elastic_membership import ElasticMembership
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
 from jdist.rpc.group.termination import wait_for_all
-from jdist.rpc.rref.install import install as install_references
 from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
@@ -164,7 +163,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Source: `torch.distributed.rpc.shutdown`.
     """
-    leave(current.agent(), graceful, resolve(timeout, 0, current.deadline()))
+    leave(current_agent(), graceful, resolve(timeout, 0, current.deadline()))
 
 
 # --- joining ---
@@ -227,7 +226,6 @@ def make_agent(
     caller.install(agent)
     debug.install(agent)
     device_maps.install(agent)
-    install_references(agent)
     extensions.equip(agent)
     return agent
 

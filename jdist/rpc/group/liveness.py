@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable
 
 from jdist.rpc.base.options import RpcOptions
+from jdist.rpc.base.timer import Timer
 
 MEMORY = 10
 """A stop of this process explains losses for so many times the others' patience."""
 
 
 class Pace:
-    """A thread that does something at a steady pace.
+    """Calls a function at a steady pace, on threads of the timer's pool.
 
     Args:
-      name: What the thread is called.
+      timer: Of the worker, or of the coordinator.
       interval: Seconds.
       step: Called as `step(now, held_up)`. When this process was itself held up
         (stopped, swapped out), silence of others proves nothing: they may have spoken
@@ -31,30 +32,30 @@ class Pace:
 
     def __init__(
         self,
-        name: str,
+        timer: Timer,
         interval: float,
         step: Callable[[float, bool], None],
         memory: float,
     ) -> None:
+        self._timer = timer
         self._interval = interval
         self._memory = memory
         self._step = step
         self._due = time.monotonic() + interval
         self._held_up = (0.0, 0.0)  # How long, and when that ended.
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._stepping = threading.RLock()  # a step may end the pace itself
+        self._ended = False
+        timer.later(interval, self._run)
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._ended.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        """Waits for a step that is being made; there will be none after it."""
+        with self._stepping:
+            self._ended = True
 
     def held_up(self) -> float:
         """The longest time that this process was held up of late, in seconds."""
         now = time.monotonic()
-        late = now - self._due  # read first: the thread notes it, then moves `_due`
+        late = now - self._due  # read first: `_run` notes it, then moves `_due`
         return max(late, self._remembered(now))
 
     def _remembered(self, now: float) -> float:
@@ -62,13 +63,18 @@ class Pace:
         return seconds if now - ended < self._memory else 0.0
 
     def _run(self) -> None:
-        while not self._ended.wait(max(0.0, self._due - time.monotonic())):
+        with self._stepping:
+            if self._ended:
+                return
             now = time.monotonic()
             self._note(now)
-            self._step(now, now - self._due > self._interval)
-            # It may have been stopped in the step, before the others were told.
-            self._note(time.monotonic())
-            self._due = now + self._interval
+            try:
+                self._step(now, now - self._due > self._interval)
+            finally:
+                # It may have been stopped in the step, before the others were told.
+                self._note(time.monotonic())
+                self._due = now + self._interval
+                self._timer.later(self._due - time.monotonic(), self._run)
 
     def _note(self, now: float) -> None:
         if now - self._due > self._remembered(now):

@@ -112,7 +112,8 @@ class Refusal(NamedTuple):
       text: In words.
       kind: `LATE`, `NOT_UNIQUE`, `MISFIT`, or empty for any other reason.
       numbers: The ranks that are missing (`LATE`); the rank that two workers have
-        (`NOT_UNIQUE`); the rank and the world_size that do not fit (`MISFIT`).
+        (`NOT_UNIQUE`); the newcomer's rank and world_size, and the coordinator's
+        (`MISFIT`).
     """
 
     text: str
@@ -274,7 +275,7 @@ class Membership(abc.ABC):
             text = f"{name} has rank {rank} in a group of {ours}."
         else:
             return None
-        return Refusal(text, MISFIT, (rank, world_size))
+        return Refusal(text, MISFIT, (rank, world_size, ours))
 
 
 def rival_of(newcomer: Member, members: list[Member]) -> Member | None:

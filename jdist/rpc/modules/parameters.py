@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist.rpc.base import current
+from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec import nnx
-from jdist.rpc.rref.reference import RRef
+from jdist.rpc.rref import RRef
 
 
 class Parameter:
@@ -100,7 +100,7 @@ def create(
     factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RRef[Any]:
     """On the owner: the module, made on the worker's device, by reference."""
-    device = current.agent().options.device
+    device = current_agent().options.device
     # `default_device(None)` would switch off what the user has chosen.
     with contextlib.nullcontext() if device is None else jax.default_device(device):
         return RRef(factory(*args, **kwargs))
@@ -128,7 +128,7 @@ def _cells(value: Any) -> Mapping[str, Any]:
     if not hasattr(type(value), "parameters"):
         rule = "needs a Flax NNX module, or an object with a method `parameters`"
         raise TypeError(requirement(call, rule, f"a {kind}"))
-    cells = current.agent().codec.functions.method(value, "parameters")()
+    cells = current_agent().codec.functions.method(value, "parameters")()
     if not isinstance(cells, Mapping) or not all(type(name) is str for name in cells):
         rule = f"needs the method `parameters` of {kind} to return cells by their names"
         raise TypeError(requirement(call, rule, f"a {type(cells).__name__}"))

@@ -5,16 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.rpc.base import current
 from jdist.rpc.base.arguments import named, positional
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import caller
+from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.calls.async_execution import is_asynchronous
 from jdist.rpc.modules import parameters
-from jdist.rpc.rref.proxy import Proxy
-from jdist.rpc.rref.reference import RRef
+from jdist.rpc.rref import Proxy, RRef
 
 TRAINABLE = "rpc.trainable_module"
 """Under which a worker has what makes a trainable module, if something offers it."""
@@ -164,7 +163,11 @@ def remote_module(
         raise TypeError(requirement("remote_module(factory)", rule, factory))
     call = "remote_module"
     making = (factory, positional(call, args), named(call, kwargs))
-    create = current.agent().parts.get(TRAINABLE) if trainable else parameters.create
+    create = (
+        current_agent().extension_state.get(TRAINABLE)
+        if trainable
+        else parameters.create
+    )
     if create is None:
         what = "`remote_module(trainable=True)` is a part of jdist.autograd."
         raise RpcError(f"{what} Import it where the module is used.")

@@ -150,6 +150,9 @@ class Processes:
 
     Attributes:
       pids: Their process ids, by rank.
+      coordinator: Where they meet, for `init_rpc(coordinator=...)` in this process:
+        it may join their group, with a rank that none of them has.
+      key: Their cluster's key, for `RpcOptions(key=...)` likewise.
     """
 
     def __init__(
@@ -178,6 +181,13 @@ class Processes:
                     self._start(rank, file.fileno(), meeting, settings[rank])
             self._resources = stack.pop_all()
         self.pids = tuple(child.pid for child in self._supervisor.children)
+        self.coordinator = (meeting.address, meeting.port)
+        self.key = meeting.key
+
+    @property
+    def running(self) -> bool:
+        """Whether all of them still run; `join` says what became of them."""
+        return not any(child.ending for child in self._supervisor.children)
 
     def _start(
         self, rank: int, request: int, meeting: Rendezvous, settings: ResolvedSettings

@@ -1,151 +1,141 @@
-"""`remote`: a value that another worker creates and keeps."""
+"""Creating a value on another worker: both ends of `remote`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
 from jdist.rpc.base.future import Future, call_when_done, complete, error_of
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.interceptor import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.calls import caller as calls
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
+from jdist.rpc.calls.caller import execute
 from jdist.rpc.calls.request import Outgoing
 from jdist.rpc.codec.functions import FunctionTable
-from jdist.rpc.rref.cell import Cell, again, fail, fill, new_cell
-from jdist.rpc.rref.references import References
-from jdist.rpc.rref.wire import unpack_id
+from jdist.rpc.rref.messages import unpack_id
+from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
+from jdist.rpc.rref.references import Handle, References
+from jdist.rpc.rref.user_fork import UserFork
 
-if TYPE_CHECKING:
-    from jdist.rpc.rref.reference import RRef
+__all__ = ["CREATE", "Creation", "check", "failure_of", "install"]
 
 CREATE = "rref.create"
 
 _Name = tuple[GloballyUniqueId, GloballyUniqueId, int]
-"""Id of the reference, of the creator's fork, and the floor of such requests."""
+"""Id of the reference, of the creator's fork, and the low-water mark of requests."""
 
 
-def remote(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = DEFAULT,
-) -> "RRef[Any]":
-    """Has the worker `to` compute `func(*args, **kwargs)` and keep the result.
+class Creation:
+    """The caller's side of one creation.
 
-    Returns at once, with a reference to the result. It can be used right away: whoever
-    needs the value waits until it is there.
+    `begin`, then `ask`; `give_up` if either raised, also at an interrupt.
 
     Args:
-      to: Name, rank or WorkerInfo; it may be this worker itself.
-      func: A function, a class, or a method of an importable class.
-      args: Positional arguments, in a tuple or a list.
-      kwargs: Keyword arguments, by their names.
-      timeout: Seconds for the function to end; -1 for the default, 0 for no limit.
-
-    Raises:
-      TypeError, ValueError, ForbiddenFunction: The call itself is wrong.
-      RpcError: There is no such worker, or RPC has not been initialized.
-
-    What else goes wrong is raised where the reference is used: the exception of the
-    function by `to_here` of every holder, with its own type; RpcTimeout with "RRef
-    creation" when the call took too long; WorkerLost when the owner is gone.
-
-    Source: `torch.distributed.rpc.remote`.
-
-    Example:
-      >>> from jdist import rpc
-      >>> with rpc.local_cluster(["worker0", "worker1"]):
-      ...     rref = rpc.remote("worker1", divmod, args=(7, 2))
-      ...     rref.owner_name(), rref.to_here()
-      ('worker1', (3, 1))
+      references: The caller's.
+      outgoing: The request, without the reference's name.
     """
-    agent = current.agent()
-    outgoing = calls.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
-    if outgoing.peer.info.incarnation == agent.info.incarnation:
-        return _on_itself(agent, outgoing)
-    references = agent.references
-    held, floor = references.create(incarnation_of(outgoing.peer.info))
-    name = (held.rref.packed(), held.fork.packed(), floor)
-    creation: Future[None] = new_cell()
 
-    def ended(error: BaseException | None) -> None:
-        if error is None:
-            references.created(held)
-        callbacks = complete(creation, None, error)
-        if error is not None:
-            references.not_created(held, f"{type(error).__name__}: {error}")
-        for callback in callbacks or ():
-            agent.pool.run(callback)
+    def __init__(self, references: References, outgoing: Outgoing) -> None:
+        self._references = references
+        self._outgoing = outgoing
+        self._ended: Future[None] = new_owner_value()
+        # Noted before they are registered, so that no interrupt loses one.
+        self._user_forks: list[UserFork] = []
+        self._local: GloballyUniqueId | None = None
+        self._name: _Name
 
-    try:
-        body = (name, *outgoing.body)
-        asked = agent.request(outgoing._replace(body=body, ended=ended))
-    except BaseException:
-        references.not_asked(held)
-        raise
-    creation._source = asked._source
-    return references.handle(
-        held.rref, held=held, creation=creation, until=outgoing.deadline
-    )
+    def begin(self) -> Handle:
+        """Names the value, and counts the creator's reference to it."""
+        references, outgoing = self._references, self._outgoing
+        owner = outgoing.peer.info
+        if owner.incarnation == references.agent.info.incarnation:
+            rref = self._local = references.name()
+            self._name = (rref, rref, 0)
+            place = new_owner_value()
+            references.create_here(rref, place)
+            return Handle(references, rref, owner_value=place, creation=self._ended)
+        incarnation = incarnation_of(owner)
+        fork, low_water_mark = references.create(incarnation, self._user_forks)
+        self._name = (fork.rref, fork.fork, low_water_mark)
+        return Handle(
+            references, fork.rref, None, fork, self._ended, until=outgoing.deadline
+        )
 
-
-def _on_itself(agent: Agent, outgoing: Outgoing) -> "RRef[Any]":
-    references, table = agent.references, agent.codec.functions
-    rref, cell = references.name(), new_cell()
-    references.create_here(rref, cell)
-    name = (rref.packed(), rref.packed(), 0)
-    try:
-        asked = agent.request(outgoing._replace(body=(name, *outgoing.body)))
-    except BaseException:
-        references.created_here(rref)
-        raise
-    creation: Future[None] = new_cell()
-
-    def over() -> None:
-        error = error_of(asked)
-        if error is None:
-            creation.set_result(None)
+    def ask(self, handle: Handle) -> None:
+        """Sends the request."""
+        agent = self._references.agent
+        rref, fork, low_water_mark = self._name
+        name = (rref.packed(), fork.packed(), low_water_mark)
+        outgoing = self._outgoing._replace(body=(name, *self._outgoing.body))
+        if handle.owner_value is None:
+            agent.request(outgoing._replace(ended=self._end))
         else:
-            creation.set_exception(error)
-            fail(cell, failure_of(error, table), "", table)
-        references.created_here(rref)
+            asked = agent.request(outgoing)
+            place = handle.owner_value
+            call_when_done(asked, lambda: self._end_here(asked, place))
 
-    call_when_done(asked, over)
-    return references.handle(rref, cell=cell, creation=creation)
+    def give_up(self, error: BaseException) -> None:
+        """Undoes it; the owner is told if it may have been asked."""
+        references = self._references
+        if self._local is not None:
+            references.created_here(self._local)
+        for fork in self._user_forks:
+            # An interrupt may come after the request was sent, all else comes before.
+            if isinstance(error, Exception):
+                references.not_asked(fork)
+            else:
+                references.not_created(fork, "the call was interrupted")
+                references.drop(fork)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Completes the creation; never blocks the thread that reads the answer."""
+        references, (fork,) = self._references, self._user_forks
+        if error is None:
+            references.created(fork)
+        callbacks = complete(self._ended, None, error)
+        if error is not None:
+            references.not_created(fork, f"{type(error).__name__}: {error}")
+        for callback in callbacks or ():
+            references.agent.pool.run(callback)
+
+    def _end_here(self, asked: Future[Any], owner_value: OwnerValue) -> None:
+        error, table = error_of(asked), self._references.agent.codec.functions
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+            fail(owner_value, failure_of(error, table), "", table)
+        assert self._local is not None
+        self._references.created_here(self._local)
 
 
 def install(agent: Agent, references: References) -> None:
-    """Lets others have `agent` create values."""
+    """Registers the handler that creates values for others."""
 
     def create(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         name, call = _parts(body)
-        cell = _place(agent, caller, name)
+        owner_value = _place(references, caller, name)
         try:
-            result = calls.execute(agent, caller, call, meta)
+            result = execute(agent, caller, call, meta)
         except BaseException as error:  # noqa: BLE001 - it is that of all holders
-            fail(cell, error, agent.info.name, agent.codec.functions)
+            fail(owner_value, error, agent.info.name, agent.codec.functions)
             return None
         if isinstance(result, Future):
-            return result.then(lambda done: _finish(agent, cell, done))
-        return _filled(cell, result)
+            return result.then(lambda done: _finish(agent, owner_value, done))
+        return _filled(owner_value, result)
 
     agent.register(CREATE, create, limited=True)
 
 
 def check(creation: Future[None], table: FunctionTable) -> None:
-    """Refuses the use of a reference whose creation failed."""
+    """Raises the failure of a creation, if it has failed."""
     error = error_of(creation)
     if error is not None:
         raise failure_of(error, table)
 
 
 def failure_of(error: BaseException, table: FunctionTable) -> Exception:
-    """What somebody gets who uses a reference whose creation failed like this."""
+    """The exception for the use of a reference whose creation failed like this."""
     if isinstance(error, RpcTimeout):
         text = (
             "RRef creation via rpc.remote() timed out, and it is possible that the "
@@ -157,27 +147,27 @@ def failure_of(error: BaseException, table: FunctionTable) -> Exception:
     return again(error, table)
 
 
-def _place(agent: Agent, caller: WorkerInfo, name: _Name) -> Cell:
-    if caller.incarnation == agent.info.incarnation:
-        return agent.references.find(name[0])
+def _place(references: References, caller: WorkerInfo, name: _Name) -> OwnerValue:
+    if caller.incarnation == references.agent.info.incarnation:
+        return references.find(name[0])
     if name[0].created_on != caller.incarnation:
         raise ProtocolError("A reference's id bears the number of its creator.")
-    return agent.references.on_create(caller, *name)
+    return references.on_create(caller, *name)
 
 
-def _finish(agent: Agent, cell: Cell, done: Future[Any]) -> Reply:
-    """Takes the result that came later, or why there is none."""
+def _finish(agent: Agent, owner_value: OwnerValue, done: Future[Any]) -> Reply:
+    """Takes the result of a function that returned a future, or its exception."""
     error = error_of(done)
     if error is None:
-        return _filled(cell, done.value())
-    fail(cell, error, agent.info.name, agent.codec.functions)
+        return _filled(owner_value, done.value())
+    fail(owner_value, error, agent.info.name, agent.codec.functions)
     return Reply(None, {})
 
 
-def _filled(cell: Cell, result: Any) -> Reply:
-    """Puts what the function returned where holders look for it."""
+def _filled(owner_value: OwnerValue, result: Any) -> Reply:
+    """Puts the function's result into its place."""
     value, meta = result if type(result) is Reply else (result, {})
-    fill(cell, value)
+    fill(owner_value, value)
     return Reply(None, meta)
 
 
@@ -186,10 +176,10 @@ def _parts(body: Any) -> tuple[_Name, Invocation]:
         raise ProtocolError("A creation has a name, a function, arguments, keywords.")
     name, *call = body
     if type(name) is not tuple or len(name) != 3:
-        raise ProtocolError("A creation's name is two ids and a floor.")
-    rref, fork, floor = name
-    if type(floor) is not int:
-        raise ProtocolError("A creation's floor is a number.")
-    return (unpack_id(rref), unpack_id(fork), floor), Invocation.unpack(
+        raise ProtocolError("A creation's name is two ids and a low_water_mark.")
+    rref, fork, low_water_mark = name
+    if type(low_water_mark) is not int:
+        raise ProtocolError("A creation's low_water_mark is a number.")
+    return (unpack_id(rref), unpack_id(fork), low_water_mark), Invocation.unpack(
         CREATE, tuple(call)
     )

@@ -1,28 +1,26 @@
-"""Bringing a value here, or its type."""
+"""Fetching the value of a reference, or its type."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import ProtocolError, RpcError, RpcTimeout
-from jdist.rpc.base.future import Future, error_of
-from jdist.rpc.base.interceptor import Invocation
+from jdist.rpc.base.future import Future, await_done, error_of
+from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.outstanding_calls import Operation
 from jdist.rpc.calls.request import Outgoing
 from jdist.rpc.codec.functions import own_name
-from jdist.rpc.rref.cell import Cell, read
 from jdist.rpc.rref.creation import failure_of
-from jdist.rpc.rref.wire import unpack_id
+from jdist.rpc.rref.messages import unpack_id
+from jdist.rpc.rref.owner_value import OwnerValue, read
+from jdist.rpc.rref.references import Handle, References
 
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
-    from jdist.rpc.rref.reference import RRef
-    from jdist.rpc.rref.references import References
+__all__ = ["FETCH", "fetch", "install", "local", "value_type"]
 
 FETCH = "rref.fetch"
 TYPE = "rref.type"
@@ -32,53 +30,62 @@ _PLAIN: dict[str, type] = {
     f"builtins:{kind.__name__}": kind
     for kind in (type(None), bytes, bytearray, str, int, float, complex, bool)
 }
-"""Types that are known by name although `FunctionTable` lets nobody name them."""
+"""Types that are known by name although no `FunctionTable` has them."""
 
 
-def install(agent: "Agent", references: "References") -> None:
-    """Lets `agent` answer who wants a value or its type."""
+def install(
+    agent: Agent, references: References, call_of: Callable[[Handle], Invocation]
+) -> None:
+    """Registers the handlers that answer fetches on the owner.
 
+    Args:
+      agent: The owner.
+      references: Its references.
+      call_of: The call that interceptors see for a fetch of this reference.
+    """
     table = agent.codec.functions
 
     def value(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         rref = unpack_id(body)
-        cell = references.find(rref)
-
-        def look(call: Invocation) -> Any:
-            return read(cell, table)
+        found = references.find(rref)
 
         def answer() -> Any:
             if agent.interceptor is None:
-                return Reply(read(cell, table), {})
-            handle = references.handle(rref, cell=cell)
-            call = Invocation(FETCH, type(handle).to_here, (handle,), {})
-            return Reply(*agent.interceptor.execute(caller, call, meta, look))
+                return Reply(read(found, table), {})
+            call = call_of(Handle(references, rref, owner_value=found))
+            return Reply(
+                *agent.interceptor.execute(
+                    caller, call, meta, lambda call: read(found, table)
+                )
+            )
 
-        return answer() if cell.done() else cell.then(lambda done: answer())
+        return answer() if found.done() else found.then(lambda done: answer())
 
     def kind(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
-        cell = references.find(unpack_id(body))
-        return cell.then(lambda done: _name(read(cell, table)))
+        found = references.find(unpack_id(body))
+        return found.then(lambda done: _name(read(found, table)))
 
     agent.register(FETCH, value)
     agent.register(TYPE, kind)
 
 
-def fetch(rref: "RRef[Any]", timeout: float) -> Any:
-    """A copy of the value of another worker."""
-    agent = rref._references.agent
-    outgoing = agent.outgoing(rref.owner(), FETCH, rref._rref.packed(), timeout)
+def fetch(handle: Handle, call: Invocation, timeout: float) -> Any:
+    """A copy of the value of another worker; `call` is what interceptors see."""
+    agent, creation, until = handle.agent, handle.creation, handle.until
+    outgoing = agent.outgoing(handle.owner(), FETCH, handle.rref.packed(), timeout)
     outgoing = outgoing._replace(operation=Operation("to_here"))
-    creation, until = rref._creation, rref._until
     if creation is None or creation.done():
-        return _exchange(rref, agent, outgoing, agent.exchange)
+        return _exchange(agent, outgoing, call)
     limit = outgoing.deadline
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
     if shorter:  # What has not been created by then will not be.
         outgoing = outgoing._replace(deadline=until)
     try:
-        # Behind the creation, whose answer this thread then reads itself.
-        return _exchange(rref, agent, outgoing, lambda o: agent.request(o).wait(0))
+        # It may overtake the creation: the owner then answers once that has come.
+        value = _exchange(agent, outgoing, call)
+        # Its own answer is on the way, on another connection.
+        await_done(creation, outgoing.deadline.at)
+        return value
     except RpcError as error:
         # The owner may know of the failure, and say so, a moment before it is due here.
         failed = error_of(creation) if creation.done() else None
@@ -87,19 +94,13 @@ def fetch(rref: "RRef[Any]", timeout: float) -> Any:
         raise failure_of(failed or error, agent.codec.functions) from error
 
 
-def _exchange(
-    rref: "RRef[Any]",
-    agent: "Agent",
-    outgoing: Outgoing,
-    ask: Callable[[Outgoing], Any],
-) -> Any:
+def _exchange(agent: Agent, outgoing: Outgoing, call: Invocation) -> Any:
     interceptor = agent.interceptor
     if interceptor is None:
-        return ask(outgoing)
+        return agent.exchange(outgoing)
     info = outgoing.peer.info
-    call = Invocation(FETCH, type(rref).to_here, (rref,), {})
     _, meta = interceptor.request(info, call)
-    return ask(
+    return agent.exchange(
         outgoing._replace(
             meta=meta,
             receive=lambda value, meta: interceptor.reply(info, value, meta),
@@ -107,21 +108,21 @@ def _exchange(
     )
 
 
-def here(cell: Cell, agent: "Agent", timeout: float) -> Any:
+def local(owner_value: OwnerValue, agent: Agent, timeout: float) -> Any:
     """The value of this worker itself."""
-    if not cell.done():
-        arrival = cell.then(lambda done: None)
+    if not owner_value.done():
+        arrival = owner_value.then(lambda done: None)
         arrival.wait(agent.default_timeout if timeout == DEFAULT else timeout)
-    return read(cell, agent.codec.functions)
+    return read(owner_value, agent.codec.functions)
 
 
-def value_type(rref: "RRef[Any]", timeout: float) -> Future[type]:
+def value_type(handle: Handle, timeout: float) -> Future[type]:
     """A future of the type of the value, wherever that is."""
-    agent, cell = rref._references.agent, rref._cell
-    if cell is not None:
-        return cell.then(lambda done: type(read(cell, agent.codec.functions)))
-    name = agent.call_async(rref.owner(), TYPE, rref._rref.packed(), timeout)
-    return name.then(lambda done: _named(agent, done.value()))
+    agent, here = handle.agent, handle.owner_value
+    if here is not None:
+        return here.then(lambda done: type(read(here, agent.codec.functions)))
+    asked = agent.call_async(handle.owner(), TYPE, handle.rref.packed(), timeout)
+    return asked.then(lambda done: _named(agent, done.value()))
 
 
 def _name(value: Any) -> str:
@@ -131,7 +132,7 @@ def _name(value: Any) -> str:
     return own_name(type(value)) or repr(type(value))
 
 
-def _named(agent: "Agent", name: Any) -> type:
+def _named(agent: Agent, name: Any) -> type:
     known = _ARRAYS.get(name) or _PLAIN.get(name)
     found = known or agent.codec.functions.resolve(str(name))
     if not isinstance(found, type):

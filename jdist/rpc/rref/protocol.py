@@ -29,14 +29,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
-from jdist.rpc.rref.held import Held, Holdings
+from jdist.rpc.rref.dedup_window import DedupWindow, UnsettledNumbers
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
-from jdist.rpc.rref.owned import Entry, Owned
-from jdist.rpc.rref.transit import Given, Transit
-from jdist.rpc.rref.window import UnderWay, Window
+from jdist.rpc.rref.owner import OwnedEntry, OwnedValues
+from jdist.rpc.rref.unacknowledged import GivenFork, Unacknowledged
+from jdist.rpc.rref.user_fork import UserFork, UserForks
 
 
-class Post(NamedTuple):
+class Send(NamedTuple):
     """To be done: have `message` arrive at the worker numbered `to`, exactly once."""
 
     to: int
@@ -46,30 +46,30 @@ class Post(NamedTuple):
 class Settled(NamedTuple):
     """To be done: whoever waits for this fork to be counted goes on; see `failed`."""
 
-    held: Held
+    user_fork: UserFork
 
 
 class Never(NamedTuple):
-    """To be done: the value for this cell will not come, for this reason."""
+    """To be done: this value will not come, for this reason."""
 
-    cell: Any
+    owner_value: Any
     reason: str
 
 
 class Freed(NamedTuple):
-    """To be done: let go of this cell."""
+    """To be done: let go of this value."""
 
-    cell: Any
+    owner_value: Any
 
 
-Effects = list[Post | Settled | Never | Freed]
+Effects = list[Send | Settled | Never | Freed]
 
 
 class Created(NamedTuple):
     """A reference to a value that another worker was asked to create."""
 
-    held: Held
-    floor: int
+    user_fork: UserFork
+    low_water_mark: int
 
 
 class Protocol:
@@ -78,19 +78,21 @@ class Protocol:
     Args:
       me: Number of the worker. Workers are known by theirs, which never come again.
       ids: Gives out the ids of references and forks; the caller's lock keeps the order.
-      new_cell: Makes the place for a value that is not there yet.
+      new_owner_value: Makes the place for a value that is not there yet.
     """
 
-    def __init__(self, me: int, ids: IdCounter, new_cell: Callable[[], Any]) -> None:
+    def __init__(
+        self, me: int, ids: IdCounter, new_owner_value: Callable[[], Any]
+    ) -> None:
         self.me = me
         self._ids = ids
-        self.owned = Owned(me, new_cell)
-        self.holdings = Holdings()
-        self.transit = Transit()
-        self._taken: collections.defaultdict[int, Window]
-        self._taken = collections.defaultdict(Window)
-        self._creating: collections.defaultdict[int, UnderWay]
-        self._creating = collections.defaultdict(UnderWay)
+        self.owned = OwnedValues(me, new_owner_value)
+        self.user_forks = UserForks()
+        self.unacknowledged = Unacknowledged()
+        self._taken: collections.defaultdict[int, DedupWindow]
+        self._taken = collections.defaultdict(DedupWindow)
+        self._creating: collections.defaultdict[int, UnsettledNumbers]
+        self._creating = collections.defaultdict(UnsettledNumbers)
         self._gone: dict[int, str] = {}
 
     # --- creating ---
@@ -99,96 +101,122 @@ class Protocol:
         """The id for a value of this worker's own."""
         return self._ids.next()
 
-    def create(self, owner: int) -> Created:
-        """Another worker will be asked to create a value."""
+    def create(self, owner: int, into: list[UserFork]) -> Created:
+        """Another worker will be asked to create a value.
+
+        The fork is in `into` before it is registered: for the caller, should this be
+        interrupted.
+        """
         rref, fork = self._ids.next(), self._ids.next()
-        held = self.holdings.add(Held(owner, rref, fork, None))
-        held.failed = self._gone.get(owner)
-        if held.failed is not None:
-            return Created(held, 0)
+        user_fork = UserFork(owner, rref, fork, None)
+        user_fork.failed = self._gone.get(owner)
+        into.append(user_fork)
+        self.user_forks.add(user_fork)
+        if user_fork.failed is not None:
+            return Created(user_fork, 0)
         self._creating[owner].begin(rref.local_id)
-        return Created(held, self._creating[owner].floor)
+        return Created(user_fork, self._creating[owner].low_water_mark)
 
-    def created(self, held: Held) -> Effects:
+    def created(self, user_fork: UserFork) -> Effects:
         """The owner did as it was asked."""
-        return self._counted(held)
+        return self._counted(user_fork)
 
-    def not_created(self, held: Held, reason: str) -> Effects:
-        """The request failed, and who knows whether the owner got it."""
-        if held.failed is not None:  # the owner is gone
-            return self._drop_if_over(held)
-        floor = self._creating[held.owner].floor
-        return [Post(held.owner, Abort(held.rref, held.fork, floor, reason))]
+    def not_created(self, user_fork: UserFork, reason: str) -> Effects:
+        """The request failed, and the owner may have got it or not."""
+        if self.user_forks.find(user_fork.fork) is None:
+            return []
+        if user_fork.failed is not None:  # the owner is gone
+            return self._drop_if_over(user_fork)
+        low_water_mark = self._creating[user_fork.owner].low_water_mark
+        return [
+            Send(
+                user_fork.owner,
+                Abort(user_fork.rref, user_fork.fork, low_water_mark, reason),
+            )
+        ]
 
-    def not_asked(self, held: Held) -> None:
+    def not_asked(self, user_fork: UserFork) -> None:
         """The request was never sent: there is no such reference."""
-        self.holdings.remove(held)
-        self._creating[held.owner].end(held.rref.local_id)
+        self.user_forks.remove(user_fork)
+        self._creating[user_fork.owner].end(user_fork.rref.local_id)
 
     def on_create(
-        self, creator: int, rref: GloballyUniqueId, fork: GloballyUniqueId, floor: int
-    ) -> Entry | None:
+        self,
+        creator: int,
+        rref: GloballyUniqueId,
+        fork: GloballyUniqueId,
+        low_water_mark: int,
+    ) -> OwnedEntry | None:
         """A request to create a value arrived; None when it is not to be followed."""
         if creator in self._gone:
             return None
-        return self.owned.create(rref, fork, creator, floor)
+        return self.owned.create(rref, fork, creator, low_water_mark)
 
     # --- giving ---
 
-    def give(self, held: Held, to: int) -> Ref:
+    def give(self, user_fork: UserFork, to: int) -> Ref:
         """A reference is about to be sent, by one that holds it."""
-        held.children += 1
-        return self._give(held.owner, held.rref, to, held)
+        user_fork.children += 1
+        return self._give(user_fork.owner, user_fork.rref, to, user_fork)
 
-    def give_owned(self, rref: GloballyUniqueId, cell: Any, to: int) -> Ref:
+    def give_owned(self, rref: GloballyUniqueId, owner_value: Any, to: int) -> Ref:
         """A reference is about to be sent, by its owner."""
-        entry = self.owned.share(rref, cell)
+        entry = self.owned.share(rref, owner_value)
         ref = self._give(self.me, rref, to, None)
         entry.holders[ref.fork] = to
         return ref
 
     def undelivered(self, fork: GloballyUniqueId, to: int) -> Effects:
         """The message that it was sent with is lost, may be, or was never sent."""
-        given = self.transit.find(fork, to)
+        given = self.unacknowledged.find(fork, to)
         if given is None:
             return []
         if to in self._gone:
-            self.transit.end(fork, to)
+            self.unacknowledged.end(fork, to)
             return self._returned(given)
         owner = self.me if given.parent is None else given.parent.owner
-        return [Post(to, Take(Ref(owner, given.rref, fork, self.transit.floor(to))))]
+        return [
+            Send(
+                to,
+                Take(
+                    Ref(owner, given.rref, fork, self.unacknowledged.low_water_mark(to))
+                ),
+            )
+        ]
 
     # --- taking ---
 
-    def take(self, giver: int, ref: Ref) -> tuple[Held | Entry | None, Effects]:
+    def take(
+        self, giver: int, ref: Ref
+    ) -> tuple[UserFork | OwnedEntry | None, Effects]:
         """A reference arrived: a fork of this worker's, or its own value's entry.
 
         None when the fork is not to be had any more: it came before, or it came home
         and the value was freed, because the one who gave it is lost.
         """
-        if not self._taken[giver].take(ref.fork.local_id, ref.floor):
+        if not self._taken[giver].take(ref.fork.local_id, ref.low_water_mark):
             return None, []
         if ref.owner == self.me:
-            return self.owned.find(ref.rref), [Post(giver, Accept(ref.fork))]
-        held = self.holdings.add(Held(ref.owner, ref.rref, ref.fork, giver))
-        held.failed = self._gone.get(ref.owner)
-        if held.failed is not None:
-            return held, [Post(giver, Accept(ref.fork))]
+            return self.owned.find(ref.rref), [Send(giver, Accept(ref.fork))]
+        user_fork = self.user_forks.add(UserFork(ref.owner, ref.rref, ref.fork, giver))
+        user_fork.failed = self._gone.get(ref.owner)
+        if user_fork.failed is not None:
+            return user_fork, [Send(giver, Accept(ref.fork))]
         if giver == ref.owner:
-            return held, self._counted(held)
-        return held, [Post(ref.owner, Fork(ref.rref, ref.fork))]
+            return user_fork, self._counted(user_fork)
+        return user_fork, [Send(ref.owner, Fork(ref.rref, ref.fork))]
 
     def on_take(self, giver: int, message: Take) -> Effects:
         """The message with this fork was lost: it is taken, and dropped."""
         taken, effects = self.take(giver, message.ref)
-        return effects + self.drop(taken) if isinstance(taken, Held) else effects
+        return effects + self.drop(taken) if isinstance(taken, UserFork) else effects
 
     # --- dropping ---
 
-    def drop(self, held: Held) -> Effects:
+    def drop(self, user_fork: UserFork) -> Effects:
         """The program has no use for this fork any more; any number of times."""
-        held.dropped = True
-        return self._drop_if_over(held)
+        user_fork.dropped = True
+        return self._drop_if_over(user_fork)
 
     # --- what others say ---
 
@@ -200,13 +228,13 @@ class Protocol:
 
     def on_abort(self, creator: int, message: Abort) -> Effects:
         """A creation is to be forgotten if it has not begun."""
-        rref, fork, floor, reason = message
-        entry = self.on_create(creator, rref, fork, floor)
-        return [] if entry is None else [Never(entry.cell, reason)]
+        rref, fork, low_water_mark, reason = message
+        entry = self.on_create(creator, rref, fork, low_water_mark)
+        return [] if entry is None else [Never(entry.owner_value, reason)]
 
     def on_accept(self, receiver: int, message: Accept) -> Effects:
         """A fork that this worker gave has arrived and is counted."""
-        given = self.transit.end(message.fork, receiver)
+        given = self.unacknowledged.end(message.fork, receiver)
         if given is None:
             return []
         if given.parent is None and receiver != self.me:
@@ -215,18 +243,18 @@ class Protocol:
 
     def on_delete(self, holder: int, message: Delete) -> Effects:
         """A holder dropped its fork."""
-        cell = self.owned.discount(message.rref, message.fork, holder)
-        return [] if cell is None else [Freed(cell)]
+        owner_value = self.owned.discount(message.rref, message.fork, holder)
+        return [] if owner_value is None else [Freed(owner_value)]
 
     def counted(self, fork: GloballyUniqueId) -> Effects:
         """The owner's answer to `Fork` or `Abort`: it counts the fork."""
-        held = self.holdings.find(fork)
-        return [] if held is None else self._counted(held)
+        user_fork = self.user_forks.find(fork)
+        return [] if user_fork is None else self._counted(user_fork)
 
     def refused(self, fork: GloballyUniqueId, reason: str) -> Effects:
         """The owner's answer to `Fork`: the value was freed."""
-        held = self.holdings.find(fork)
-        return [] if held is None else self._failed(held, reason)
+        user_fork = self.user_forks.find(fork)
+        return [] if user_fork is None else self._failed(user_fork, reason)
 
     # --- workers go ---
 
@@ -236,56 +264,58 @@ class Protocol:
         self._taken.pop(worker, None)
         self._creating.pop(worker, None)
         swept = self.owned.sweep(worker)
-        effects: Effects = [Never(cell, reason) for cell in swept.orphans]
-        effects += [Freed(cell) for cell in swept.freed]
-        for given in self.transit.sweep(worker):
+        effects: Effects = [Never(owner_value, reason) for owner_value in swept.orphans]
+        effects += [Freed(owner_value) for owner_value in swept.freed]
+        for given in self.unacknowledged.sweep(worker):
             effects += self._returned(given)
-        for held in self.holdings:
-            if held.owner == worker:
-                effects += self._failed(held, reason)
+        for user_fork in self.user_forks:
+            if user_fork.owner == worker:
+                effects += self._failed(user_fork, reason)
         return effects
 
     # --- inside ---
 
     def _give(
-        self, owner: int, rref: GloballyUniqueId, to: int, parent: Held | None
+        self, owner: int, rref: GloballyUniqueId, to: int, parent: UserFork | None
     ) -> Ref:
         fork = self._ids.next()
-        floor = self.transit.begin(Given(to, rref, fork, parent))
-        return Ref(owner, rref, fork, floor)
+        low_water_mark = self.unacknowledged.begin(GivenFork(to, rref, fork, parent))
+        return Ref(owner, rref, fork, low_water_mark)
 
-    def _returned(self, given: Given) -> Effects:
+    def _returned(self, given: GivenFork) -> Effects:
         """The giver's own share in a gift ends."""
         if given.parent is not None:
             given.parent.children -= 1
             return self._drop_if_over(given.parent)
-        cell = self.owned.discount(given.rref, given.fork, given.receiver)
-        return [] if cell is None else [Freed(cell)]
+        owner_value = self.owned.discount(given.rref, given.fork, given.receiver)
+        return [] if owner_value is None else [Freed(owner_value)]
 
-    def _counted(self, held: Held) -> Effects:
-        if not held.pending:
+    def _counted(self, user_fork: UserFork) -> Effects:
+        if not user_fork.pending:
             return []
-        held.counted = True
-        return self._settled(held)
+        user_fork.counted = True
+        return self._settled(user_fork)
 
-    def _failed(self, held: Held, reason: str) -> Effects:
-        if held.failed is not None:
+    def _failed(self, user_fork: UserFork, reason: str) -> Effects:
+        if user_fork.failed is not None:
             return []
-        was_pending, held.failed = held.pending, reason
-        return self._settled(held) if was_pending else self._drop_if_over(held)
+        was_pending, user_fork.failed = user_fork.pending, reason
+        return (
+            self._settled(user_fork) if was_pending else self._drop_if_over(user_fork)
+        )
 
-    def _settled(self, held: Held) -> Effects:
-        effects: Effects = [Settled(held)]
-        if held.giver is not None:
-            effects.append(Post(held.giver, Accept(held.fork)))
-        elif held.owner in self._creating:
-            self._creating[held.owner].end(held.rref.local_id)
-        return effects + self._drop_if_over(held)
+    def _settled(self, user_fork: UserFork) -> Effects:
+        effects: Effects = [Settled(user_fork)]
+        if user_fork.giver is not None:
+            effects.append(Send(user_fork.giver, Accept(user_fork.fork)))
+        elif user_fork.owner in self._creating:
+            self._creating[user_fork.owner].end(user_fork.rref.local_id)
+        return effects + self._drop_if_over(user_fork)
 
-    def _drop_if_over(self, held: Held) -> Effects:
-        if not held.over or self.holdings.find(held.fork) is not held:
+    def _drop_if_over(self, user_fork: UserFork) -> Effects:
+        if not user_fork.over or self.user_forks.find(user_fork.fork) is not user_fork:
             return []
-        self.holdings.remove(held)
-        if held.failed is not None:
+        self.user_forks.remove(user_fork)
+        if user_fork.failed is not None:
             return []
-        return [Post(held.owner, Delete(held.rref, held.fork))]
+        return [Send(user_fork.owner, Delete(user_fork.rref, user_fork.fork))]

@@ -1,25 +1,30 @@
-"""`RRef`: a reference to a value that lives on one worker."""
+"""`RRef`, a reference to a value on one worker, and `remote`, which makes one."""
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jdist._errors import requirement
-from jdist.rpc.base import current
-from jdist.rpc.base.deadline import DEFAULT, NEVER, Deadline
+from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.future import Future, error_of
-from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.base.interceptor import Invocation
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import caller
-from jdist.rpc.codec.message_context import Parcel
-from jdist.rpc.rref import creation, fetch
-from jdist.rpc.rref.cell import Cell, new_cell
-from jdist.rpc.rref.held import Held
+from jdist.rpc.calls.agent import current_agent
+from jdist.rpc.rref import fetch
+from jdist.rpc.rref.creation import CREATE, Creation, check
 from jdist.rpc.rref.messages import Ref
+from jdist.rpc.rref.owner_value import new_owner_value
 from jdist.rpc.rref.proxy import Proxy
-from jdist.rpc.rref.references import References
+from jdist.rpc.rref.references import Handle, References, references_of
+
+__all__ = ["BACKWARD", "RRef", "fetch_call", "remote"]
+
+BACKWARD = "rpc.backward"
+"""In the extension state of a worker: what `RRef.backward` runs, if there is any."""
 
 T = TypeVar("T")
 
@@ -52,72 +57,38 @@ class RRef(Generic[T]):
       (6, 'worker1', 7)
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_cell",
-        "_creation",
-        "_held",
-        "_references",
-        "_rref",
-        "_type",
-        "_until",
-    )
+    __slots__ = ("__weakref__", "_creation", "_handle", "_type")
 
-    _references: References
-    _rref: GloballyUniqueId
-    _cell: Cell | None
-    _held: Held | None
+    _handle: Handle
     _creation: Future[None] | None
     _type: Future[type] | None
-    _until: Deadline
 
     def __init__(self, value: T) -> None:
-        references = current.agent().references
-        cell: Future[T] = new_cell()
-        cell.set_result(value)
-        self._set(references, references.name(), cell=cell)
+        references = references_of(current_agent())
+        place: Future[T] = new_owner_value()
+        place.set_result(value)
+        self._set(Handle(references, references.name(), owner_value=place))
 
     @classmethod
-    def _make(
-        cls,
-        references: References,
-        rref: GloballyUniqueId,
-        cell: Cell | None = None,
-        held: Held | None = None,
-        creation: Future[None] | None = None,
-        until: Deadline = NEVER,
-    ) -> "RRef[Any]":
+    def _of(cls, handle: Handle) -> "RRef[Any]":
         made: RRef[Any] = object.__new__(cls)
-        made._set(references, rref, cell, held, creation, until)
+        made._set(handle)
         return made
 
-    def _set(
-        self,
-        references: References,
-        rref: GloballyUniqueId,
-        cell: Cell | None = None,
-        held: Held | None = None,
-        creation: Future[None] | None = None,
-        until: Deadline = NEVER,
-    ) -> None:
-        self._references = references
-        self._rref = rref
-        self._cell = cell
-        self._held = held
-        self._creation = creation
+    def _set(self, handle: Handle) -> None:
+        self._handle = handle
+        self._creation = handle.creation
         self._type = None
-        self._until = until
-        if held is not None:
-            finalizer = weakref.finalize(self, references.drop, held)
+        if handle.user_fork is not None:
+            drop = handle.references.drop
+            finalizer = weakref.finalize(self, drop, handle.user_fork)
             finalizer.atexit = False
 
     # --- who and where ---
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
-        if self._held is None:
-            return self._references.agent.info
-        return self._references.owner(self._held)
+        return self._handle.owner()
 
     def owner_name(self) -> str:
         """That worker's name."""
@@ -125,7 +96,7 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""
-        return self._held is None
+        return self._handle.user_fork is None
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this reference.
@@ -133,7 +104,8 @@ class RRef(Generic[T]):
         That of `remote` is confirmed when the value has been created. One that came as
         an argument always is: the function does not start before.
         """
-        return self._held is None or self._held.counted
+        fork = self._handle.user_fork
+        return fork is None or fork.counted
 
     def creation(self) -> Future[None]:
         """Done when the call by which `remote` asked for the value has ended.
@@ -145,7 +117,7 @@ class RRef(Generic[T]):
         Source: `torch.distributed.rpc.RRef._get_future`.
         """
         if self._creation is None:
-            self._creation = new_cell()
+            self._creation = new_owner_value()
             self._creation.set_result(None)
         return self._creation
 
@@ -169,14 +141,12 @@ class RRef(Generic[T]):
           RpcError: RPC was shut down.
           Exception: What the function raised that should have created the value.
         """
-        if self._cell is not None:
-            agent = self._references.agent
-            value = fetch.here(self._cell, agent, timeout)
-            return (
-                value if agent.interceptor is None else agent.interceptor.local(value)
-            )
-        with self._using("to_here()"):
-            return fetch.fetch(self, timeout)
+        agent, place = self._handle.agent, self._handle.owner_value
+        if place is None:
+            with self._using("to_here()"):
+                return fetch.fetch(self._handle, fetch_call(self), timeout)
+        value = fetch.local(place, agent, timeout)
+        return value if agent.interceptor is None else agent.interceptor.local(value)
 
     def local_value(self) -> T:
         """The value itself, not a copy; on its owner only.
@@ -185,15 +155,16 @@ class RRef(Generic[T]):
           RpcError: This is not the owner.
           Exception: What the function raised that should have created the value.
         """
-        if self._cell is None:
-            assert self._held is not None
+        agent, place = self._handle.agent, self._handle.owner_value
+        if place is None:
+            fork = self._handle.user_fork
+            assert fork is not None
             raise RpcError(
-                f"For UserRRef(rref_id={self._rref}, fork_id={self._held.fork}), can't "
-                f"call local_value() (localValue() in torch) on user "
-                f"{self._references.agent.info}. Call it on owner {self.owner()}, or "
-                "to_here() for a copy."
+                f"For UserRRef(rref_id={fork.rref}, fork_id={fork.fork}), can't call "
+                f"local_value() (localValue() in torch) on user {agent.info}. Call it "
+                f"on owner {self.owner()}, or to_here() for a copy."
             )
-        return fetch.here(self._cell, self._references.agent, DEFAULT)
+        return fetch.local(place, agent, DEFAULT)
 
     def value_type(self, timeout: float = DEFAULT, blocking: bool = True) -> Any:
         """The type of the value; the owner is asked once and the answer is kept.
@@ -211,7 +182,7 @@ class RRef(Generic[T]):
         kind = self._type
         if kind is None or (kind.done() and error_of(kind) is not None):
             with self._using("value_type()"):
-                kind = self._type = fetch.value_type(self, timeout)
+                kind = self._type = fetch.value_type(self._handle, timeout)
         if not blocking:
             return kind
         try:
@@ -242,15 +213,15 @@ class RRef(Generic[T]):
           ...     names.rpc_sync().index("z")
           2
         """
-        return Proxy(self, caller.rpc_sync, timeout)
+        return self._proxy(caller.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns a Future of the result."""
-        return Proxy(self, caller.rpc_async, timeout)
+        return self._proxy(caller.rpc_async, timeout)
 
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns an RRef of the result, on the owner."""
-        return Proxy(self, creation.remote, timeout)
+        return self._proxy(remote, timeout)
 
     def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
         """Runs the backward pass from the value; see `jdist.autograd`.
@@ -258,7 +229,7 @@ class RRef(Generic[T]):
         Raises:
           RpcError: `jdist.autograd` has not been imported.
         """
-        run = self._references.backward
+        run = self._handle.agent.extension_state.get(BACKWARD)
         if run is None:
             remedy = "Import jdist.autograd on every worker before initializing RPC."
             raise RpcError(f"RRef.backward is a part of jdist.autograd. {remedy}")
@@ -266,42 +237,46 @@ class RRef(Generic[T]):
 
     # --- inside ---
 
-    def _give(self, references: References, parcel: Parcel) -> Ref:
+    def _proxy(self, call: Callable[..., Any], timeout: float) -> Proxy:
+        return Proxy(self, self._handle.agent, call, timeout)
+
+    def _give(self, references: References, message: MessageContext) -> Ref:
         """Puts it into a message of the worker that has these references."""
-        if references is not self._references:
+        own, rref, place, fork, *_ = self._handle
+        if references is not own:
             rule = f"must belong to the worker that sends it, {references.agent.info}"
-            got = f"{self} of {self._references.agent.info}"
+            got = f"{self} of {own.agent.info}"
             remedy = "Make the call as its worker: `with rpc.use_worker(name):`."
             raise ValueError(requirement("rpc(rref)", rule, got, remedy))
-        if self._cell is not None:
-            return self._references.give_owned(self._rref, self._cell, parcel)
-        assert self._held is not None
+        if place is not None:
+            return references.give_owned(rref, place, message)
+        assert fork is not None
         with self._using("fork an UserRRef"):
-            return self._references.give(self._held, parcel)
+            return references.give(fork, message)
 
     @contextlib.contextmanager
     def _using(self, operation: str) -> Iterator[None]:
         """Refuses what cannot be done with this reference any more."""
-        held = self._held
-        if held is None:
+        references, user_fork = self._handle.references, self._handle.user_fork
+        if user_fork is None:
             yield
             return
-        references = self._references
         if references.released:
             what = (
                 "Cannot call " + operation + ("" if "fork" in operation else " on it")
             )
             raise RpcError(f"{what} after deletion. RPC was shut down on this worker.")
-        if held.failed is not None:
-            raise references.failure(held, operation)
+        if user_fork.failed is not None:
+            raise references.failure(user_fork, operation)
         if self._creation is not None and self._creation.done():
-            creation.check(self._creation, references.agent.codec.functions)
+            check(self._creation, references.agent.codec.functions)
         yield
 
     def __str__(self) -> str:
-        if self._held is None:
-            return f"OwnerRRef({self._rref})"
-        return f"UserRRef(RRefId = {self._rref}, ForkId = {self._held.fork})"
+        rref, fork = self._handle.rref, self._handle.user_fork
+        if fork is None:
+            return f"OwnerRRef({rref})"
+        return f"UserRRef(RRefId = {rref}, ForkId = {fork.fork})"
 
     __repr__ = __str__
 
@@ -315,3 +290,58 @@ class RRef(Generic[T]):
                 "Send it in a call, or return it from one: there its owner counts it.",
             )
         )
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT,
+) -> RRef[Any]:
+    """Has the worker `to` compute `func(*args, **kwargs)` and keep the result.
+
+    Returns at once, with a reference to the result. It can be used right away: whoever
+    needs the value waits until it is there.
+
+    Args:
+      to: Name, rank or WorkerInfo; it may be this worker itself.
+      func: A function, a class, or a method of an importable class.
+      args: Positional arguments, in a tuple or a list.
+      kwargs: Keyword arguments, by their names.
+      timeout: Seconds for the function to end; -1 for the default, 0 for no limit.
+
+    Raises:
+      TypeError, ValueError, ForbiddenFunction: The call itself is wrong.
+      RpcError: There is no such worker, or RPC has not been initialized.
+
+    What else goes wrong is raised where the reference is used: the exception of the
+    function by `to_here` of every holder, with its own type; RpcTimeout with "RRef
+    creation" when the call took too long; WorkerLost when the owner is gone.
+
+    Source: `torch.distributed.rpc.remote`.
+
+    Example:
+      >>> from jdist import rpc
+      >>> with rpc.local_cluster(["worker0", "worker1"]):
+      ...     rref = rpc.remote("worker1", divmod, args=(7, 2))
+      ...     rref.owner_name(), rref.to_here()
+      ('worker1', (3, 1))
+    """
+    agent = current_agent()
+    outgoing = caller.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
+    creation = Creation(references_of(agent), outgoing)
+    try:
+        handle = creation.begin()
+        # Made before the request is sent: its finalizer gives the value up in any case.
+        rref = RRef._of(handle)
+        creation.ask(handle)
+    except BaseException as error:
+        creation.give_up(error)
+        raise
+    return rref
+
+
+def fetch_call(rref: RRef[Any]) -> Invocation:
+    """The call that interceptors see for `rref.to_here()`."""
+    return Invocation(fetch.FETCH, RRef.to_here, (rref,), {})

@@ -1,67 +1,106 @@
-"""The references of one worker at work: the protocol, its messages and its waits."""
+"""The references of one worker: the protocol, its messages and its waits."""
 
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jdist._errors import requirement
+from jdist.rpc.base.current import RunningCall
+from jdist.rpc.base.deadline import NEVER, Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcError, WorkerLost
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.ids import GloballyUniqueId, IdCounter
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
-from jdist.rpc.codec.message_context import Parcel
-from jdist.rpc.rref.cell import Cell, fail, new_cell
-from jdist.rpc.rref.held import Held
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.codec import codes
 from jdist.rpc.rref.keeper import Keeper
-from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
-from jdist.rpc.rref.owned import Entry
-from jdist.rpc.rref.post import Post
+from jdist.rpc.rref.messages import (
+    KINDS,
+    REFERENCE,
+    Abort,
+    Accept,
+    Delete,
+    Fork,
+    Message,
+    Ref,
+    Take,
+    pack,
+    unpack,
+    unpack_ref,
+)
+from jdist.rpc.rref.owner import OwnedEntry
+from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
-from jdist.rpc.rref.wire import refs_in
+from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.rref.user_fork import UserFork
 
-if TYPE_CHECKING:
-    from jdist.rpc.base.deadline import Deadline
-    from jdist.rpc.calls.agent import Agent
-    from jdist.rpc.calls.execution import Execution
-    from jdist.rpc.rref.reference import RRef
+__all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
 
-Backward = Callable[["RRef[Any]", int, bool], None]
+
+class Handle(NamedTuple):
+    """What an `RRef` is made of.
+
+    Attributes:
+      references: Of the worker that has it.
+      rref: Id of the reference.
+      owner_value: On the owner, where the value is or will be; else None.
+      user_fork: Elsewhere, what the owner counts; else None.
+      creation: For a reference by `remote`, done when that call has ended.
+      until: When the creation will have ended.
+    """
+
+    references: "References"
+    rref: GloballyUniqueId
+    owner_value: OwnerValue | None = None
+    user_fork: UserFork | None = None
+    creation: Future[None] | None = None
+    until: Deadline = NEVER
+
+    @property
+    def agent(self) -> Agent:
+        """The worker that has it."""
+        return self.references.agent
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        if self.user_fork is None:
+            return self.agent.info
+        return self.references.owner(self.user_fork)
 
 
 class References:
-    """What one worker owns, holds, gives and takes.
+    """What one worker owns, uses, gives and takes.
 
     Args:
       agent: The worker.
-      make: Makes an RRef: `RRef._make`.
 
     Attributes:
       agent: The worker.
-      handle: Makes an RRef with these references.
-      backward: What `RRef.backward` runs; autograd sets it.
       released: Whether every reference was given up, because the worker shuts down.
     """
 
-    def __init__(self, agent: "Agent", make: "Callable[..., RRef[Any]]") -> None:
+    def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.handle = functools.partial(make, self)
-        self.backward: Backward | None = None
         self.released = False
         self.begin(agent.info.id)
         # Taken as it is, not by its condition: see `turn`.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
-        self._answers: dict[GloballyUniqueId, Execution] = {}
+        self._answers: dict[GloballyUniqueId, RunningCall] = {}
         self._leaks: list[str] = []
         self._keeper = Keeper(f"{agent.info.name} references", self._drop)
-        self.post = Post(agent, self._keeper, self._receive, self._answered)
+        self.delivery = ReliableDelivery(agent, self._keeper.later)
+        for kind, name in KINDS.items():
+            read = functools.partial(unpack, kind)
+            self.delivery.handle(name, read, self._receive)
 
     def begin(self, number: int) -> None:
         """This worker belongs to a group, and has this number there."""
-        self._protocol = Protocol(number, IdCounter(number), new_cell)
+        self._protocol = Protocol(number, IdCounter(number), new_owner_value)
 
     # --- values of this worker ---
 
@@ -70,7 +109,7 @@ class References:
         with self._lock:
             return self._protocol.name()
 
-    def find(self, rref: GloballyUniqueId) -> Cell:
+    def find(self, rref: GloballyUniqueId) -> OwnerValue:
         """Where the value of this id is or will be.
 
         Raises:
@@ -80,12 +119,12 @@ class References:
             entry = self._protocol.owned.find(rref)
         if entry is None:
             raise RpcError(_freed(rref))
-        return entry.cell
+        return entry.owner_value
 
-    def create_here(self, rref: GloballyUniqueId, cell: Cell) -> None:
-        """A request to itself will fill the cell: it counts as a holder till then."""
+    def create_here(self, rref: GloballyUniqueId, owner_value: OwnerValue) -> None:
+        """A request to itself will fill it: it counts as a holder till then."""
         with self._lock:
-            entry = self._protocol.owned.share(rref, cell)
+            entry = self._protocol.owned.share(rref, owner_value)
             entry.holders[rref] = self._protocol.me
 
     def created_here(self, rref: GloballyUniqueId) -> None:
@@ -97,39 +136,41 @@ class References:
         creator: WorkerInfo,
         rref: GloballyUniqueId,
         fork: GloballyUniqueId,
-        floor: int,
-    ) -> Cell:
+        low_water_mark: int,
+    ) -> OwnerValue:
         """A request to create a value arrived: where to put it.
 
         Raises:
           RpcError: The request was given up by the creator, which is known already.
         """
         with self._lock:
-            entry = self._protocol.on_create(incarnation_of(creator), rref, fork, floor)
+            entry = self._protocol.on_create(
+                incarnation_of(creator), rref, fork, low_water_mark
+            )
         if entry is None:
             raise RpcError("RRef creation was given up before the request arrived.")
-        return entry.cell
+        return entry.owner_value
 
     # --- values of others ---
 
-    def create(self, owner: int) -> Created:
-        """Another worker will be asked to create a value."""
+    def create(self, owner: int, into: list[UserFork]) -> Created:
+        """Names a value that another worker will be asked to create."""
         self._keeper.start()
         with self._lock:
-            return self._protocol.create(owner)
+            return self._protocol.create(owner, into)
 
-    def created(self, held: Held) -> None:
+    def created(self, user_fork: UserFork) -> None:
         """It has."""
-        self._do(lambda protocol: protocol.created(held))
+        self._do(lambda protocol: protocol.created(user_fork))
 
-    def not_created(self, held: Held, reason: str) -> None:
+    def not_created(self, user_fork: UserFork, reason: str) -> None:
         """The request failed."""
-        self._do(lambda protocol: protocol.not_created(held, reason))
+        self._do(lambda protocol: protocol.not_created(user_fork, reason))
 
-    def not_asked(self, held: Held) -> None:
+    def not_asked(self, user_fork: UserFork) -> None:
         """The request was not even sent."""
         with self._lock:
-            self._protocol.not_asked(held)
+            self._protocol.not_asked(user_fork)
 
     @property
     def drop(self) -> Callable[[Any], None]:
@@ -138,20 +179,22 @@ class References:
 
     # --- giving and taking ---
 
-    def give(self, held: Held, parcel: Parcel) -> Ref:
+    def give(self, user_fork: UserFork, message: MessageContext) -> Ref:
         """Puts a reference of another worker's value into a message."""
         with self._lock:
             return self._put(
-                self._protocol.give(held, incarnation_of(parcel.worker)), parcel
+                self._protocol.give(user_fork, incarnation_of(message.worker)), message
             )
 
-    def give_owned(self, rref: GloballyUniqueId, cell: Cell, parcel: Parcel) -> Ref:
+    def give_owned(
+        self, rref: GloballyUniqueId, owner_value: OwnerValue, message: MessageContext
+    ) -> Ref:
         """Puts a reference of this worker's value into a message."""
-        to = incarnation_of(parcel.worker)
+        to = incarnation_of(message.worker)
         with self._lock:
-            return self._put(self._protocol.give_owned(rref, cell, to), parcel)
+            return self._put(self._protocol.give_owned(rref, owner_value, to), message)
 
-    def take(self, ref: Ref, parcel: Parcel) -> "RRef[Any]":
+    def take(self, ref: Ref, message: MessageContext) -> Handle:
         """Takes a reference out of a message.
 
         Raises:
@@ -161,36 +204,36 @@ class References:
         self._keeper.start()
         self._miss(ref.owner)
         with self._lock:
-            taken, effects = self._protocol.take(incarnation_of(parcel.worker), ref)
-            if isinstance(taken, Held) and taken.pending:
+            taken, effects = self._protocol.take(incarnation_of(message.worker), ref)
+            if isinstance(taken, UserFork) and taken.pending:
                 wait = self._waits[taken.fork] = Future()
-                parcel.unsettled = [*parcel.unsettled, wait]
+                message.unsettled = [*message.unsettled, wait]
         self._perform(effects)
         if taken is None:
             raise RpcError(_freed(ref.rref))
-        if isinstance(taken, Entry):
-            return self.handle(ref.rref, cell=taken.cell)
-        return self.handle(ref.rref, held=taken)
+        if isinstance(taken, OwnedEntry):
+            return Handle(self, ref.rref, owner_value=taken.owner_value)
+        return Handle(self, ref.rref, user_fork=taken)
 
-    def undelivered(self, parcel: Parcel) -> None:
+    def undelivered(self, message: MessageContext) -> None:
         """The message with these references is lost, or may be."""
-        if not parcel.forks:
+        if not message.forks:
             return
-        to = incarnation_of(parcel.worker)
-        self._do(lambda p: [e for f in parcel.forks for e in p.undelivered(f, to)])
+        to = incarnation_of(message.worker)
+        self._do(lambda p: [e for f in message.forks for e in p.undelivered(f, to)])
 
-    def answer(self, execution: "Execution", parcel: Parcel) -> None:
+    def answer(self, execution: RunningCall, message: MessageContext) -> None:
         """An answer brings references; if it is given up, they are undelivered.
 
         The call is remembered until they have all arrived.
         """
         with self._lock:
-            self._answers.update(dict.fromkeys(parcel.forks, execution))
-        execution.bring(lambda: self.undelivered(parcel))
+            self._answers.update(dict.fromkeys(message.forks, execution))
+        execution.bring(lambda: self.undelivered(message))
 
     def decline(self, tree: Any, giver: WorkerInfo) -> None:
         """Takes and drops the references in an answer that could not be read."""
-        refs, of = list(refs_in(self.agent.codec, tree)), incarnation_of(giver)
+        refs, of = list(self._refs_in(tree)), incarnation_of(giver)
         for ref in refs:
             self._miss(ref.owner)
         if refs:
@@ -211,10 +254,10 @@ class References:
             for fork, execution in list(self._answers.items()):
                 if execution.caller.incarnation == worker.incarnation:
                     del self._answers[fork]
-        self.post.forget(incarnation_of(worker))
+        self.delivery.forget(incarnation_of(worker))
         self._perform(effects, WorkerLost(worker.name, "RRef creation", reason))
 
-    def release(self, deadline: "Deadline", seconds: float) -> None:
+    def release(self, deadline: Deadline, seconds: float) -> None:
         """Gives up all references, and waits until everybody concerned knows.
 
         Args:
@@ -223,8 +266,8 @@ class References:
         """
         with self._lock:
             self.released = True
-            held = list(self._protocol.holdings)
-        self._drop(held)
+            user_forks = list(self._protocol.user_forks)
+        self._drop(user_forks)
         left = deadline.remaining()
         until = time.monotonic() + (seconds if left is None else min(left, seconds))
         with self._lock:
@@ -243,21 +286,22 @@ class References:
             return {
                 "num_owner_rrefs": len(protocol.owned),
                 "num_forks": protocol.owned.forks,
-                "num_forks_under_way": len(protocol.transit),
-                "num_user_rrefs": len(protocol.holdings),
-                "num_pending_users": protocol.holdings.pending,
+                "num_forks_under_way": len(protocol.unacknowledged),
+                "num_user_rrefs": len(protocol.user_forks),
+                "num_pending_users": protocol.user_forks.pending,
                 "num_pending_futures": len(self._waits),
             }
 
     def close(self) -> None:
-        """Ends its thread."""
+        """Ends its thread, and what is under way."""
         self.released = True
+        self.delivery.close()
         self._keeper.close()
 
     # --- inside ---
 
-    def _put(self, ref: Ref, parcel: Parcel) -> Ref:
-        parcel.forks = [*parcel.forks, ref.fork]
+    def _put(self, ref: Ref, message: MessageContext) -> Ref:
+        message.forks = [*message.forks, ref.fork]
         return ref
 
     def _do(self, event: Callable[[Protocol], Effects]) -> None:
@@ -265,63 +309,71 @@ class References:
             effects = event(self._protocol)
         self._perform(effects)
 
-    def _drop(self, forks: Sequence[Held]) -> None:
+    def _drop(self, forks: Sequence[UserFork]) -> None:
         with self._lock:
-            effects = [e for held in forks for e in self._protocol.drop(held)]
+            effects = [e for user_fork in forks for e in self._protocol.drop(user_fork)]
         self._perform(effects)
 
     def _perform(self, effects: Effects, never: Exception | None = None) -> None:
         for effect in effects:
             if isinstance(effect, Settled):
-                self._settle(effect.held)
+                self._settle(effect.user_fork)
             elif isinstance(effect, Never):
                 error = never or RpcError(f"RRef creation failed: {effect.reason}")
-                fail(effect.cell, error, "", self.agent.codec.functions)
+                fail(effect.owner_value, error, "", self.agent.codec.functions)
             elif not isinstance(effect, Freed):  # that one dies with the list
-                self.post.send(effect.to, effect.message)
+                self._send(effect.to, effect.message)
         if self.released:
             with self._lock:
                 self._changed.notify_all()
 
-    def _settle(self, held: Held) -> None:
+    def _settle(self, user_fork: UserFork) -> None:
         with self._lock:
-            wait = self._waits.pop(held.fork, None)
+            wait = self._waits.pop(user_fork.fork, None)
         if wait is None:
             return
-        if held.failed is None:
+        if user_fork.failed is None:
             wait.set_result(None)
         else:
-            wait.set_exception(self.failure(held, "the wait for its confirmation"))
+            wait.set_exception(self.failure(user_fork, "the wait for its confirmation"))
 
-    def owner(self, held: Held) -> WorkerInfo:
+    def owner(self, user_fork: UserFork) -> WorkerInfo:
         """The worker that has the value.
 
         Raises:
           RpcError: It was gone before this worker joined.
         """
-        peer = self.agent.directory.of_incarnation(held.owner)
+        peer = self.agent.directory.of_incarnation(user_fork.owner)
         if peer is None:
-            raise RpcError(held.failed)
+            raise RpcError(user_fork.failed)
         return peer.info
 
-    def failure(self, held: Held, operation: str) -> RpcError:
+    def failure(self, user_fork: UserFork, operation: str) -> RpcError:
         """Why a reference cannot be used."""
-        owner = self.agent.directory.of_incarnation(held.owner)
+        owner = self.agent.directory.of_incarnation(user_fork.owner)
         if owner is not None and owner.departed is not None:
             name, reason = owner.info.name, owner.departed
             return WorkerLost(name, f"{operation} of an RRef", reason)
-        return RpcError(held.failed)
+        return RpcError(user_fork.failed)
 
     # --- messages ---
 
+    def _send(self, to: int, message: Message) -> None:
+        answered = functools.partial(self._answered, message)
+        # A giver only keeps its own fork for longer if it hears late.
+        gather = isinstance(message, Accept)
+        self.delivery.send(
+            to, KINDS[type(message)], pack(message), answered, gather=gather
+        )
+
     def _receive(
-        self, sender: int, messages: Sequence[Message]
+        self, sender: WorkerInfo, messages: Sequence[Message]
     ) -> tuple[list[Any], Callable[[], None]]:
         answers: list[Any] = []
         effects: Effects = []
         with self._lock:
             for message in messages:
-                answer, more = self._react(sender, message)
+                answer, more = self._react(incarnation_of(sender), message)
                 answers.append(answer)
                 effects += more
         return answers, lambda: self._perform(effects)
@@ -356,8 +408,8 @@ class References:
 
     def _at_rest(self) -> bool:
         protocol = self._protocol
-        under_way = len(protocol.holdings) + len(protocol.transit)
-        return not under_way and self.post.idle()
+        under_way = len(protocol.user_forks) + len(protocol.unacknowledged)
+        return not under_way and self.delivery.idle()
 
     def _held_by(self, holder: int | None) -> list[str]:
         """Forks that still count, of one worker or of all, in words."""
@@ -377,6 +429,27 @@ class References:
         if self.agent.directory.of_incarnation(owner) is None:
             with self._lock:
                 self._protocol.gone(owner, "Its owner left before this worker joined.")
+
+    def _refs_in(self, tree: Any) -> Iterator[Ref]:
+        """The references in a tree that could not be decoded as a whole."""
+        rest = [tree]
+        while rest:
+            node = rest.pop()
+            if type(node) is not list:
+                continue
+            if node[:2] == [codes.REGISTERED, REFERENCE]:
+                try:
+                    yield unpack_ref(self.agent.codec.decode(node[2], ()))
+                except (IndexError, ProtocolError):
+                    continue
+            rest += node
+
+
+def references_of(agent: Agent) -> References:
+    """The references of a worker."""
+    found = agent.references
+    assert isinstance(found, References)
+    return found
 
 
 def _freed(rref: GloballyUniqueId) -> str:

@@ -48,13 +48,6 @@ class Channel(Protocol):
         After a TimeoutError in the middle of a frame the channel is closed.
         """
 
-    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
-        """The next frame; or, where that may take long, how to receive it.
-
-        For a thread that cannot wait. Same errors as `receive`, but after a
-        TimeoutError the channel is as before.
-        """
-
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
         """Sends a request and returns its answer; nobody else uses the channel.
 

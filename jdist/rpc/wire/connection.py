@@ -5,7 +5,6 @@ ones: what arrives goes into a buffer, and frames are parsed out of that. A larg
 bypasses the buffer and is received into its final memory.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from jdist._compat import let_go
 from jdist._errors import requirement
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.turn import Turn
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.wire import memory
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.duplicates import Duplicates
@@ -37,8 +36,7 @@ from jdist.rpc.wire.memory import MemoryPool
 from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
 
 _BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
-_BRIEF = _BUFFER // 2  # Larger frames are no matter of a moment.
-_ANY_SIZE = sys.maxsize
+_COPIED = _BUFFER // 2  # Smaller bodies are copied out of the buffer.
 T = TypeVar("T")
 
 
@@ -85,8 +83,8 @@ class Connection:
         self._on_close = on_close
         self._reason: str | None = None
         self._released = False
-        self._sending = Turn()
-        self._receiving = Turn()
+        self._sending = InterruptSafeLock()
+        self._receiving = InterruptSafeLock()
         self._ending = threading.Lock()
         self._requests = Duplicates()
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -104,7 +102,7 @@ class Connection:
         packed, descriptors = self._pack(frame)
 
         def put() -> None:
-            self._sending.take(deadline, "another thread was still sending")
+            self._sending.acquire(deadline, "another thread was still sending")
             try:
                 if self._reason is not None:
                     raise NotSent(self._reason)
@@ -185,22 +183,12 @@ class Connection:
 
     def receive(self, deadline: float | None = None) -> Frame:
         """The next frame; see `Channel.receive`."""
-        frame = self._receive(deadline, _ANY_SIZE)
-        assert frame is not None
-        return frame
-
-    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
-        """The next frame if it is small; see `Channel.receive_brief`."""
-        return self._receive(deadline, _BRIEF) or self.receive
-
-    def _receive(self, deadline: float | None, most: int) -> Frame | None:
-        """The next frame; None, and nothing is consumed, if it is larger than that."""
         let_go()  # Nothing is kept from the other side while this one waits.
 
-        def get() -> Frame | None:
-            self._receiving.take(deadline, "another thread was still receiving")
+        def get() -> Frame:
+            self._receiving.acquire(deadline, "another thread was still receiving")
             try:
-                return self._new(deadline, most)
+                return self._new(deadline)
             except ChannelClosed as error:
                 raise self._ended(error) from error
             except ProtocolError as error:
@@ -215,11 +203,9 @@ class Connection:
 
         return self._in_turn(self._receiving, get)
 
-    def _new(self, deadline: float | None, most: int) -> Frame | None:
+    def _new(self, deadline: float | None) -> Frame:
         """The next frame that is not a request received before."""
         while True:
-            if most < _ANY_SIZE and self._await_whole(deadline) > most:
-                return None
             frame = self._next(deadline)
             if frame.kind in UNNUMBERED or self._requests.is_new(frame.id):
                 return frame
@@ -236,17 +222,6 @@ class Connection:
             reason = f"it sent {answer.kind!r} {answer.id} for an answer to {frame.id}"
             self.close(reason)
             raise ProtocolError(f"Worker {self.peer!r}: {reason}.")
-
-    def _await_whole(self, deadline: float | None) -> int:
-        """The size of the next frame, which has arrived as a whole if it is brief."""
-        self._await_begin(deadline)
-        start = self._fill(PREFIX_BYTES, deadline, stalls=False)
-        prefix = self._buffer[start : start + PREFIX_BYTES]
-        sizes = parse_prefix(prefix, self._terms.limits)
-        whole = PREFIX_BYTES + sizes.header + sizes.body
-        if whole <= _BRIEF:
-            self._fill(whole, deadline, stalls=False)
-        return whole
 
     def _await_begin(self, deadline: float | None) -> None:
         self._check_open()
@@ -275,21 +250,14 @@ class Connection:
 
     def _parse(self, size: int, deadline: float | None) -> memoryview:
         """The next `size` bytes, valid until more is received."""
-        start = self._start
-        if size > self._end - start:
-            start = self._fill(size, deadline, stalls=True)
-        self._start = start + size
-        return self._buffer[start : start + size]
-
-    def _fill(self, size: int, deadline: float | None, stalls: bool) -> int:
-        """Has as many bytes in the buffer; where they begin. They stay unparsed."""
         if size > self._end - self._start:
             self._make_room(size)
         while size > self._end - self._start:
             free = self._buffer[self._end :]
-            until = self._patience(deadline) if stalls else deadline
-            self._end += self._stream.receive_into(free, until)
-        return self._start
+            self._end += self._stream.receive_into(free, self._patience(deadline))
+        start = self._start
+        self._start = start + size
+        return self._buffer[start : start + size]
 
     def _make_room(self, size: int) -> None:
         kept = self._buffer[self._start : self._end]
@@ -304,7 +272,7 @@ class Connection:
     def _receive_body(
         self, buffers: list[memoryview], size: int, deadline: float | None
     ) -> None:
-        if size <= _BRIEF:
+        if size <= _COPIED:
             rest = self._parse(size, deadline)
             for buffer in buffers:
                 buffer[:] = rest[: len(buffer)]
@@ -359,10 +327,10 @@ class Connection:
         if self._reason is not None:
             raise ChannelClosed(self._reason)
 
-    def _in_turn(self, turn: Turn, action: Callable[[], T]) -> T:
+    def _in_turn(self, turn: InterruptSafeLock, action: Callable[[], T]) -> T:
         """Calls `action`, which takes the turn; what remains is done in any case."""
         try:
-            return turn.hold(action)
+            return turn.releasing(action)
         finally:
             if self._reason is not None:
                 self._release()
@@ -375,19 +343,19 @@ class Connection:
         comes here when it leaves, after it has released its lock.
         """
         with self._ending:
-            if self._sending.mine or self._receiving.mine:
+            if self._sending.held or self._receiving.held:
                 return  # this very thread is inside, and was interrupted there
-            if self._released or not self._sending.hold(self._close_stream):
+            if self._released or not self._sending.releasing(self._close_stream):
                 return
         if self._on_close is not None:
             self._on_close(self)
 
     def _close_stream(self) -> bool:
         def close() -> bool:
-            if not self._receiving.try_take():
+            if not self._receiving.try_acquire():
                 return False
             self._stream.close()
             self._released = True
             return True
 
-        return self._sending.try_take() and self._receiving.hold(close)
+        return self._sending.try_acquire() and self._receiving.releasing(close)

@@ -189,10 +189,6 @@ class _End:
             ):
                 return frame
 
-    def receive_brief(self, deadline: float) -> Frame | Callable[[], Frame]:
-        """See `Channel.receive_brief`; no frame takes long."""
-        return self.receive(deadline)
-
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
         """See `Channel.exchange`; may run the call in this thread."""
         scope = current.scope.get()

@@ -280,6 +280,8 @@ class SocketTransport:
         self._wake.close()
         if self._accepting is not None:
             self._accepting.join(until - time.monotonic())
+        # Before the channels: a peer that sees its own close finds the port free.
+        self._listener.close()
         # From here on there are no new strangers and no new connections.
         with self._lock:
             for stream in self._strangers:
@@ -293,7 +295,6 @@ class SocketTransport:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
-        self._listener.close()
         self._woken.close()
         os.close(self._spare)
         if self._pool is not None:

@@ -84,9 +84,8 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._folder = ""
-        tcp = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        tcp = _listening(host, port)
         self.sockets = [tcp]
         self.address = Address(_reachable(host), tcp.getsockname()[1])
         try:
@@ -276,6 +275,17 @@ def _dial_tcp(
             raise
     assert failed is not None  # getaddrinfo returns at least one address, or raises
     raise failed
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A TCP socket that listens; for all interfaces in both families, if possible."""
+    both = host in ("", "::") and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("" if both else host, port),
+        family=socket.AF_INET6 if both or ":" in host else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=both,
+    )
 
 
 def _unix_name(name: str) -> str:

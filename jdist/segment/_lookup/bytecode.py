@@ -46,7 +46,7 @@ class Reads:
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: types.CodeType) -> Reads:
     """What a code object reads; computed once."""
-    found = _Found(code)
+    found = _CodeReads(code)
     for opname, variable, path in _uses(code):
         found.add(opname, variable, path)
     for inner in code.co_consts:
@@ -55,7 +55,7 @@ def reads_of(code: types.CodeType) -> Reads:
     return found.reads()
 
 
-class _Found:
+class _CodeReads:
     """What has been found of one code object."""
 
     def __init__(self, code: types.CodeType) -> None:

@@ -144,13 +144,13 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Same:
+class SameObject:
     """Equal to another only if both hold the same object; keeps that object alive."""
 
     held: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.held is other.held
+        return isinstance(other, SameObject) and self.held is other.held
 
     def __hash__(self) -> int:
         return id(self.held)
@@ -177,14 +177,14 @@ def contents_of(fn: Callable[..., Any], user: str) -> Contents:
       >>> contents_of(make(3), "f").changes_since(contents_of(make(2), "f"))
       ['closure variable `scale` from 2 to 3']
     """
-    reader = _Reader(user)
+    reader = _ContentsReader(user)
     found = reader.callable("the function", fn)
     return Contents(found.code, found.parts, tuple(dict.fromkeys(reader.unread)))
 
 
 def value_of(value: Any, user: str) -> Contents:
     """The contents of an argument that is part of what is compiled: `contents_of`."""
-    reader = _Reader(user)
+    reader = _ContentsReader(user)
     part = "the argument"
     key = reader.key(part, value)
     return Contents(key, ((part, key),), tuple(dict.fromkeys(reader.unread)))
@@ -197,7 +197,7 @@ def is_fixed(fn: Callable[..., Any]) -> bool:
     return _fixed(fn) and getattr(fn, "__closure__", None) is None
 
 
-class _Reader:
+class _ContentsReader:
     """Reads the contents of one function, and of all that it refers to.
 
     Attributes:
@@ -226,7 +226,9 @@ class _Reader:
             return Contents(own.code, (*own.parts, *self._named(names)))
         if isinstance(fn, _JITTED):
             own = self.callable(part, fn.__wrapped__)
-            return Contents(own.code, (*own.parts, ("the jitted function", _Same(fn))))
+            return Contents(
+                own.code, (*own.parts, ("the jitted function", SameObject(fn)))
+            )
         call = _in_class(type(fn), "__call__")
         if isinstance(call, types.FunctionType) and not _fixed(call):
             return self._function(call, first=fn)
@@ -436,28 +438,32 @@ class _Reader:
         return self._keys(part, [x for pair in pairs for x in pair])
 
     def _plain_function(self, part: str, fn: Any) -> Hashable:
-        return _Same(fn) if is_fixed(fn) else self._function(fn)
+        return SameObject(fn) if is_fixed(fn) else self._function(fn)
 
     def _reference(self, part: str, value: Any) -> Hashable:
         return weakref.ReferenceType, self.key(part, value())
 
     def _module(self, part: str, module: Any) -> Hashable:
-        return _Same(module) if _fixed(module) else self._not_read(part, module)
+        return SameObject(module) if _fixed(module) else self._not_read(part, module)
 
     def _member(self, part: str, value: Any) -> Hashable:
-        return _Same(value), self.key(part, value._value_), self.key(part, type(value))
+        return (
+            SameObject(value),
+            self.key(part, value._value_),
+            self.key(part, type(value)),
+        )
 
     def _builtin(self, part: str, fn: Any) -> Hashable:
         owner = fn.__self__
         if owner is None or isinstance(owner, types.ModuleType):
             fixed = _fixed_name(getattr(fn, "__module__", None) or "")
-            return _Same(fn) if fixed else self._not_read(part, fn)
+            return SameObject(fn) if fixed else self._not_read(part, fn)
         return fn.__name__, self.key(part, owner)
 
     def _class(self, part: str, kind: Any) -> Hashable:
         """The key of a class: all that its code, and that of its bases, refers to."""
         if _fixed(kind):
-            return _Same(kind)
+            return SameObject(kind)
         if not _fixed(type(kind)):
             self._not_read(part, type(kind))
         if not _in_python(kind):
@@ -469,7 +475,7 @@ class _Reader:
             for name, raw in vars(each).copy().items()
             if name not in _ABOUT_CLASS
         )
-        return _Same(kind), entries
+        return SameObject(kind), entries
 
     def _entry(self, part: str, raw: Any) -> Hashable:
         if isinstance(raw, staticmethod | classmethod):
@@ -480,7 +486,7 @@ class _Reader:
             return functools.cached_property, self.key(part, raw.func)
         inert = _fixed(type(raw)) and not _state(raw) and not callable(raw)
         if isinstance(raw, _ATTRIBUTE_OF_C) or inert:
-            return _Same(raw)
+            return SameObject(raw)
         return self.key(part, raw)
 
     def _object(self, part: str, value: Any) -> Hashable:
@@ -501,52 +507,52 @@ class _Reader:
             inside = repr(value)
         # Distinct objects that are equal by what they hold behave alike. Others may be
         # told apart by which they are.
-        which = _Same(value) if _in_class(kind, "__eq__") is _NO_EQUALITY else ()
-        made_of = _Same(kind) if _fixed(kind) else self.key(part, kind)
+        which = SameObject(value) if _in_class(kind, "__eq__") is _NO_EQUALITY else ()
+        made_of = SameObject(kind) if _fixed(kind) else self.key(part, kind)
         return which, attributes, inside, made_of
 
     def _not_read(self, part: str, value: Any) -> Hashable:
         self.unread.append(f"{part} (a {type(value).__name__})")
-        return _Same(value)
+        return SameObject(value)
 
 
 _PLAIN_ACCESS: tuple[Any, ...] = (
     object.__getattribute__,
     types.SimpleNamespace.__getattribute__,
 )
-_Read = Callable[[_Reader, str, Any], Hashable]
+_Read = Callable[[_ContentsReader, str, Any], Hashable]
 
 _SIMPLE: dict[str, _Read] = {
-    "traced": _Reader._refuse,
-    "array": _Reader._array,
+    "traced": _ContentsReader._refuse,
+    "array": _ContentsReader._array,
     # Tells -0.0 from 0.0, and one NaN is like another.
     "number": lambda _, __, value: (type(value), repr(value)),
-    "identity": lambda _, __, value: _Same(value),
-    "equality": _Reader._equal,
+    "identity": lambda _, __, value: SameObject(value),
+    "equality": _ContentsReader._equal,
 }
 
 _CONTAINERS: dict[type, _Read] = {
-    dict: _Reader._mapping,
-    collections.OrderedDict: _Reader._mapping,
-    collections.defaultdict: _Reader._mapping,
-    types.MappingProxyType: _Reader._mapping,
-    list: _Reader._sequence,
-    tuple: _Reader._sequence,
-    collections.deque: _Reader._sequence,
-    set: _Reader._set,
-    frozenset: _Reader._set,
+    dict: _ContentsReader._mapping,
+    collections.OrderedDict: _ContentsReader._mapping,
+    collections.defaultdict: _ContentsReader._mapping,
+    types.MappingProxyType: _ContentsReader._mapping,
+    list: _ContentsReader._sequence,
+    tuple: _ContentsReader._sequence,
+    collections.deque: _ContentsReader._sequence,
+    set: _ContentsReader._set,
+    frozenset: _ContentsReader._set,
 }
 
 _CALLABLE = (types.MethodType, functools.partial, _JITTED)
 _OTHERS: tuple[tuple[Any, _Read], ...] = (
-    (types.FunctionType, _Reader._plain_function),
-    (_CALLABLE, _Reader.callable),
-    ((types.BuiltinFunctionType, types.MethodWrapperType), _Reader._builtin),
-    (weakref.ReferenceType, _Reader._reference),
-    (types.ModuleType, _Reader._module),
-    (type, _Reader._class),
-    (enum.Enum, _Reader._member),
-    (object, _Reader._object),
+    (types.FunctionType, _ContentsReader._plain_function),
+    (_CALLABLE, _ContentsReader.callable),
+    ((types.BuiltinFunctionType, types.MethodWrapperType), _ContentsReader._builtin),
+    (weakref.ReferenceType, _ContentsReader._reference),
+    (types.ModuleType, _ContentsReader._module),
+    (type, _ContentsReader._class),
+    (enum.Enum, _ContentsReader._member),
+    (object, _ContentsReader._object),
 )
 
 

@@ -19,7 +19,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jdist._compat import WRAPPED_FUNCTION, inner_programs, parts_of_wrapped
-from jdist.segment._lookup.contents import FIXED_PACKAGES, MOST_BYTES, contents_of
+from jdist.segment._lookup.contents import (
+    FIXED_PACKAGES,
+    MOST_BYTES,
+    SameObject,
+    contents_of,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, enum.Enum, type)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -119,7 +124,7 @@ class _Writer:
             array.dtype, jax.dtypes.extended
         )
         if self._certain or not comparable:
-            return _Held(array)
+            return SameObject(array)
         return _bits(np.asarray(array))
 
     def _parameter(self, value: Any) -> Hashable:
@@ -134,7 +139,7 @@ class _Writer:
         ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
         if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
             return kind, value
-        return _Held(value) if self._certain else kind
+        return SameObject(value) if self._certain else kind
 
     def _callable(self, fn: Any) -> Hashable:
         if not self._certain:
@@ -159,21 +164,6 @@ _PARAMETERS: tuple[tuple[Any, Callable[[_Writer, Any], Hashable]], ...] = (
     ((*_FUNCTIONS, WRAPPED_FUNCTION), _Writer._callable),
     (object, _Writer._other),
 )
-
-
-class _Held:
-    """Equal to another only if both hold the same object."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.held is other.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
 
 
 def _bits(array: np.ndarray) -> Hashable:
@@ -224,14 +214,14 @@ def _inside(value: Any) -> list[Any]:
 def _referents(fn: Any) -> Hashable:
     """A function by its code and the very objects that it refers to."""
     if isinstance(fn, types.MethodType):
-        return _referents(fn.__func__), _Held(fn.__self__)
+        return _referents(fn.__func__), SameObject(fn.__self__)
     if isinstance(fn, types.BuiltinFunctionType):
-        return fn.__name__, _Held(fn.__self__)
+        return fn.__name__, SameObject(fn.__self__)
     if not isinstance(fn, types.FunctionType):
-        return _Held(fn)
+        return SameObject(fn)
     cells = [_content(cell) for cell in fn.__closure__ or ()]
     held = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    return fn.__code__, _Held(fn.__globals__), tuple(map(_Held, held))
+    return fn.__code__, SameObject(fn.__globals__), tuple(map(SameObject, held))
 
 
 def _content(cell: Any) -> Any:

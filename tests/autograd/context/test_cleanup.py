@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context.container import here
+from jdist.autograd.context.context import here
 from tests.autograd.recording_world import (
     PATIENCE,
     add,
@@ -142,19 +142,21 @@ def test_many_from_everywhere_at_once(cluster):
 
 def test_ends_are_told_together(threads, monkeypatch):
     """One message for all contexts that end within a moment; each is told once."""
-    container, due, told, left = here(), [], [], []
-    persist = container.releases._persist
+    due, told, left = [], [], []
+    agent, delivery = here().agent, here().releases.delivery
+    call = agent.call_async
 
-    def note(peer, kind, body):
-        told.append((peer.info.name, kind, list(body)))
-        return persist(peer, kind, body)
+    def note(to, kind, body, *rest):
+        if kind == "autograd.release":
+            told.append((to.name, body[-1]))
+        return call(to, kind, body, *rest)
 
     def later(seconds, action):
         assert 0 < seconds < 1
         due.append(action)
 
-    monkeypatch.setattr(container.releases, "_persist", note)
-    monkeypatch.setattr(container.agent.references, "later", later)
+    monkeypatch.setattr(agent, "call_async", note)
+    monkeypatch.setattr(delivery, "_later", later)
     for to in ("worker1", "worker1", "worker0"):
         with autograd.context() as context_id:
             rpc.rpc_sync(to, nothing)
@@ -165,7 +167,7 @@ def test_ends_are_told_together(threads, monkeypatch):
     assert len(due) == 1
     assert not told
     due.pop()()
-    assert told == [("worker1", "autograd.release", left[:2])]
+    assert told == [("worker1", left[:2])]
     with rpc.use_worker("worker1"):
         assert all(map(loses, left))
 

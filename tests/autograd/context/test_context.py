@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context.container import here
+from jdist.autograd.context.context import here
 from tests.autograd.recording_world import (
     add,
     current_id,

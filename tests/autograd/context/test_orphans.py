@@ -5,8 +5,7 @@ import signal
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context.container import here
-from jdist.autograd.context.context import Context
+from jdist.autograd.context.context import Context, here
 from jdist.rpc.group.rendezvous import ReservedPort
 from tests.autograd.recording_world import (
     PATIENCE,
@@ -159,7 +158,7 @@ def test_at_the_end_of_a_worker_its_contexts_end():
 
 
 def begin_and_end(patience):
-    here().releases.patience = patience
+    here().releases.delivery.patience = patience
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", nested_plain, args=(leaf(1), numbers(2)))
         autograd.release(context_id).wait(PATIENCE)

@@ -9,8 +9,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jdist import autograd, optim, rpc
-from jdist.autograd.engine.replicated import PART
-from jdist.rpc.base import current
+from jdist.autograd.context.context import here
+from jdist.autograd.engine.replicated import STATE
 from tests.autograd.engine_world import numbers
 from tests.rpc.hosts import become_worker, results
 
@@ -41,7 +41,8 @@ def outcome(body, *args):
     except Exception as error:  # noqa: BLE001 - it is what the test is about
         return error
     finally:  # What a test has replicated is not the next one's.
-        current.agent().parts.pop(PART)
+        here().agent.extension_state.pop(STATE)
+        here().replicated.clear()
 
 
 def rows_of(table, tokens):

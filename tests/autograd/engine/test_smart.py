@@ -155,7 +155,7 @@ def test_unused_calls_are_not_asked(threads):
 def test_a_request_may_overtake_the_one_that_told_what_is_marked(threads):
     x, y = leaves(2, 12)
     with rpc.use_worker("worker1"):
-        handlers = current.agent().callee._handlers
+        handlers = current.worker().callee._handlers
     handler, second_came = handlers[GRADIENTS], threading.Event()
     turns = itertools.count()
 
@@ -205,14 +205,14 @@ def long(calls):
 
 @pytest.mark.parametrize("calls", [100, 140])
 def test_a_chain_of_calls(cluster, calls):
-    assert (2 * calls <= node.REACH) == (calls == 100)
+    assert (2 * calls <= node.MAX_REACH) == (calls == 100)
     cluster.run(0, long, calls)
     assert all(cluster.everywhere(world.at_rest))
 
 
 def too_far(monkeypatch, cluster, body):
     """Runs a body where messages carry next to nothing of what lies below them."""
-    monkeypatch.setattr(node, "REACH", 1)
+    monkeypatch.setattr(node, "MAX_REACH", 1)
     cluster.run(0, body)
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jdist import rpc
-from jdist.autograd.engine.mailbox import StepQueue
+from jdist.autograd.engine.local_pass import StepQueue
 from jdist.rpc.base import current
 from jdist.rpc.base.current import Scope
 from tests.rpc.hosts import PATIENCE
@@ -74,7 +74,7 @@ def test_an_interrupt_leaves_the_rest_to_the_next_one():
 def test_steps_run_as_the_worker_of_the_mailbox():
     with rpc.local_cluster(["a", "b"]):
         with rpc.use_worker("b"):
-            mailbox = StepQueue(Scope(current.agent()))
+            mailbox = StepQueue(Scope(current.worker()))
         names = []
         mailbox.put(lambda: names.append(rpc.get_worker_info().name))
         assert [*names, rpc.get_worker_info().name] == ["b", "a"]

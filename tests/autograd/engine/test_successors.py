@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context.container import here
+from jdist.autograd.context.context import here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.local_pass import LocalPass
 from jdist.autograd.engine.messages import PassTerms
@@ -31,12 +31,12 @@ def group():
 
 def replace(cluster):
     """Another "worker1"; the one before is gone."""
-    before = current.agent().directory.find("worker1")
+    before = current.worker().directory.find("worker1")
     with rpc.use_worker("worker1"):
         rpc.shutdown(graceful=False)
     assert wait_for(lambda: before.departed is not None)
     cluster.join("worker1")
-    assert current.agent().directory.find("worker1") is not before
+    assert current.worker().directory.find("worker1") is not before
 
 
 def test_gradients_flow_to_the_worker_that_has_the_value(group):
@@ -55,16 +55,16 @@ def test_gradients_flow_to_the_worker_that_has_the_value(group):
             autograd.backward(context_id, [first], cotangents=[cotangent])
         np.testing.assert_array_equal(autograd.get_gradients(context_id)[x], found)
         assert autograd.current_context().known_workers() == {"worker1"}
-        assert len(autograd.current_context().known_numbers()) == 2
+        assert len(autograd.current_context().known_incarnations()) == 2
     with rpc.use_worker("worker1"):
         assert loses(context_id)
 
 
 def test_the_loss_of_a_predecessor_ends_no_pass(group):
     """Its news may come late, on another thread."""
-    before = current.agent().directory.find("worker1").info
+    before = current.worker().directory.find("worker1").info
     replace(group)
-    after = current.agent().directory.find("worker1").info
+    after = current.worker().directory.find("worker1").info
     assert before == after
     assert before.incarnation != after.incarnation
     with autograd.context() as context_id:
@@ -81,7 +81,7 @@ def test_the_loss_of_a_predecessor_ends_no_pass(group):
 def test_an_end_that_a_predecessor_told_is_told_to_its_successor(group):
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", doubled, args=(leaf(1),))
-        before = current.agent().directory.find("worker1").info
+        before = current.worker().directory.find("worker1").info
         replace(group)
         rpc.rpc_sync("worker1", doubled, args=(leaf(2),))
         here().releases._end(context_id, "released", before.incarnation).wait(60)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jdist import autograd
-from jdist.autograd.graph.node import Edge, LeafNode
+from jdist.autograd.graph.node import Edge
+from jdist.autograd.graph.variable import LeafNode
 
 
 def tree():

@@ -270,15 +270,15 @@ def test_a_call_waits_for_its_turn_no_longer_than_it_may(threads):
 
     def other():
         def hold():
-            module._turn.take(None, "busy")
+            module._turn.acquire(None, "busy")
             taken.set()
             assert done.wait(60)
 
-        module._turn.hold(hold)
+        module._turn.releasing(hold)
 
     holder = Outcome(other)
     assert taken.wait(60)
-    token = current.scope.set(current.Scope(current.agent(), soon))
+    token = current.scope.set(current.Scope(current.worker(), soon))
     try:
         waiting = "while other calls had the state of Head"
         with pytest.raises(rpc.RpcTimeout, match=waiting):

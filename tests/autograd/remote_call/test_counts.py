@@ -182,7 +182,7 @@ def forgotten():
 def forget_programs():
     from jdist.rpc.base import current
 
-    programs = callee._programs(current.agent())
+    programs = callee._programs(current.worker())
     with programs._lock:
         programs._known.clear()
 
@@ -198,4 +198,4 @@ def test_what_is_remembered_is_bounded(threads):
         with rpc.use_worker("worker1"):
             from jdist.rpc.base import current
 
-            assert len(callee._programs(current.agent())._known) == 3
+            assert len(callee._programs(current.worker())._known) == 3

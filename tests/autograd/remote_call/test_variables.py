@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import autograd, rpc, verify
+from jdist.autograd.context.context import here
 from tests.autograd import remote_functions as functions
 from tests.rpc.rref.common import settle
 
@@ -163,12 +164,10 @@ def test_derivatives_of_higher_order_are_without_a_context(cluster):
 
 
 def test_a_jitted_call_does_not_guess_among_contexts(threads):
-    from jdist.autograd.context import container
-
     rref, x = variable_on("worker1", 12), functions.rows(13)
     gradient = jax.jit(jax.grad(remote_loss(rref)))
     with autograd.context() as context_id:
-        second = container.here().new()
+        second = here().new()
         match = "'worker0' has 2 contexts to which it could go. Have one context at a"
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
             gradient(x)

@@ -50,7 +50,7 @@ def test_a_worker_that_gives_up_before_the_decision_ends_the_call_for_all(thread
     def body():
         pipe, rank = made(NAMES), own_rank()
         pipe.communicator.gather(None, "first")
-        rpc.set_default_timeout(0.2 if rank == 1 else 60.0)
+        rpc.set_rpc_timeout(0.2 if rank == 1 else 60.0)
         try:
             if rank == 0:
                 assert gave_up.wait(60.0)
@@ -58,7 +58,7 @@ def test_a_worker_that_gives_up_before_the_decision_ends_the_call_for_all(thread
                 channels.agree(rank)
         except rpc.RpcTimeout as error:
             gave_up.set()
-            rpc.set_default_timeout(60.0)
+            rpc.set_rpc_timeout(60.0)
             return str(error), pipe.communicator.gather(rank, "third")
 
     for text, third in outcomes(threads, body):
@@ -79,9 +79,9 @@ def test_a_worker_that_gives_up_after_the_decision_is_told(threads, monkeypatch)
     def body():
         pipe, rank = made(NAMES), own_rank()
         pipe.communicator.gather(None, "first")
-        rpc.set_default_timeout(0.5)
+        rpc.set_rpc_timeout(0.5)
         found = pipe.communicator.gather(10 + rank, "second")
-        rpc.set_default_timeout(60.0)
+        rpc.set_rpc_timeout(60.0)
         return found, pipe.communicator.gather(rank, "third")
 
     monkeypatch.setattr(PipelineMailbox, "_receive", losing)

@@ -153,7 +153,7 @@ def a_failed_call(mailbox):
 def test_ctrl_c_leaves_no_mailbox_taken():
     """At whatever place it comes, another thread may use the mailbox after it."""
     with rpc.local_cluster(["only"]):
-        mailbox, number = mailbox_of(current.agent()), 0
+        mailbox, number = mailbox_of(current.worker()), 0
         while interrupt(number, a_failed_call, mailbox):
             assert Outcome(a_failed_call, mailbox).get() is None
             number += 1

@@ -1,12 +1,13 @@
-"""Parts built upon rpc: installed on every worker, told of its end and of others'."""
+"""Packages built upon rpc: installed on every worker, told of all workers' ends."""
 
 import threading
 
 import pytest
 
 from jdist import rpc
-from jdist.rpc.base import current, extensions
-from jdist.rpc.codec.message_context import Parcel
+from jdist.rpc.base import current
+from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.calls import extensions
 from tests.rpc.hosts import names
 
 
@@ -33,9 +34,11 @@ def test_workers_that_are_there_and_those_to_come_get_it(part):
 def test_it_is_told_of_workers_that_go_and_of_the_end():
     gone, closed, told = [], [], threading.Event()
     with rpc.local_cluster(names(2)):
-        agent = current.agent()
-        agent.parts.on_gone(lambda who, why: (gone.append((who.name, why)), told.set()))
-        agent.parts.on_close(lambda: closed.append(agent.closed))
+        agent = current.worker()
+        agent.extension_state.on_gone(
+            lambda who, why: (gone.append((who.name, why)), told.set())
+        )
+        agent.extension_state.on_close(lambda: closed.append(agent.closed))
         with rpc.use_worker("worker1"):
             rpc.shutdown(graceful=False)
         assert told.wait(30.0)
@@ -45,7 +48,7 @@ def test_it_is_told_of_workers_that_go_and_of_the_end():
 
 
 class Token:
-    """A type of the test's own; notes the parcels of what it travels in."""
+    """A type of the test's own; notes the messages of what it travels in."""
 
 
 @pytest.fixture
@@ -53,20 +56,20 @@ def seen():
     """Parcels that the hooks of both sides saw, as (side, meta, operation)."""
     found = []
 
-    def give(token, parcel):
-        parcel.meta.setdefault("notes", []).append(parcel.worker.name)
-        parcel.if_lost = [*parcel.if_lost, lambda: found.append(("lost",))]
-        found.append(("give", parcel.worker.name, str(parcel.operation)))
+    def give(token, message):
+        message.meta.setdefault("notes", []).append(message.worker.name)
+        message.if_lost = [*message.if_lost, lambda: found.append(("lost",))]
+        found.append(("give", message.worker.name, str(message.operation)))
         return None
 
-    def take(_, parcel):
-        found.append(("take", parcel.worker.name, parcel.meta.get("notes")))
+    def take(_, message):
+        found.append(("take", message.worker.name, message.meta.get("notes")))
         return Token()
 
     with rpc.local_cluster(names(2), allow=["tests"]):
         for name in names(2):
             with rpc.use_worker(name):
-                current.agent().codec.register(Token, "test.token", give, take)
+                current.worker().codec.register(Token, "test.token", give, take)
         yield found
 
 
@@ -111,14 +114,14 @@ def test_hooks_learn_of_a_call_that_failed(seen, call):
 
 
 def test_hooks_find_the_metadata_of_the_message(seen):
-    agent = current.agent()
+    agent = current.worker()
     with rpc.use_worker("worker1"):
-        current.agent().register("test.take", lambda caller, body, meta: meta["notes"])
+        current.worker().register("test.take", lambda caller, body, meta: meta["notes"])
     given = agent.call("worker1", "test.take", Token(), meta={"notes": ["before"]})
     assert given == ["before", "worker1"]
 
 
 def test_an_empty_parcel_shares_nothing():
-    one, other = (Parcel(rpc.WorkerInfo(name, 0)) for name in "ab")
+    one, other = (MessageContext(rpc.WorkerInfo(name, 0)) for name in "ab")
     one.meta["x"] = 1
     assert (other.meta, other.if_lost, str(other.operation)) == ({}, (), "")

@@ -58,7 +58,7 @@ def interceptor():
         doubling = Doubling()
         for name in names(2):
             with rpc.use_worker(name):
-                current.agent().set_interceptor(doubling)
+                current.worker().set_interceptor(doubling)
         yield doubling
 
 
@@ -94,9 +94,9 @@ def test_a_future_is_refused_with_it_too(interceptor):
 
 
 def test_requests_of_other_parts_do_not_pass_it(interceptor):
-    agent = current.agent()
+    agent = current.worker()
     with rpc.use_worker("worker1"):
-        current.agent().register(
+        current.worker().register(
             "test.echo", lambda caller, body, meta: (caller.name, body)
         )
     assert agent.call("worker1", "test.echo", [1]) == ("worker0", [1])

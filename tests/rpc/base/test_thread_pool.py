@@ -1,4 +1,4 @@
-"""Threads on demand, and what happens at their ceiling."""
+"""Threads on demand, places for users' functions, and calls when all are taken."""
 
 import threading
 
@@ -7,7 +7,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base.thread_pool import ThreadPool
 from tests.rpc.hosts import in_threads, names, results
-from tests.rpc.sockets import nothing_left
+from tests.rpc.sockets import nothing_left, wait_until
 
 PATIENCE = 60
 RAN = "RPC ran for more than set timeout"
@@ -40,25 +40,12 @@ def await_begun(tasks, count):
         assert tasks.begun.acquire(timeout=PATIENCE)
 
 
-def run_in_place(pool, task):
-    """Has a task run that takes a place, as a call of the user's does."""
-
-    def run():
-        try:
-            task()
-        finally:
-            pool.leave()
-
-    if pool.enter(task):
-        pool.run(run)
-
-
-def test_limited_tasks_wait_at_the_ceiling_and_others_do_not(pool):
+def test_limited_tasks_wait_for_a_place_and_others_do_not(pool):
     tasks, urgent = Tasks(), Tasks()
     for _ in range(5):
-        run_in_place(pool, tasks)
+        pool.run_limited(tasks)
     await_begun(tasks, 3)
-    assert pool.idle == 0
+    assert pool.free == 0
     assert not tasks.begun.acquire(timeout=0.05)
     pool.run(urgent)
     await_begun(urgent, 1)
@@ -78,15 +65,8 @@ def test_an_idle_thread_is_used_again(pool):
     for _ in range(20):
         pool.run(note)
         assert done.acquire(timeout=PATIENCE)
-        with_room(pool)
+        wait_until(lambda: pool._idle)
     assert len(set(seen)) == 1
-
-
-def with_room(pool):
-    """Waits until the one thread is idle again."""
-    pause = threading.Event()
-    while pool.idle < 3:
-        pause.wait(0.001)
 
 
 def test_a_task_that_raises_is_logged_and_the_thread_goes_on(pool, caplog):
@@ -121,7 +101,7 @@ def ask_another():
     return rpc.rpc_async("worker2", max, args=(1, 2)).wait()
 
 
-def test_calls_beyond_the_ceiling_wait_their_turn():
+def test_calls_beyond_the_places_wait_their_turn():
     _gate.clear()
     options = rpc.RpcOptions(threads=2)
     with rpc.local_cluster(names(3), options=options, allow=["tests"]):
@@ -138,53 +118,40 @@ def test_calls_beyond_the_ceiling_wait_their_turn():
         assert rpc.wait_all(slow) == [True] * 10
 
 
-def test_calls_at_the_ceiling_get_their_answers():
+def test_calls_that_call_others_get_their_answers():
     options = rpc.RpcOptions(threads=2)
     with rpc.local_cluster(names(3), options=options, allow=["tests"]):
         futures = [rpc.rpc_async("worker1", ask_another) for _ in range(20)]
         assert rpc.wait_all(futures) == [2] * 20
 
 
-def test_a_place_goes_on_to_who_waits(pool):
-    """From a task, and from a thread that took it for itself; none is lost or made."""
-    ran = []
-    for _ in range(3):
-        assert pool.enter(lambda: ran.append("unused"))
+def test_a_place_goes_on_to_the_task_that_has_waited_for_longest(pool):
+    ran, gates = [], [threading.Event() for _ in range(3)]
+    for gate in gates:
+        pool.run_limited(lambda gate=gate: gate.wait(PATIENCE))
     for number in range(4):
-        assert not pool.enter(lambda number=number: ran.append(number))
-    done = threading.Semaphore(0)
-    run_in_place(pool, done.release)
-    assert not done.acquire(timeout=0.05)
-    pool.leave()
-    assert done.acquire(timeout=PATIENCE)
+        pool.run_limited(lambda number=number: ran.append(number))
+    assert (pool.free, ran) == (0, [])
+    gates[1].set()
+    wait_until(lambda: pool.free == 1)
     assert ran == [0, 1, 2, 3]
-    pool.leave()
-    pool.leave()
-    tasks = Tasks()
-    for _ in range(4):
-        run_in_place(pool, tasks)
-    await_begun(tasks, 3)
-    assert not tasks.begun.acquire(timeout=0.05)
-    tasks.go_on.set()
-    await_begun(tasks, 1)
+    gates[0].set()
+    gates[2].set()
+    wait_until(lambda: pool.free == 3)
 
 
-def test_without_a_thread_who_gives_the_place_back_runs_what_waits(pool, monkeypatch):
+def test_without_a_thread_a_task_runs_at_once(pool, monkeypatch):
     """No call is lost when the system has no thread left to give."""
     ran = []
-    for _ in range(3):
-        assert pool.enter(lambda: None)
-    for number in range(2):
-        assert not pool.enter(lambda number=number: ran.append(number))
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    pool.leave()
-    assert ran == [0, 1]
-    pool.leave()
-    pool.leave()
+    pool.run(lambda: ran.append(0))
+    for number in (1, 2):
+        pool.run_limited(lambda number=number: ran.append(number))
+    assert (ran, pool.free) == ([0, 1, 2], 3)
 
 
 def test_calls_that_call_back_end_although_every_place_is_taken():

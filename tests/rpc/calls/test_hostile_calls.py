@@ -17,9 +17,9 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.calls.callee import TAKE_BACK
-from jdist.rpc.calls.remote_exception import rebuild
 from jdist.rpc.codec import Codec, codes
 from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.codec.remote_exception import rebuild
 from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
@@ -95,7 +95,7 @@ def group(host_processes):
         calling = host_processes.start(1, be_honest, reserved.port, KEY)
         be_one_of(0, 2, reserved.port, key=KEY)
         try:
-            yield current.agent()
+            yield current.worker()
         finally:
             rpc.rpc_sync("worker1", stop)
             rpc.shutdown(timeout=30)

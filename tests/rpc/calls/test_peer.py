@@ -38,7 +38,7 @@ def meet():
 
 def serving():
     """How many channels this worker serves."""
-    return len(current.agent()._incoming)
+    return len(current.worker()._incoming)
 
 
 def increase():
@@ -48,13 +48,13 @@ def increase():
 
 def close_incoming():
     """Closes the channels of synchronous calls, as what lies between may do."""
-    for served in list(current.agent()._incoming.values()):
+    for served in list(current.worker()._incoming.values()):
         if served._channel.peer == "worker0" and not served._running:
             served._channel.close("closed by a test")
 
 
 def call_many(to):
-    agent = current.agent()
+    agent = current.worker()
 
     def run():
         with current.acting_as(agent):
@@ -68,7 +68,7 @@ def call_many(to):
 
 
 def burst(to):
-    agent = current.agent()
+    agent = current.worker()
     there = agent.directory.find(to)
     before = len(agent._transport._connections), rpc.rpc_sync(to, serving)
     call_many(to)
@@ -92,7 +92,7 @@ def test_channels_that_no_call_uses_are_given_back(processes):
 
 def idle_for_a_moment(to):
     """What was used a moment ago stays, and the alarm knows when it is old."""
-    there = current.agent().directory.find(to)
+    there = current.worker().directory.find(to)
     call_many(to)
     now = time.monotonic()
     due = there.expire(now)
@@ -111,7 +111,7 @@ def test_channels_are_kept_for_a_while(processes):
 
 def stale(to, noticed):
     """The next call runs, and runs once."""
-    there = current.agent().directory.find(to)
+    there = current.worker().directory.find(to)
     usual = Connection.usable
     if not noticed:  # as if it closed between the look and the call
         Connection.usable = lambda channel: True
@@ -136,7 +136,7 @@ def test_a_channel_that_closed_meanwhile_costs_no_call(processes, noticed):
 
 def stale_line(to):
     """Asynchronous calls go on a new one although nothing has read the old's end."""
-    there = current.agent().directory.find(to)
+    there = current.worker().directory.find(to)
     for number in range(20):
         before = rpc.rpc_async(to, increase).wait(PATIENCE)
         there.shared._channel._cut("sending was interrupted")

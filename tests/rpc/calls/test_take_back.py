@@ -41,7 +41,7 @@ def body(function, *args):
 
 def early(word):
     """The request to take a call back overtakes it."""
-    agent = current.agent()
+    agent = current.worker()
     agent.call("worker1", TAKE_BACK, TICKET)
     with pytest.raises(rpc.RpcTimeout, match="not begun: 'worker0' gave up the call"):
         agent.call("worker1", CALL, body(note, word), meta={"ticket": TICKET})
@@ -61,7 +61,7 @@ def test_what_is_no_ticket(cluster, ticket):
 
 
 def begun(ticket):
-    agent = current.agent()
+    agent = current.worker()
     call = body(wait_for_ever)
     future = agent.call_async("worker1", CALL, call, 0, {"ticket": ticket})
     rpc.rpc_sync("worker1", await_begun)
@@ -71,16 +71,16 @@ def begun(ticket):
 def others(ticket):
     """Nobody takes back what somebody else has begun, or what has another ticket."""
     future = begun(ticket)
-    current.agent().call("worker1", TAKE_BACK, ticket + 1)
+    current.worker().call("worker1", TAKE_BACK, ticket + 1)
     rpc.rpc_sync("worker2", take_back, args=(ticket,))
     assert not future.done()
-    current.agent().call("worker1", TAKE_BACK, ticket)
+    current.worker().call("worker1", TAKE_BACK, ticket)
     with pytest.raises(rpc.RpcTimeout, match="'worker0' gave up the call"):
         future.wait(PATIENCE)
 
 
 def take_back(ticket):
-    current.agent().call("worker1", TAKE_BACK, ticket)
+    current.worker().call("worker1", TAKE_BACK, ticket)
 
 
 def test_only_the_caller_takes_a_call_back(cluster):

@@ -96,7 +96,7 @@ def test_the_error_says_who_waits_for_whom(cluster):
 def defaults(name):
     assert rpc.get_rpc_timeout() == 60.0
     in_flight = rpc.rpc_async("worker1", wait_at, args=(name,))
-    rpc.set_default_timeout(0.05)
+    rpc.set_rpc_timeout(0.05)
     try:
         assert rpc.get_rpc_timeout() == 0.05
         late = [rpc.rpc_async("worker1", wait_at, args=(name,)) for _ in range(10)]
@@ -111,10 +111,10 @@ def defaults(name):
         assert not in_flight.done()
         rpc.rpc_sync("worker1", open_gate, args=(name,), timeout=0)
         assert [f.wait() for f in (in_flight, longer, unlimited)] == [True] * 3
-        rpc.set_default_timeout(0)
+        rpc.set_rpc_timeout(0)
         assert rpc.rpc_sync("worker1", add, args=(1, 2)) == 3
     finally:
-        rpc.set_default_timeout(60.0)
+        rpc.set_rpc_timeout(60.0)
 
 
 def test_the_default_limit(cluster):
@@ -148,7 +148,7 @@ def test_what_is_no_limit(timeout, kind, text):
                 start("a", max, args=(1, 2), timeout=timeout)
         if timeout != -1:
             with pytest.raises(kind, match=text):
-                rpc.set_default_timeout(timeout)
+                rpc.set_rpc_timeout(timeout)
         with pytest.raises(kind, match=text):
             rpc.RpcOptions(timeout=timeout)
 

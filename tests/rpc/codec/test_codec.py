@@ -211,13 +211,13 @@ def test_registered_types(allow_pickle):
     codec = Codec(FunctionTable(), allow_pickle=allow_pickle)
     seen = []
 
-    def encode(reference, parcel):
-        parcel.append(reference.key)
+    def encode(reference, message):
+        message.append(reference.key)
         seen.append(reference.key)
         return (reference.key, np.arange(3))
 
-    def decode(value, parcel):
-        parcel.append(value[0])
+    def decode(value, message):
+        message.append(value[0])
         seen.append(value)
         return _Reference(value[0])
 
@@ -236,13 +236,13 @@ def test_what_hooks_raise_comes_through(allow_pickle):
     """A deleted reference refuses to go, one to a stranger to come."""
     codec = Codec(FunctionTable(), allow_pickle=allow_pickle)
 
-    def fail(value, parcel):
+    def fail(value, message):
         raise RuntimeError(f"cannot fork {value!r}")
 
-    codec.register(_Reference, "out", fail, lambda value, parcel: value)
+    codec.register(_Reference, "out", fail, lambda value, message: value)
     with pytest.raises(RuntimeError, match="cannot fork"):
         codec.encode([_Reference(1)])
-    codec.register(nameable.Plain, "in", lambda plain, parcel: plain.x, fail)
+    codec.register(nameable.Plain, "in", lambda plain, message: plain.x, fail)
     tree, leaves = codec.encode((nameable.Plain(3),))
     with pytest.raises(RuntimeError, match="cannot fork 3"):
         codec.decode(tree, leaves)
@@ -252,7 +252,9 @@ def test_what_hooks_raise_comes_through(allow_pickle):
 def test_a_substitute_goes_and_stays(allow_pickle):
     """What its hook raises comes through, and it may be of a registered type."""
     codec = Codec(FunctionTable(), allow_pickle=allow_pickle)
-    codec.substitute(nameable.Plain, lambda plain, parcel: _Reference(plain.x + parcel))
+    codec.substitute(
+        nameable.Plain, lambda plain, message: _Reference(plain.x + message)
+    )
     codec.register(_Reference, "rref", lambda r, _: 10 * r.key, lambda v, _: (v,))
     plain = codec.encode([nameable.Plain(3), nameable.Plain(4)], 1)
     assert codec.decode(*by_wire(*plain)) == [(40,), (50,)]
@@ -275,7 +277,7 @@ class Cell:
 def test_what_arrives_as_something_else_is_no_key(how):
     codec = Codec(FunctionTable())
     if how == "substituted":
-        codec.substitute(Cell, lambda cell, parcel: {"of": "a cell"})
+        codec.substitute(Cell, lambda cell, message: {"of": "a cell"})
     else:
         codec.register(Cell, "cell", lambda *_: 1, lambda *_: Cell(), key=False)
     codec.encode([Cell(), {"cell": Cell()}])

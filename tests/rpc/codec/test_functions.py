@@ -271,7 +271,7 @@ HOSTILE = {
     "settings": "jdist.rpc.processes.process_settings:apply",
     "verify": "jdist.verify.__main__:main", "compat": "jdist._compat:trace",
     "cpu devices": "jdist._compat:set_cpu_device_count",
-    "replicas of processes": "jdist.matrix.processes:main",
+    "replicas of processes": "jdist.matrix.processes:serve",
     "jdist's import": "jdist.optim.sgd:requirement", "through jdist": "jdist:optim.jax",
     "errors' import": "jdist.rpc.base.errors:JdistError",
     # Nothing.

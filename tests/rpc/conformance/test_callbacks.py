@@ -106,12 +106,12 @@ def collect_many():
 
 
 def collect_late(name):
-    rpc.set_default_timeout(0.05)
+    rpc.set_rpc_timeout(0.05)
     try:
         with pytest.raises(rpc.RpcTimeout, match=RAN), rpc.wait_all_calls() as futures:
             rpc.rpc_async("worker1", wait_at, args=(name,))
     finally:
-        rpc.set_default_timeout(60.0)
+        rpc.set_rpc_timeout(60.0)
     assert futures[0].done()
     rpc.rpc_sync("worker1", open_gate, args=(name,))
 

@@ -36,7 +36,7 @@ def test_all_leave_at_once_without_calls(hosts):
 
 
 def numbers():
-    return rpc.debug_info(), current.agent().references.counts()
+    return rpc.debug_info(), current.worker().references.counts()
 
 
 AUTOGRAD = {"num_current_backward_passes", "num_autograd_contexts"}

@@ -57,7 +57,7 @@ def late_calls(function, expected):
         with pytest.raises(rpc.RpcTimeout, match=rf"{RAN} \(100 ms\)"):
             start(function, (20, 7), timeout=LIMIT)
     by_default = rpc.rpc_async("worker1", function, args=(20, 7))
-    rpc.set_default_timeout(LIMIT)
+    rpc.set_rpc_timeout(LIMIT)
     for start in (synchronous, asynchronous):
         with pytest.raises(rpc.RpcTimeout, match=rf"{RAN} \(100 ms\)"):
             start(function, (20, 7))
@@ -68,7 +68,7 @@ def late_calls(function, expected):
     assert by_default.wait() == expected[0]
     assert unlimited.wait() == expected[1]
     assert synchronous(function, (20, 5), timeout=0) == expected[2]
-    rpc.set_default_timeout(60)
+    rpc.set_rpc_timeout(60)
 
 
 FUNCTIONS = {

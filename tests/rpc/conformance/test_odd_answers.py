@@ -90,7 +90,7 @@ def all_calls_end_with_it(kind):
 
 def serves_nothing_else():
     """Returns once this worker serves this call alone; a leaked entry would stay."""
-    wait_until(lambda: len(current.agent().outstanding.served()) == 1)
+    wait_until(lambda: len(current.worker().outstanding.served()) == 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -106,14 +106,14 @@ class Nested:
 
 
 def register_nested():
-    codec = current.agent().codec
+    codec = current.worker().codec
 
-    def encode(nested, parcel):
+    def encode(nested, message):
         label = rpc.rpc_sync("worker3", upper, (nested.label,))
         tree, leaves = codec.encode({"array": nested.array})
         return [label, tree, leaves]
 
-    def decode(value, parcel):
+    def decode(value, message):
         label, tree, leaves = value
         return Nested(codec.decode(tree, leaves)["array"], label)
 

@@ -29,9 +29,9 @@ def call_with(timeout):
     assert rpc.wait_all(futures, timeout=timeout) == [2, 3, 4]
     assert futures[2].wait(timeout) == 4
     assert rpc.rpc_sync("worker1", relay, ("worker2", 3, 4), timeout=timeout) == 7
-    rpc.set_default_timeout(timeout)
+    rpc.set_rpc_timeout(timeout)
     assert rpc.rpc_async("worker2", add, args=(1, 5)).wait() == 6
-    rpc.set_default_timeout(60.0)
+    rpc.set_rpc_timeout(60.0)
     with pytest.raises(rpc.RpcTimeout, match=r"RPC ran for more than .*\(50 ms\)"):
         rpc.rpc_async("worker1", never, timeout=0.05).wait()
 

@@ -37,7 +37,7 @@ def worker(port):
     with nothing_left():
         join("worker0", 0, port, key=KEY)
         try:
-            yield current.agent()
+            yield current.worker()
         finally:
             rpc.shutdown()
 
@@ -65,7 +65,7 @@ def mad(worker):
 
 def is_gone():
     """Whether worker 0 is alone again, as the coordinator sees it and it itself."""
-    coordinator = current.agent().group.coordinator
+    coordinator = current.worker().group.coordinator
     with coordinator._lock:
         present = [member.info.name for member in coordinator._membership.present()]
     told = [info.name for info in rpc.get_worker_infos()]

@@ -87,7 +87,7 @@ def test_names_and_ranks_are_handed_out_again(elastic):
 def make(name, to, value):
     keep(name, rpc.remote(to, str, args=(value,)))
     assert kept(name) == str(value)
-    return _kept[who(), name]._rref
+    return _kept[who(), name]._handle.rref
 
 
 def share(name, to):
@@ -191,7 +191,7 @@ def test_rank_0_leaves_last(elastic):
 
 def await_the_coordinators_end():
     """It is told a moment after rank 0 itself has left."""
-    assert wait_for(lambda: current.agent().group._alone is not None)
+    assert wait_for(lambda: current.worker().group._alone is not None)
 
 
 def test_rank_0_has_no_patience(elastic):

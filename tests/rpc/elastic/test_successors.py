@@ -41,7 +41,7 @@ def replace(elastic, name):
 
 
 def has_number_of_a_successor():
-    info = current.agent().info
+    info = current.worker().info
     assert info.incarnation != info.id
 
 
@@ -59,7 +59,7 @@ def call_and_forget(through, *args):
 
 
 def taken_back():
-    return len(current.agent().callee._taken_back)
+    return len(current.worker().callee._taken_back)
 
 
 def test_tickets_of_a_predecessor_take_nothing_back(elastic):
@@ -86,20 +86,20 @@ def wait_for_taken_back(count):
 
 
 def is_serving(name, count=1):
-    served = current.agent().outstanding.served
+    served = current.worker().outstanding.served
     assert wait_for(lambda: [one.peer for one in served()].count(name) == count)
 
 
 def test_news_of_a_predecessors_end_come_late(threads):
     """What its successor has asked for goes on."""
-    agent = current.agent()
+    agent = current.worker()
     threads.join("worker1")
     before = agent.directory.find("worker1")
     leave(threads, "worker1")
     replace(threads, "worker1")
     running = threads.start("worker1", rpc.rpc_sync, "worker0", wait_at, ("late",))
     is_serving("worker1")
-    agent.part(before, "said again")
+    agent.drop_peer(before, "said again")
     (execution,) = agent.outstanding.served()
     assert execution.cancelled is None
     open_gate("late")
@@ -107,7 +107,7 @@ def test_news_of_a_predecessors_end_come_late(threads):
 
 
 def kept(to):
-    info = current.agent().directory.find(to).info
+    info = current.worker().directory.find(to).info
     _kept[:] = [info]
     return info.incarnation
 

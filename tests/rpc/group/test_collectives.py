@@ -118,7 +118,7 @@ def wait_for_part(cluster, names):
 
 
 def has_part(names):
-    coordinator = current.agent().group.coordinator
+    coordinator = current.worker().group.coordinator
     event, limit = threading.Event(), time.monotonic() + 60
     while time.monotonic() < limit:
         with coordinator._lock:
@@ -131,7 +131,7 @@ def has_part(names):
 
 def gather_too_late():
     """Within a call whose deadline has passed."""
-    agent, past = current.agent(), Deadline(time.monotonic() - 1, 0.5, True)
+    agent, past = current.worker(), Deadline(time.monotonic() - 1, 0.5, True)
     context = contextvars.copy_context()
     context.run(current.scope.set, Scope(agent, past))
     return context.run(seen, rpc.all_gather, 1, ["worker2", "worker3"])

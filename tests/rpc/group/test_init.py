@@ -183,7 +183,7 @@ def test_before_and_after(monkeypatch):
             lambda: rpc.rpc_sync("me", add, args=(1, 2)),
             lambda: rpc.rpc_async("me", add, args=(1, 2)),
             lambda: rpc.all_gather(1),
-            lambda: rpc.set_default_timeout(1),
+            lambda: rpc.set_rpc_timeout(1),
         ):
             with pytest.raises(rpc.RpcError, match=r"^RPC has not been initialized"):
                 call()

@@ -16,6 +16,8 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
+from jdist.rpc.base.thread_pool import ThreadPool
+from jdist.rpc.base.timer import Timer
 from jdist.rpc.group import liveness
 from jdist.rpc.group.rendezvous import ReservedPort
 from tests.rpc import casualties, hosts
@@ -134,9 +136,13 @@ def test_a_stop_in_the_midst_of_a_step_counts_as_a_whole(monkeypatch):
 
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + stopped)
     monkeypatch.setattr(liveness, "time", clock)
-    pace = liveness.Pace("pace", 0.2, step, memory=PATIENCE)
+    pool = ThreadPool("pool", 1)
+    timer = Timer("timer", pool)
+    pace = liveness.Pace(timer, 0.2, step, memory=PATIENCE)
     assert done.wait(PATIENCE)
     pace.close()
+    timer.close()
+    pool.close(PATIENCE)
     assert pace.held_up() >= 1000
     # What a step sees as it begins is judged by the moment for which it is told.
     assert max(passed for passed, _ in seen) < 1000
@@ -146,7 +152,7 @@ def test_a_stop_in_the_midst_of_a_step_counts_as_a_whole(monkeypatch):
 def test_what_a_worker_found_out_about_itself_is_kept(monkeypatch):
     """Its answer is the same when the stop that explains it was long ago."""
     with rpc.local_cluster(["here", "there"]), rpc.use_worker("here"):
-        group = current.agent().group
+        group = current.worker().group
         monkeypatch.setattr(group, "_held_up", lambda: "this worker was stopped")
         first = group.unreachable("barrier", "closed")
         monkeypatch.setattr(group, "_held_up", lambda: None)
@@ -163,8 +169,8 @@ def test_who_was_taken_for_lost_is_not_served():
     """It may not know yet, and connect anew."""
     with rpc.local_cluster(["here", "there"]):
         with rpc.use_worker("here"):
-            agent = current.agent()
-            agent.part(agent.directory.find("there"), "no sign of life")
+            agent = current.worker()
+            agent.drop_peer(agent.directory.find("there"), "no sign of life")
         with rpc.use_worker("there"):
             with pytest.raises(rpc.WorkerLost, match="'here' does not know 'there'"):
                 rpc.rpc_sync("here", max, (1, 2))

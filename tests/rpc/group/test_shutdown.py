@@ -10,8 +10,8 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.deadline import NEVER, Deadline
+from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.calls import outstanding_calls
-from jdist.rpc.calls.outstanding_calls import Operation
 from tests.rpc import collectives
 from tests.rpc.collectives import SAME, each
 from tests.rpc.hosts import become_worker, names, results
@@ -141,7 +141,7 @@ def leak_and_end(seconds):
     """A graceful end without a limit of its own."""
     outstanding_calls._OVERDUE = 0.05
     leaked = Leaked(Deadline(time.monotonic() + seconds, seconds))
-    current.agent().outstanding.send(leaked)
+    current.worker().outstanding.send(leaked)
     try:
         return end_with_error(rpc.RpcTimeout, 0)
     finally:

@@ -80,7 +80,7 @@ def shut_down_with_warnings():
 
 def never_give_up():
     """As if this worker's references were not released at the end."""
-    agent = current.agent()
+    agent = current.worker()
 
     class Hoarder(References):
         def release(self, deadline, seconds):
@@ -91,7 +91,7 @@ def never_give_up():
 
 def share(to):
     rpc.rpc_sync(to, keep, args=(rpc.RRef(5),))
-    return current.agent().info.id
+    return current.worker().info.id
 
 
 @pytest.mark.parametrize("leaks", ["warn", "error"])
@@ -163,7 +163,7 @@ def give_after_the_end():
     """Its worker is about to end, and has given up all that it had."""
     rref = rpc.remote("worker1", add, args=(1, 2))
     assert rref.to_here() == 3
-    agent = current.agent()
+    agent = current.worker()
     agent.references.released = True
     with pytest.raises(rpc.RpcError, match="Cannot call fork an UserRRef after deleti"):
         rpc.rpc_sync("worker2", identity, args=(rref,))
@@ -202,7 +202,7 @@ def use_in_all_ways():
 
 def has_lost(name):
     wait = threading.Event()
-    current.agent().group.on_lost(lambda lost, reason: lost == name and wait.set())
+    current.worker().group.on_lost(lambda lost, reason: lost == name and wait.set())
     assert wait.wait(casualties.PATIENCE)
 
 

@@ -46,7 +46,7 @@ def begin(request, hosts):
 
 def hurry():
     """What is not answered is sent again soon."""
-    current.agent().references.post.patience = 0.05
+    current.worker().references.delivery.patience = 0.05
 
 
 def forget():

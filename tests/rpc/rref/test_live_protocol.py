@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.group.coordinator import NAME
-from jdist.rpc.rref.wire import KINDS
+from jdist.rpc.rref.messages import KINDS
 from jdist.rpc.wire.in_process import InProcessTransport
 from jdist.rpc.wire.socket_transport import SocketTransport
 from tests.rpc.faults import FaultyTransport, Plan, Rule
@@ -43,7 +43,7 @@ def at_rest():
     """Whether this worker waits for nobody's answer about references."""
     told = references()
     waits = told["forks_under_way"] + told["pending_users"]
-    return not waits and current.agent().references.post.idle()
+    return not waits and current.worker().references.delivery.idle()
 
 
 class Value:
@@ -105,7 +105,7 @@ class Program(RuleBasedStateMachine):
             self.cluster.__enter__()
         for name in self.names:
             with rpc.use_worker(name):
-                current.agent().references.post.patience = 0.01
+                current.worker().references.delivery.patience = 0.01
         self.handles, self.calls, self.count = {}, {}, 0
 
     def number(self):

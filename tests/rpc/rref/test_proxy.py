@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jdist import rpc
-from jdist.rpc.codec.method import Method
+from jdist.rpc.rref.proxy import Method
 from tests.rpc.rref.common import (
     Counter,
     close_gate,

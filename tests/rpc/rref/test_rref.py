@@ -129,7 +129,7 @@ def elsewhere():
     with pytest.raises(rpc.RpcError, match=r"^For UserRRef") as caught:
         rref.local_value()
     text = str(caught.value)
-    assert text.startswith(f"For UserRRef(rref_id={rref._rref}, fork_id=")
+    assert text.startswith(f"For UserRRef(rref_id={rref._handle.rref}, fork_id=")
     assert "can't call local_value() (localValue() in torch) on user " in text
     assert f"{rpc.get_worker_info()}. Call it on owner {rref.owner()}" in text
 
@@ -140,7 +140,11 @@ def test_the_value_itself_is_on_its_owner_only(cluster):
 
 def ids_of_references():
     here, there = rpc.RRef(1), rpc.remote("worker0", add, args=(1, 2))
-    first, rref, fork = here._rref, there._rref, there._held.fork
+    first, rref, fork = (
+        here._handle.rref,
+        there._handle.rref,
+        there._handle.user_fork.fork,
+    )
     assert {first.created_on, rref.created_on, fork.created_on} == {3}
     assert (rref.local_id, fork.local_id) == (first.local_id + 1, first.local_id + 2)
     assert str(here) == f"OwnerRRef({first})"

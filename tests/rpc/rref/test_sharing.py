@@ -81,7 +81,7 @@ def home():
     again = rpc.rpc_sync("worker2", identity, args=(rref,))
     assert again.is_owner()
     assert again.local_value() is value
-    assert again._rref == rref._rref
+    assert again._handle.rref == rref._handle.rref
 
 
 def sent_back(rref):
@@ -321,7 +321,7 @@ def test_a_receiver_keeps_what_its_giver_dropped(cluster):
 
 def many_taken(count):
     """How many messages say that so many references have arrived."""
-    agent, sent = current.agent(), []
+    agent, sent = current.worker(), []
     call_async = agent.call_async
 
     def counting(to, kind, *rest):
@@ -332,7 +332,7 @@ def many_taken(count):
     try:
         rrefs = rpc.rpc_sync(OWNER, made, args=(count,))
         assert [rref.to_here() for rref in rrefs] == list(range(count))
-        wait_for(lambda: agent.references.post.idle())
+        wait_for(lambda: agent.references.delivery.idle())
     finally:
         del agent.call_async
     return collections.Counter(sent)

@@ -64,34 +64,6 @@ def test_a_timeout_between_frames_harms_nothing(pair):
     assert right.receive(None).id == 4
 
 
-@pytest.mark.parametrize("part", [0, 1, PREFIX_BYTES, PREFIX_BYTES + 5, -1])
-def test_a_brief_timeout_harms_nothing_anywhere(raw, part):
-    """Between frames or within one: what has come waits for who reads on."""
-    ours, theirs = raw
-    frame = call(1, np.arange(1000))
-    data = _bytes(frame)
-    theirs.sendall(data[:part])
-    with pytest.raises(TimeoutError, match="nothing was received in time"):
-        ours.receive_brief(time.monotonic() + 0.02)
-    theirs.sendall(data[part:] + _bytes(call(2)))
-    got = ours.receive_brief(soon())
-    np.testing.assert_array_equal(got.leaves[0], frame.leaves[0])
-    assert ours.receive_brief(soon()).id == 2
-
-
-def test_a_large_frame_is_left_to_who_has_time(raw):
-    """It is told at its beginning, and nothing of it is consumed."""
-    ours, theirs = raw
-    frame = call(1, np.arange(20_000))
-    data = _bytes(frame)
-    theirs.sendall(data[:PREFIX_BYTES])
-    receive = ours.receive_brief(soon())
-    assert callable(receive)
-    theirs.sendall(data[PREFIX_BYTES:] + _bytes(call(2)))
-    np.testing.assert_array_equal(receive().leaves[0], frame.leaves[0])
-    assert ours.receive_brief(soon()).id == 2
-
-
 @pytest.mark.parametrize("part", [1, PREFIX_BYTES, PREFIX_BYTES + 5, -1])
 def test_a_timeout_within_a_frame_closes(raw, part):
     """In the prefix, the header or the body: what follows could not be understood."""

@@ -128,7 +128,7 @@ def test_memory_behind_descriptors_may_be_larger(rng):
 
 
 def test_metadata_that_cannot_travel():
-    """Parts built on rpc learn at once what they may put there."""
+    """Packages built on rpc learn at once what they may put there."""
     with pytest.raises(TypeError, match="unsupported"):
         framing.pack(_frame(meta={"x": object()}))
 

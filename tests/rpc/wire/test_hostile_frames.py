@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
-from jdist.rpc.calls.remote_exception import describe
 from jdist.rpc.codec import Codec, codes
 from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire import framing
 from jdist.rpc.wire.frame import Frame
 from tests.rpc import nameable

@@ -18,7 +18,7 @@ def made(kind):
 
 
 def blocks():
-    return len(current.agent()._transport._pool._blocks)
+    return len(current.worker()._transport._pool._blocks)
 
 
 def ask_again_and_again(kind):

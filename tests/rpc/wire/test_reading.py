@@ -1,4 +1,4 @@
-"""Who reads a connection that many calls share, and that everybody gets his answer."""
+"""Many calls share a connection, and each gets its answer."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from jdist.rpc.base.future import watch
 from tests.rpc.sockets import wait_until
 
 PATIENCE = 60
-LARGE = 30_000  # float64: more than is read on a thread that waits.
+LARGE = 30_000  # float64: more than the buffer of a connection.
 
 _gates = {}
 
@@ -86,7 +86,7 @@ def many_waits(to):
             if not (got == -x).all():
                 wrong.append((seed, i))
 
-    acting = current.agent()
+    acting = current.worker()
     threads = [
         threading.Thread(target=run_as, args=(acting, wait, seed)) for seed in range(12)
     ]
@@ -166,7 +166,7 @@ def test_a_callback_may_wait_for_an_answer(cluster):
 
 
 def large_answers(to):
-    """What takes longer to read is read by a thread without a deadline."""
+    """Beside a small one that comes behind them."""
     futures = [rpc.rpc_async(to, numbers, args=(i, LARGE * i)) for i in range(4)]
     last = rpc.rpc_async(to, negative, args=(4,))
     assert last.wait(PATIENCE) == -4
@@ -213,51 +213,33 @@ def test_a_value_is_fetched_behind_its_creation(cluster):
     cluster.run(0, creations, "worker1")
 
 
-def interrupted(to):
-    """An interrupt of a thread that reads costs this connection, and not the next one.
-
-    Python's own come on the main thread alone, which does not read.
-    """
-    stuck = rpc.rpc_async(to, pass_gate, args=("interrupted", 1))
+def failing_reader(to):
+    """It costs the calls of this connection, and not the next one."""
+    stuck = rpc.rpc_async(to, pass_gate, args=("failing", 1))
     assert rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE) == -1
-    stream = current.agent().directory.find(to).shared._channel._stream
-    receive, raised = stream.receive_into, []
-    reader = threading.Thread(target=read_in_vain, args=(to, current.agent(), raised))
+    stream = current.worker().directory.find(to).shared._channel._stream
 
-    def interrupt(*args):
-        if threading.current_thread() is reader:
-            raise KeyboardInterrupt("Ctrl-C")
-        return receive(*args)
+    def fail(*args):
+        raise KeyboardInterrupt("from nowhere")
 
-    stream.receive_into = interrupt
-    reader.start()
-    reader.join(PATIENCE)
-    assert raised == ["Ctrl-C"]
-    with pytest.raises(rpc.WorkerLost, match="receiving was interrupted"):
+    # The reader waits within the first one, and has the second one for the next answer.
+    stream.receive_into = fail
+    assert rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE) == -1
+    with pytest.raises(rpc.WorkerLost, match="its reader failed: KeyboardInterrupt"):
         stuck.wait(PATIENCE)
-    rpc.rpc_sync(to, open_gate, args=("interrupted",))
+    rpc.rpc_sync(to, open_gate, args=("failing",))
     assert rpc.rpc_async(to, negative, args=(2,)).wait(PATIENCE) == -2
 
 
-def read_in_vain(to, acting, raised):
-    """Another thread may be reading when the first ones wait."""
-    with current.acting_as(acting):
-        try:
-            for _ in range(1000):
-                rpc.rpc_async(to, negative, args=(1,)).wait(PATIENCE)
-        except KeyboardInterrupt as error:
-            raised.append(str(error))
-
-
-def test_an_interrupted_reader(processes):
-    processes.run(0, interrupted, "worker2")
+def test_a_reader_that_fails_ends_its_calls(processes):
+    processes.run(0, failing_reader, "worker2")
 
 
 def interrupted_wait(to):
     """Ctrl-C ends the wait of the main thread, and nothing else."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stuck = rpc.rpc_async(to, pass_gate, args=("awaited", 1))
-    shared = current.agent().directory.find(to).shared
+    shared = current.worker().directory.find(to).shared
     interrupter = threading.Thread(target=interrupt_blocked)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
@@ -265,7 +247,7 @@ def interrupted_wait(to):
     interrupter.join()
     rpc.rpc_sync(to, open_gate, args=("awaited",))
     assert stuck.wait(PATIENCE) == 1
-    assert current.agent().directory.find(to).shared is shared
+    assert current.worker().directory.find(to).shared is shared
 
 
 def interrupt_blocked():

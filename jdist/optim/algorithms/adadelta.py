@@ -1,0 +1,95 @@
+"""Adadelta: steps as long as past steps, relative to past gradients.
+
+g   <- -g                                         if maximize
+g   <- g + weight_decay * p
+s   <- rho * s + (1 - rho) * g^2
+d   =  sqrt(a + eps) / sqrt(s + eps) * g          with a from before this step
+a   <- rho * a + (1 - rho) * d^2                  of d before lr
+p   <- p - lr * d
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, Rule, flag
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import average, penalized
+
+UP_TO_1 = Rule("must be at least 0 and at most 1", lambda x: x >= 0 and x <= 1)
+
+
+class AdadeltaState(NamedTuple):
+    """State of one parameter; arrays have its shape and dtype."""
+
+    step: jax.Array
+    """Steps taken with a gradient, int32 scalar."""
+
+    square_avg: jax.Array
+    """Moving average of the squared gradient."""
+
+    acc_delta: jax.Array
+    """Moving average of the squared step, before lr."""
+
+
+def adadelta(
+    *,
+    lr: Number = 1.0,
+    rho: Number = 0.9,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    maximize: bool = False,
+) -> Optimizer:
+    """Adadelta, as `torch.optim.Adadelta` and `_FunctionalAdadelta`.
+
+    Args:
+      lr: Factor of the step, at least 0.
+      rho: Decay of both averages, in [0, 1].
+      eps: At least 0; added inside both square roots. It sets the first step's length.
+      weight_decay: L2 penalty, at least 0.
+      maximize: Ascend. The weight decay still shrinks the parameter.
+
+    Raises:
+      ValueError: A hyperparameter is out of range.
+      TypeError: A hyperparameter is no number, or a flag no bool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt = adadelta(eps=1e-2)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.6855', '2.2673']
+
+    References:
+      `torch.optim.adadelta._single_tensor_adadelta`, torch 2.13; Zeiler, Adadelta,
+      arXiv:1212.5701, algorithm 1.
+    """
+
+    def init_leaf(param: jax.Array) -> AdadeltaState:
+        return AdadeltaState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
+
+    def step_leaf(
+        param: jax.Array, grad: jax.Array, state: AdadeltaState, h: SimpleNamespace
+    ) -> tuple[Update, AdadeltaState]:
+        grad = penalized(param, grad, h)
+        square = average(state.square_avg, grad * grad, h.rho)
+        delta = jnp.sqrt(state.acc_delta + h.eps) / jnp.sqrt(square + h.eps) * grad
+        acc_delta = average(state.acc_delta, delta * delta, h.rho)
+        new = AdadeltaState(state.step + 1, square, acc_delta)
+        return Update(-h.lr * delta), new
+
+    return leafwise(
+        "adadelta",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter("rho", rho, (UP_TO_1,)),
+            Hyperparameter("eps", eps, (AT_LEAST_0,)),
+            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
+            flag("maximize", maximize),
+        ],
+        init_leaf,
+        step_leaf,
+    )

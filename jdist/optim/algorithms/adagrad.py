@@ -1,0 +1,100 @@
+"""Adagrad: each coordinate divided by the root of its summed squares.
+
+g   <- -g                       if maximize
+g   <- g + weight_decay * p
+s   <- s + g^2                  from initial_accumulator_value
+p   <- p - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, flag
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import penalized
+
+
+class AdagradState(NamedTuple):
+    """State of one parameter."""
+
+    step: jax.Array
+    """Steps taken with a gradient, int32 scalar."""
+
+    sum: jax.Array
+    """Sum of squared gradients; shape and dtype of the parameter."""
+
+
+def adagrad(
+    *,
+    lr: Number = 1e-2,
+    lr_decay: Number = 0.0,
+    weight_decay: Number = 0.0,
+    initial_accumulator_value: Number = 0.0,
+    eps: Number = 1e-10,
+    maximize: bool = False,
+) -> Optimizer:
+    """Adagrad, as `torch.optim.Adagrad` and `_FunctionalAdagrad`.
+
+    torch's functional class fails when a gradient is None; here, as everywhere, that
+    parameter is skipped. Its warm-up arguments, which it never uses, are left out.
+
+    Args:
+      lr: Learning rate, at least 0.
+      lr_decay: At least 0; the rate falls as 1 / (1 + (t - 1) * lr_decay).
+      weight_decay: L2 penalty, at least 0.
+      initial_accumulator_value: Where the sum starts, at least 0; `init` uses it, so
+        it is no schedule and no step can override it. Both parts of a complex
+        parameter start there.
+      eps: At least 0; added outside the square root.
+      maximize: Ascend. The weight decay still shrinks the parameter.
+
+    Raises:
+      ValueError: A hyperparameter is out of range.
+      TypeError: A hyperparameter is no number, or a flag no bool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt = adagrad(lr=0.1)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0]
+      Array([0.9, 2.1], dtype=float32)
+
+    References:
+      `torch.optim.adagrad._single_tensor_adagrad`, torch 2.13; Duchi et al., Adaptive
+      subgradient methods, JMLR 12, 2011.
+    """
+
+    def init_leaf(param: jax.Array) -> AdagradState:
+        start = jnp.asarray(initial_accumulator_value, param.dtype)
+        return AdagradState(count_zero(), jnp.full_like(param, start))
+
+    def step_leaf(
+        param: jax.Array, grad: jax.Array, state: AdagradState, h: SimpleNamespace
+    ) -> tuple[Update, AdagradState]:
+        grad = penalized(param, grad, h)
+        total = state.sum + grad * grad
+        size = h.lr / (1 + state.step.astype(param.dtype) * h.lr_decay)
+        delta = -size * (grad / (jnp.sqrt(total) + h.eps))
+        return Update(delta), AdagradState(state.step + 1, total)
+
+    return leafwise(
+        "adagrad",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter("lr_decay", lr_decay, (AT_LEAST_0,)),
+            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
+            Hyperparameter(
+                "initial_accumulator_value",
+                initial_accumulator_value,
+                (AT_LEAST_0,),
+                "only `init` uses it",
+            ),
+            Hyperparameter("eps", eps, (AT_LEAST_0,)),
+            flag("maximize", maximize),
+        ],
+        init_leaf,
+        step_leaf,
+    )

@@ -1,0 +1,139 @@
+"""Adam, its AMSGrad form, and decoupled weight decay (AdamW), as torch computes them.
+
+    g  <- -g                              if maximize
+    g  <- g + weight_decay * p            unless decoupled
+    p  <- p * (1 - lr * weight_decay)     if decoupled: before the moments, g unchanged
+    m  <- beta1 * m + (1 - beta1) * g
+    v  <- beta2 * v + (1 - beta2) * g^2
+    u  <- max(u, v)                       if amsgrad: of the *uncorrected* v; else v
+    p  <- p - lr / c1 * m / (sqrt(u) / sqrt(c2) + eps)
+    where c1 = 1 - beta1^t,  c2 = 1 - beta2^t,  t = 1 at the first step
+
+The last line is computed as p - (lr * sqrt(c2) / c1) * m / (sqrt(u) + eps * sqrt(c2)):
+the same number with one division per element.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    BELOW_1,
+    Hyperparameter,
+    Number,
+    flag,
+)
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import (
+    ascending,
+    average,
+    decay,
+    one_minus_power,
+    penalized,
+)
+
+
+class AdamState(NamedTuple):
+    """State of one parameter; arrays have its shape and dtype."""
+
+    step: jax.Array
+    """Steps taken with a gradient, int32 scalar."""
+
+    exp_avg: jax.Array
+    """Moving average of the gradient, m."""
+
+    exp_avg_sq: jax.Array
+    """Moving average of its square, v."""
+
+    max_exp_avg_sq: jax.Array | None
+    """Largest v so far; None without amsgrad."""
+
+
+def adam(
+    *,
+    lr: Number = 1e-3,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+) -> Optimizer:
+    """Adam, as `torch.optim.Adam` and `_FunctionalAdam`.
+
+    Args:
+      lr: Learning rate, at least 0.
+      betas: Decays of the averages of the gradient and of its square, in [0, 1).
+      eps: At least 0; added outside the square root.
+      weight_decay: At least 0: an L2 penalty, or decoupled.
+      amsgrad: Divide by the largest v so far.
+      maximize: Ascend. The weight decay still shrinks the parameter.
+      decoupled_weight_decay: Shrink the parameter instead of adding to the gradient.
+
+    Raises:
+      ValueError: A hyperparameter is out of range.
+      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt = adam(lr=0.1)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> params, state = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> params                                 # the first step has length lr
+      Array([0.9, 2.1], dtype=float32)
+
+    References:
+      `torch.optim.adam._single_tensor_adam`, torch 2.13; Kingma and Ba, Adam, ICLR
+      2015, algorithm 1; Reddi et al., On the convergence of Adam and beyond, ICLR 2018.
+    """
+    return adam_form(
+        "adam",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
+            Hyperparameter("eps", eps, (AT_LEAST_0,)),
+            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
+            flag("amsgrad", amsgrad),
+            flag("maximize", maximize),
+            flag("decoupled_weight_decay", decoupled_weight_decay),
+        ],
+        amsgrad=amsgrad,
+        decoupled=decoupled_weight_decay,
+    )
+
+
+def adam_form(
+    name: str,
+    hyperparameters: Sequence[Hyperparameter],
+    *,
+    amsgrad: bool,
+    decoupled: bool,
+) -> Optimizer:
+    """The rule of Adam and AdamW."""
+
+    def init_leaf(param: jax.Array) -> AdamState:
+        m, v = jnp.zeros_like(param), jnp.zeros_like(param)
+        return AdamState(count_zero(), m, v, jnp.zeros_like(param) if amsgrad else None)
+
+    def step_leaf(
+        param: jax.Array, grad: jax.Array, state: AdamState, h: SimpleNamespace
+    ) -> tuple[Update, AdamState]:
+        grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
+        beta1, beta2 = h.betas
+        step = state.step + 1
+        t = step.astype(param.dtype)
+        m = average(state.exp_avg, grad, beta1)
+        v = average(state.exp_avg_sq, grad * grad, beta2)
+        largest = state.max_exp_avg_sq
+        largest = None if largest is None else jnp.maximum(largest, v)
+        root_c2 = jnp.sqrt(one_minus_power(beta2, t))
+        size = h.lr * root_c2 / one_minus_power(beta1, t)
+        denominator = jnp.sqrt(v if largest is None else largest) + h.eps * root_c2
+        update = Update(-size * (m / denominator), decay(h) if decoupled else 0)
+        return update, AdamState(step, m, v, largest)
+
+    return leafwise(name, hyperparameters, init_leaf, step_leaf)

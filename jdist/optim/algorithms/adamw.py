@@ -1,0 +1,64 @@
+"""AdamW: Adam with decoupled weight decay; the formula stands in `adam`."""
+
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    BELOW_1,
+    Hyperparameter,
+    Number,
+    flag,
+)
+from jdist.optim._optimizer import Optimizer
+from jdist.optim.algorithms.adam import adam_form
+
+
+def adamw(
+    *,
+    lr: Number = 1e-3,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 1e-2,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """AdamW, as `torch.optim.AdamW` and `_FunctionalAdamW`.
+
+    The parameter is multiplied by 1 - lr * weight_decay before the moments are updated,
+    and the gradient is not touched. (optax's default decay is 1e-4, torch's 1e-2.)
+
+    Args:
+      lr: Learning rate, at least 0.
+      betas: Decays of the averages of the gradient and of its square, in [0, 1).
+      eps: At least 0; added outside the square root.
+      weight_decay: At least 0.
+      amsgrad: Divide by the largest v so far.
+      maximize: Ascend. The weight decay still shrinks the parameter.
+
+    Raises:
+      ValueError: A hyperparameter is out of range.
+      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt = adamw(lr=0.1, weight_decay=0.5)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.8500', '2.0000']
+
+    References:
+      `torch.optim.adamw.AdamW`, torch 2.13; Loshchilov and Hutter, Decoupled weight
+      decay regularization, ICLR 2019, algorithm 2.
+    """
+    return adam_form(
+        "adamw",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
+            Hyperparameter("eps", eps, (AT_LEAST_0,)),
+            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
+            flag("amsgrad", amsgrad),
+            flag("maximize", maximize),
+        ],
+        amsgrad=amsgrad,
+        decoupled=True,
+    )

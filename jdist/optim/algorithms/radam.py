@@ -1,0 +1,149 @@
+"""RAdam: Adam that waits until its second moment can be trusted.
+
+    g    <- -g                                 if maximize
+    g    <- g + weight_decay * p               unless decoupled
+    p    <- p * (1 - lr * weight_decay)        if decoupled
+    m    <- beta1 * m + (1 - beta1) * g
+    v    <- beta2 * v + (1 - beta2) * g^2
+    rho  =  R - 2 t beta2^t / (1 - beta2^t),   R = 2 / (1 - beta2) - 1
+    r    =  sqrt((rho - 4) (rho - 2) R / ((R - 4) (R - 2) rho))
+    p    <- p - lr * m / (1 - beta1^t) * r * sqrt(1 - beta2^t) / (sqrt(v) + eps)
+                                               if rho > 5
+            p - lr * m / (1 - beta1^t)         else
+
+As it stands, rho is the small difference of two large numbers: about 5 out of 2000 in
+the early steps, where r is smallest and float32 would leave three digits of it. With
+x = -log(beta2) and L(y) = coth(y) - 1/y, which is small for small y, it is also
+
+    rho  =  t + L(x/2) - t L(x t/2)
+
+because R = coth(x/2) and 2 beta2^t / (1 - beta2^t) = coth(x t/2) - 1; the poles cancel.
+"""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.optim._hyperparameters import (
+    AT_LEAST_0,
+    BELOW_1,
+    Hyperparameter,
+    Number,
+    flag,
+)
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import (
+    ascending,
+    average,
+    decay,
+    log,
+    one_minus_power,
+    penalized,
+)
+
+
+class RAdamState(NamedTuple):
+    """State of one parameter; arrays have its shape and dtype."""
+
+    step: jax.Array
+    """Steps taken with a gradient, int32 scalar."""
+
+    exp_avg: jax.Array
+    """Moving average of the gradient, m."""
+
+    exp_avg_sq: jax.Array
+    """Moving average of its square, v."""
+
+
+def radam(
+    *,
+    lr: Number = 1e-3,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """RAdam, as `torch.optim.RAdam`. (torch has no functional class of it.)
+
+    Args:
+      lr: Learning rate, at least 0. The first steps, up to the fifth with the default
+        betas, are plain momentum steps: as long as the gradient is large.
+      betas: Decays of the averages of the gradient and of its square, in [0, 1).
+      eps: At least 0; added outside the square root, before the bias correction.
+      weight_decay: At least 0: an L2 penalty, or decoupled.
+      decoupled_weight_decay: Shrink the parameter instead of adding to the gradient.
+      maximize: Ascend. The weight decay still shrinks the parameter.
+
+    Raises:
+      ValueError: A hyperparameter is out of range.
+      TypeError: A hyperparameter is no number, `betas` no pair, or a flag no bool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt = radam(lr=0.1)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> new, _ = opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))
+      >>> [f"{p:.4f}" for p in new]
+      ['0.7000', '2.0500']
+
+    References:
+      `torch.optim.radam._single_tensor_radam`, torch 2.13; Liu et al., On the variance
+      of the adaptive learning rate and beyond, ICLR 2020, algorithm 2.
+    """
+
+    def init_leaf(param: jax.Array) -> RAdamState:
+        return RAdamState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
+
+    def step_leaf(
+        param: jax.Array, grad: jax.Array, state: RAdamState, h: SimpleNamespace
+    ) -> tuple[Update, RAdamState]:
+        decoupled = decoupled_weight_decay
+        grad = ascending(grad, h) if decoupled else penalized(param, grad, h)
+        beta1, beta2 = h.betas
+        step = state.step + 1
+        t = step.astype(param.dtype)
+        m = average(state.exp_avg, grad, beta1)
+        v = average(state.exp_avg_sq, grad * grad, beta2)
+        rho, rectifier = _rectifier(beta2, t)
+        size = h.lr / one_minus_power(beta1, t)
+        rectified = rectifier * jnp.sqrt(one_minus_power(beta2, t))
+        delta = -size * jnp.where(rho > 5, m * (rectified / (jnp.sqrt(v) + h.eps)), m)
+        update = Update(delta, decay(h) if decoupled else 0)
+        return update, RAdamState(step, m, v)
+
+    return leafwise(
+        "radam",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter("betas", betas, (BELOW_1, BELOW_1)),
+            Hyperparameter("eps", eps, (AT_LEAST_0,)),
+            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
+            flag("decoupled_weight_decay", decoupled_weight_decay),
+            flag("maximize", maximize),
+        ],
+        init_leaf,
+        step_leaf,
+    )
+
+
+def _rectifier(beta2: Any, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """rho at step t, and r; r means something only where rho > 5."""
+    longest = (1 + beta2) / (1 - beta2)
+    x = -log(beta2)
+    # Each form where it is exact: the poles are harmless once x t / 2 is not small.
+    rho = jnp.where(
+        x * t < 0.2,
+        t + _langevin(jnp.asarray(x / 2, t.dtype)) - t * _langevin(x * t / 2),
+        longest - 2 * t / jnp.expm1(x * t),
+    )
+    square = (rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho)
+    return rho, jnp.sqrt(jnp.maximum(square, 0))
+
+
+def _langevin(y: jax.Array) -> jax.Array:
+    """coth(y) - 1/y for 0 < y <= 0.1, by its series: the next term is below 1e-15."""
+    z = y * y
+    return y * (1 / 3 - z * (1 / 45 - z * (2 / 945 - z * (1 / 4725 - z * 2 / 93555))))

@@ -1,0 +1,104 @@
+"""Rprop: a step length per coordinate, which grows while the sign stays.
+
+    g     <- -g                                       if maximize
+    f     =  eta+ if g * g' > 0,  eta- if g * g' < 0,  1 if it is 0
+    l     <- clamp(l * f, smallest, largest)          l = lr before the first step
+    g     <- 0  where f = eta-                        no move after a change of sign
+    p     <- p - sign(g) * l
+    g'    <- g                                        0 before the first step
+
+The first step moves by lr. (`optax.rprop` makes no move there.)
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.optim._hyperparameters import AT_LEAST_0, Hyperparameter, Number, Rule, flag
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import ascending
+
+SHRINKS = Rule("must be above 0 and below 1", lambda x: x > 0 and x < 1)
+GROWS = Rule("must be above 1", lambda x: x > 1)
+
+
+class RpropState(NamedTuple):
+    """State of one parameter; arrays have its shape and dtype."""
+
+    step: jax.Array
+    """Steps taken with a gradient, int32 scalar."""
+
+    prev: jax.Array
+    """The last gradient; 0 where the last step saw a change of sign."""
+
+    step_size: jax.Array
+    """The length of the next step, before its factor; 0 before the first step."""
+
+
+def rprop(
+    *,
+    lr: Number = 1e-2,
+    etas: tuple[Number, Number] = (0.5, 1.2),
+    step_sizes: tuple[Number, Number] = (1e-6, 50.0),
+    maximize: bool = False,
+) -> Optimizer:
+    """Rprop, as `torch.optim.Rprop` and `_FunctionalRprop`.
+
+    Args:
+      lr: The length of a leaf's first step, at least 0, subject to `step_sizes`; no
+        later step uses it.
+      etas: Factors of the length after a change of sign, in (0, 1), and without one,
+        above 1.
+      step_sizes: Smallest and largest length, at least 0.
+      maximize: Ascend.
+
+    Raises:
+      ValueError: A hyperparameter is out of range.
+      TypeError: A hyperparameter is no number, a pair no pair, or a flag no bool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt = rprop(lr=0.1)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt.step(params, jnp.array([3.0, -0.5]), opt.init(params))[0]
+      Array([0.9, 2.1], dtype=float32)
+
+    References:
+      `torch.optim.rprop._single_tensor_rprop`, torch 2.13; Riedmiller and Braun, A
+      direct adaptive method for faster backpropagation learning, ICNN 1993; the form
+      without backtracking of Igel and Huesken, 2000 (iRprop-).
+    """
+
+    def init_leaf(param: jax.Array) -> RpropState:
+        return RpropState(count_zero(), jnp.zeros_like(param), jnp.zeros_like(param))
+
+    def step_leaf(
+        param: jax.Array, grad: jax.Array, state: RpropState, h: SimpleNamespace
+    ) -> tuple[Update, RpropState]:
+        grad = ascending(grad, h)
+        shrink, grow = h.etas
+        agreement = grad * state.prev
+        factor = jnp.where(
+            agreement > 0, grow, jnp.where(agreement < 0, shrink, 1.0)
+        ).astype(param.dtype)
+        # torch makes the state at the first step, so that the rate of that step counts.
+        length = jnp.where(state.step == 0, h.lr, state.step_size).astype(param.dtype)
+        length = jnp.clip(length * factor, *h.step_sizes)
+        grad = jnp.where(agreement < 0, 0, grad)
+        return Update(-jnp.sign(grad) * length), RpropState(
+            state.step + 1, grad, length
+        )
+
+    return leafwise(
+        "rprop",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter("etas", etas, (SHRINKS, GROWS)),
+            Hyperparameter("step_sizes", step_sizes, (AT_LEAST_0, AT_LEAST_0)),
+            flag("maximize", maximize),
+        ],
+        init_leaf,
+        step_leaf,
+    )

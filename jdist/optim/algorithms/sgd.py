@@ -1,0 +1,119 @@
+"""Stochastic gradient descent with torch's momentum, dampening and Nesterov forms.
+
+    g  <- -g                                    if maximize
+    g  <- g + weight_decay * p
+    b  <- g                                     at the first step: not dampened
+          momentum * b + (1 - dampening) * g    later
+    g  <- g + momentum * b                      if nesterov, else b
+    p  <- p - lr * g
+
+Without momentum, g is used as it is and no buffer is kept.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist.optim._hyperparameters import (
+    A_NUMBER,
+    AT_LEAST_0,
+    Hyperparameter,
+    Number,
+    Rule,
+    flag,
+    known_zero,
+)
+from jdist.optim._optimizer import Optimizer, Update, count_zero, leafwise
+from jdist.optim.algorithms.terms import penalized
+
+ABOVE_0 = Rule("must be above 0 with nesterov", lambda x: x > 0)
+EXACTLY_0 = Rule("must be 0 with nesterov", lambda x: x == 0)
+
+
+class SGDState(NamedTuple):
+    """State of one parameter."""
+
+    step: jax.Array
+    """Steps taken with a gradient, int32 scalar."""
+
+    momentum_buffer: jax.Array | None
+    """Shape and dtype of the parameter; None when built with momentum 0."""
+
+
+def sgd(
+    *,
+    lr: Number = 1e-2,
+    momentum: Number = 0.0,
+    dampening: Number = 0.0,
+    weight_decay: Number = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Stochastic gradient descent, as `torch.optim.SGD` and `_FunctionalSGD`.
+
+    Args:
+      lr: Learning rate, at least 0. (torch's functional class has 1e-2, like this;
+        `torch.optim.SGD` has 1e-3.)
+      momentum: At least 0. With a plain 0 no buffer is kept, and no step can override
+        it. An override of 0 in an optimizer that has a buffer is one step without
+        memory: the buffer becomes the (dampened) gradient.
+      dampening: Subtracted from 1 to scale what enters the buffer, except at the first
+        step, when the gradient enters whole.
+      weight_decay: L2 penalty, at least 0; added to the gradient.
+      nesterov: Look ahead by one momentum step; needs momentum and no dampening.
+      maximize: Ascend. The weight decay still shrinks the parameter.
+
+    Raises:
+      ValueError: A hyperparameter is out of range, or nesterov without momentum or
+        with dampening.
+      TypeError: A hyperparameter is no number, or a flag no bool.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt = sgd(lr=0.1, momentum=0.9)
+      >>> params = {"w": jnp.array([1.0, 2.0])}
+      >>> state = opt.init(params)
+      >>> params, state = opt.step(params, {"w": jnp.array([1.0, -1.0])}, state)
+      >>> params["w"]
+      Array([0.9, 2.1], dtype=float32)
+
+    References:
+      `torch.optim.sgd._single_tensor_sgd`, torch 2.13; Sutskever et al., On the
+      importance of initialization and momentum in deep learning, ICML 2013.
+    """
+    has_buffer = not known_zero(momentum)
+
+    def init_leaf(param: jax.Array) -> SGDState:
+        return SGDState(count_zero(), jnp.zeros_like(param) if has_buffer else None)
+
+    def step_leaf(
+        param: jax.Array, grad: jax.Array, state: SGDState, h: SimpleNamespace
+    ) -> tuple[Update, SGDState]:
+        grad = penalized(param, grad, h)
+        buffer = state.momentum_buffer
+        if buffer is not None:
+            later = h.momentum * buffer + (1 - h.dampening) * grad
+            buffer = jnp.where(state.step == 0, grad, later)
+            grad = grad + h.momentum * buffer if nesterov else buffer
+        return Update(-h.lr * grad), SGDState(state.step + 1, buffer)
+
+    no_buffer = "" if has_buffer else "built with momentum 0, it keeps no buffer"
+    return leafwise(
+        "sgd",
+        [
+            Hyperparameter("lr", lr, (AT_LEAST_0,)),
+            Hyperparameter(
+                "momentum", momentum, (ABOVE_0 if nesterov else AT_LEAST_0,), no_buffer
+            ),
+            Hyperparameter(
+                "dampening", dampening, (EXACTLY_0 if nesterov else A_NUMBER,)
+            ),
+            Hyperparameter("weight_decay", weight_decay, (AT_LEAST_0,)),
+            flag("nesterov", nesterov),
+            flag("maximize", maximize),
+        ],
+        init_leaf,
+        step_leaf,
+    )

@@ -1,0 +1,11 @@
+"""What other parts of jdist may use of the optimizers, beside the face.
+
+Where the leaves of a model are in several places (stages of a pipeline, owners of
+remote parameters) the norm is made of the squares that each place sums up, and each
+place scales its own gradients.
+"""
+
+from jdist.optim._hyperparameters import check_overrides
+from jdist.optim.clipping import scaled, shrinking, square, sum_of
+
+__all__ = ["check_overrides", "scaled", "shrinking", "square", "sum_of"]

@@ -1,0 +1,166 @@
+"""The function of a stage that is put together from modules."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jdist._tree import PyTree, is_none, named_leaves, path_of
+from jdist.pipeline.stages.stage import outputs_by_name
+
+__all__ = [
+    "ModuleCall",
+    "SharedParameter",
+    "StageProgram",
+    "leaves_below",
+    "with_shared",
+    "without_shared",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """The call of one module in a program in which no value is written twice.
+
+    Attributes:
+      module: Name of the module.
+      fn: Its function.
+      reads: Names of its inputs.
+      writes: Names of its outputs.
+      stateful: Whether it takes its state.
+      keyed: Whether it takes a key.
+      returns_state: Whether it returns its state beside the outputs.
+    """
+
+    module: str
+    fn: Callable[..., PyTree]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    stateful: bool = False
+    keyed: bool = False
+    returns_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """Parameters that a module shares with an earlier one of its stage.
+
+    The stage keeps them once, in the earlier module.
+
+    Attributes:
+      module: Name of the module.
+      path: Path at which it expects them.
+      source: Name of the earlier module.
+      source_path: Path at which they are stored there.
+    """
+
+    module: str
+    path: str
+    source: str
+    source_path: str
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class StageProgram:
+    """A stage's function: `program(params, [state,] *inputs[, key])`.
+
+    Equal programs compute the same, so that a compiled one serves the other.
+
+    Attributes:
+      calls: The calls of the stage's modules, in order.
+      inputs: Names of its inputs.
+      outputs: Names of its outputs; a single one is returned alone.
+      shared: Parameters that modules of the stage share.
+      evaluation: Whether the state is not returned.
+    """
+
+    calls: tuple[ModuleCall, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    evaluation: bool = False
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a module has a state."""
+        return any(call.stateful for call in self.calls)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether a module takes a key."""
+        return any(call.keyed for call in self.calls)
+
+    def __call__(self, params: Mapping[str, PyTree], *given: PyTree) -> PyTree:
+        """Runs it; parameters and states are those of its modules by name."""
+        arguments = list(given)
+        key: PyTree = arguments.pop() if self.keyed else None
+        state = arguments.pop(0) if self.stateful else {}
+        whole, after = with_shared(params, self.shared), dict(state)
+        values = dict(zip(self.inputs, arguments, strict=True))
+        for number, call in enumerate(self.calls):
+            taken = [state[call.module]] if call.stateful else []
+            taken += [values[name] for name in call.reads]
+            if call.keyed:
+                taken.append(jax.random.fold_in(key, number))
+            try:
+                returned = call.fn(whole[call.module], *taken)
+            except Exception as error:
+                error.add_note(f"It was raised by the module {call.module!r}.")
+                raise
+            if call.returns_state:
+                returned, after[call.module] = returned
+            function = f"Module({call.module!r}).fn"
+            values |= outputs_by_name(function, call.writes, returned)
+        found = tuple(values[name] for name in self.outputs)
+        outputs = found[0] if len(found) == 1 else found
+        return (outputs, after) if self.stateful and not self.evaluation else outputs
+
+
+def with_shared(
+    params: Mapping[str, PyTree], shared: Sequence[SharedParameter]
+) -> dict[str, PyTree]:
+    """Parameters by module, with shared ones in every module that has them."""
+    whole = dict(params)
+    for each in shared:
+        source = leaves_below(whole[each.source], each.source_path)
+
+        def filled(
+            keys: tuple[object, ...],
+            leaf: PyTree,
+            path: str = each.path,
+            source: Mapping[str, PyTree] = source,
+        ) -> PyTree:
+            below = _suffix(path_of(keys), path)
+            return leaf if below is None else source[below]
+
+        tree = whole[each.module]
+        whole[each.module] = jax.tree.map_with_path(filled, tree, is_leaf=is_none)
+    return whole
+
+
+def without_shared(
+    params: Mapping[str, PyTree], shared: Sequence[SharedParameter]
+) -> dict[str, PyTree]:
+    """Parameters by module, with shared ones in the first of their modules only."""
+    kept = dict(params)
+    for each in shared:
+
+        def blanked(
+            keys: tuple[object, ...], leaf: PyTree, path: str = each.path
+        ) -> PyTree:
+            return leaf if _suffix(path_of(keys), path) is None else None
+
+        kept[each.module] = jax.tree.map_with_path(blanked, kept[each.module])
+    return kept
+
+
+def leaves_below(tree: PyTree, top: str) -> dict[str, PyTree]:
+    """The leaves at a path or below it, by the rest of their path."""
+    pairs = ((_suffix(path, top), leaf) for path, leaf in named_leaves(tree).items())
+    return {below: leaf for below, leaf in pairs if below is not None}
+
+
+def _suffix(path: str, top: str) -> str | None:
+    """The rest of a path after `top`; None if the path is not below it."""
+    inside = path == top or path.startswith(f"{top}/")
+    return path.removeprefix(top) if inside else None

@@ -1,0 +1,95 @@
+"""A lock with a deadline that an interrupt cannot leave taken.
+
+Python may raise KeyboardInterrupt between any two steps of the main thread: after a
+lock was acquired and before the `try` whose `finally` would release it, or at the first
+step of that `finally`. `with lock:` has no such gap, but no deadline either. This lock
+therefore notes its owner in the step that acquires it, its release may be repeated, and
+`releasing` repeats it when an interrupt kept the first one from happening.
+
+`with` a `threading.Condition` has the gap too, and so have `threading.Event` and
+`threading.Semaphore`: they are written in Python, and an interrupt leaves the lock
+inside them taken. What the main thread shares with others is therefore guarded by
+`with lock:` of a plain lock, with conditions made of that lock, and awaited by locks
+and queues.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+__all__ = ["InterruptSafeLock", "releasing_all"]
+
+T = TypeVar("T")
+
+
+class InterruptSafeLock:
+    """A lock that knows its owner; not reentrant."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        # It notes its owner in the step that acquires it, and is never acquired twice.
+        self._lock = threading.RLock()
+
+    @property
+    def held(self) -> bool:
+        """Whether this thread holds it."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]
+
+    def try_acquire(self) -> bool:
+        """Acquires it if no thread holds it, this one included; whether it did."""
+        return not self.held and self._lock.acquire(blocking=False)
+
+    def acquire(self, deadline: float | None, busy: str) -> None:
+        """Waits for it until a moment of `time.monotonic()`; None waits for ever.
+
+        Raises:
+          TimeoutError: Another thread held it for too long. The text is `busy`.
+          RuntimeError: This very thread holds it: a signal handler, or a finalizer,
+            called the function that it interrupted.
+        """
+        if self.held:
+            raise RuntimeError(f"{busy}: this one, which was interrupted meanwhile")
+        if self._lock.acquire(blocking=False):
+            return
+        if deadline is None:
+            self._lock.acquire()
+        elif not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(busy)
+
+    def release(self) -> None:
+        """Releases it if this thread holds it; any number of times."""
+        if self.held:
+            self._lock.release()
+
+    def releasing(self, action: Callable[[], T]) -> T:
+        """Calls `action`, which acquires the lock, and releases it in any case."""
+        if self.held:
+            return action()  # it is refused, and the lock is its caller's to release
+        try:
+            try:
+                return action()
+            finally:
+                self.release()
+        except BaseException:
+            self.release()  # an interrupt may have come before the first release
+            raise
+
+
+def releasing_all(locks: Sequence[InterruptSafeLock], action: Callable[[], T]) -> T:
+    """As `InterruptSafeLock.releasing`, of an action that acquires several locks."""
+    others = [lock for lock in locks if not lock.held]
+
+    def release() -> None:
+        for lock in others:
+            lock.release()
+
+    try:
+        try:
+            return action()
+        finally:
+            release()
+    except BaseException:
+        release()  # as above
+        raise

@@ -1,0 +1,86 @@
+"""What has to be known of one message apart from its bytes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jdist.rpc.base.current import RunningCall
+from jdist.rpc.base.deadline import Deadline
+from jdist.rpc.base.future import Future
+from jdist.rpc.base.ids import GloballyUniqueId
+from jdist.rpc.base.interceptor import Operation
+from jdist.rpc.base.worker_info import WorkerInfo
+
+_NONE = Operation("")
+
+
+class MessageContext:
+    """What the hooks of registered types say to each other about one call or answer.
+
+    Whoever encodes or decodes a message passes one along, and the hooks fill it in.
+    Most messages need nothing of it, so an empty one costs next to nothing.
+
+    Args:
+      worker: Whom the message goes to, or whom it comes from.
+      meta: The message's metadata. What encode hooks put there travels with it.
+      operation: Of a message that is sent: what it is a part of.
+
+    Attributes:
+      forks: The references that are sent in it.
+      unsettled: What must be complete before what has arrived may be used.
+      crossing: What a part built upon rpc keeps for the message while its values pass.
+      if_lost: Called when the call that it is of has failed: encoding it, on its way,
+        or on the callee. Of answers, when encoding one failed.
+    """
+
+    __slots__ = (
+        "__weakref__", "crossing", "forks", "if_lost", "meta", "operation", "unsettled",
+        "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        meta: dict[str, Any] | None = None,
+        operation: Operation = _NONE,
+    ) -> None:
+        self.worker = worker
+        self.operation = operation
+        self.meta: dict[str, Any] = {} if meta is None else meta
+        self.crossing: Any = None
+        self.forks: Sequence[GloballyUniqueId] = ()
+        self.unsettled: Sequence[Future[Any]] = ()
+        self.if_lost: Sequence[Callable[[], None]] = ()
+
+
+class ReferenceCounting(Protocol):
+    """What calls, and the end of a worker, need of the worker's references."""
+
+    def begin(self, incarnation: int) -> None:
+        """The worker belongs to a group."""
+
+    def undelivered(self, message: MessageContext) -> None:
+        """The message with these references is lost, or may be."""
+
+    def answer(self, execution: RunningCall, message: MessageContext) -> None:
+        """An answer brings references; if it is given up, they are undelivered."""
+
+    def decline(self, tree: Any, giver: WorkerInfo) -> None:
+        """Takes and drops the references in an answer that could not be read."""
+
+    def gone(self, worker: WorkerInfo, reason: str) -> None:
+        """A worker is lost or has left."""
+
+    def release(self, deadline: Deadline, seconds: float) -> None:
+        """Gives up all references, and waits until all their owners know."""
+
+    def leaks(self) -> list[str]:
+        """Values that others still hold although all references were released."""
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Has `action()` called in so many seconds; never, once closed."""
+
+    def counts(self) -> dict[str, int]:
+        """For `rpc.debug_info`."""
+
+    def close(self) -> None:
+        """Ends at once."""

@@ -1,0 +1,125 @@
+"""What packages built upon rpc may use of it, beside the names of `jdist.rpc`.
+
+Distributed autograd, pipelines over workers and launchers import from here and from
+`jdist.rpc`, and from no other module of it. `extend` registers an installer that every
+worker runs; the installer registers handlers, an interceptor and hooks of the codec on
+the `Agent`, and keeps what it needs in its `extension_state`.
+"""
+
+from jdist.rpc.base import current
+from jdist.rpc.base.arguments import named
+from jdist.rpc.base.current import RunningCall, Scope
+from jdist.rpc.base.deadline import (
+    DEFAULT,
+    NEVER,
+    Deadline,
+    check_timeout,
+    exceeded,
+    resolve,
+)
+from jdist.rpc.base.extension_state import NEEDS
+from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
+from jdist.rpc.base.ids import LOCAL_BITS, GloballyUniqueId, IdCounter
+from jdist.rpc.base.interceptor import Interceptor, Invocation, Operation
+from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
+from jdist.rpc.base.message_context import MessageContext
+from jdist.rpc.base.worker_info import incarnation_of
+from jdist.rpc.calls.agent import Agent, current_agent
+from jdist.rpc.calls.async_execution import is_asynchronous
+from jdist.rpc.calls.callee import Reply
+from jdist.rpc.calls.extensions import extend
+from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.codec.nnx import StandIn, is_module
+from jdist.rpc.codec.remote_exception import describe, rebuild
+from jdist.rpc.group.rendezvous import (
+    KEY_VARIABLE,
+    LAST_PORT,
+    LOOPBACK,
+    Rendezvous,
+    ReservedPort,
+    fresh_key,
+)
+from jdist.rpc.group.roll_call import AbsentRanks, RunPlace, roll_call
+from jdist.rpc.modules import parameters
+from jdist.rpc.modules.remote_module import TRAINABLE
+from jdist.rpc.processes.process_settings import OFF, resolved, share_out
+from jdist.rpc.processes.supervisor import (
+    GRACE,
+    Child,
+    ProcessCommand,
+    Supervisor,
+    interpreter,
+    require_posix,
+)
+from jdist.rpc.rref.reference import BACKWARD
+from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.wire.frame import CALL
+
+__all__ = [  # noqa: RUF022 - by subject
+    # A worker, and the one as which the calling code acts.
+    "Agent",
+    "current_agent",
+    "current",
+    "Scope",
+    "RunningCall",
+    "incarnation_of",
+    "GloballyUniqueId",
+    "IdCounter",
+    "LOCAL_BITS",
+    # What a package keeps for each worker, and does when one comes.
+    "extend",
+    "NEEDS",
+    "TRAINABLE",
+    "BACKWARD",
+    # Around calls: the interceptor, values on their way, functions and their arguments.
+    "Interceptor",
+    "Invocation",
+    "Operation",
+    "MessageContext",
+    "named",
+    "is_asynchronous",
+    "StandIn",
+    "is_module",
+    "describe",
+    "rebuild",
+    "parameters",
+    # Requests of a package's own.
+    "Reply",
+    "Outgoing",
+    "ReliableDelivery",
+    "CALL",
+    # Time, futures and locks.
+    "DEFAULT",
+    "NEVER",
+    "Deadline",
+    "check_timeout",
+    "exceeded",
+    "resolve",
+    "await_done",
+    "call_when_done",
+    "cancel",
+    "complete",
+    "error_of",
+    "InterruptSafeLock",
+    "releasing_all",
+    # A meeting of processes that are no workers.
+    "AbsentRanks",
+    "RunPlace",
+    "roll_call",
+    # Processes, for launchers.
+    "KEY_VARIABLE",
+    "LAST_PORT",
+    "LOOPBACK",
+    "Rendezvous",
+    "ReservedPort",
+    "fresh_key",
+    "OFF",
+    "resolved",
+    "share_out",
+    "Child",
+    "GRACE",
+    "ProcessCommand",
+    "Supervisor",
+    "interpreter",
+    "require_posix",
+]

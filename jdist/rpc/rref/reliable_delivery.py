@@ -1,0 +1,306 @@
+"""At-least-once delivery with deduplication and backoff: each message is handled once.
+
+Messages of one kind to one worker travel in numbered batches. A batch is sent until it
+is answered, with growing pauses, as long as its receiver belongs to the group. A
+receiver that has handled a batch before answers it with the answers that it gave then.
+Batches arrive in any order.
+"""
+
+import collections
+import contextvars
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jdist.rpc.base.errors import ProtocolError, RpcTimeout, WorkerLost
+from jdist.rpc.base.future import Future, call_when_done
+from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
+from jdist.rpc.calls.agent import Agent
+from jdist.rpc.rref.dedup_window import DedupWindow
+
+__all__ = ["Answers", "ReliableDelivery"]
+
+Answers = Sequence[Any] | Future[Sequence[Any]]
+"""One answer for each message of a batch, or a future of them."""
+
+Handler = Callable[[WorkerInfo, Sequence[Any]], tuple[Answers, Callable[[], None]]]
+
+_GATHERING = 0.01
+"""Seconds for which a message that can wait does so, for more to the same worker."""
+
+_LARGEST_BATCH = 1000
+_FIRST_PATIENCE = 1.0
+_LONGEST_PATIENCE = 30.0
+_FIRST_PAUSE = 0.01
+
+_log = logging.getLogger("jdist.rpc")
+
+
+class _Message(NamedTuple):
+    """A message and its callbacks; see `ReliableDelivery.send`."""
+
+    kind: str
+    row: Any
+    answered: Callable[[Any], None] | None
+    unreachable: Callable[[], None] | None
+
+
+class _Batch(NamedTuple):
+    """Messages of one kind to one worker, sent together."""
+
+    to: int
+    number: int
+    kind: str
+    messages: Sequence[_Message]
+
+
+class ReliableDelivery:
+    """The messages of one worker to all others, and from them.
+
+    Args:
+      agent: The worker.
+      later: `later(seconds, action)` calls `action()` then, unless it was closed.
+
+    Attributes:
+      patience: Seconds to wait for the first answer to a batch; then twice as long each
+        time.
+    """
+
+    def __init__(
+        self, agent: Agent, later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
+        self.patience = _FIRST_PATIENCE
+        self._agent = agent
+        self._later = later
+        self._lock = threading.Lock()
+        self._outboxes: collections.defaultdict[int, _Outbox]
+        self._outboxes = collections.defaultdict(_Outbox)
+        self._inboxes: collections.defaultdict[int, _Inbox]
+        self._inboxes = collections.defaultdict(_Inbox)
+
+    def handle(self, kind: str, unpack: Callable[[Any], Any], handler: Handler) -> None:
+        """Registers what handles messages of this kind.
+
+        Args:
+          kind: Of the messages.
+          unpack: Makes a message of a row that arrived, or raises ProtocolError.
+          handler: `handler(sender, messages)` takes a batch in. It returns the answers,
+            and a function that is called once these are noted: all that may block.
+        """
+        self._agent.register(kind, functools.partial(self._read, unpack, handler))
+
+    def send(
+        self,
+        to: int,
+        kind: str,
+        row: Any,
+        answered: Callable[[Any], None] | None = None,
+        unreachable: Callable[[], None] | None = None,
+        gather: bool = False,
+    ) -> None:
+        """Delivers a message; returns at once, on any thread.
+
+        Args:
+          to: Incarnation of the receiver.
+          kind: For which the receiver has a handler.
+          row: The message, encodable.
+          answered: Called with the answer.
+          unreachable: Called instead when there will be none: the receiver is gone or
+            has refused the message, or this worker was closed.
+          gather: Whether it may wait a moment for more messages to the same worker.
+        """
+        with self._lock:
+            outbox = self._outboxes[to]
+            outbox.waiting.append(_Message(kind, row, answered, unreachable))
+            if outbox.sending or (gather and len(outbox.waiting) > 1):
+                return
+            outbox.sending = not gather
+        if gather:
+            self._later(_GATHERING, lambda: self._send_gathered(to, outbox))
+        else:
+            self._agent.pool.run(lambda: self._empty(to, outbox))
+
+    def idle(self) -> bool:
+        """Whether every message was answered."""
+        with self._lock:
+            boxes = self._outboxes.values()
+            return not any(box.waiting or box.batches for box in boxes)
+
+    def forget(self, worker: int) -> None:
+        """Ends what is under way to a worker that is gone."""
+        with self._lock:
+            outbox = self._outboxes.pop(worker, None)
+            self._inboxes.pop(worker, None)
+        if outbox is not None:
+            _abandon(outbox.left())
+
+    def close(self) -> None:
+        """Ends what is under way to all workers."""
+        with self._lock:
+            outboxes = list(self._outboxes.values())
+            self._outboxes.clear()
+        for outbox in outboxes:
+            _abandon(outbox.left())
+
+    # --- sending ---
+
+    def _send_gathered(self, to: int, outbox: "_Outbox") -> None:
+        with self._lock:
+            if outbox.sending or not outbox.waiting:
+                return
+            outbox.sending = True
+        self._empty(to, outbox)
+
+    def _empty(self, to: int, outbox: "_Outbox") -> None:
+        while True:
+            with self._lock:
+                if not outbox.waiting:
+                    outbox.sending = False
+                    return
+                batches = outbox.take(to)
+            for batch in batches:
+                self._try(batch, 0)
+
+    def _try(self, batch: _Batch, attempt: int) -> None:
+        with self._lock:
+            outbox = self._outboxes.get(batch.to)
+            if outbox is None or batch.number not in outbox.batches:
+                return
+            low_water_mark = outbox.low_water_mark
+        rows = [message.row for message in batch.messages]
+        body = (batch.number, low_water_mark, rows)
+        patience = min(_LONGEST_PATIENCE, self.patience * 2**attempt)
+        receiver = self._agent.directory.of_incarnation(batch.to)
+        if receiver is None or receiver.departed is not None:
+            self._end(batch)
+            return
+        # Outside of any call that is served here: its deadline is not this one's.
+        context = contextvars.Context()
+        ask = self._agent.call_async
+        try:
+            sent = context.run(ask, receiver.info, batch.kind, body, patience)
+        except Exception as error:  # noqa: BLE001 - handled as one that comes later
+            sent = Future()
+            sent.set_exception(error)
+        call_when_done(sent, lambda: self._tried(batch, attempt, sent))
+
+    def _tried(self, batch: _Batch, attempt: int, sent: Future[Any]) -> None:
+        try:
+            answers = sent.value()
+        except RpcTimeout:
+            self._try(batch, attempt + 1)
+        except WorkerLost:
+            # If only the connection was lost, the next attempt makes another one.
+            pause = min(_LONGEST_PATIENCE, _FIRST_PAUSE * 2**attempt)
+            self._later(pause, lambda: self._try(batch, attempt + 1))
+        except Exception:  # noqa: BLE001 - logged; references report it as a leak too
+            if not self._agent.closed:
+                count, to = len(batch.messages), batch.to
+                _log.exception(
+                    "%d messages %r to %d were refused.", count, batch.kind, to
+                )
+            self._end(batch)
+        else:
+            self._end(batch, answers)
+
+    def _end(self, batch: _Batch, answers: Sequence[Any] | None = None) -> None:
+        with self._lock:
+            outbox = self._outboxes.get(batch.to)
+            if outbox is None or outbox.batches.pop(batch.number, None) is None:
+                return  # `forget` or `close` has ended it
+        if answers is None:
+            _abandon(batch.messages)
+            return
+        for message, answer in zip(batch.messages, answers, strict=True):
+            if message.answered is not None:
+                message.answered(answer)
+
+    # --- receiving ---
+
+    def _read(
+        self,
+        unpack: Callable[[Any], Any],
+        handler: Handler,
+        sender: WorkerInfo,
+        body: Any,
+        meta: dict[str, Any],
+    ) -> Any:
+        if type(body) is not tuple or [type(part) for part in body] != [int, int, list]:
+            raise ProtocolError("A batch has a number, a low-water mark and messages.")
+        number, low_water_mark, rows = body
+        messages = [unpack(row) for row in rows]
+        with self._lock:
+            inbox = self._inboxes[incarnation_of(sender)]
+        with inbox.lock:
+            if not inbox.window.take(number, low_water_mark):
+                return _answer(inbox.answers.get(number, [None] * len(messages)))
+            inbox.prune(low_water_mark)
+            answers, react = handler(sender, messages)
+            inbox.answers[number] = answers
+        react()
+        return _answer(answers)
+
+
+class _Outbox:
+    """Messages to one worker: those that wait, and batches without an answer."""
+
+    def __init__(self) -> None:
+        self.waiting: list[_Message] = []
+        self.sending = False
+        # A plain dict takes long to find its first item after deletions.
+        self.batches: collections.OrderedDict[int, _Batch] = collections.OrderedDict()
+        self._last = 0
+
+    @property
+    def low_water_mark(self) -> int:
+        """All batches below it are answered."""
+        return next(iter(self.batches), self._last + 1)
+
+    def take(self, to: int) -> list[_Batch]:
+        """The next messages that wait, by kind; they are unsettled from now on."""
+        by_kind: dict[str, list[_Message]] = {}
+        for message in self.waiting[:_LARGEST_BATCH]:
+            by_kind.setdefault(message.kind, []).append(message)
+        del self.waiting[:_LARGEST_BATCH]
+        batches = []
+        for kind, messages in by_kind.items():
+            self._last += 1
+            self.batches[self._last] = _Batch(to, self._last, kind, messages)
+            batches.append(self.batches[self._last])
+        return batches
+
+    def left(self) -> list[_Message]:
+        """All messages without an answer."""
+        sent = [
+            message for batch in self.batches.values() for message in batch.messages
+        ]
+        return sent + self.waiting
+
+
+class _Inbox:
+    """Batches from one worker, and the answers it may ask for again."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.window = DedupWindow()
+        self.answers: dict[int, Answers] = {}
+
+    def prune(self, low_water_mark: int) -> None:
+        """Forgets the answers to all batches below, which the sender has."""
+        for number in [number for number in self.answers if number < low_water_mark]:
+            del self.answers[number]
+
+
+def _answer(answers: Answers) -> Any:
+    """What one attempt gets: a future of its own, which is cancelled with it."""
+    if isinstance(answers, Future):
+        return answers.then(lambda done: done.value())
+    return answers
+
+
+def _abandon(messages: Iterable[_Message]) -> None:
+    for message in messages:
+        if message.unreachable is not None:
+            message.unreachable()

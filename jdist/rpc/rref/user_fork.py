@@ -1,0 +1,84 @@
+"""What a worker holds of others: its own forks, until their owners were told."""
+
+from collections.abc import Iterator
+
+from jdist.rpc.base.ids import GloballyUniqueId
+
+
+class UserFork:
+    """One fork of this worker.
+
+    It may be dropped when the owner counts it (or never will) and when all forks that
+    were made of it are counted too: until then it is what keeps the value for them.
+
+    Attributes:
+      owner: Number of the worker that has the value.
+      rref: Id of the reference.
+      fork: Id of this fork.
+      giver: Number of the worker from which it came; None for the creator's own.
+      counted: Whether the owner is known to count it.
+      failed: Why the owner never will, or is gone.
+      dropped: Whether the program has no use for it any more.
+      children: How many forks made of it are not counted yet.
+    """
+
+    __slots__ = (
+        "children", "counted", "dropped", "failed", "fork", "giver", "owner", "rref",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        owner: int,
+        rref: GloballyUniqueId,
+        fork: GloballyUniqueId,
+        giver: int | None,
+    ) -> None:
+        self.owner = owner
+        self.rref = rref
+        self.fork = fork
+        self.giver = giver
+        self.counted = False
+        self.failed: str | None = None
+        self.dropped = False
+        self.children = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether nothing is known from the owner yet."""
+        return not self.counted and self.failed is None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.dropped and not self.children and not self.pending
+
+
+class UserForks:
+    """All forks of one worker, by their ids."""
+
+    def __init__(self) -> None:
+        self._forks: dict[GloballyUniqueId, UserFork] = {}
+
+    def __len__(self) -> int:
+        return len(self._forks)
+
+    def __iter__(self) -> Iterator[UserFork]:
+        return iter(list(self._forks.values()))
+
+    def add(self, user_fork: UserFork) -> UserFork:
+        """One more."""
+        self._forks[user_fork.fork] = user_fork
+        return user_fork
+
+    def find(self, fork: GloballyUniqueId) -> UserFork | None:
+        """The fork of this id, if it is not over."""
+        return self._forks.get(fork)
+
+    def remove(self, user_fork: UserFork) -> None:
+        """It is over."""
+        del self._forks[user_fork.fork]
+
+    @property
+    def pending(self) -> int:
+        """How many wait for their owner."""
+        return sum(user_fork.pending for user_fork in self._forks.values())

@@ -1,0 +1,59 @@
+"""The rows as a whole: found by the judge, and left out where they cannot run."""
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import jax
+import pytest
+
+from jdist import Unavailable, matrix
+from jdist.matrix import data_parallel
+from jdist.matrix.row import devices
+from jdist.verify.matrix import GROUP
+
+
+def loss(params, batch):
+    return batch @ params
+
+
+def test_every_strategy_has_its_rows():
+    """By the family's name; those of one family do not hide another's."""
+    names = matrix.strategies()
+    families = Counter(name.split()[0] for name in names)
+    assert families == {"data_parallel": 19, "pipeline": 14, "autograd": 5}
+
+
+def test_the_judge_finds_them_by_one_entry_point():
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert settings["project"]["entry-points"][GROUP] == {
+        "jdist": "jdist.matrix:strategies"
+    }
+
+
+def test_missing_devices_leave_a_row_out():
+    """By name, with the number that it needs and the number that there is."""
+    there = jax.device_count()
+    with pytest.raises(Unavailable, match=f"needs {there + 1} devices, there are"):
+        devices(there + 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("data_parallel reducer, driven by the host x2", "max is not known"),
+        ("pipeline PipeDream with a flush", "not by max"),
+        ("pipeline 1F1B, joined x3", "for mean and sum"),
+    ],
+)
+def test_an_unknown_reduction_leaves_a_row_out(row, message):
+    with pytest.raises(Unavailable, match=message):
+        matrix.strategies()[row](loss, "max")
+
+
+@pytest.mark.parametrize(
+    ("examples", "replicas", "sizes"),
+    [(11, 4, (7, 3, 1, 0)), (11, 1, (11,)), (3, 4, (0, 2, 1, 0))],
+)
+def test_shards_are_as_uneven_as_they_can_be(examples, replicas, sizes):
+    assert data_parallel._sizes(examples, replicas) == sizes
