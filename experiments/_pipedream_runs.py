@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 
 from experiments._digits import data
+from experiments._unstashed import Unstashed
 from jdist import optim, pipeline
 
 PARTS, BATCH = 4, 32
@@ -116,7 +117,7 @@ def through(stages: Sequence[pipeline.Stage], params: Any, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flushing:
-    """UpdatePolicy of all stages together, when all parts of a batch are through."""
+    """An update of all stages together, when all parts of a batch are through."""
 
     schedule: Callable[[int], pipeline.Schedule]
     """For so many stages."""
@@ -149,6 +150,8 @@ class Asynchronous:
     policy: Literal["stashing", "vertical_sync", "2bw"]
     cut: int = 1
     """Micro-batches of a batch."""
+    stashed: bool = True
+    """Whether a backward pass uses the weights of its forward pass."""
 
     def parts(self, stages: int) -> int:
         """Micro-batches of a batch; one for each stage at least, if it is cut."""
@@ -156,6 +159,8 @@ class Asynchronous:
 
     def pipe(self, stages: Sequence[pipeline.Stage], rate: float, where: Any) -> Any:
         """A pipeline; `where` its workers are, as `PipeDream` takes it."""
+        if not self.stashed:
+            return Unstashed(stages, loss_of, optim.sgd(lr=rate))
         return pipeline.PipeDream(
             stages,
             loss_of,
@@ -182,7 +187,7 @@ METHODS: dict[str, Flushing | Asynchronous] = {
     "GPipe": Flushing(lambda n: pipeline.gpipe(n, PARTS)),
     FLUSH: Flushing(lambda n: pipeline.one_f_one_b(n, PARTS)),
     STASH: Asynchronous("stashing"),
-    CONTROL: Asynchronous("none"),
+    CONTROL: Asynchronous("stashing", stashed=False),
     "vertical sync": Asynchronous("vertical_sync"),
     "2BW": Asynchronous("2bw", PARTS),
 }

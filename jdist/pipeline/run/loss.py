@@ -13,7 +13,7 @@ from jdist._compat import default_device, trace, without_unread
 from jdist._errors import requirement
 from jdist._tree import merge, split_inexact
 from jdist.pipeline.run.stage_channels import moved
-from jdist.pipeline.stages.array_spec import ArraySpec, is_spec, specs_of
+from jdist.pipeline.stages.array_spec import ArraySpec, specs_of
 from jdist.reduction import Partial
 from jdist.segment.internal import (
     PATIENCE_WITH_MODELS,
@@ -68,15 +68,15 @@ class _Compiled:
         names: tuple[str, ...],
         kind: str,
         has_aux: bool,
-        unread: Mapping[str, Any],
+        unread: tuple[ArraySpec, ...],
+        structure: Any,
     ) -> LossPasses:
         """See `PipelineLoss.passes`."""
-        leaves, structure = jax.tree.flatten(unread, is_leaf=is_spec)
-        options = (names, kind, has_aux, tuple(leaves), structure)
+        options = (names, kind, has_aux, unread, structure)
         made = self._passes.get(options)
         if made is None:
             VERSIONS.note(_CACHE.user, self._contents, options, PATIENCE_WITH_MODELS)
-            made = _compiled(self.fn, names, kind, has_aux, leaves, structure)
+            made = _compiled(self.fn, *options)
             self._passes[options] = made
         return made
 
@@ -107,7 +107,7 @@ class PipelineLoss:
         self._names = names
         self._factor: Any = None
         self._invoke: Invoke = call_now
-        self._unread: dict[Any, dict[str, Any]] = {}
+        self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
         self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
@@ -176,13 +176,13 @@ class PipelineLoss:
         """
         entries = {name: x for name, x in batch.items() if name not in read}
         leaves, structure = jax.tree.flatten(entries)
-        shapes = structure, tuple([(x.shape, x.dtype) for x in leaves])
+        shapes = tuple([(x.shape, x.dtype) for x in leaves])
         unread = self._unread.get(shapes)
         if unread is None:
-            unread = self._unread[shapes] = specs_of(entries)
+            unread = self._unread[shapes] = tuple(map(specs_of, leaves))
 
         def passes() -> LossPasses:
-            made_of = self._names, self.kind, self.has_aux, unread
+            made_of = self._names, self.kind, self.has_aux, unread, structure
             return self._compiled.passes(*made_of)
 
         def both(*given: Any) -> Any:
@@ -246,7 +246,7 @@ def _compiled(
     names: tuple[str, ...],
     kind: str,
     has_aux: bool,
-    unread: list[ArraySpec],
+    unread: tuple[ArraySpec, ...],
     structure: Any,
 ) -> LossPasses:
     def losses_of(values: Any, entries: Any, weights: Any) -> tuple[jax.Array, Any]:

@@ -35,7 +35,7 @@ from jdist.pipeline.run.stage_channels import (
     moved,
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
-from jdist.pipeline.run.transfer_log import Transfer, size_of
+from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
@@ -285,7 +285,8 @@ class Step(ABC):
         value: Any,
         cotangent: bool,
     ) -> None:
-        size = size_of(value[0] if cotangent else value)
+        arrays = jax.tree.leaves(value[0] if cotangent else value)
+        size = sum(array.nbytes for array in arrays)
         self.transfers.append(
             Transfer(self._channels.number, micro, name, source, taker, cotangent, size)
         )

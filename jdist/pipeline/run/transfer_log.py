@@ -1,8 +1,6 @@
 """What has passed between stages: the host's record of every send and receive."""
 
-from typing import Any, NamedTuple
-
-import jax
+from typing import NamedTuple
 
 
 class Transfer(NamedTuple):
@@ -25,14 +23,3 @@ class Transfer(NamedTuple):
     destination: int
     cotangent: bool
     nbytes: int
-
-
-def size_of(value: Any) -> int:
-    """The bytes of all arrays of a value.
-
-    Example:
-      >>> import numpy as np
-      >>> size_of({"h": np.zeros((3, 5), np.float32), "mask": None})
-      60
-    """
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(value))
