@@ -1,8 +1,8 @@
 """The trees of stages on disk: a folder for each stage, and in it one for each step.
 
 A step counts as saved once *all* stages of it are on disk. `save` returns then, and
-only then takes away what is too old: whoever is killed while it saves, and whichever
-stages were written by then, the last step that all stages have is there to resume from.
+only then deletes what is too old: whichever process is killed while it saves, the last
+step that all stages have is there to resume from.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -288,7 +288,7 @@ def _fields(state: PipelineState) -> dict[str, Any]:
 
 
 def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, Any]:
-    """What belongs to each stage; what belongs to all is saved with each of them."""
+    """The fields of each stage; those of all stages are saved with each of them."""
     return {
         j: {
             name: value[j] if isinstance(value, list) else value

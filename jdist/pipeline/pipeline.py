@@ -139,7 +139,7 @@ class Pipeline:
         self.executor = self._executor(workers_or_devices)
 
     def _executor(self, where: object) -> Executor:
-        """What runs the schedule at such places."""
+        """The executor of the schedule at such places."""
         programs = StagePrograms(self.wiring, self.communicator, self._loss)
         if self.schedule.update_policy is not None:
             if isinstance(where, Mesh):
@@ -427,7 +427,7 @@ class Pipeline:
         step: int | None = None,
         call: str = "Pipeline.value_and_grad",
     ) -> CallInputs:
-        """What a call is given, with a tree for each stage."""
+        """The arguments of a call, with a tree for each stage."""
         stages = len(self.stages)
         kept = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)

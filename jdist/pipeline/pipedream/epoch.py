@@ -39,7 +39,7 @@ starts computations before devices are free: it would read what none can take ye
 
 
 class PassRecord(NamedTuple):
-    """What a worker did, and with which weights.
+    """A pass that a worker did, and the version of the weights that it used.
 
     Versions are numbered from the beginning of the epoch: version v is what v updates
     have made of the weights that it began with.
@@ -65,7 +65,7 @@ class PassRecord(NamedTuple):
 
 
 class EpochReport(NamedTuple):
-    """What a process has found out in an epoch, for all others.
+    """The findings of one process in an epoch, for all others.
 
     Attributes:
       found: Of its micro-batches the weighted sum of the losses, the sum of the
@@ -82,7 +82,7 @@ class EpochReport(NamedTuple):
 
 
 class EpochPlan(NamedTuple):
-    """What is done in an epoch.
+    """The micro-batches and updates of an epoch.
 
     Attributes:
       stream: The micro-batches.
@@ -293,7 +293,7 @@ class EpochStep(Step):
         return stashed.grown == self._contributions(stage, stashed.contributed)[worker]
 
     def _due(self, worker: int, stage: int) -> list[MessageTag]:
-        """What others contribute to the next update."""
+        """The contributions of other workers to the next update."""
         number = self._stashed[worker, stage].contributed
         return [
             MessageTag("G", number, "", stage, other)
@@ -302,7 +302,7 @@ class EpochStep(Step):
         ]
 
     def _due_together(self, worker: int, action: Action) -> list[MessageTag]:
-        """What other stages tell before an update that a forward pass needs."""
+        """The messages of other stages before an update that a forward pass needs."""
         stashed = self._stashed[worker, action.stage]
         if self._joint is None or action.kind != "F":
             return []

@@ -45,7 +45,7 @@ CALL = "Pipeline.train_epoch"
 
 
 class EpochPart(NamedTuple):
-    """What a part of an epoch, up to a drain, has found.
+    """The losses of a part of an epoch, up to a drain.
 
     Attributes:
       values: By micro-batch, the weighted sums of the losses.
@@ -61,7 +61,7 @@ class EpochPart(NamedTuple):
 
 
 class EpochResult(NamedTuple):
-    """What a part of an epoch has left and found.
+    """The result of a part of an epoch.
 
     Attributes:
       state: The next training state.
@@ -201,7 +201,7 @@ class EpochExecutor(Executor):
         return EpochResult(after, part, epoch.transfers, epoch.passes)
 
     def metrics(self, parts: Sequence[EpochPart]) -> Metrics:
-        """What the parts of an epoch have found together."""
+        """The metrics of an epoch, from all its parts."""
         values = np.concatenate([part.values for part in parts])
         weights = np.concatenate([part.weights for part in parts])
         starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()

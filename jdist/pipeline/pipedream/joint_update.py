@@ -72,12 +72,12 @@ def check_together(
 
 @final
 class JointUpdate:
-    """What stages tell each other of their gradients before an update.
+    """The exchange between stages before an update that depends on all of them.
 
     Args:
       tied: The parameters that stages share.
       max_norm: To which the gradient of all stages is clipped; None: it is not.
-      places: Who runs what.
+      places: The worker of each stage.
       channels: Brings the parts to the other stages.
     """
 
@@ -116,7 +116,7 @@ class JointUpdate:
                 self._channels.put(tag, self._worker(other), square)
 
     def awaited(self, stage: int, number: int) -> list[MessageTag]:
-        """What a stage needs of the others for an update."""
+        """The messages of other stages that an update needs."""
         found = [
             MessageTag("T", number, name, other, self._worker(other))
             for name in self._tied.names(stage)

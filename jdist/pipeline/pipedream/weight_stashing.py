@@ -6,7 +6,7 @@ that a version is a reference and not a copy: k versions cost k times the weight
 differ, and nothing where they do not.
 
 Version v is what v updates have made of the first weights. There is no version below 0:
-who asks for one gets w(0), as in the first steps of the published rule.
+a request for one gets w(0), as in the first steps of the published rule.
 
     stash = with_weight_stashing(optim.adam(), versions=3)
     state = stash.init(params)

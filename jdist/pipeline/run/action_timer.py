@@ -15,7 +15,7 @@ ROUND_TRIPS = 20
 
 
 class ActionTimer:
-    """What a timed step notes of the workers of this process.
+    """Times and memory of the actions of one step, for the workers of this process.
 
     An action ends when all that it computes is there. To see that, its worker waits for
     it, so that nothing is started ahead: on a core that computes itself this costs the
@@ -52,7 +52,7 @@ class ActionTimer:
         """Does an action and notes it.
 
         Args:
-          worker: Who does it.
+          worker: The worker of the action.
           action: Which.
           do: Does it; what it returns belongs to the action as well.
           runs: The stages of this process, by worker and stage.
@@ -78,7 +78,7 @@ class ActionTimer:
 
 
 def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> float:
-    """What to add to this process's clock to get another one's.
+    """The difference between another process's clock and this one's.
 
     The other's answer is taken for what its clock showed in the middle of the round
     trip, which is wrong by at most half of the shortest of them.

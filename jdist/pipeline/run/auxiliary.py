@@ -1,4 +1,4 @@
-"""What the calls of a loss function found: an entry for each micro-batch."""
+"""Auxiliary outputs of the loss function: an entry for each micro-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -102,7 +102,7 @@ def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
 
 
 class _Shape(NamedTuple):
-    """What another process is told of an array."""
+    """The shape of an array in a message to another process."""
 
     shape: tuple[int, ...]
     weak_type: bool
@@ -116,7 +116,7 @@ class _ShapeChannels:
 
     Args:
       channels: Those of the call.
-      places: Who runs what.
+      places: The worker of each stage.
     """
 
     def __init__(self, channels: ValueChannels, places: Places) -> None:

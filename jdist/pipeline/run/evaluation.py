@@ -75,7 +75,7 @@ class EvaluationStep(Step):
         return loss, aux, self._joined_outputs()
 
     def _joined_outputs(self) -> PyTree:
-        """What was kept, all micro-batches as one."""
+        """The inputs of the loss that were kept, all micro-batches as one."""
         if not self._kept:
             return None
         parts = [self._kept[micro] for micro in sorted(self._kept)]

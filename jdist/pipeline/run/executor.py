@@ -45,7 +45,7 @@ from jdist.pipeline.stages.wiring import StageWiring
 
 
 class CallInputs(NamedTuple):
-    """What a call of a pipeline is given.
+    """The arguments of a call of a pipeline.
 
     Attributes:
       params: One tree per stage; those of stages of other processes are not read.
@@ -184,7 +184,7 @@ class StagePrograms:
         parts: MicroBatches,
         loss: PipelineLoss | None = None,
     ) -> StepInputs:
-        """What a step works on, after its shapes are checked where they are new.
+        """The inputs of a step, after a check of their shapes where they are new.
 
         Between processes they are checked until a call has succeeded on all of them
         (`agreed`): no process sees that others' shapes change, and all must take part.
@@ -291,7 +291,7 @@ class ScheduleExecutor(Executor):
     def _stats(
         self, update: StageUpdates, params: Mapping[int, PyTree], grads: list[PyTree]
     ) -> dict[int, GradientStats]:
-        """What the stages of this process tell all; refuses what cannot be updated."""
+        """The statistics of this process's stages; refuses what cannot be updated."""
         told = {}
         for j in params:
             if update.together:

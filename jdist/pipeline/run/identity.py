@@ -1,4 +1,4 @@
-"""What the workers of a pipeline must agree on before a value of one serves another.
+"""The identity of a call, on which all workers agree before they exchange values.
 
 Workers pair their calls by counting them. Counting alone pairs a training step with an
 evaluation, or batch t with batch t + 1, where one worker has left a call out; so every
@@ -23,7 +23,7 @@ SAMPLE = 1024
 
 
 class CallIdentity(NamedTuple):
-    """What a call is; equal on all workers that make it together.
+    """Method, step, sizes and checksums of a call; equal on all its workers.
 
     Attributes:
       kind: The public method, such as "train_step".

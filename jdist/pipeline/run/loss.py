@@ -28,7 +28,7 @@ from jdist.segment.internal import (
 
 
 class LossPasses(NamedTuple):
-    """What is compiled of a loss function.
+    """The compiled functions of a loss function.
 
     Attributes:
       both: `(values, entries, weights)` to the losses' partial without a gradient, the
@@ -42,7 +42,7 @@ class LossPasses(NamedTuple):
 
 
 class _Compiled:
-    """What is compiled of one loss function, for all pipelines that have it.
+    """The programs of one loss function, for all pipelines that have it.
 
     Args:
       fn: The loss function.
@@ -287,7 +287,7 @@ def _compiled(
 
 
 def _with_aux(found: Any) -> tuple[Any, Any]:
-    """What a loss function with auxiliary outputs returned.
+    """The losses and the auxiliary outputs that a loss function returned.
 
     Raises:
       ValueError: It is not a pair.

@@ -71,7 +71,7 @@ def joined_gradient(
 
     Args:
       channels: Bring the gradients.
-      places: Who runs what.
+      places: The worker of each stage and micro-batch.
       worker: One of this process.
       stage: The stage.
       run: The stage on this worker.
@@ -96,7 +96,7 @@ def joined_states(
 
     Args:
       channels: Bring the states of other workers.
-      places: Who runs what.
+      places: The worker of each stage and micro-batch.
       runs: By worker and stage, of the workers of this process.
       totals: The sum of the weights of each micro-batch.
     """

@@ -1,4 +1,4 @@
-"""What shapes a pipeline's values have, found and checked before its first step."""
+"""The shapes of a pipeline's values, found and checked before its first step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def check_shapes(
 
     Args:
       wiring: Which value goes where.
-      places: Who runs what.
+      places: The worker of each stage.
       channels: Brings shapes to other stages.
       loss: The loss function.
       trees: Parameters and state of each stage of this process.
@@ -68,7 +68,7 @@ def _read(
     loss: PipelineLoss,
     batch: Mapping[str, Any],
 ) -> tuple[str, ...]:
-    """What the loss reads: one worker of the last stage tells the others."""
+    """The entries that the loss reads, told by one worker of the last stage."""
     first = places.worker(places.loss, 0)
     workers = [w for w in places.schedule.placement[-1] if w in places.own]
     tag = MessageTag("S", 0, "", places.loss, first)

@@ -44,7 +44,7 @@ class Places:
 
     @cached_property
     def actions(self) -> dict[int, list[Action]]:
-        """What the workers of this process do, in order."""
+        """The actions of the workers of this process, in order."""
         return {worker: self.schedule.actions(worker) for worker in self.own}
 
     @cached_property
@@ -107,7 +107,7 @@ def places_on(schedule: Schedule, mesh: Mesh) -> Places:
 
 
 class MessageTag(NamedTuple):
-    """What tells a value under way from all others of its step.
+    """The tag of a value under way, which no other value of its call has.
 
     Attributes:
       kind: "F" for a value, "B" for a cotangent ("f" and "b" for their shapes, before
@@ -227,7 +227,7 @@ class Communicator(Protocol):
 
     @property
     def places(self) -> Places:
-        """Who runs what."""
+        """The worker of each stage and micro-batch."""
 
     @property
     def sees_all(self) -> bool:
@@ -249,7 +249,7 @@ class Communicator(Protocol):
         """
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
-        """What every process of the pipeline gave, once all have: a call of its own.
+        """The values of all processes of the pipeline: a call of its own.
 
         Raises:
           WorkerLost: A worker will not come.
@@ -258,7 +258,7 @@ class Communicator(Protocol):
         """
 
     def clock_offset(self) -> float:
-        """What to add to this process's `time.perf_counter` for the first worker's.
+        """The first worker's `time.perf_counter` minus this process's.
 
         Raises:
           WorkerLost: That worker is gone.

@@ -27,7 +27,7 @@ from jdist.segment.internal import (
 
 
 class MicroBatchShare(NamedTuple):
-    """What a micro-batch counts for in the gradient of the batch.
+    """The share of a micro-batch in the gradient of the batch.
 
     Attributes:
       value: For max and min its extreme loss; 0 otherwise.
@@ -110,7 +110,7 @@ class StageRun:
 
     @property
     def _kept(self) -> tuple[dict[int, Any], ...]:
-        """What waits for something of the backward pass, by micro-batch."""
+        """Arrays that wait for a part of the backward pass, by micro-batch."""
         return self._residuals, self._rests, self._deferred
 
     def arrays(self) -> Any:
@@ -192,7 +192,7 @@ class StageRun:
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
 
     def _begun(self, share: MicroBatchShare, d_outputs: Any) -> Partial | None:
-        """What the gradient grows from; None if there is nothing to add it to."""
+        """The zero that gradients are added to; None for a single micro-batch."""
         if self._single:
             return None
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])

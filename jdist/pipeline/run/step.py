@@ -43,7 +43,7 @@ from jdist.segment.internal import Invoke, call_now
 
 
 class StepInputs(NamedTuple):
-    """What a step works on.
+    """The stages, micro-batches and channels of one step.
 
     Attributes:
       wiring: Which value goes where.
@@ -126,10 +126,10 @@ class Step(ABC):
 
     @abstractmethod
     def _actions(self, worker: int) -> "Actions":
-        """What a worker of this process does."""
+        """The actions of a worker of this process, in order."""
 
     def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[MessageTag, str]:
-        """What the next actions wait for; nothing if one of them need not."""
+        """The values that the next actions wait for; empty if one of them can start."""
         waiting: dict[MessageTag, str] = {}
         for worker, actions in lists.items():
             action = actions.next()
@@ -193,7 +193,7 @@ class Step(ABC):
     def _outputs(
         self, run: StageRun, micro: int, inputs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What a stage puts out, by name."""
+        """The outputs of a stage, by name."""
         return run.forward(micro, inputs)
 
     def _lose(self, worker: int, micro: int) -> Partial:
@@ -300,7 +300,7 @@ class Step(ABC):
         ]
 
     def _needed_forward(self, action: Action) -> list[MessageTag]:
-        """What a forward pass waits for; the last stage's, for the loss's inputs too.
+        """The inputs of a forward pass; at the last stage those of the loss, too.
 
         Those of the loss that the last stage puts out are there when it is done.
         """
@@ -378,7 +378,7 @@ class BatchStep(Step):
         return run.finished(joined, unrounded)
 
     def states(self) -> list[PyTree]:
-        """What each stage of this process is left with; None for the others."""
+        """The state that each stage of this process is left with; None elsewhere."""
         places = self._places
         if max(map(len, places.schedule.placement)) == 1:
             left = {j: self._runs[w, j].state for j, w in places.stages.items()}
@@ -444,7 +444,7 @@ def agreed_loss(
 
 
 class Actions(Protocol):
-    """What one worker has still to do, in order."""
+    """The actions that are left to one worker, in order."""
 
     def next(self) -> Action | None:
         """The next action; None if all are done."""

@@ -164,7 +164,7 @@ class Tied:
         return structure.unflatten(leaves)
 
     def counted(self, stage: int, params: Any, gradient: Any) -> Any:
-        """What of a stage's gradient the norm counts: a shared one at its first stage.
+        """The leaves of a gradient that the norm counts: shared ones at one stage.
 
         Args:
           stage: Its number.

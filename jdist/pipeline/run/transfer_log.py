@@ -1,4 +1,4 @@
-"""What has passed between stages: the host's record of every send and receive."""
+"""The transfer log: the host's record of the values that stages sent each other."""
 
 from typing import NamedTuple
 

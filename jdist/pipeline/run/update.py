@@ -49,14 +49,14 @@ class PipelineState(NamedTuple):
     """The state of each stage's optimizer."""
 
     states: list[Any]
-    """What stateful stages keep; None for the others."""
+    """The states of stateful stages; None for the others."""
 
     key: Any = None
     """The PRNG key of the whole run, which does not change, or None."""
 
 
 class GradientStats(NamedTuple):
-    """What a stage tells all others of its gradient, or what all of them amount to.
+    """Statistics of one stage's gradient, or of all stages' together.
 
     Attributes:
       square: The sum of |g|^2, with the loss scale; None without clipping.
@@ -68,11 +68,11 @@ class GradientStats(NamedTuple):
 
 
 NO_STATS = GradientStats(None, None)
-"""Of a stage that needs not know of the others' gradients."""
+"""Of stages whose updates do not depend on each other."""
 
 
 class StepResult(NamedTuple):
-    """What the passes of one step have found.
+    """The result of the passes of one step.
 
     Attributes:
       loss: Of the batch.
@@ -158,7 +158,7 @@ class StageUpdates:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What of it must be the same on all workers: this step's numbers."""
+        """This step's numbers, which must be the same on all workers."""
         return {
             name: str(np.asarray(number)) for name, number in self._overrides.items()
         }
@@ -170,11 +170,11 @@ class StageUpdates:
 
     @property
     def scale(self) -> Any:
-        """What the loss is multiplied by; 1 where the last stage is elsewhere."""
+        """The loss scale; 1 where the last stage is in another process."""
         return scale_in(self._opt_states)
 
     def stats(self, stage: int, grads: Any, counted: Any) -> GradientStats:
-        """What one stage has to tell.
+        """The statistics of one stage's gradient, for all others.
 
         Args:
           stage: Its number.
@@ -242,7 +242,7 @@ def optimizers_for(
     stages: int,
     call: str = "Pipeline(optimizer=...)",
 ) -> list[Optimizer]:
-    """One optimizer for each stage; `call` is who asks, for the error's text.
+    """One optimizer for each stage; `call` is named in errors.
 
     Raises:
       ValueError: None was given, or not one for each stage.
@@ -314,7 +314,7 @@ def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | 
 
 
 def scale_in(opt_states: Sequence[Any]) -> Any:
-    """What the loss is multiplied by; 1 where the last stage is elsewhere."""
+    """The loss scale; 1 where the last stage is in another process."""
     last = opt_states[-1]
     return 1.0 if last is None else last.loss_scale.scale
 

@@ -86,7 +86,7 @@ class CallFailure(NamedTuple):
 
 
 class PipelineMailbox:
-    """What has arrived for the pipelines of one worker.
+    """Values and news that have arrived for the pipelines of one worker.
 
     Args:
       agent: The worker.
@@ -145,7 +145,7 @@ class PipelineMailbox:
             self._note(caller, tuple(body), meta)
 
     def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, Any]) -> bool:
-        """What the sender of a message does; whether the call is not over here."""
+        """Notes the call of a message's sender; False if it is over here."""
         pipeline, number = address
         if number <= self.done.get(pipeline, -1):
             return False
@@ -169,7 +169,7 @@ class PipelineMailbox:
     def _give_up(
         self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
     ) -> list[Any] | None:
-        """What was decided; None if nothing was, and now will not be."""
+        """The decision; None if there was none, and then there will be none."""
         pipeline, number, _ = body
         with self.lock:
             last, told = self.decisions.get(pipeline, (-1, []))
@@ -538,11 +538,11 @@ class WorkerChannels:
         self._mailbox.end(self._address)
 
     def _tell_others(self, kind: str, body: Any) -> None:
-        """Tells all who are there; a worker that is not reached finds out by itself."""
+        """Tells the other workers; one that is not reached finds out by itself."""
         self._ask_others(kind, body)
 
     def _ask_others(self, kind: str, body: Any) -> dict[str, Future[Any]]:
-        """The answers of all who are there, by name."""
+        """The answers of the other workers that are alive, by name."""
         names = [self._names[rank] for rank in self._others()]
         return {
             name: self._agent.call_async(name, kind, body, self._limit, self._meta)

@@ -1,8 +1,8 @@
-"""What an SPMD program takes from the batch, laid out over the devices.
+"""The inputs of an SPMD program from the batch, laid out over the devices.
 
 One program needs micro-batches of one shape: shorter ones repeat their last example
-with weight 0. And it needs arrays of one shape on all devices: where nobody looks at
-them they are blanks, made once.
+with weight 0. And it needs arrays of one shape on all devices: on devices that
+do not read them they are blanks, made once.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class Spread:
     """Lays arrays out over the devices of a pipeline, as one array each.
 
     Args:
-      places: Who runs what.
+      places: The worker of each stage.
       mesh: The devices, along one axis.
     """
 

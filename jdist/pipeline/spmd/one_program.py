@@ -244,7 +244,7 @@ _REMEDY = "Give a list of devices, or names of workers, in place of the mesh."
 
 
 class _Program(NamedTuple):
-    """What is compiled for batches and parameters of some shapes.
+    """The program for batches and parameters of some shapes.
 
     Attributes:
       read: The entries of the batch that the loss reads.

@@ -1,13 +1,13 @@
-"""What one device does in the SPMD form of a pipeline: a loop over the clocks.
+"""The program of one device in the SPMD form of a pipeline: a loop over clocks.
 
     at each clock    what the tables say: F, loss, B, or W of one micro-batch
                      then messages to the workers that are `distance` further on
 
-All devices run the same program, and each turns to its own actions. A conditional
-would be the natural form, but its branches have to hand on what they do not touch, the
-sums of gradients for instance, and may copy it. A loop of no turn or one does the same,
-and what it carries stays where it is. Collectives stand outside of what only some
-devices do: whether messages travel at a clock is the same on all of them.
+All devices run the same program, and each selects its own actions. `lax.cond` may copy
+operands that a branch passes through unchanged, such as sums of gradients. A loop of
+zero or one iterations has the same effect and updates its carry in place. Collectives
+stand outside of these loops: whether messages travel at a clock is the same on all
+devices.
 
 Between a forward pass and its backward pass lie the segment's residuals, which hold no
 parameter and nothing made of parameters only, in slots that were assigned ahead.
@@ -33,13 +33,13 @@ from jdist.segment import Residuals, Rest, Segment
 
 
 class Feed(NamedTuple):
-    """What comes from the batch: on every device arrays of the same shapes, and on
+    """The inputs from the batch: on every device arrays of the same shapes, and on
     those that need it the numbers."""
 
     values: Any
     """The first stage's input, `(micro_batches, rows, ...)`."""
     entries: dict[str, Any]
-    """What the loss reads, likewise."""
+    """The entries that the loss reads, likewise."""
     weights: jax.Array
     """Of the examples, `(micro_batches, rows)`; 0 where a row is padding."""
     totals: jax.Array
@@ -47,7 +47,7 @@ class Feed(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """What stages send each other."""
+    """A message from stage to stage."""
 
     value: Any
     """A stage's output, or the cotangent of one."""
@@ -56,14 +56,14 @@ class StageMessage(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a device carries from clock to clock."""
+    """The carry of the loop over the clocks."""
 
     mail: StageMessage
-    """What waits for its action, by slot; in the last one what is to be sent."""
+    """Values that wait for their action, by slot; the last one is to be sent."""
     activations: list[jax.Array]
     """The residuals of forward passes, by slot."""
     rests: tuple[list[jax.Array], MicroBatchShare | None]
-    """What split backward passes have left, by slot."""
+    """The rests of split backward passes, by slot."""
     partials: list[Partial]
     """The gradient so far of each of the device's stages."""
     loss: Partial
@@ -71,7 +71,7 @@ class State(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is the same on all devices and at all clocks.
+    """The constants of the program, on all devices and at all clocks.
 
     Attributes:
       table: The schedule.
@@ -103,7 +103,7 @@ class Model(NamedTuple):
 def run(
     model: Model, params: Sequence[Any], feed: Feed
 ) -> tuple[jax.Array, list[Any], jax.Array | None]:
-    """What one device does; to be mapped over the mesh.
+    """Runs one device's part of the program; to be mapped over the mesh.
 
     Args:
       model: See there.
@@ -194,7 +194,7 @@ class _Device:
         return self._model.kind in ("max", "min")
 
     def _passes(self, value: Any) -> Any:
-        """What each kind of action leaves, for its shapes."""
+        """The results of each kind of action, for their shapes."""
         segment, own = self._model.segment, self._params[0]
         residuals = segment.forward(own, None, (value,), None)[1]
         rest: list[Any] = []

@@ -1,4 +1,4 @@
-"""What one program for all stages needs: stages that are equal."""
+"""The rules of one program for all stages: the stages must be equal."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
