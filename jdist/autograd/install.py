@@ -1,4 +1,4 @@
-"""Gives every worker of this process its autograd."""
+"""What a worker needs to record calls and to take part in backward passes."""
 
 from jdist.autograd.context.context import STATE, Container
 from jdist.autograd.context.release import Releases
@@ -7,13 +7,13 @@ from jdist.autograd.engine import engine, reference_backward
 from jdist.autograd.graph.recorded import Recorded
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules import nnx_module
-from jdist.autograd.optimizer import owner_side as optimizers
+from jdist.autograd.optimizer import owner_side
 from jdist.autograd.picture import graph
-from jdist.rpc.extension import TRAINABLE, Agent, extend
+from jdist.rpc.extension import TRAINABLE, Agent
 
 
 def install(agent: Agent) -> None:
-    """Lets `agent` record: contexts, and recorded values in calls and answers."""
+    """Gives a worker its contexts, and registers its hooks and message handlers."""
     container = Container(agent)
     container.releases = Releases(container)
     agent.extension_state[STATE] = container
@@ -27,7 +27,4 @@ def install(agent: Agent) -> None:
     engine.install(container)
     reference_backward.install(container)
     graph.install(container)
-    optimizers.install(agent)
-
-
-extend(STATE, install)
+    owner_side.install(agent)

@@ -26,9 +26,9 @@ from jdist.rpc.base.future import wait_all as wait_all
 from jdist.rpc.base.future import wait_all_calls as wait_all_calls
 from jdist.rpc.base.options import RpcOptions as RpcOptions
 from jdist.rpc.base.worker_info import WorkerInfo as WorkerInfo
-from jdist.rpc.calls.async_execution import async_execution as async_execution
-from jdist.rpc.calls.caller import rpc_async as rpc_async
-from jdist.rpc.calls.caller import rpc_sync as rpc_sync
+from jdist.rpc.calls.function_calls import async_execution as async_execution
+from jdist.rpc.calls.function_calls import rpc_async as rpc_async
+from jdist.rpc.calls.function_calls import rpc_sync as rpc_sync
 from jdist.rpc.group.api import all_gather as all_gather
 from jdist.rpc.group.api import barrier as barrier
 from jdist.rpc.group.api import debug_info as debug_info

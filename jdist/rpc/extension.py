@@ -25,10 +25,10 @@ from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import incarnation_of
 from jdist.rpc.calls.agent import Agent, current_agent
-from jdist.rpc.calls.async_execution import is_asynchronous
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.extensions import extend
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.calls.function_calls import is_asynchronous
+from jdist.rpc.calls.outgoing import Outgoing
 from jdist.rpc.codec.nnx import StandIn, is_module
 from jdist.rpc.codec.remote_exception import describe, rebuild
 from jdist.rpc.group.rendezvous import (

@@ -6,7 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.verify.bound import RISK, bound, confidence, unit_roundoff
+from jdist.verify.bound import (
+    EXTRA,
+    RISK,
+    Sums,
+    accumulated,
+    bound,
+    confidence,
+    flushes,
+    measured_bound,
+    unit_roundoff,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +72,160 @@ def test_numbers_that_are_flushed_to_zero_are_explained():
     """A sum of nothing measurable may still be off by a few smallest numbers."""
     assert bound("float32", 1, 1, 0.0) == 5 * np.finfo(np.float32).smallest_normal
     assert bound("float16", 1, 1, 0.0) == 5 * np.finfo(np.float16).smallest_subnormal
+
+
+def sums(shape=(2, 3), **parts):
+    """What was measured of a leaf, 0 where nothing is given."""
+    nothing = dict.fromkeys(Sums._fields, 0.0)
+    return Sums(*(np.broadcast_to(x, shape) for x in {**nothing, **parts}.values()))
+
+
+def test_the_risk_of_an_estimated_deviation(rng):
+    """Averaged over the estimates of so many draws, tau has the risk of lambda."""
+    for draws in (16, 64, 256):
+        for entries in (1, 1000):
+            tau, width = confidence(entries, draws), confidence(entries)
+            assert tau > width
+            # The mean of 2 exp(-tau^2 X / (2 nu)) with X chi-squared of nu degrees.
+            mean = 2 * (1 + tau**2 / draws) ** (-draws / 2)
+            assert math.isclose(entries * mean, RISK, rel_tol=1e-9)
+    assert math.isclose(confidence(7, 1e9), confidence(7), rel_tol=1e-6)
+    # By simulation, at a risk that a simulation can see: 2 exp(-lambda^2 / 2) = 1 %.
+    squared = 2 * math.log(2 / 0.01)
+    for draws in (8, 32):
+        tau = math.sqrt(draws * math.expm1(squared / draws))
+        spread = np.sqrt(rng.chisquare(draws, size=400_000) / draws)
+        beyond = np.mean(np.abs(rng.normal(size=400_000)) > tau * spread)
+        assert beyond < 0.01
+
+
+def test_more_entries_more_terms_and_more_magnitude_widen_the_bound():
+    """Each by itself, and never the other way."""
+    base = bound("float32", 100, 50, 1.0)
+    assert bound("float32", 1000, 50, 1.0) > base
+    assert bound("float32", 100, 200, 1.0) > base
+    assert bound("float32", 100, 50, 2.0) > 1.999 * base
+    assert bound("float64", 100, 50, 1.0) < 1e-8 * base
+    # With the square root of the number of roundings, not with the number.
+    ratio = bound("float32", 100, 400 - EXTRA, 1.0) / bound(
+        "float32", 100, 100 - EXTRA, 1.0
+    )
+    assert math.isclose(ratio, 2, rel_tol=1e-6)
+
+
+def test_the_bound_has_the_shape_of_the_scale():
+    """Entry by entry, in float64, without entries too."""
+    found = bound("bfloat16", 6, 4, np.arange(6.0).reshape(2, 3))
+    assert (found.shape, found.dtype) == ((2, 3), np.float64)
+    assert (np.diff(found.ravel()) > 0).all()
+    assert bound("float32", 0, 4, np.zeros((0, 3))).shape == (0, 3)
+
+
+PARTS = {
+    "adding": (
+        {"magnitude": 3.0},
+        lambda n, u, a, nu: confidence(6) * a * math.sqrt(n + EXTRA) * 3,
+    ),
+    "partial results, of one sum": (
+        {"total": -2.0},
+        lambda n, u, a, nu: confidence(6) * u * math.sqrt(EXTRA / 3) * 2,
+    ),
+    "partial results, of many terms": (
+        {"total": 0.5, "square": 16.0},
+        lambda n, u, a, nu: confidence(6) * u * math.sqrt(EXTRA / 3) * 4,
+    ),
+    "terms": ({"variance": 1e-12}, lambda n, u, a, nu: confidence(6, nu) * 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_of_the_measured_bound(name):
+    """By the formulas of the module's docstring, written again here."""
+    given, formula = PARTS[name]
+    n, nu, u, a = 20, 96, 2.0**-8, 2.0**-24
+    found = measured_bound("bfloat16", sums(**given), n, nu, "float32").bound
+    tiny = (n + EXTRA) * float(jnp.finfo("bfloat16").smallest_normal)
+    expected = math.sqrt(2) * formula(n, u, a, nu) + tiny
+    np.testing.assert_allclose(found, np.full((2, 3), expected), rtol=1e-12)
+
+
+def test_random_parts_add_as_variances_and_drift_as_it_is():
+    """Two random errors seldom help each other; the reference's own error is known."""
+    one = sums(magnitude=3.0)
+    other = sums(variance=1e-12)
+    both = sums(magnitude=3.0, variance=1e-12)
+    a, b, c = (
+        measured_bound("float32", x, 9, 96, "float32").bound for x in (one, other, both)
+    )
+    np.testing.assert_allclose(c, np.hypot(a, b), rtol=1e-9)
+    drifted = measured_bound(
+        "float32", sums(magnitude=3.0, drift=-0.25), 9, 96, "float32"
+    )
+    np.testing.assert_allclose(drifted.bound, a + 0.5, rtol=1e-12)
+
+
+def test_an_entry_is_not_trusted_beyond_its_leaf():
+    """No draw of one entry is small by luck: the leaf's own share of V counts too."""
+    magnitude, variance = np.full(4, 2.0), np.array([0.0, 4e-12, 4e-12, 4e-12])
+    given = Sums(np.zeros(4), magnitude, np.zeros(4), np.zeros(4), variance)
+    found = measured_bound("float32", given, 5, 96, "float32").bound
+    # V of the whole leaf over S^2 of the whole leaf, times S^2 of the entry.
+    share = 12e-12 / 16 * 4
+    adding = confidence(4) * 2.0**-24 * math.sqrt(5 + EXTRA) * 2
+    expected = math.sqrt(2) * math.hypot(adding, confidence(4, 96) * math.sqrt(share))
+    assert math.isclose(found[0], expected, rel_tol=1e-6)
+    assert found[1] > found[0]
+
+
+def test_what_could_not_be_measured_cannot_be_judged():
+    """NaN in a sum makes the bound infinite, there and in no other entry."""
+    total = np.array([1.0, np.nan, 2.0])
+    given = Sums(total, np.abs(total), total**2, np.zeros(3), np.zeros(3))
+    found = measured_bound("float32", given, 5, 96, "float32")
+    assert np.isfinite(found.bound).tolist() == [True, False, True]
+    assert found.bound[1] == np.inf
+
+
+def test_the_size_of_a_gradient_whose_terms_do_not_cancel():
+    """The larger of the sum and of the root of its terms' squares."""
+    given = sums((2,), total=np.array([-3.0, 0.1]), square=np.array([4.0, 4.0]))
+    assert measured_bound("float32", given, 5, 96, "float32").size.tolist() == [3, 2]
+
+
+def test_sixteen_bits_are_accumulated_in_thirty_two_unless_told():
+    """float32 and wider are added up as they are, whatever is said."""
+    assert accumulated(jnp.bfloat16, None) == jnp.float32
+    assert accumulated(jnp.float16, "float16") == jnp.float16
+    assert accumulated(jnp.float32, jnp.bfloat16) == jnp.float32
+    assert accumulated(jnp.float64, None) == jnp.float64
+    assert accumulated(jnp.complex64, None) == jnp.complex64
+
+
+def test_what_may_be_flushed_to_zero():
+    """Types of eight bits of exponent and more; narrower ones have subnormals."""
+    assert [flushes(d) for d in ("float64", "float32", "bfloat16")] == [True] * 3
+    assert not flushes("float16")
+    assert not flushes("float8_e4m3fn")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_right_sum_in_parts_is_rejected(rng, dtype):
+    """A thousand leaves, each summed in random parts that are rounded to its dtype."""
+    count, columns = 24, 1000
+    terms = jnp.asarray(rng.normal(size=(count, columns)), dtype)
+    wide = np.asarray(terms, np.float64)
+    given = Sums(
+        wide.sum(0), np.abs(wide).sum(0), (wide**2).sum(0), np.zeros(columns),
+        np.zeros(columns),
+    )  # fmt: skip
+    limit = measured_bound(dtype, given, count, 96, accumulated(dtype, None)).bound
+    worst = 0.0
+    for parts in (1, 2, 5, 24):
+        rows = np.array_split(rng.permutation(count), parts)
+        rounded = [terms[r].astype(jnp.float32).sum(0).astype(dtype) for r in rows]
+        found = sum(x.astype(jnp.float32) for x in rounded).astype(dtype)
+        error = np.abs(np.asarray(found, np.float64) - given.total)
+        worst = max(worst, float((error / limit).max()))
+    assert worst < 1
+    # And a bound of which nothing comes near would prove nothing.
+    assert worst > 0.02

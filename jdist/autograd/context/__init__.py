@@ -1,1 +1,3 @@
-"""Contexts: one distributed computation each, with its ids, gradients and end."""
+"""Contexts: distributed computations, with their ids, gradients and end."""
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
-"""Send and receive functions, recorded where a call crosses workers."""
+"""Send and receive functions, recorded where calls and replies cross workers."""
+
+__all__: list[str] = []

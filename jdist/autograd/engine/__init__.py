@@ -1,1 +1,3 @@
-"""The engine: backward passes over the graphs of all workers of a context."""
+"""Backward passes over the graphs of all workers of a context."""
+
+__all__: list[str] = []

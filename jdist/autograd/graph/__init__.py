@@ -1,1 +1,3 @@
-"""The local graph: recorded values, the functions between them, and pullbacks."""
+"""The local graph: variables, recorded values, and the nodes that computed them."""
+
+__all__: list[str] = []

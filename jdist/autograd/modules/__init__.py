@@ -1,1 +1,3 @@
-"""Flax NNX modules and replicated parameters as variables."""
+"""Flax NNX modules whose parameters are variables."""
+
+__all__: list[str] = []

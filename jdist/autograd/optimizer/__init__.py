@@ -1,5 +1,3 @@
 """Optimizers over parameters that live on many workers."""
 
-from jdist.autograd.optimizer.distributed_optimizer import (
-    DistributedOptimizer as DistributedOptimizer,
-)
+__all__: list[str] = []

@@ -2,9 +2,10 @@
 
     y = autograd.remote_call("worker1", fn, x)
 
-`call` is the public function, `primitive` what JAX knows of it, `operations` how
-transformations travel, `callee` and `caller` the two ends, `callback` and `pool` the
-call inside compiled programs.
+- `call`: the public function; `primitive`: its rules for JAX's transformations;
+  `transforms`: transformations as data.
+- `caller` and `callee`: the two ends; `arguments` and `variables`: what they exchange.
+- `callback` and `callback_threads`: the call inside compiled programs.
 """
 
-from jdist.autograd.remote_call.call import remote_call as remote_call
+__all__: list[str] = []

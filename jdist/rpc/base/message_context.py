@@ -76,9 +76,6 @@ class ReferenceCounting(Protocol):
     def leaks(self) -> list[str]:
         """Values that others still hold although all references were released."""
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has `action()` called in so many seconds; never, once closed."""
-
     def counts(self) -> dict[str, int]:
         """For `rpc.debug_info`."""
 

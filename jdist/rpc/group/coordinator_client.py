@@ -26,7 +26,7 @@ from jdist.rpc.base.future import (
 from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.peer import Peer
+from jdist.rpc.calls.peers import Peer
 from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.coordinator import Coordinator
 from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for
@@ -35,7 +35,7 @@ from jdist.rpc.wire.channel import Channel, NotSent
 from jdist.rpc.wire.frame import REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
-__all__ = ["CoordinatorClient"]
+__all__ = ["CoordinatorClient", "client_of"]
 
 Lost = Callable[[str, str], None]
 """`lost(name, reason)`: a worker was lost, and how that was noticed."""
@@ -466,6 +466,13 @@ class CoordinatorClient:
     def heard(self) -> None:
         """Notes a sign of life of the coordinator."""
         self._heard = time.monotonic()
+
+
+def client_of(agent: Agent) -> CoordinatorClient:
+    """The control connection of a worker that was made by this room."""
+    found = agent.group
+    assert isinstance(found, CoordinatorClient)
+    return found
 
 
 def _check_tag(operation: str, tag: object) -> None:

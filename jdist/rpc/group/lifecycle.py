@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jdist._errors import requirement
-from jdist.rpc.base import current, device_maps
+from jdist.rpc.base import current
 from jdist.rpc.base.deadline import Deadline, moment, resolve
 from jdist.rpc.base.errors import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
-from jdist.rpc.calls import caller, debug, extensions
+from jdist.rpc.calls import debug, device_maps, extensions, function_calls
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME, Coordinator
-from jdist.rpc.group.coordinator_client import CoordinatorClient
+from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
 from jdist.rpc.group.elastic_membership import ElasticMembership
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
@@ -223,7 +223,7 @@ def make_agent(
 ) -> Agent:
     """A worker that can be called once it belongs to a group."""
     agent = Agent(info, transport, functions, options)
-    caller.install(agent)
+    function_calls.install(agent)
     debug.install(agent)
     device_maps.install(agent)
     extensions.equip(agent)
@@ -366,7 +366,7 @@ def _finish_alone(agent: Agent, deadline: Deadline) -> None:
 
     With rank 0 goes the coordinator, so it leaves last.
     """
-    coordinator = agent.group.coordinator
+    coordinator = client_of(agent).coordinator
     if coordinator is not None:
         coordinator.wait_for_leavers(deadline)
     agent.outstanding.when_empty(deadline, lambda: None)
@@ -386,7 +386,7 @@ def _end(agent: Agent, patience: float) -> None:
     agent.ending = True
     try:
         agent.group.leave(_LEAVING_SECONDS)
-        coordinator = agent.group.coordinator
+        coordinator = client_of(agent).coordinator
         if coordinator is not None:
             coordinator.wait_until_alone(patience)
             coordinator.close("it was shut down")

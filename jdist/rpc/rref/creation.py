@@ -9,8 +9,8 @@ from jdist.rpc.base.interceptor import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.caller import execute
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.calls.function_calls import execute
+from jdist.rpc.calls.outgoing import Outgoing
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.rref.messages import unpack_id
 from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value

@@ -12,7 +12,7 @@ from jdist.rpc.base.future import Future, error_of
 from jdist.rpc.base.interceptor import Invocation
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls import caller
+from jdist.rpc.calls import function_calls
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.rref import fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check
@@ -213,11 +213,11 @@ class RRef(Generic[T]):
           ...     names.rpc_sync().index("z")
           2
         """
-        return self._proxy(caller.rpc_sync, timeout)
+        return self._proxy(function_calls.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns a Future of the result."""
-        return self._proxy(caller.rpc_async, timeout)
+        return self._proxy(function_calls.rpc_async, timeout)
 
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns an RRef of the result, on the owner."""
@@ -329,7 +329,9 @@ def remote(
       ('worker1', (3, 1))
     """
     agent = current_agent()
-    outgoing = caller.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
+    outgoing = function_calls.outgoing(
+        agent, to, CREATE, func, args, kwargs, timeout, "remote"
+    )
     creation = Creation(references_of(agent), outgoing)
     try:
         handle = creation.begin()

@@ -1,6 +1,8 @@
 """The references of one worker: the protocol, its messages and its waits."""
 
+import contextlib
 import functools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,6 @@ from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec import codes
-from jdist.rpc.rref.keeper import Keeper
 from jdist.rpc.rref.messages import (
     KINDS,
     REFERENCE,
@@ -38,6 +39,9 @@ from jdist.rpc.rref.reliable_delivery import ReliableDelivery
 from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
+
+_GATHERING = 0.01
+"""Seconds for which a dropped fork waits for more: to tell its owner costs a call."""
 
 
 class Handle(NamedTuple):
@@ -92,8 +96,10 @@ class References:
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
         self._answers: dict[GloballyUniqueId, RunningCall] = {}
         self._leaks: list[str] = []
-        self._keeper = Keeper(f"{agent.info.name} references", self._drop)
-        self.delivery = ReliableDelivery(agent, self._keeper.later)
+        # A queue of C: `put` takes no lock of Python's, so that finalizers may call it.
+        self._dropped: queue.SimpleQueue[UserFork] = queue.SimpleQueue()
+        self._gathering = False
+        self.delivery = ReliableDelivery(agent, agent.timer.later)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
             self.delivery.handle(name, read, self._receive)
@@ -155,7 +161,6 @@ class References:
 
     def create(self, owner: int, into: list[UserFork]) -> Created:
         """Names a value that another worker will be asked to create."""
-        self._keeper.start()
         with self._lock:
             return self._protocol.create(owner, into)
 
@@ -172,10 +177,15 @@ class References:
         with self._lock:
             self._protocol.not_asked(user_fork)
 
-    @property
-    def drop(self) -> Callable[[Any], None]:
-        """What a finalizer calls with the fork that nobody uses any more."""
-        return self._keeper.drop
+    def drop(self, user_fork: UserFork) -> None:
+        """Gives a fork up, soon; takes no lock, because finalizers call it.
+
+        A finalizer may run on a thread that has the very lock that it would need.
+        """
+        self._dropped.put(user_fork)
+        if not self._gathering:
+            self._gathering = True
+            self.agent.timer.later(_GATHERING, self._drop_gathered)
 
     # --- giving and taking ---
 
@@ -201,7 +211,6 @@ class References:
           RpcError: It is not to be had: the message was given up by its sender, or the
             value was freed because the one who gave it is lost.
         """
-        self._keeper.start()
         self._miss(ref.owner)
         with self._lock:
             taken, effects = self._protocol.take(incarnation_of(message.worker), ref)
@@ -238,10 +247,6 @@ class References:
             self._miss(ref.owner)
         if refs:
             self._do(lambda p: [e for r in refs for e in p.on_take(of, Take(r))])
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has `action()` called in so many seconds; never, once closed."""
-        self._keeper.later(seconds, action)
 
     # --- workers come, go and end ---
 
@@ -293,10 +298,9 @@ class References:
             }
 
     def close(self) -> None:
-        """Ends its thread, and what is under way."""
+        """Ends what is under way."""
         self.released = True
         self.delivery.close()
-        self._keeper.close()
 
     # --- inside ---
 
@@ -308,6 +312,15 @@ class References:
         with self._lock:
             effects = event(self._protocol)
         self._perform(effects)
+
+    def _drop_gathered(self) -> None:
+        # Reset first: what is dropped from now on makes an appointment of its own.
+        self._gathering = False
+        forks: list[UserFork] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                forks.append(self._dropped.get_nowait())
+        self._drop(forks)
 
     def _drop(self, forks: Sequence[UserFork]) -> None:
         with self._lock:

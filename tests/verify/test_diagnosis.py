@@ -1,0 +1,106 @@
+"""What a failing leaf is said to look like, for each known mistake and for none."""
+
+import numpy as np
+import pytest
+
+from jdist.verify.diagnosis import LIKENESS, diagnose
+
+
+@pytest.fixture
+def leaves(rng):
+    """Three leaves, two of one shape and one square."""
+    return {
+        "first": rng.normal(size=(4, 3)),
+        "second": rng.normal(size=(4, 3)),
+        "square": rng.normal(size=(5, 5)),
+    }
+
+
+def said(leaves, path, found):
+    """The words for a leaf, with a bound of one at each entry."""
+    with np.errstate(invalid="ignore"):
+        ratio = np.abs(leaves[path] - found)
+    return diagnose(path, leaves, found, ratio)
+
+
+@pytest.mark.parametrize("factor", [-1, 0, 0.125, 1.001, 4, 1e6, -3e-5])
+def test_a_factor_is_named(leaves, factor):
+    """Whatever its size and sign, to six digits."""
+    words = said(leaves, "first", leaves["first"] * factor)
+    assert words.endswith(f"it is {factor:.6g} times the reference")
+
+
+@pytest.mark.parametrize(
+    ("noise", "is_named"), [(LIKENESS / 4, True), (LIKENESS * 4, False)]
+)
+def test_a_factor_must_explain_nearly_all(leaves, rng, noise, is_named):
+    """Rounding beside it is forgiven, another mistake is not."""
+    rough = rng.normal(size=(4, 3))
+    rough *= np.linalg.norm(leaves["first"]) / np.linalg.norm(rough)
+    words = said(leaves, "first", 2 * (leaves["first"] + noise * rough))
+    assert ("2 times the reference" in words) == is_named
+    assert words.startswith("off by ")
+
+
+def test_a_conjugate_is_no_factor(rng):
+    """Of complex leaves a factor is real, and the angle of every entry counts."""
+    leaf = rng.normal(size=6) + 1j * rng.normal(size=6)
+    assert "times the reference" in said({"z": leaf}, "z", -2 * leaf)
+    assert "times the reference" not in said({"z": leaf}, "z", leaf.conj())
+    assert "times the reference" not in said({"z": leaf}, "z", 1j * leaf)
+
+
+def test_a_single_number_has_no_factor():
+    """Any number is a multiple of another: to say so would tell nothing."""
+    words = said({"b": np.array([2.0])}, "b", np.array([6.0]))
+    assert words == "off by 4 times the bound at [0]: expected 2, got 6"
+
+
+def test_what_is_not_zero_where_the_reference_is(leaves):
+    """Zero has no multiple but itself, and is like no other leaf."""
+    zeros = {**leaves, "first": np.zeros((4, 3))}
+    assert "it is" not in said(zeros, "first", np.full((4, 3), 0.5))
+    assert said(zeros, "first", leaves["second"]).endswith("the reference's second")
+    assert "reference's" not in said(zeros, "second", np.full((4, 3), 1e-9))
+
+
+def test_a_transposed_and_a_swapped_leaf(leaves):
+    """By their numbers, where shapes agree; the first other leaf that fits is named."""
+    words = said(leaves, "square", leaves["square"].T)
+    assert words.endswith("it is the reference transposed")
+    symmetric = {"square": leaves["square"] + leaves["square"].T}
+    doubled = said(symmetric, "square", 2 * symmetric["square"].T)
+    assert doubled.endswith("it is 2 times the reference")
+    words = said(leaves, "first", leaves["second"])
+    assert words.endswith("it is the reference's second")
+    others = {**leaves, "none": None, "third": leaves["second"].copy()}
+    assert said(others, "first", leaves["second"]).endswith("the reference's second")
+
+
+def test_the_worst_entry_is_named(leaves):
+    """With its index, what was expected and what was found."""
+    found = leaves["first"].copy()
+    found[0, 1] += 2
+    found[3, 2] -= 5
+    words = said(leaves, "first", found)
+    expected, got = leaves["first"][3, 2], found[3, 2]
+    assert words == (
+        f"off by 5 times the bound at [3, 2]: expected {expected:.6g}, got {got:.6g}"
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_comes_first(leaves, value):
+    """In the candidate, then in the reference; with its place."""
+    found = 3 * leaves["first"]
+    found[2, 1] = value
+    assert said(leaves, "first", found) == f"not finite: {value:.6g} at [2, 1]"
+    broken = {**leaves, "first": found}
+    words = said(broken, "first", leaves["first"])
+    assert words == f"the reference is not finite: {value:.6g} at [2, 1]"
+
+
+def test_a_scalar_leaf_has_an_empty_index():
+    """Its place needs no number."""
+    words = said({"s": np.float64(1.0)}, "s", np.float64(3.0))
+    assert words == "off by 2 times the bound at []: expected 1, got 3"

@@ -1,0 +1,158 @@
+"""The report: what counts as right, wrong and not judged, and how it is told."""
+
+import dataclasses
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from jdist import VerificationError
+from jdist.verify import LeafReport, OracleCheck, Report
+from jdist.verify.report import SUSPICIOUSLY_LOOSE, looseness
+
+EQUAL = LeafReport("mine", "w", "float32", (2, 3), 1e-8, 1e-7, 2.0, 0.25, 1.0)
+SAME = dataclasses.replace(EQUAL, path="b", max_abs=0.0, max_ulp=0.0, ratio=0.0)
+WRONG = dataclasses.replace(EQUAL, path="v", ratio=31.0, problem="off by 31 times")
+HIDDEN = dataclasses.replace(EQUAL, path="u", unjudged="zero would pass too")
+PINNED = OracleCheck(1.0, 1.0 + 1e-9, 1e-8)
+OFF = OracleCheck(1.5, 1.0, 1e-8)
+OWN_RULE = OracleCheck(1.5, 1.0, 1e-8, own_rules=("custom_vjp of f",))
+SKIPPED = OracleCheck(skipped="the loss is chaotic next to the parameters")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "ok", "bit_equal", "verdict"),
+    [
+        (EQUAL, True, False, "equal"),
+        (SAME, True, True, "bit-equal"),
+        (WRONG, False, False, "FAILS"),
+        (HIDDEN, False, False, "not judged"),
+        (dataclasses.replace(WRONG, unjudged="too"), False, False, "FAILS"),
+        (dataclasses.replace(SAME, problem="wrong dtype"), False, False, "FAILS"),
+    ],
+)
+def test_the_verdict_on_a_leaf(leaf, ok, bit_equal, verdict):
+    """A problem outweighs what was not judged, and both outweigh equal bits."""
+    assert (leaf.ok, leaf.bit_equal, leaf.verdict) == (ok, bit_equal, verdict)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "oracle", "ok"),
+    [
+        ((EQUAL, SAME), None, True),
+        ((EQUAL, SAME), PINNED, True),
+        ((EQUAL, SAME), SKIPPED, True),
+        ((EQUAL, WRONG), PINNED, False),
+        ((EQUAL, HIDDEN), PINNED, False),
+        ((EQUAL, SAME), OFF, False),
+        ((EQUAL, SAME), OWN_RULE, False),
+    ],
+)
+def test_a_report_is_ok_if_everything_was_judged_and_holds(leaves, oracle, ok):
+    """The oracle counts where it was compared."""
+    report = Report(leaves, oracle)
+    assert report.ok == ok
+    if ok:
+        assert report.raise_if_failed() is report
+    else:
+        with pytest.raises(VerificationError, match=r"gradients differ|not judged"):
+            report.raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    ("check", "ok", "wrong", "text"),
+    [
+        (PINNED, True, False, "oracle pinned: slope 1 by differentiation"),
+        (OFF, False, True, "oracle WRONG: slope 1.5 by differentiation"),
+        (SKIPPED, True, False, "oracle not pinned: the loss is chaotic"),
+        (OWN_RULE, False, False, "a derivative of its own (custom_vjp of f)"),
+        (OracleCheck(1.0, math.nan, 1.0), False, True, "oracle WRONG"),
+        (OracleCheck(math.nan, 1.0, math.inf), False, True, "oracle WRONG"),
+        (OracleCheck(1.0, 1.5, 0.5), True, False, "oracle pinned"),
+    ],
+)
+def test_the_check_of_the_reference(check, ok, wrong, text):
+    """NaN is no agreement, whatever the tolerance; the tolerance itself is."""
+    assert (check.ok, check.wrong) == (ok, wrong)
+    assert text in str(check)
+
+
+def test_the_error_names_each_leaf_once_and_says_why():
+    """What differs first, then what could not be judged; what holds is left out."""
+    report = Report((EQUAL, WRONG, HIDDEN, SAME), OFF)
+    with pytest.raises(VerificationError, match="gradients differ") as caught:
+        report.raise_if_failed()
+    wrong, unjudged = str(caught.value).split("\nnot judged:")
+    assert wrong.startswith("gradients differ:\n  mine: v: off by 31 times\n  oracle")
+    assert unjudged == "\n  mine: u: zero would pass too"
+    with pytest.raises(VerificationError, match=r"^not judged:\n  oracle not judged"):
+        Report((EQUAL,), OWN_RULE).raise_if_failed()
+
+
+def test_the_findings_on_one_candidate():
+    """With the reference's check and the notes, which are everyone's."""
+    other = dataclasses.replace(WRONG, candidate="theirs")
+    report = Report((EQUAL, other, SAME), PINNED, ("a note",))
+    mine, theirs = report.of("mine"), report.of("theirs")
+    assert mine.leaves == (EQUAL, SAME)
+    assert mine.ok
+    assert not theirs.ok
+    assert theirs.failures == (other,)
+    assert (mine.oracle, mine.notes) == (PINNED, ("a note",))
+    assert report.of("nothing").leaves == ()
+
+
+def test_the_worst_ratio():
+    """NaN ranks above every number, infinity too."""
+    infinite = dataclasses.replace(WRONG, ratio=math.inf)
+    unknown = dataclasses.replace(WRONG, ratio=math.nan)
+    assert Report((EQUAL, SAME)).worst == 0.25
+    assert Report((EQUAL, infinite, SAME)).worst == math.inf
+    assert math.isnan(Report((EQUAL, unknown, infinite)).worst)
+    assert not Report((EQUAL, SAME)).bit_equal
+    assert Report((SAME, SAME)).bit_equal
+
+
+def test_json_has_all_of_it_and_reads_back():
+    """Numbers in full precision; what JSON has no number for, as text."""
+    odd = dataclasses.replace(WRONG, max_rel=math.inf, cosine=math.nan, max_abs=0.1)
+    record = json.loads(Report((odd, HIDDEN), SKIPPED, ("a note",)).to_json())
+    leaf = record["leaves"][0]
+    assert (leaf["max_rel"], leaf["cosine"], leaf["max_abs"]) == ("inf", "nan", 0.1)
+    assert leaf["shape"] == [2, 3]
+    assert [leaf["verdict"] for leaf in record["leaves"]] == ["FAILS", "not judged"]
+    assert record["oracle"]["skipped"].startswith("the loss is chaotic")
+    assert record["notes"] == ["a note"]
+    assert record["ok"] is False
+    assert json.loads(Report((SAME,)).to_json())["oracle"] is None
+
+
+def test_what_is_printed():
+    """A line for each leaf, the reasons below, then the oracle and the notes."""
+    report = Report((EQUAL, SAME, WRONG, HIDDEN), PINNED, ("mind the gap",))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(report)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    table = {line.split()[1]: line for line in lines[1:5]}
+    assert set(table) == {"w", "b", "v", "u"}
+    assert table["w"].split()[2:4] == ["float32", "2x3"]
+    assert table["b"].split()[-1] == "bit-equal"
+    assert table["u"].endswith("not judged")
+    assert lines[5] == "mine: v: off by 31 times"
+    assert lines[6] == "not judged: mine: u: zero would pass too"
+    assert lines[7].startswith("oracle pinned")
+    assert lines[8] == "note: mind the gap"
+    scalar = dataclasses.replace(SAME, shape=())
+    assert "scalar" in str(Report((scalar,)))
+
+
+def test_a_bound_far_above_every_error_is_a_note():
+    """Not where bits are equal, and not where anything comes near it."""
+    tight = dataclasses.replace(EQUAL, ratio=SUSPICIOUSLY_LOOSE * 2)
+    loose = dataclasses.replace(EQUAL, ratio=SUSPICIOUSLY_LOOSE / 2)
+    assert "suspiciously loose" in " ".join(looseness((loose, loose)))
+    assert looseness((loose, tight)) == ()
+    assert looseness((SAME,)) == ()
+    assert looseness(()) == ()
