@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from jdist._fit import Metrics, check_save_every, fitted, pair
+from jdist._tree import PyTree
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.update import PipelineState
@@ -14,7 +15,7 @@ from jdist.pipeline.run.update import PipelineState
 def fit(
     pipe: Pipeline,
     state: PipelineState,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     *,
     total: int | None = None,
     checkpoints: PipelineCheckpoints | None = None,

@@ -18,7 +18,6 @@ from jdist.pipeline.pipedream.epoch import PassRecord
 from jdist.pipeline.pipedream.executor import CALL, EpochExecutor, EpochPart
 from jdist.pipeline.pipedream.policy import schedule_of_epoch
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.communicator import communicator_for
 from jdist.pipeline.run.executor import (
     CallInputs,
     Executor,
@@ -29,9 +28,8 @@ from jdist.pipeline.run.executor import (
 )
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import size_of_batch
-from jdist.pipeline.run.stage_channels import moved
+from jdist.pipeline.run.stage_channels import Transfer, moved
 from jdist.pipeline.run.tied import tied_of
-from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.run.update import (
     PipelineState,
     StageOptimizers,
@@ -39,6 +37,7 @@ from jdist.pipeline.run.update import (
     optimizers_for,
     started,
 )
+from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdateRule
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
@@ -169,7 +168,7 @@ class Pipeline:
         """Numbers of the stages that run in this process."""
         return list(self._places.stages)
 
-    def place(self, params: Sequence[Any]) -> list[Any]:
+    def place(self, params: Sequence[PyTree]) -> list[PyTree]:
         """The parameters (or states) of each stage, on its device.
 
         Those of a stage with several workers are on the first one's; None takes the
@@ -185,11 +184,11 @@ class Pipeline:
 
     def value_and_grad(
         self,
-        params: Sequence[Any],
-        batch: Mapping[str, Any],
+        params: Sequence[PyTree],
+        batch: Mapping[str, PyTree],
         weights: Any = None,
         *,
-        states: Sequence[Any] | None = None,
+        states: Sequence[PyTree] | None = None,
         key: Any = None,
     ) -> Any:
         """The loss of the batch, and the gradient of every stage's parameters.
@@ -235,8 +234,8 @@ class Pipeline:
 
     def init(
         self,
-        params: Sequence[Any],
-        states: Sequence[Any] | None = None,
+        params: Sequence[PyTree],
+        states: Sequence[PyTree] | None = None,
         key: Any = None,
     ) -> PipelineState:
         """The state before the first training step.
@@ -260,8 +259,8 @@ class Pipeline:
         return state
 
     def _initial(
-        self, params: Sequence[Any], states: Sequence[Any] | None, key: Any
-    ) -> tuple[PipelineState, list[Any]]:
+        self, params: Sequence[PyTree], states: Sequence[PyTree] | None, key: Any
+    ) -> tuple[PipelineState, list[PyTree]]:
         """The state, and the parameters in full precision."""
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
@@ -275,7 +274,7 @@ class Pipeline:
     def train_step(
         self,
         state: PipelineState,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, PyTree],
         weights: Any = None,
         **overrides: Any,
     ) -> tuple[PipelineState, Metrics]:
@@ -317,8 +316,8 @@ class Pipeline:
     def train_epoch(
         self,
         state: PipelineState,
-        batches: Iterable[Any],
-        weights: Iterable[Any] | None = None,
+        batches: Iterable[PyTree],
+        weights: Iterable[PyTree] | None = None,
         *,
         checkpoints: Checkpoints[PipelineState] | None = None,
         save_every: int | None = None,
@@ -386,11 +385,11 @@ class Pipeline:
 
     def evaluate(
         self,
-        params: Sequence[Any] | PipelineState,
-        batch: Mapping[str, Any],
+        params: Sequence[PyTree] | PipelineState,
+        batch: Mapping[str, PyTree],
         weights: Any = None,
         *,
-        states: Sequence[Any] | None = None,
+        states: Sequence[PyTree] | None = None,
         key: Any = None,
         outputs: bool = False,
     ) -> Metrics:

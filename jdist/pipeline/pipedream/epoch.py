@@ -23,7 +23,7 @@ from jdist.pipeline.pipedream.batch_stream import BatchStream
 from jdist.pipeline.pipedream.joint_update import JointUpdate
 from jdist.pipeline.pipedream.stashed_stage import StashedStage
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.auxiliary import Entries, merged, stacked
+from jdist.pipeline.run.loss import Entries, merged, stacked
 from jdist.pipeline.run.stage_channels import MessageTag, StageChannels
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import Actions, Step, StepInputs
@@ -121,7 +121,7 @@ class EpochStep(Step):
         self._stashed = stashed
         self._stream, self._schedule, self._every, self._joint = plan
         self._computing: deque[tuple[int, Any]] = deque()
-        self._found: dict[int, Any] = {}
+        self._found: dict[int, PyTree] = {}
         self._shared: Counter[tuple[int, int]] = Counter()
         self._ends: dict[int, int] = {}
         self._end_told = False
@@ -191,7 +191,7 @@ class EpochStep(Step):
     # --- what is found out ---
 
     def agree_on_epoch(
-        self, channels: StageChannels, more: bool, computed: Any
+        self, channels: StageChannels, more: bool, computed: PyTree
     ) -> tuple[Any, Any, Any]:
         """Ends the epoch on all workers, or on none.
 
@@ -218,7 +218,7 @@ class EpochStep(Step):
         values, weights, aux = merged([each.found for each in told])
         return values, weights, aux
 
-    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         self._computing.append((micro, (found.value, found.weight, aux)))
         self._fetch(AHEAD)
 

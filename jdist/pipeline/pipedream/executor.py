@@ -18,19 +18,18 @@ from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
 from jdist.pipeline.pipedream.stashed_stage import StashedStage, VersionRule
 from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.auxiliary import stacked
 from jdist.pipeline.run.executor import (
     CallInputs,
     Executor,
     ScheduleExecutor,
     StagePrograms,
 )
+from jdist.pipeline.run.loss import stacked
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.replicas import joined_states
-from jdist.pipeline.run.stage_channels import StageChannels, moved
+from jdist.pipeline.run.stage_channels import StageChannels, Transfer, moved
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.tied import Tied
-from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.run.update import (
     PipelineState,
     StageUpdates,

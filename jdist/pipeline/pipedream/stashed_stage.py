@@ -121,7 +121,7 @@ class StashedStage:
         self.held.append(_divided(*made_of))
         return self.held[-1]
 
-    def update_held(self, grads: Any, square: Any, max_norm: float | None) -> None:
+    def update_held(self, grads: PyTree, square: Any, max_norm: float | None) -> None:
         """The next version, from the gradient that was held longest.
 
         Args:
@@ -145,7 +145,7 @@ class StashedStage:
         self.grown = 0
         return joined
 
-    def _append(self, params: Any, opt_state: Any) -> None:
+    def _append(self, params: PyTree, opt_state: PyTree) -> None:
         stashing, needed = self._rule.stashing, self._needed()
         self.stash = stashing.append(self.stash, params, opt_state, needed)
         self._load(self.stash.version)
@@ -166,14 +166,14 @@ class StashedStage:
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
 def _updated(
-    optimizer: Optimizer, params: Any, part: Partial, opt_state: Any, kind: str
+    optimizer: Optimizer, params: PyTree, part: Partial, opt_state: PyTree, kind: str
 ) -> tuple[Any, Any]:
     """The division and the step in one: each array is read once."""
     grads = _finished(optimizer, params, part, kind)
     return optimizer.step(params, grads, opt_state)
 
 
-def _finished(optimizer: Optimizer, params: Any, part: Partial, kind: str) -> Any:
+def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) -> Any:
     rounded_as = params if optimizer.precision is None else part.gradient
     return reduction.finish(part, kind, rounded_as)[1]
 
@@ -184,9 +184,9 @@ _divided = functools.partial(jax.jit, static_argnums=(0, 3))(_finished)
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _clipped(
     optimizer: Optimizer,
-    params: Any,
-    grads: Any,
-    opt_state: Any,
+    params: PyTree,
+    grads: PyTree,
+    opt_state: PyTree,
     square: Any,
     max_norm: float | None,
 ) -> tuple[Any, Any]:

@@ -124,7 +124,7 @@ class _ShapeChannels:
         self._channels = channels
         self._places = places
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `ValueChannels`."""
         if worker not in self._places.own:
             value = jax.tree.map(_packed, value)

@@ -6,7 +6,7 @@ the states as training left them.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,8 @@ class EvaluationStep(Step):
         raise AssertionError("a schedule of forward passes has no backward pass")
 
     def _outputs(
-        self, run: StageRun, micro: int, inputs: dict[str, Any]
-    ) -> dict[str, Any]:
+        self, run: StageRun, micro: int, inputs: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
         return run.outputs(micro, inputs)
 
     def _lose(self, worker: int, micro: int) -> Partial:

@@ -22,18 +22,18 @@ from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.compile_ahead import compile_ahead
 from jdist.pipeline.run.evaluation import EvaluationStep, forward_places
 from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import MicroBatches, split_batch
+from jdist.pipeline.run.micro_batch import MicroBatchSource, split_batch
 from jdist.pipeline.run.shapes import check_shapes
 from jdist.pipeline.run.stage_channels import (
     Communicator,
     Places,
     StageChannels,
+    Transfer,
     moved,
 )
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import BatchStep, StepInputs
 from jdist.pipeline.run.tied import Tied
-from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.run.update import (
     NO_STATS,
     GradientStats,
@@ -181,7 +181,7 @@ class StagePrograms:
         self,
         channels: StageChannels,
         runs: Mapping[tuple[int, int], StageRun],
-        parts: MicroBatches,
+        parts: MicroBatchSource,
         loss: PipelineLoss | None = None,
     ) -> StepInputs:
         """The inputs of a step, after a check of their shapes where they are new.

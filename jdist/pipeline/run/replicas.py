@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._tree import is_inexact, wide_dtype
+from jdist._tree import PyTree, is_inexact, wide_dtype
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
@@ -91,7 +91,7 @@ def joined_states(
     places: Places,
     runs: Mapping[tuple[int, int], StageRun],
     totals: Sequence[float],
-) -> dict[int, Any]:
+) -> dict[int, PyTree]:
     """The states of this process's stages at the end of a step, over all workers.
 
     Args:
@@ -104,7 +104,7 @@ def joined_states(
         if run.state is not None:
             for other in places.replicas(worker, stage):
                 channels.put(_state_of(worker, stage), other, run.state)
-    found: dict[int, Any] = {}
+    found: dict[int, PyTree] = {}
     for stage, worker in places.stages.items():
         states = {worker: runs[worker, stage].state}
         if states[worker] is not None:
@@ -127,7 +127,7 @@ def _state_of(worker: int, stage: int) -> MessageTag:
     return MessageTag("G", -1, "state", stage, worker)
 
 
-def joined_state(states: Sequence[Any], weights: Sequence[float]) -> Any:
+def joined_state(states: Sequence[PyTree], weights: Sequence[float]) -> Any:
     """The states' mean, as `data_parallel` forms that of its replicas.
 
     Args:
@@ -153,7 +153,7 @@ def joined_state(states: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 @jax.jit
-def _mean(states: list[Any], shares: list[jax.Array]) -> Any:
+def _mean(states: list[PyTree], shares: list[jax.Array]) -> Any:
     def mean(*leaves: jax.Array) -> jax.Array:
         if len(leaves) == 1 or not is_inexact(leaves[0]):
             return leaves[0]

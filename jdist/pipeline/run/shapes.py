@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import abbreviated
+from jdist._tree import PyTree
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import entry_of
 from jdist.pipeline.run.stage_channels import (
@@ -15,7 +15,7 @@ from jdist.pipeline.run.stage_channels import (
     ValueChannels,
     receive,
 )
-from jdist.pipeline.stages.array_spec import is_spec, specs_of
+from jdist.pipeline.stages.array_spec import describe, is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 
@@ -26,7 +26,7 @@ def check_shapes(
     channels: ValueChannels,
     loss: PipelineLoss,
     trees: Mapping[int, tuple[Any, Any]],
-    batch: Mapping[str, Any],
+    batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
     """Evaluates the stages of this process and the loss on shapes alone, in order.
 
@@ -66,7 +66,7 @@ def _read(
     places: Places,
     channels: ValueChannels,
     loss: PipelineLoss,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
     """The entries that the loss reads, told by one worker of the last stage."""
     first = places.worker(places.loss, 0)
@@ -86,9 +86,9 @@ def _given(
     wiring: StageWiring,
     places: Places,
     channels: ValueChannels,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, PyTree],
     number: int,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """The shapes of what a stage, or the loss, takes."""
     taker = "the loss" if number == places.loss else f"stage {number}"
     worker, found = places.worker(number, 0), {}
@@ -103,7 +103,7 @@ def _given(
 
 
 def outputs_of(
-    number: int, stage: Stage, trees: tuple[Any, Any], inputs: Mapping[str, Any]
+    number: int, stage: Stage, trees: tuple[Any, Any], inputs: Mapping[str, PyTree]
 ) -> Any:
     """The shapes of what a stage's function returns, without its state.
 
@@ -149,30 +149,3 @@ def _check_state(number: int, before: Any, after: Any) -> None:
                 "Stage(stateful=True)", rule + describe(before), describe(after)
             )
         )
-
-
-def describe(value: Any) -> str:
-    """Dtypes and shapes of a value, for people.
-
-    Example:
-      >>>       >>> describe({"h": np.zeros((3, 5), np.float32)})
-      "{'h': float32[3,5]}"
-    """
-    shown = jax.tree.map(
-        lambda x: _Shown(abbreviated(x)),
-        jax.eval_shape(lambda: value) if not _is_abstract(value) else value,
-    )
-    return str(shown)
-
-
-class _Shown(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _is_abstract(value: Any) -> bool:
-    return any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)
-    )

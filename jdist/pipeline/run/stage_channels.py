@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
@@ -64,7 +65,7 @@ class Places:
         workers = self.schedule.placement[min(stage, self.loss - 1)]
         return workers[micro_batch % len(workers)]
 
-    def check(self, name: str, entry: Any, worker: int, taker: int) -> None:
+    def check(self, name: str, entry: PyTree, worker: int, taker: int) -> None:
         """Refuses an entry of the batch that was put elsewhere than where it is taken.
 
         Raises:
@@ -130,6 +131,28 @@ class MessageTag(NamedTuple):
     sender: int
 
 
+class Transfer(NamedTuple):
+    """A value, or its cotangent, that went from one stage to another.
+
+    Attributes:
+      step: Number of the call of the pipeline.
+      micro_batch: Number of the micro-batch.
+      name: Of the value.
+      source: The stage that sent it; -1 for the batch.
+      destination: The stage that took it; the number of stages for the loss.
+      cotangent: Whether it is the cotangent of the value, on its way back.
+      nbytes: Its size.
+    """
+
+    step: int
+    micro_batch: int
+    name: str
+    source: int
+    destination: int
+    cotangent: bool
+    nbytes: int
+
+
 class ValueChannels(Protocol):
     """Bring values to the workers that take them.
 
@@ -139,7 +162,7 @@ class ValueChannels(Protocol):
 
     number: int
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """Sends a value to a worker; does not wait until it is there."""
 
     def has(self, tag: MessageTag, worker: int) -> bool:
@@ -171,8 +194,8 @@ class StageChannels(ValueChannels, Protocol):
     def identify(
         self,
         step: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-        batches: Iterable[Mapping[str, Any]] = (),
+        settings: Mapping[str, PyTree] | None = None,
+        batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
@@ -189,7 +212,7 @@ class StageChannels(ValueChannels, Protocol):
           Exception: Another worker has refused the call, or was given something else.
         """
 
-    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+    def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """Ends the call on all workers, or on none.
 
         Args:
@@ -248,7 +271,7 @@ class Communicator(Protocol):
           WorkerLost, RpcTimeout: Not all processes came to the first call.
         """
 
-    def gather(self, value: Any, purpose: str) -> list[Any]:
+    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
         """The values of all processes of the pipeline: a call of its own.
 
         Raises:
@@ -285,14 +308,14 @@ class InProcessChannels:
     def identify(
         self,
         step: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-        batches: Iterable[Mapping[str, Any]] = (),
+        settings: Mapping[str, PyTree] | None = None,
+        batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
         """See `StageChannels`: there is no other process to compare with."""
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `StageChannels`."""
         self._arrived[tag, worker] = moved(value, self._devices[worker])
 
@@ -314,7 +337,7 @@ class InProcessChannels:
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
-    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+    def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`; does not wait for arrays, which one process need not."""
         return [value]
 
@@ -359,7 +382,7 @@ class LocalCommunicator:
         self.last = InProcessChannels(self.places.devices, next(self._calls))
         return ending(self.last)
 
-    def gather(self, value: Any, purpose: str) -> list[Any]:
+    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
         """See `Communicator`."""
         return [value]
 
@@ -368,7 +391,7 @@ class LocalCommunicator:
         return 0.0
 
 
-def moved(value: Any, device: jax.Device | None) -> Any:
+def moved(value: PyTree, device: jax.Device | None) -> Any:
     """The arrays of a value on a device; None for wherever they are.
 
     `device_put` takes 30 us also where nothing is to be done.

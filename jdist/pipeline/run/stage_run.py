@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jdist import reduction
 from jdist._compat import is_traced
-from jdist._tree import add_trees, is_none, split_inexact, wide_dtype
+from jdist._tree import PyTree, add_trees, is_none, split_inexact, wide_dtype
 from jdist.pipeline.stages.stage import Stage
 from jdist.reduction import Partial
 from jdist.segment import Segment
@@ -34,7 +34,7 @@ class MicroBatchShare(NamedTuple):
       weight: The sum of its weights; for max and min the number of its extremes.
     """
 
-    value: Any
+    value: PyTree
     weight: Any
 
 
@@ -64,7 +64,7 @@ class StageRun:
         self,
         stage: Stage,
         compiled: Segment,
-        params: Any,
+        params: PyTree,
         state: Any,
         key: Any,
         kind: str,
@@ -80,7 +80,7 @@ class StageRun:
         self._single = single
         self._of_means = of_means
         self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
-        self._residuals: dict[int, Any] = {}
+        self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
         self._rests: dict[int, tuple[Any, MicroBatchShare]] = {}
         self._deferred: dict[int, Deferred] = {}
@@ -109,7 +109,7 @@ class StageRun:
         return sorted(set().union(*self._kept))
 
     @property
-    def _kept(self) -> tuple[dict[int, Any], ...]:
+    def _kept(self) -> tuple[dict[int, PyTree], ...]:
         """Arrays that wait for a part of the backward pass, by micro-batch."""
         return self._residuals, self._rests, self._deferred
 
@@ -131,7 +131,7 @@ class StageRun:
         arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
         return {id(x): x.nbytes for x in arrays if id(x) not in own}
 
-    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def forward(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The outputs by name."""
         given = self._given(micro, inputs)
         (returned, self.state), residuals = self._compiled.forward(*given)
@@ -140,18 +140,18 @@ class StageRun:
         self._returns = getattr(type(returned), "_make", type(returned))
         return self._named(returned)
 
-    def outputs(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def outputs(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The outputs by name, where no backward pass follows; nothing is kept."""
         returned, _ = self._compiled.outputs(*self._given(micro, inputs))
         return self._stage.named(returned)
 
-    def _given(self, micro: int, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _given(self, micro: int, inputs: Mapping[str, PyTree]) -> tuple[Any, ...]:
         """The arguments of the segment."""
         key = None if self._key is None else fold(self._key, micro)
         values = tuple([inputs[name] for name in self._stage.inputs])
         return self.params, self.state, values, key
 
-    def _named(self, returned: Any) -> dict[str, Any]:
+    def _named(self, returned: Any) -> dict[str, PyTree]:
         names = self._stage.outputs
         # Their number was checked when the shapes were.
         return dict(
@@ -161,10 +161,10 @@ class StageRun:
     def backward(
         self,
         micro: int,
-        cotangents: Mapping[str, Any],
+        cotangents: Mapping[str, PyTree],
         share: MicroBatchShare,
         split: bool,
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """The cotangents of the inputs by name, None where none flows.
 
         Args:
@@ -191,7 +191,7 @@ class StageRun:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
 
-    def _begun(self, share: MicroBatchShare, d_outputs: Any) -> Partial | None:
+    def _begun(self, share: MicroBatchShare, d_outputs: PyTree) -> Partial | None:
         """The zero that gradients are added to; None for a single micro-batch."""
         if self._single:
             return None
@@ -259,7 +259,7 @@ class StageRun:
         assert self._partial is not None
         return self._partial
 
-    def _cotangent(self, cotangents: Mapping[str, Any]) -> Any:
+    def _cotangent(self, cotangents: Mapping[str, PyTree]) -> Any:
         names = self._stage.outputs
         if len(names) == 1:
             return cotangents[names[0]], None
@@ -273,7 +273,7 @@ def fold(key: Any, number: Any) -> Any:
 
 
 def added(
-    kind: str, so_far: Partial | None, d_params: Any, share: MicroBatchShare
+    kind: str, so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
 ) -> Partial:
     """The gradient with another micro-batch's; earlier ones come first in the sum."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
@@ -288,7 +288,7 @@ def added(
 
 
 def added_mean(
-    so_far: Partial | None, d_params: Any, share: MicroBatchShare
+    so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
 ) -> Partial:
     """The gradient with that of another micro-batch's mean, times what it weighs.
 

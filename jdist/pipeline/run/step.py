@@ -19,9 +19,8 @@ import numpy as np
 from jdist import reduction
 from jdist._tree import PyTree, add_trees
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.auxiliary import merged, stacked
-from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import MicroBatches, entry_of
+from jdist.pipeline.run.loss import PipelineLoss, merged, stacked
+from jdist.pipeline.run.micro_batch import MicroBatchSource, entry_of
 from jdist.pipeline.run.replicas import (
     joined_gradient,
     joined_states,
@@ -31,11 +30,11 @@ from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
     StageChannels,
+    Transfer,
     ValueChannels,
     moved,
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
-from jdist.pipeline.run.transfer_log import Transfer
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
@@ -61,7 +60,7 @@ class StepInputs(NamedTuple):
     channels: ValueChannels
     loss: PipelineLoss
     read: tuple[str, ...]
-    parts: MicroBatches
+    parts: MicroBatchSource
 
 
 class Step(ABC):
@@ -170,7 +169,7 @@ class Step(ABC):
         """The gradient of a stage has grown by another micro-batch's."""
 
     @abstractmethod
-    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         """The loss of a micro-batch, and its auxiliary outputs, are computed."""
 
     # --- forward ---
@@ -191,8 +190,8 @@ class Step(ABC):
         return outputs, lost
 
     def _outputs(
-        self, run: StageRun, micro: int, inputs: dict[str, Any]
-    ) -> dict[str, Any]:
+        self, run: StageRun, micro: int, inputs: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
         """The outputs of a stage, by name."""
         return run.forward(micro, inputs)
 
@@ -213,7 +212,7 @@ class Step(ABC):
 
     def _taken_by_loss(
         self, worker: int, micro: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The values that the loss is given, and the entries that it reads."""
         last = self._places.loss
         values = {
@@ -233,7 +232,7 @@ class Step(ABC):
         self, worker: int, run: StageRun, action: Action, split: bool
     ) -> None:
         _, stage, micro = action
-        received: dict[str, list[Any]] = {}
+        received: dict[str, list[PyTree]] = {}
         for tag in self._taken_by(action):
             cotangent, share = self._channels.take(tag, worker)
             received.setdefault(tag.name, []).append(cotangent)
@@ -246,7 +245,7 @@ class Step(ABC):
                 self._send_back(worker, micro, name, stage, (cotangent, share))
 
     def _send_back(
-        self, worker: int, micro: int, name: str, taker: int, value: Any
+        self, worker: int, micro: int, name: str, taker: int, value: PyTree
     ) -> None:
         source = self._wiring.source[taker][name]
         self._send("B", worker, micro, name, taker, source, value)
@@ -261,7 +260,7 @@ class Step(ABC):
         name: str,
         source: int,
         taker: int,
-        value: Any,
+        value: PyTree,
     ) -> None:
         self._note(micro, name, source, taker, value, kind == "B")
         stage = taker if kind == "F" else source
@@ -282,7 +281,7 @@ class Step(ABC):
         name: str,
         source: int,
         taker: int,
-        value: Any,
+        value: PyTree,
         cotangent: bool,
     ) -> None:
         arrays = jax.tree.leaves(value[0] if cotangent else value)
@@ -390,8 +389,8 @@ class BatchStep(Step):
         return [left.get(j) for j in range(places.loss)]
 
     def agree(
-        self, channels: StageChannels, stats: Mapping[int, Any], computed: PyTree
-    ) -> tuple[jax.Array, PyTree, list[Any]]:
+        self, channels: StageChannels, stats: Mapping[int, PyTree], computed: PyTree
+    ) -> tuple[jax.Array, PyTree, list[PyTree]]:
         """Ends the step on all workers, or on none; see `agreed_loss`."""
         return agreed_loss(
             channels, self._places, self._loss, self._losses, self._aux, stats, computed
@@ -404,9 +403,9 @@ def agreed_loss(
     loss: PipelineLoss,
     losses: Mapping[int, Partial],
     aux: Mapping[int, PyTree],
-    stats: Mapping[int, Any],
+    stats: Mapping[int, PyTree],
     computed: PyTree,
-) -> tuple[jax.Array, PyTree, list[Any]]:
+) -> tuple[jax.Array, PyTree, list[PyTree]]:
     """Ends a step on all workers, or on none.
 
     Args:
@@ -431,7 +430,7 @@ def agreed_loss(
     mine = losses, stats, entries
     told = moved(channels.agree(mine, (mine, computed)), here)
     of_all: dict[int, Partial] = {}
-    stages: dict[int, Any] = {}
+    stages: dict[int, PyTree] = {}
     for some, of_stages, _ in told:
         of_all |= some
         stages = of_stages | stages  # Of replicas, what the first one tells.
@@ -487,7 +486,7 @@ def _naming(worker: int, action: Action) -> Iterator[None]:
         raise
 
 
-def summed(cotangents: Sequence[Any], invoke: Invoke = call_now) -> Any:
+def summed(cotangents: Sequence[PyTree], invoke: Invoke = call_now) -> Any:
     """The sum over all consumers of a value, the first ones first; None for none."""
     flowing = [cotangent for cotangent in cotangents if cotangent is not None]
     if not flowing:

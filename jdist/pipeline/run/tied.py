@@ -14,9 +14,8 @@ import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import path_of, wide_dtype
+from jdist._tree import PyTree, path_of, wide_dtype
 from jdist.optim import Optimizer
-from jdist.pipeline.run.shapes import describe
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
@@ -25,7 +24,7 @@ from jdist.pipeline.run.stage_channels import (
     moved,
     receive,
 )
-from jdist.pipeline.stages.array_spec import specs_of
+from jdist.pipeline.stages.array_spec import describe, specs_of
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "Stage(tied=...)"
@@ -44,7 +43,7 @@ class Tied:
 
     def check(
         self,
-        params: Sequence[Any],
+        params: Sequence[PyTree],
         optimizers: Sequence[Optimizer],
         channels: StageChannels,
     ) -> None:
@@ -76,7 +75,7 @@ class Tied:
         ]
         told = channels.agree(mine)
         reports = sorted((report for some in told for report in some), key=_order)
-        first: dict[str, Any] = {}
+        first: dict[str, PyTree] = {}
         for name, stage, copy, complaint in reports:
             if complaint:
                 raise ValueError(complaint)
@@ -84,11 +83,11 @@ class Tied:
 
     def summed(
         self,
-        params: Mapping[int, Any],
-        grads: list[Any],
+        params: Mapping[int, PyTree],
+        grads: list[PyTree],
         places: Places,
         channels: ValueChannels,
-    ) -> list[Any]:
+    ) -> list[PyTree]:
         """The gradients, with the sum over all copies in the place of each copy's.
 
         Args:
@@ -102,7 +101,7 @@ class Tied:
         """
         found = list(grads)
         parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
-        sums: dict[int, dict[str, list[Any]]] = {j: {} for j in params}
+        sums: dict[int, dict[str, list[PyTree]]] = {j: {} for j in params}
         for name, group in self._groups.items():
             own = {j: parts[j][name] for j in group if j in params}
             told = self._exchanged(name, own, places, channels) if own else {}
@@ -120,7 +119,7 @@ class Tied:
         """The stages that share what has this name, in order."""
         return list(self._groups[name])
 
-    def parts(self, stage: int, params: Any, gradient: Any) -> dict[str, Any]:
+    def parts(self, stage: int, params: PyTree, gradient: PyTree) -> dict[str, PyTree]:
         """A stage's gradients of its copies, by name.
 
         Args:
@@ -140,7 +139,11 @@ class Tied:
         return found
 
     def with_sums(
-        self, stage: int, params: Any, gradient: Any, parts: Mapping[str, Sequence[Any]]
+        self,
+        stage: int,
+        params: PyTree,
+        gradient: PyTree,
+        parts: Mapping[str, Sequence[PyTree]],
     ) -> Any:
         """A stage's gradient, with the sum over all copies in the place of its own.
 
@@ -163,7 +166,7 @@ class Tied:
                 leaves[i] = total[below]
         return structure.unflatten(leaves)
 
-    def counted(self, stage: int, params: Any, gradient: Any) -> Any:
+    def counted(self, stage: int, params: PyTree, gradient: PyTree) -> Any:
         """The leaves of a gradient that the norm counts: shared ones at one stage.
 
         Args:
@@ -180,8 +183,12 @@ class Tied:
         return leaves
 
     def _exchanged(
-        self, name: str, own: Mapping[int, Any], places: Places, channels: ValueChannels
-    ) -> dict[int, Any]:
+        self,
+        name: str,
+        own: Mapping[int, PyTree],
+        places: Places,
+        channels: ValueChannels,
+    ) -> dict[int, PyTree]:
         """The parts of all stages of a group."""
         placement = places.schedule.placement
         group = self._groups[name]
@@ -226,7 +233,7 @@ def tied_of(stages: Sequence[Stage]) -> Tied | None:
     return Tied(groups) if groups else None
 
 
-def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]:
+def _described(params: PyTree, stage: int, path: str) -> tuple[dict[str, PyTree], str]:
     """ArraySpec and digest of every leaf of a copy, by name; and what is wrong."""
     try:
         found = _indices(_structure(params), stage, path)
@@ -241,7 +248,7 @@ def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]
     return copy, ""
 
 
-def _structure(tree: Any) -> Any:
+def _structure(tree: PyTree) -> Any:
     return jax.tree.structure(tree)
 
 
@@ -261,7 +268,7 @@ def _indices(structure: Any, stage: int, path: str) -> dict[str, int]:
     return found
 
 
-def _order(report: Sequence[Any]) -> tuple[str, int]:
+def _order(report: Sequence[PyTree]) -> tuple[str, int]:
     name, stage, *_ = report
     return name, stage
 
@@ -291,7 +298,7 @@ def _check_alike(first: int, kinds: Any, stage: int, others: Any) -> None:
 
 
 @jax.jit
-def _sum(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _sum(parts: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
     """Their sum, the first stage's first, in 32 bits at least; rounded once."""
 
     def added(*copies: jax.Array) -> jax.Array:

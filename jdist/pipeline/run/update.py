@@ -29,7 +29,7 @@ from jdist.optim import (
     compute_copies,
 )
 from jdist.optim.internal import check_overrides, scaled, shrinking, square, sum_of
-from jdist.pipeline.run.transfer_log import Transfer
+from jdist.pipeline.run.stage_channels import Transfer
 
 
 class PipelineState(NamedTuple):
@@ -42,13 +42,13 @@ class PipelineState(NamedTuple):
     step: int
     """Steps taken."""
 
-    params: list[Any]
+    params: list[PyTree]
     """The parameters of each stage, on its device."""
 
-    opt_states: list[Any]
+    opt_states: list[PyTree]
     """The state of each stage's optimizer."""
 
-    states: list[Any]
+    states: list[PyTree]
     """The states of stateful stages; None for the others."""
 
     key: Any = None
@@ -137,10 +137,10 @@ class StageUpdates:
     def __init__(
         self,
         optimizers: StageOptimizers,
-        params: Sequence[Any],
-        opt_states: Sequence[Any],
+        params: Sequence[PyTree],
+        opt_states: Sequence[PyTree],
         max_norm: float | None,
-        overrides: Mapping[str, Any],
+        overrides: Mapping[str, PyTree],
     ) -> None:
         self.loss_scale = optimizers.loss_scale
         self.unrounded = optimizers.unrounded
@@ -173,7 +173,7 @@ class StageUpdates:
         """The loss scale; 1 where the last stage is in another process."""
         return scale_in(self._opt_states)
 
-    def stats(self, stage: int, grads: Any, counted: Any) -> GradientStats:
+    def stats(self, stage: int, grads: PyTree, counted: Any) -> GradientStats:
         """The statistics of one stage's gradient, for all others.
 
         Args:
@@ -189,7 +189,7 @@ class StageUpdates:
         )
 
     def check(
-        self, stage: int, grads: Any, stats: GradientStats, known: set[Any]
+        self, stage: int, grads: PyTree, stats: GradientStats, known: set[Any]
     ) -> None:
         """Traces one stage's step, so that it refuses before any stage has stepped.
 
@@ -210,7 +210,7 @@ class StageUpdates:
             known.add(step)
 
     def apply(
-        self, stage: int, grads: Any, stats: GradientStats
+        self, stage: int, grads: PyTree, stats: GradientStats
     ) -> tuple[Any, Any, Any]:
         """One stage's step; its parameters and the optimizer's state are donated.
 
@@ -224,7 +224,9 @@ class StageUpdates:
         """
         return _update(*self._given(stage, grads, stats))
 
-    def _given(self, stage: int, grads: Any, stats: GradientStats) -> tuple[Any, ...]:
+    def _given(
+        self, stage: int, grads: PyTree, stats: GradientStats
+    ) -> tuple[Any, ...]:
         """The arguments of `_update`."""
         return (
             self._optimizers[stage],
@@ -251,7 +253,7 @@ def optimizers_for(
     if optimizer is None:
         rule = "must be given for training"
         raise ValueError(requirement(call, rule, "None"))
-    found: list[Any] = [optimizer] * stages
+    found: list[PyTree] = [optimizer] * stages
     # An optax transformation is a tuple, of two functions.
     if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
         found = list(optimizer)
@@ -265,7 +267,7 @@ def optimizers_for(
     return found
 
 
-def started(optimizer: Optimizer, params: Any) -> tuple[Any, Any]:
+def started(optimizer: Optimizer, params: PyTree) -> tuple[Any, Any]:
     """One stage's parameters as they are computed with, and its optimizer's state.
 
     Args:
@@ -313,13 +315,13 @@ def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | 
     return found
 
 
-def scale_in(opt_states: Sequence[Any]) -> Any:
+def scale_in(opt_states: Sequence[PyTree]) -> Any:
     """The loss scale; 1 where the last stage is in another process."""
     last = opt_states[-1]
     return 1.0 if last is None else last.loss_scale.scale
 
 
-def skipped_in(opt_states: Sequence[Any]) -> list[Any]:
+def skipped_in(opt_states: Sequence[PyTree]) -> list[PyTree]:
     """How many updates each stage has skipped in all; None for stages elsewhere."""
     return [None if each is None else each.loss_scale.skipped for each in opt_states]
 
@@ -336,7 +338,7 @@ def joined(stats: Sequence[GradientStats]) -> GradientStats:
 
 
 @jax.jit
-def square_of(grads: Any) -> jax.Array:
+def square_of(grads: PyTree) -> jax.Array:
     """The sum of |g|^2 over one stage's gradient; 0 for a stage without one."""
     squares = [square(leaf) for leaf in jax.tree.leaves(grads)]
     return sum_of([jnp.zeros((), jnp.float32), *squares])
@@ -352,12 +354,12 @@ _all_finite = jax.jit(all_finite)
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 3))
 def _update(
     optimizer: Optimizer,
-    params: Any,
-    grads: Any,
-    opt_state: Any,
+    params: PyTree,
+    grads: PyTree,
+    opt_state: PyTree,
     stats: GradientStats,
     max_norm: float | None,
-    overrides: dict[str, Any],
+    overrides: dict[str, PyTree],
 ) -> tuple[Any, Any, jax.Array | None]:
     norm = None
     if stats.square is not None and max_norm is not None:

@@ -36,20 +36,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.pipeline.run.action_timer import clock_offset
 from jdist.pipeline.run.identity import CallIdentity, sized
 from jdist.pipeline.run.micro_batch import MicroBatch
 from jdist.pipeline.run.stage_channels import (
+    Communicator,
+    LocalCommunicator,
     MessageTag,
     Places,
     StageChannels,
     ending,
+    places_on,
 )
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
-from jdist.rpc.extension import Agent, describe, rebuild
+from jdist.rpc.extension import Agent, current_agent, describe, rebuild
 
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""
@@ -110,9 +115,9 @@ class PipelineMailbox:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.arrived: dict[Address, dict[MessageTag, Any]] = {}
-        self.identities: dict[Address, dict[str, list[Any]]] = {}
+        self.identities: dict[Address, dict[str, list[PyTree]]] = {}
         self.failures: dict[Address, CallFailure] = {}
-        self.decisions: dict[str, tuple[int, list[Any]]] = {}
+        self.decisions: dict[str, tuple[int, list[PyTree]]] = {}
         self.lost: dict[str, str] = {}
         self.done: dict[str, int] = {}
         self.under_way: dict[str, tuple[int, float | None]] = {}
@@ -133,18 +138,18 @@ class PipelineMailbox:
             self._pipelines[among] += 1
             return f"pipeline {self._pipelines[among]} of {among}"
 
-    def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
         pipeline, number, tag, value = body
         with self.lock:
             if self._note(caller, (pipeline, number), meta):
                 found = self.arrived.setdefault((pipeline, number), {})
                 found[MessageTag(*tag)] = value
 
-    def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
         with self.lock:
             self._note(caller, tuple(body), meta)
 
-    def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, Any]) -> bool:
+    def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, PyTree]) -> bool:
         """Notes the call of a message's sender; False if it is over here."""
         pipeline, number = address
         if number <= self.done.get(pipeline, -1):
@@ -154,7 +159,7 @@ class PipelineMailbox:
         self.changed.notify_all()
         return True
 
-    def _fail(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def _fail(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
         pipeline, number, described = body
         error = rebuild(described, self._functions)
         self.fail((pipeline, number), CallFailure(error, told=True))
@@ -167,8 +172,8 @@ class PipelineMailbox:
                 self.changed.notify_all()
 
     def _give_up(
-        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
-    ) -> list[Any] | None:
+        self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]
+    ) -> list[PyTree] | None:
         """The decision; None if there was none, and then there will be none."""
         pipeline, number, _ = body
         with self.lock:
@@ -179,7 +184,7 @@ class PipelineMailbox:
             return None
 
     def _rested(
-        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
+        self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]
     ) -> float | None:
         """For how long this worker has waited in a call; None if it is not in it.
 
@@ -284,8 +289,8 @@ class WorkerChannels:
     def identify(
         self,
         step: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-        batches: Iterable[Mapping[str, Any]] = (),
+        settings: Mapping[str, PyTree] | None = None,
+        batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
@@ -300,7 +305,7 @@ class WorkerChannels:
 
     # --- values ---
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `StageChannels`.
 
         On a CPU this thread waits for the value and sends it before the next action
@@ -466,14 +471,14 @@ class WorkerChannels:
 
     # --- the end ---
 
-    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+    def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`."""
         jax.block_until_ready(computed)
         told = self._lead(value) if self._own == self._leader else self._vote(value)
         self._over = True
         return told
 
-    def _lead(self, value: Any) -> list[Any]:
+    def _lead(self, value: PyTree) -> list[PyTree]:
         """Collects the votes, decides, and tells all."""
         votes = {self._own: value}
         while len(votes) < len(self._names):
@@ -492,7 +497,7 @@ class WorkerChannels:
             self.put(_decision_of(self._own), rank, told)
         return told
 
-    def _vote(self, value: Any) -> list[Any]:
+    def _vote(self, value: PyTree) -> list[PyTree]:
         """Tells the leader that this worker's part is done; what was decided."""
         decision = _decision_of(self._leader)
         self._voted = True  # It may be on its way from here on, whatever is raised.
@@ -507,7 +512,7 @@ class WorkerChannels:
                 raise
         return list(told)
 
-    def _give_up(self, error: BaseException) -> list[Any] | None:
+    def _give_up(self, error: BaseException) -> list[PyTree] | None:
         """Asks the leader to give the call up; what it has decided, if it has."""
         failure = self._mailbox.failures.get(self._address)
         if failure is not None and failure.told:
@@ -591,7 +596,7 @@ class WorkerCommunicator:
         )
         return ending(self.last)
 
-    def gather(self, value: Any, purpose: str) -> list[Any]:
+    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
         """See `Communicator`."""
         with self.opened(purpose) as channels:
             return channels.agree(value)
@@ -618,7 +623,7 @@ class WorkerCommunicator:
             raise ValueError(requirement("Pipeline(schedule)", rule, shown))
 
 
-def _plain(schedule: Schedule) -> list[Any]:
+def _plain(schedule: Schedule) -> list[PyTree]:
     columns = schedule.columns
     arrays = columns.first, columns.kind, columns.stage, columns.micro_batch
     return [schedule.placement, *(array.tolist() for array in arrays)]
@@ -641,3 +646,39 @@ _KINDS |= {
     "V": "the vote",
     "D": "the decision",
 }
+
+
+def communicator_for(
+    schedule: Schedule,
+    workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None,
+    about: str = "",
+) -> Communicator:
+    """The communicator for the places that a pipeline is given.
+
+    Args:
+      schedule: The schedule.
+      workers_or_devices: See `Pipeline`.
+      about: What else must be the same on all workers, for the error's text.
+
+    Raises:
+      ValueError: There is not one place for each worker; a name is no worker of the
+        group, or not one of them is this worker; a mesh does not fit the schedule.
+    """
+    call = "Pipeline(workers_or_devices=...)"
+    if workers_or_devices is None:
+        devices: list[jax.Device | None] = [None] * schedule.workers
+        return LocalCommunicator(Places(schedule, devices, range(schedule.workers)))
+    if isinstance(workers_or_devices, Mesh):
+        return LocalCommunicator(places_on(schedule, workers_or_devices))
+    given = list(workers_or_devices)
+    if len(given) != schedule.workers:
+        rule = f"must be one for each of the {schedule.workers} workers"
+        raise ValueError(requirement(call, rule, given))
+    if not all(isinstance(place, str) for place in given):
+        return LocalCommunicator(Places(schedule, given, range(schedule.workers)))
+    agent = current_agent()
+    known = [info.name for info in agent.group.workers()]
+    if agent.info.name not in given or not {*given} <= {*known}:
+        rule = f"must be workers of the group, {agent.info.name!r} among them"
+        raise ValueError(requirement(call, rule, given, f"The group has {known}."))
+    return WorkerCommunicator(agent, schedule, given, about)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 from jdist.pipeline.run.micro_batch import split_batch
 from jdist.pipeline.run.stage_channels import Places, moved
 from jdist.pipeline.stages.array_spec import ArraySpec
@@ -42,7 +42,7 @@ class Lots(NamedTuple):
         return bool(self.order[-1, -1] == self.order.size - 1)
 
 
-def lots(batch: Any, weights: Any, count: int, kind: str) -> Lots:
+def lots(batch: PyTree, weights: Any, count: int, kind: str) -> Lots:
     """Cuts a batch as `split_batch` does, and pads it.
 
     Raises: what `split_batch` raises.
@@ -82,7 +82,7 @@ class Spread:
         self._sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
         self._blanks: dict[tuple[int, ArraySpec], jax.Array] = {}
 
-    def together(self, parts: Sequence[Any]) -> jax.Array:
+    def together(self, parts: Sequence[PyTree]) -> jax.Array:
         """One array of the parts on this process's devices, which are not copied.
 
         Args:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._compat import map_shards
 from jdist._errors import requirement
 from jdist._fit import Metrics
-from jdist._tree import is_none
+from jdist._tree import PyTree, is_none
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
@@ -28,8 +28,7 @@ from jdist.pipeline.run.executor import (
     check_not_traced,
 )
 from jdist.pipeline.run.micro_batch import entry_of
-from jdist.pipeline.run.stage_channels import StageChannels
-from jdist.pipeline.run.transfer_log import Transfer
+from jdist.pipeline.run.stage_channels import StageChannels, Transfer
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
 from jdist.pipeline.spmd.program import Feed, Model, run
@@ -103,7 +102,7 @@ class OneProgramExecutor(Executor):
         called = given.params, given.batch, given.weights, any(masters)
         program, arguments = self._prepared(*called)
         loss, grads, square = program.run(*arguments)
-        found: list[Any] = [None] * len(self._stages)
+        found: list[PyTree] = [None] * len(self._stages)
         stats = GradientStats(_here(square, 0), None)
         for index, rank in enumerate(self._places.own):
             for chunk, stage in enumerate(self._table.stages[rank]):
@@ -130,7 +129,7 @@ class OneProgramExecutor(Executor):
         return self._in_evaluation.evaluate(channels, given, outputs)
 
     def lower(
-        self, params: Sequence[Any], batch: Any, weights: Any = None
+        self, params: Sequence[PyTree], batch: PyTree, weights: Any = None
     ) -> jax.stages.Lowered:
         """The program, for a look at what is compiled and what it needs."""
         program, arguments = self._prepared(params, batch, weights)
@@ -138,11 +137,11 @@ class OneProgramExecutor(Executor):
 
     def _prepared(
         self,
-        params: Sequence[Any],
-        batch: Any,
+        params: Sequence[PyTree],
+        batch: PyTree,
         weights: Any,
         unrounded: bool = False,
-    ) -> tuple["_Program", tuple[list[Any], Feed]]:
+    ) -> tuple["_Program", tuple[list[PyTree], Feed]]:
         check_not_traced("Pipeline(.., mesh)", params, batch, weights)
         count = self._places.schedule.micro_batches
         cut = lots(batch, weights, count, self._loss.kind)
@@ -154,12 +153,12 @@ class OneProgramExecutor(Executor):
         ]
         return program, (whole, self._feed(batch, cut, program.read))
 
-    def _by_chunk(self, own: Mapping[int, Any]) -> list[list[Any]]:
+    def _by_chunk(self, own: Mapping[int, PyTree]) -> list[list[PyTree]]:
         """For each chunk the parameters of this process's workers."""
         stages = self._table.stages[self._places.own].T
         return [[own[int(j)] for j in chunk] for chunk in stages]
 
-    def _feed(self, batch: Any, cut: Lots, read: Sequence[str]) -> Feed:
+    def _feed(self, batch: PyTree, cut: Lots, read: Sequence[str]) -> Feed:
         spread, end = self._spread, len(self._stages)
 
         def entry(name: str, taker: int) -> Any:
@@ -181,7 +180,7 @@ class OneProgramExecutor(Executor):
     # --- once for all batches of equal shapes ---
 
     def _program(
-        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+        self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, unrounded: bool
     ) -> "_Program":
         leaves, structure = jax.tree.flatten((own, batch))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
@@ -193,7 +192,7 @@ class OneProgramExecutor(Executor):
         return self._programs[signature]
 
     def _made(
-        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+        self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, unrounded: bool
     ) -> "_Program":
         shapes = {j: jax.tree.map(_shape, tree) for j, tree in own.items()}
         check_params(shapes)
@@ -215,7 +214,7 @@ class OneProgramExecutor(Executor):
             unrounded,
         )
 
-        def on_device(params: Sequence[Any], feed: Feed) -> Any:
+        def on_device(params: Sequence[PyTree], feed: Feed) -> Any:
             given = [_like(tree, shapes[number]) for tree in params]
             loss, grads, square = run(model, given, feed)
             return loss, jax.tree.map(jnp.atleast_1d, grads), square
@@ -224,7 +223,7 @@ class OneProgramExecutor(Executor):
         mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
         return _Program(read, shapes[number], jax.jit(mapped))
 
-    def _agree(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> None:
+    def _agree(self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots) -> None:
         """Before each step: what differs between processes would abort or hang them."""
         processes = [device.process_index for device in self._mesh.devices.flat]
         if len({*processes}) == 1:
@@ -266,7 +265,7 @@ def _kind(x: Any, cut: Lots) -> ArraySpec:
     return ArraySpec((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
 
 
-def _like(tree: Any, shapes: Any) -> Any:
+def _like(tree: PyTree, shapes: Any) -> Any:
     """Scalars again what crosses the program's border with an axis of one."""
     return jax.tree.map(
         lambda x, shape: x if x is None or shape.shape else x.reshape(()),
@@ -276,7 +275,7 @@ def _like(tree: Any, shapes: Any) -> Any:
     )
 
 
-def _rounded(tree: Any, shapes: Any) -> Any:
+def _rounded(tree: PyTree, shapes: Any) -> Any:
     """A gradient in the dtypes of its parameters."""
     return jax.tree.map(
         lambda x, shape: None if x is None else x.astype(shape.dtype),
@@ -286,6 +285,6 @@ def _rounded(tree: Any, shapes: Any) -> Any:
     )
 
 
-def _here(tree: Any, index: int) -> Any:
+def _here(tree: PyTree, index: int) -> Any:
     """The part of arrays that is on this process's device of that number."""
     return jax.tree.map(lambda x: x.addressable_data(index), tree)
