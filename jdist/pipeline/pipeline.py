@@ -134,7 +134,9 @@ class Pipeline:
         )
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._tied = tied_of(self.stages)
+        # One program refuses stages that share parameters, in words of its own.
+        in_one = isinstance(workers_or_devices, Mesh)
+        self._tied = None if in_one else tied_of(self.stages)
         self.executor = self._executor(workers_or_devices)
 
     def _executor(self, where: object) -> Executor:

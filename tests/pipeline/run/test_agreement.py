@@ -198,11 +198,11 @@ def test_an_update_is_traced_once(monkeypatch):
     pipe = made(optimizer=optim.sgd(lr=rate))
     state, _ = pipe.train_step(start(pipe), *batch_of(0))
     assert len(traced) == 3
-    rehearse, looked = StageUpdates.rehearse, []
+    check, looked = StageUpdates.check, []
     monkeypatch.setattr(
         StageUpdates,
-        "rehearse",
-        lambda *given: (looked.append(given[1]), rehearse(*given)),
+        "check",
+        lambda *given: (looked.append(given[1]), check(*given)),
     )
     pipe.train_step(state, *batch_of(1))
     assert (len(traced), looked) == (3, [0, 1, 2])
