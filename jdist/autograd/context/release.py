@@ -40,7 +40,7 @@ class Releases:
     def __init__(self, container: Container) -> None:
         self._container = container
         self._agent: Agent = container.agent
-        self.delivery = ReliableDelivery(self._agent, self._agent.timer.later)
+        self.delivery = ReliableDelivery(self._agent)
         self.delivery.handle(_RELEASE, _id, self._on_release)
         self.delivery.handle(_HOLD, _id, self._on_hold)
         self._agent.extension_state.on_gone(self._on_gone)

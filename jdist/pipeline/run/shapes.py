@@ -1,7 +1,6 @@
-"""The shapes of a pipeline's values, found and checked before its first step."""
+"""Shape inference of a pipeline, which checks its values before the first step."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -25,7 +24,7 @@ def check_shapes(
     places: Places,
     channels: ValueChannels,
     loss: PipelineLoss,
-    trees: Mapping[int, tuple[Any, Any]],
+    trees: Mapping[int, tuple[PyTree, PyTree]],
     batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
     """Evaluates the stages of this process and the loss on shapes alone, in order.
@@ -33,21 +32,22 @@ def check_shapes(
     Shapes travel as values do, so that every worker checks its own stages.
 
     Args:
-      wiring: Which value goes where.
+      wiring: The source and the consumers of every value.
       places: The worker of each stage.
-      channels: Brings shapes to other stages.
+      channels: The channels to other stages.
       loss: The loss function.
       trees: Parameters and state of each stage of this process.
       batch: A micro-batch.
 
     Returns:
-      The entries of the batch that the loss reads; nothing where it does not run.
+      The entries of the batch that the loss reads; empty where it does not run.
 
     Raises:
-      ValueError: A value is neither put out by a stage nor in the batch; a stage cannot
-        take what it is given, or returns another number of values than it names.
+      ValueError: A value is neither an output of a stage nor in the batch; a stage
+        cannot take its inputs, or returns another number of values than it names.
     """
     for number, stage in enumerate(wiring.stages):
+        # Micro-batch 0 stands for all; only the worker that runs it checks.
         worker = places.worker(number, 0)
         if worker not in places.own:
             continue
@@ -68,7 +68,7 @@ def _read(
     loss: PipelineLoss,
     batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
-    """The entries that the loss reads, told by one worker of the last stage."""
+    """The entries that the loss reads, sent by one worker of the last stage to all."""
     first = places.worker(places.loss, 0)
     workers = [w for w in places.schedule.placement[-1] if w in places.own]
     tag = MessageTag("S", 0, "", places.loss, first)
@@ -89,7 +89,7 @@ def _given(
     batch: Mapping[str, PyTree],
     number: int,
 ) -> dict[str, PyTree]:
-    """The shapes of what a stage, or the loss, takes."""
+    """The shapes of the inputs of a stage, or of the loss."""
     taker = "the loss" if number == places.loss else f"stage {number}"
     worker, found = places.worker(number, 0), {}
     for name, source in wiring.source[number].items():
@@ -98,26 +98,30 @@ def _given(
             continue
         tag = MessageTag("S", 0, name, number, places.worker(source, 0))
         packed = receive(channels, tag, worker, f"shapes of {name!r}")
-        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
+        found[name] = jax.tree.map(lambda spec: spec.struct, packed, is_leaf=is_spec)
     return found
 
 
 def outputs_of(
-    number: int, stage: Stage, trees: tuple[Any, Any], inputs: Mapping[str, PyTree]
-) -> Any:
-    """The shapes of what a stage's function returns, without its state.
+    number: int,
+    stage: Stage,
+    trees: tuple[PyTree, PyTree],
+    inputs: Mapping[str, PyTree],
+) -> PyTree:
+    """The shapes of a stage's outputs, without its state.
 
     Args:
-      number: Of the stage.
+      number: Number of the stage.
       stage: The stage.
       trees: Its parameters and its state.
       inputs: Shapes, by name.
 
     Raises:
       ValueError: It cannot take them, or a stateful one returns no state like its own.
-      Exception: What else its function raises, with the stage in a note.
+      Exception: Any other error of its function, with the stage in a note.
     """
     params, state = trees
+    # The shape of a key, whatever generator is the default.
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
     try:
@@ -141,7 +145,7 @@ def outputs_of(
     return returned[0]
 
 
-def _check_state(number: int, before: Any, after: Any) -> None:
+def _check_state(number: int, before: PyTree, after: PyTree) -> None:
     if describe(before) != describe(after):
         rule = f"must leave a state like the one it was given, at stage {number} "
         raise ValueError(

@@ -15,6 +15,9 @@ from jdist.rpc.calls.function_calls import is_asynchronous
 from jdist.rpc.modules import parameters
 from jdist.rpc.rref import Proxy, RRef
 
+__all__ = ["TRAINABLE", "RemoteModule", "remote_module"]
+
+
 TRAINABLE = "rpc.trainable_module"
 """Under which a worker has what makes a trainable module, if something offers it."""
 
@@ -39,7 +42,7 @@ class RemoteModule:
     module_rref: RRef[Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments.
+        """Calls the module, and returns what it returns.
 
         Raises:
           RpcTimeout, WorkerLost: As `rpc_sync`.

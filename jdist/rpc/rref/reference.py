@@ -1,7 +1,6 @@
 """`RRef`, a reference to a value on one worker, and `remote`, which makes one."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -80,11 +79,9 @@ class RRef(Generic[T]):
         self._creation = handle.creation
         self._type = None
         if handle.user_fork is not None:
-            drop = handle.references.drop
-            finalizer = weakref.finalize(self, drop, handle.user_fork)
-            finalizer.atexit = False
+            handle.references.drop_with(self, handle.user_fork)
 
-    # --- who and where ---
+    # --- identity ---
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
@@ -301,8 +298,8 @@ def remote(
 ) -> RRef[Any]:
     """Has the worker `to` compute `func(*args, **kwargs)` and keep the result.
 
-    Returns at once, with a reference to the result. It can be used right away: whoever
-    needs the value waits until it is there.
+    Returns at once, with a reference to the result. It can be used right away:
+    `to_here` waits for the value.
 
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.

@@ -1,8 +1,7 @@
 """The references of one worker: the protocol, its messages and its waits."""
 
-import contextlib
+import collections
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from jdist.rpc.rref.messages import (
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
-from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.rref.reliable_delivery import GATHERING, ReliableDelivery
 from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
@@ -45,7 +44,7 @@ _GATHERING = 0.01
 
 
 class Handle(NamedTuple):
-    """What an `RRef` is made of.
+    """The parts of an `RRef`.
 
     Attributes:
       references: Of the worker that has it.
@@ -76,7 +75,7 @@ class Handle(NamedTuple):
 
 
 class References:
-    """What one worker owns, uses, gives and takes.
+    """All references of one worker: of its own values, and of others' values.
 
     Args:
       agent: The worker.
@@ -96,10 +95,9 @@ class References:
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
         self._answers: dict[GloballyUniqueId, RunningCall] = {}
         self._leaks: list[str] = []
-        # A queue of C: `put` takes no lock of Python's, so that finalizers may call it.
-        self._dropped: queue.SimpleQueue[UserFork] = queue.SimpleQueue()
-        self._gathering = False
-        self.delivery = ReliableDelivery(agent, agent.timer.later)
+        self._watched: dict[GloballyUniqueId, object] = {}
+        self._unused: collections.deque[UserFork] = collections.deque()
+        self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
             self.delivery.handle(name, read, self._receive)
@@ -177,15 +175,25 @@ class References:
         with self._lock:
             self._protocol.not_asked(user_fork)
 
-    def drop(self, user_fork: UserFork) -> None:
-        """Gives a fork up, soon; takes no lock, because finalizers call it.
+    def drop_with(self, handle: object, user_fork: UserFork) -> None:
+        """Drops a fork once this object of the program's is collected."""
+        self._watched[user_fork.fork] = self.agent.timer.when_collected(
+            handle, lambda now: self.drop(user_fork)
+        )
 
-        A finalizer may run on a thread that has the very lock that it would need.
-        """
-        self._dropped.put(user_fork)
-        if not self._gathering:
-            self._gathering = True
-            self.agent.timer.later(_GATHERING, self._drop_gathered)
+    def drop(self, user_fork: UserFork) -> None:
+        """Drops a fork soon; any number of times."""
+        self._watched.pop(user_fork.fork, None)
+        self._unused.append(user_fork)
+        if len(self._unused) == 1:
+            # To tell owners of each by itself would cost as much as a call.
+            self.agent.timer.later(GATHERING, self._drop_unused)
+
+    def _drop_unused(self) -> None:
+        forks = []
+        while self._unused:
+            forks.append(self._unused.popleft())
+        self._drop(forks)
 
     # --- giving and taking ---
 
@@ -209,7 +217,7 @@ class References:
 
         Raises:
           RpcError: It is not to be had: the message was given up by its sender, or the
-            value was freed because the one who gave it is lost.
+            value was freed because its giver is lost.
         """
         self._miss(ref.owner)
         with self._lock:
@@ -312,15 +320,6 @@ class References:
         with self._lock:
             effects = event(self._protocol)
         self._perform(effects)
-
-    def _drop_gathered(self) -> None:
-        # Reset first: what is dropped from now on makes an appointment of its own.
-        self._gathering = False
-        forks: list[UserFork] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                forks.append(self._dropped.get_nowait())
-        self._drop(forks)
 
     def _drop(self, forks: Sequence[UserFork]) -> None:
         with self._lock:
@@ -427,10 +426,10 @@ class References:
     def _held_by(self, holder: int | None) -> list[str]:
         """Forks that still count, of one worker or of all, in words."""
         return [
-            f"{rref} held by {self._name_of(who)!r} as {fork}"
+            f"{rref} held by {self._name_of(one)!r} as {fork}"
             for rref, entry in self._protocol.owned
-            for fork, who in entry.holders.items()
-            if holder in (None, who)
+            for fork, one in entry.holders.items()
+            if holder in (None, one)
         ]
 
     def _name_of(self, holder: int) -> str | int:
