@@ -30,7 +30,7 @@ from rich.progress import Progress
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import rpc
 from jdist.rpc.wire.connection import Connection
-from jdist.rpc.wire.framing import pack
+from jdist.rpc.wire.frame import pack
 
 PATIENCE = 60.0
 OWNER = "worker1"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.rpc.codec.arrays import adopt
-from jdist.rpc.wire import framing
+from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
 
 LIMITS = framing.Limits()

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.connection import Connection
-from jdist.rpc.wire.frame import ANSWERS
-from jdist.rpc.wire.framing import pack
+from jdist.rpc.wire.frame import ANSWERS, pack
 
 FAULTS = ("drop", "delay", "duplicate", "truncate", "close")
 ANY = "*"

@@ -15,27 +15,31 @@ holds for workers that have joined before, and no longer when they have left.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.wire.frame import ANSWERS
 
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
+__all__ = [
+    "CALL",
+    "DeviceMaps",
+    "Table",
+    "check",
+    "device_of",
+    "number_beside",
+    "number_of",
+]
+
 
 Table = Mapping[jax.Device, int]
 """From devices of this worker to numbers of another one's."""
 
 CALL = "RpcOptions(device_maps=...)"
-_KIND = "device map"
 
 
 class DeviceMaps:
-    """What one worker has to know to send its arrays to the others.
+    """The device maps of one worker, by the workers to which they lead.
 
     They go by the names that they prove to its transport.
     """
@@ -44,9 +48,9 @@ class DeviceMaps:
         self._requests: dict[str, Table] = {}
         self._answers: dict[str, Table] = {}
 
-    def towards(self, peer: str, kind: str) -> Table | None:
-        """The table for messages of this kind to that worker, if there is one."""
-        return (self._answers if kind in ANSWERS else self._requests).get(peer)
+    def towards(self, peer: str, answers: bool) -> Table | None:
+        """The table for answers, or for requests, to that worker, if there is one."""
+        return (self._answers if answers else self._requests).get(peer)
 
     def lead(self, peer: str, table: Table) -> None:
         """Arrays that go to `peer` arrive there as in `table`."""
@@ -65,7 +69,7 @@ def number_of(leaf: jax.Array, table: Table) -> int | None:
 
 
 def number_beside(leaf: jax.Array, table: Table | None) -> int:
-    """What travels beside an array: the number plus one, or 0 for the one device."""
+    """The integer beside an array on the wire: its device plus one, 0 for none."""
     number = None if table is None else number_of(leaf, table)
     return 0 if number is None else number + 1
 
@@ -111,61 +115,3 @@ def _check_pair(name: str, source: object, target: object) -> None:
     if any(isinstance(n, int) and n < 0 for n in numbers):
         rule = "must have numbers from 0: Device index must not be negative"
         raise ValueError(requirement(CALL, rule, shown))
-
-
-def install(agent: "Agent") -> None:
-    """Lets others tell `agent` how their arrays are to come back."""
-
-    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
-        if type(body) is not dict or not all(type(n) is int for n in body.values()):
-            raise ProtocolError("A device map is a dictionary of numbers.")
-        devices = jax.local_devices()
-        strange = [target for target in body if target not in range(len(devices))]
-        if strange:
-            rule = f"has target devices with invalid indices: {agent.info.name!r} has "
-            rule += f"{len(devices)} devices, from 0 on"
-            raise ValueError(requirement(CALL, rule, strange))
-        inverse = {devices[target]: source for target, source in body.items()}
-        peer = agent.directory.find(caller)
-        peer.device_maps.answer(peer.transport_name, inverse)
-
-    agent.register(_KIND, answer)
-
-
-def exchange(agent: "Agent") -> None:
-    """Puts the maps of `agent` in force; its group is complete.
-
-    Raises:
-      ValueError: A worker or a device does not exist.
-    """
-    maps = agent.options.device_maps
-    known = [peer.info.name for peer in agent.directory.peers()]
-    strangers = sorted(set(maps) - set(known))
-    if strangers:
-        rule = f"has invalid target node names in its device maps; there are {known}"
-        raise ValueError(requirement(CALL, rule, strangers))
-    for name, chosen in maps.items():
-        sources = _sources(name, chosen)
-        inverse = {target: number for number, target in sources.items()}
-        peer = agent.directory.find(name)
-        agent.call(peer.info, _KIND, inverse)
-        devices = jax.local_devices()
-        table = {devices[number]: target for number, target in sources.items()}
-        peer.device_maps.lead(peer.transport_name, table)
-
-
-def _sources(name: str, chosen: Mapping[Any, int]) -> dict[int, int]:
-    """The map with all devices by their numbers."""
-    devices = jax.local_devices()
-    found: dict[int, int] = {}
-    for source, target in chosen.items():
-        if isinstance(source, jax.Device):
-            number = devices.index(source) if source in devices else len(devices)
-        else:
-            number = source
-        if number >= len(devices) or number in found:
-            rule = f"has source devices with invalid indices in the map for {name!r}: "
-            rule += f"each one once, and of the {len(devices)} in jax.local_devices()"
-            raise ValueError(requirement(CALL, rule, source))
-        found[number] = target
-    return found

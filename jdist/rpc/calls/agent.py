@@ -1,8 +1,11 @@
 """A worker: calls that go out, calls that come in, and what both need."""
 
+import contextlib
+import contextvars
+import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jdist.rpc.base import current, deadline
 from jdist.rpc.base.deadline import DEFAULT, Deadline, moment
@@ -12,18 +15,20 @@ from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.interceptor import Interceptor, Operation
 from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
-from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
-from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls.callee import NESTED, Callee, Handler
-from jdist.rpc.calls.cancellation import Tickets
-from jdist.rpc.calls.directory import Directory
-from jdist.rpc.calls.execution import Execution
+from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
+from jdist.rpc.calls.callee import (
+    NESTED,
+    TAKE_BACK,
+    Callee,
+    Execution,
+    Handler,
+    ServedConnection,
+)
+from jdist.rpc.calls.outgoing import AsyncCall, Outgoing, Receive, SyncCall
 from jdist.rpc.calls.outstanding_calls import OutstandingCalls
-from jdist.rpc.calls.peer import Peer
-from jdist.rpc.calls.request import AsyncCall, Outgoing, Receive, SyncCall
-from jdist.rpc.calls.serving import Serving
+from jdist.rpc.calls.peers import Directory, Peer
 from jdist.rpc.codec import Codec
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import rebuild
@@ -32,8 +37,47 @@ from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
-if TYPE_CHECKING:
-    from jdist.rpc.group.coordinator_client import CoordinatorClient
+
+class GroupLink(Protocol):
+    """A worker's place in its group; `jdist.rpc.group` has it."""
+
+    elastic: bool
+
+    def expelled(self) -> str | None:
+        """Why the others take this worker for lost, if they do."""
+
+    def workers(self) -> list[WorkerInfo]:
+        """All workers, by rank; departed ones only in a group of fixed size."""
+
+    def lost(self) -> dict[str, str]:
+        """The workers that were lost, and how that was noticed."""
+
+    def left(self) -> set[str]:
+        """The workers that left in an orderly way."""
+
+    def on_lost(self, listener: Callable[[str, str], None]) -> None:
+        """Has `listener(name, reason)` called for each worker that gets lost."""
+
+    def check(self, purpose: str) -> None:
+        """Raises WorkerLost if a worker is lost without which nothing can go on."""
+
+    def all_gather(
+        self,
+        value: Any,
+        names: Iterable[str] | None,
+        timeout: float,
+        operation: str = "all_gather",
+        tag: str = "",
+    ) -> dict[str, Any]:
+        """What every one of `names` gave, by name."""
+
+    def refuse(
+        self, names: Iterable[str], error: BaseException, operation: str, tag: str
+    ) -> None:
+        """Makes the next collective of these workers fail on all of them."""
+
+    def leave(self, seconds: float) -> None:
+        """Tells the coordinator that this worker leaves."""
 
 
 class Agent:
@@ -62,7 +106,7 @@ class Agent:
       extension_state: What parts built upon rpc keep for it.
     """
 
-    group: "CoordinatorClient"
+    group: GroupLink
     references: ReferenceCounting
 
     def __init__(
@@ -89,9 +133,9 @@ class Agent:
         self.callee = Callee(self)
         self.extension_state = ExtensionState(self.pool)
         self._transport = transport
-        self._tickets = Tickets(self)
+        self._tickets = itertools.count(1)
         self._lock = threading.Lock()
-        self._incoming: dict[Channel, Serving] = {}
+        self._incoming: dict[Channel, ServedConnection] = {}
         self._watched: list[SharedConnection] = []
         # Calls to oneself need no socket, but refuse what a socket refuses.
         self._loopback = InProcessTransport(info.name, Hub(), options.device)
@@ -243,7 +287,7 @@ class Agent:
             try:
                 self.outstanding.send(waiting)
                 if execution is not None:
-                    meta = meta | self._tickets.give(waiting, peer)
+                    meta = meta | self._cancellable(waiting, peer)
                     execution.begin(waiting)
                 self.alarm.set(waiting.run((kind, meta, tree, leaves)))
             finally:
@@ -263,6 +307,23 @@ class Agent:
         if answer.kind != REPLY:
             self.undelivered(message)
         return self.value_of(answer, receive, peer.info)
+
+    def _cancellable(self, waiting: SyncCall, peer: Peer) -> dict[str, Any]:
+        """Lets a blocking call be cancelled out of band; the metadata for that.
+
+        The callee's thread that reads the call's own connection is executing the call.
+        So another request cancels it, by the number that the metadata has.
+        """
+        ticket = next(self._tickets)
+
+        def cancel() -> None:
+            # Not under the deadline of the call that was cancelled: it has passed.
+            context = contextvars.Context()
+            with contextlib.suppress(RpcError):  # this worker was shut down meanwhile
+                context.run(self.call_async, peer.info, TAKE_BACK, ticket)
+
+        waiting.take_back = cancel
+        return {"ticket": ticket}
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared channel; its future."""
@@ -376,7 +437,7 @@ class Agent:
         if caller is None or self.closed:
             channel.close(f"{self.info.name!r} does not know {channel.peer!r}")
             return
-        serving = Serving(self, channel, caller, self._no_longer_serves)
+        serving = ServedConnection(self, channel, caller, self._no_longer_serves)
         with self._lock:
             self._incoming[channel] = serving
         serving.read()

@@ -7,7 +7,7 @@ from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.outstanding_calls import describe
-from jdist.rpc.calls.peer import Peer
+from jdist.rpc.calls.peers import Peer
 
 _KIND = "debug.activity"
 _PATIENCE = 0.2

@@ -1,6 +1,6 @@
-"""The way round the format, for whoever asks for it: `allow_pickle=True`.
+"""Pickle as a fallback, with `allow_pickle=True` only.
 
-A pickle can make its reader do anything. Without the option none is read.
+A pickle can make its reader run any code. Without the option none is read.
 """
 
 import pickle
@@ -12,6 +12,8 @@ from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoding
 from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.plain import decode_bytes, encode_bytes
+
+__all__ = ["forbidden", "or_pickled", "unpickled"]
 
 
 def or_pickled(encoder: Encoder) -> Encoder:

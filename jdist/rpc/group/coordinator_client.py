@@ -23,10 +23,9 @@ from jdist.rpc.base.future import (
     error_of,
     run_all,
 )
-from jdist.rpc.base.peer_record import PeerRecord
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.calls.agent import Agent
-from jdist.rpc.calls.peer import Peer
+from jdist.rpc.calls.peers import Peer
 from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.coordinator import Coordinator
 from jdist.rpc.group.liveness import MEMORY, Pace, held_up_for, silent_for
@@ -35,7 +34,7 @@ from jdist.rpc.wire.channel import Channel, NotSent
 from jdist.rpc.wire.frame import REPLY, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
-__all__ = ["CoordinatorClient"]
+__all__ = ["CoordinatorClient", "client_of"]
 
 Lost = Callable[[str, str], None]
 """`lost(name, reason)`: a worker was lost, and how that was noticed."""
@@ -127,13 +126,18 @@ class CoordinatorClient:
             interval = options.heartbeat_interval
             self._pace = Pace(self._agent.timer, interval, self._beat, memory)
 
-    def leave(self, seconds: float) -> None:
-        """Tells the coordinator that this worker goes, and closes the channel."""
+    def leave(self, seconds: float, noted: bool = False) -> None:
+        """Tells the coordinator that this worker goes, and closes the channel.
+
+        Args:
+          seconds: To wait at most for the coordinator's answer.
+          noted: Whether to wait until all other members know that it left.
+        """
         self._left = True
         if self._pace is not None:
             self._pace.close()
         if self._shared.closed is None:
-            asked = self._ask("group.leave", {}, seconds, "shutdown")
+            asked = self._ask("group.leave", {"noted": noted}, seconds, "shutdown")
             await_done(asked, time.monotonic() + seconds)
         self._shared.close("this worker was shut down")
 
@@ -403,6 +407,8 @@ class CoordinatorClient:
         elif frame.kind in ("group.lost", "group.left"):
             peer_gone = directory.of_incarnation(meta["incarnation"])
             self._part(frame.kind, peer_gone, str(meta["reason"]))
+            if self.elastic and frame.kind == "group.left":
+                self._reply("group.noted", {"incarnation": meta["incarnation"]})
 
     def _reply(self, kind: str, meta: dict[str, Any]) -> None:
         """Answers the coordinator; not on the thread that reads."""
@@ -466,6 +472,13 @@ class CoordinatorClient:
     def heard(self) -> None:
         """Notes a sign of life of the coordinator."""
         self._heard = time.monotonic()
+
+
+def client_of(agent: Agent) -> CoordinatorClient:
+    """The control connection of a worker that was made by this room."""
+    found = agent.group
+    assert isinstance(found, CoordinatorClient)
+    return found
 
 
 def _check_tag(operation: str, tag: object) -> None:

@@ -9,11 +9,14 @@ from jdist.rpc.base.arguments import named, positional
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls import caller
+from jdist.rpc.calls import function_calls
 from jdist.rpc.calls.agent import current_agent
-from jdist.rpc.calls.async_execution import is_asynchronous
+from jdist.rpc.calls.function_calls import is_asynchronous
 from jdist.rpc.modules import parameters
 from jdist.rpc.rref import Proxy, RRef
+
+__all__ = ["TRAINABLE", "RemoteModule", "remote_module"]
+
 
 TRAINABLE = "rpc.trainable_module"
 """Under which a worker has what makes a trainable module, if something offers it."""
@@ -39,7 +42,7 @@ class RemoteModule:
     module_rref: RRef[Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments.
+        """Calls the module, and returns what it returns.
 
         Raises:
           RpcTimeout, WorkerLost: As `rpc_sync`.
@@ -81,7 +84,7 @@ class RemoteModule:
         """
         rref = self.module_rref
         call = (parameters.listed, (rref, recurse))
-        return caller.rpc_sync(rref.owner(), *call, timeout=timeout)
+        return function_calls.rpc_sync(rref.owner(), *call, timeout=timeout)
 
     def remote_parameters(
         self, recurse: bool = True, timeout: float = DEFAULT
@@ -171,4 +174,4 @@ def remote_module(
     if create is None:
         what = "`remote_module(trainable=True)` is a part of jdist.autograd."
         raise RpcError(f"{what} Import it where the module is used.")
-    return RemoteModule(caller.rpc_sync(to, create, making, timeout=timeout))
+    return RemoteModule(function_calls.rpc_sync(to, create, making, timeout=timeout))

@@ -11,16 +11,17 @@ import jax
 
 from jdist._compat import require_backend
 from jdist._errors import requirement
-from jdist.rpc.base import current, device_maps
+from jdist.rpc.base import current
 from jdist.rpc.base.current import Scope
 from jdist.rpc.base.deadline import Deadline, resolve
 from jdist.rpc.base.future import Future
 from jdist.rpc.base.options import RpcOptions, check_options
 from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls import device_maps
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.group.coordinator import NAME
-from jdist.rpc.group.coordinator_client import CoordinatorClient
+from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
 from jdist.rpc.group.lifecycle import (
     leave,
     make_agent,
@@ -124,7 +125,7 @@ class ElasticCluster:
                 agent.close()
                 raise
             if not self.agents:
-                agent.group.coordinator = self._meeting.coordinator
+                client_of(agent).coordinator = self._meeting.coordinator
             self.agents.append(agent)
             current.add([agent])
         return agent.info
@@ -158,7 +159,7 @@ def elastic_cluster(
       ...     info = cluster.join("second")
       ...     with rpc.use_worker("second"):
       ...         rpc.rpc_sync("first", max, args=(3, 5))
-      ...         rpc.shutdown()  # the others are told a moment later
+      ...         rpc.shutdown()  # all others know of it then
       5
     """
     options = RpcOptions() if options is None else options
@@ -214,7 +215,7 @@ def _start(
             agent.close()
         meeting.coordinator.close("the cluster did not start")
         raise
-    agents[0].group.coordinator = meeting.coordinator
+    client_of(agents[0]).coordinator = meeting.coordinator
     return agents
 
 

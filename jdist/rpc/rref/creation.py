@@ -9,8 +9,8 @@ from jdist.rpc.base.interceptor import Invocation
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.caller import execute
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.calls.function_calls import execute
+from jdist.rpc.calls.outgoing import Outgoing
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.rref.messages import unpack_id
 from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
@@ -69,10 +69,9 @@ class Creation:
         outgoing = self._outgoing._replace(body=(name, *self._outgoing.body))
         if handle.owner_value is None:
             agent.request(outgoing._replace(ended=self._end))
-        else:
-            asked = agent.request(outgoing)
-            place = handle.owner_value
-            call_when_done(asked, lambda: self._end_here(asked, place))
+            return
+        asked, place = agent.request(outgoing), handle.owner_value
+        call_when_done(asked, lambda: self._end_here(asked, place))
 
     def give_up(self, error: BaseException) -> None:
         """Undoes it; the owner is told if it may have been asked."""

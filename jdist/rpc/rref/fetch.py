@@ -13,7 +13,7 @@ from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.request import Outgoing
+from jdist.rpc.calls.outgoing import Outgoing
 from jdist.rpc.codec.functions import own_name
 from jdist.rpc.rref.creation import failure_of
 from jdist.rpc.rref.messages import unpack_id

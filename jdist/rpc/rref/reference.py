@@ -1,7 +1,6 @@
 """`RRef`, a reference to a value on one worker, and `remote`, which makes one."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +11,7 @@ from jdist.rpc.base.future import Future, error_of
 from jdist.rpc.base.interceptor import Invocation
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
-from jdist.rpc.calls import caller
+from jdist.rpc.calls import function_calls
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.rref import fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check
@@ -80,11 +79,9 @@ class RRef(Generic[T]):
         self._creation = handle.creation
         self._type = None
         if handle.user_fork is not None:
-            drop = handle.references.drop
-            finalizer = weakref.finalize(self, drop, handle.user_fork)
-            finalizer.atexit = False
+            handle.references.drop_with(self, handle.user_fork)
 
-    # --- who and where ---
+    # --- identity ---
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
@@ -213,11 +210,11 @@ class RRef(Generic[T]):
           ...     names.rpc_sync().index("z")
           2
         """
-        return self._proxy(caller.rpc_sync, timeout)
+        return self._proxy(function_calls.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns a Future of the result."""
-        return self._proxy(caller.rpc_async, timeout)
+        return self._proxy(function_calls.rpc_async, timeout)
 
     def remote(self, timeout: float = DEFAULT) -> Proxy:
         """As `rpc_sync`, but each call returns an RRef of the result, on the owner."""
@@ -301,8 +298,8 @@ def remote(
 ) -> RRef[Any]:
     """Has the worker `to` compute `func(*args, **kwargs)` and keep the result.
 
-    Returns at once, with a reference to the result. It can be used right away: whoever
-    needs the value waits until it is there.
+    Returns at once, with a reference to the result. It can be used right away:
+    `to_here` waits for the value.
 
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.
@@ -329,7 +326,9 @@ def remote(
       ('worker1', (3, 1))
     """
     agent = current_agent()
-    outgoing = caller.outgoing(agent, to, CREATE, func, args, kwargs, timeout, "remote")
+    outgoing = function_calls.outgoing(
+        agent, to, CREATE, func, args, kwargs, timeout, "remote"
+    )
     creation = Creation(references_of(agent), outgoing)
     try:
         handle = creation.begin()

@@ -1,5 +1,6 @@
 """The references of one worker: the protocol, its messages and its waits."""
 
+import collections
 import functools
 import threading
 import time
@@ -16,7 +17,6 @@ from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.codec import codes
-from jdist.rpc.rref.keeper import Keeper
 from jdist.rpc.rref.messages import (
     KINDS,
     REFERENCE,
@@ -34,14 +34,17 @@ from jdist.rpc.rref.messages import (
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
-from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.rref.reliable_delivery import GATHERING, ReliableDelivery
 from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
 
+_GATHERING = 0.01
+"""Seconds for which a dropped fork waits for more: to tell its owner costs a call."""
+
 
 class Handle(NamedTuple):
-    """What an `RRef` is made of.
+    """The parts of an `RRef`.
 
     Attributes:
       references: Of the worker that has it.
@@ -72,7 +75,7 @@ class Handle(NamedTuple):
 
 
 class References:
-    """What one worker owns, uses, gives and takes.
+    """All references of one worker: of its own values, and of others' values.
 
     Args:
       agent: The worker.
@@ -92,8 +95,9 @@ class References:
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
         self._answers: dict[GloballyUniqueId, RunningCall] = {}
         self._leaks: list[str] = []
-        self._keeper = Keeper(f"{agent.info.name} references", self._drop)
-        self.delivery = ReliableDelivery(agent, self._keeper.later)
+        self._watched: dict[GloballyUniqueId, object] = {}
+        self._unused: collections.deque[UserFork] = collections.deque()
+        self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
             self.delivery.handle(name, read, self._receive)
@@ -155,7 +159,6 @@ class References:
 
     def create(self, owner: int, into: list[UserFork]) -> Created:
         """Names a value that another worker will be asked to create."""
-        self._keeper.start()
         with self._lock:
             return self._protocol.create(owner, into)
 
@@ -172,10 +175,25 @@ class References:
         with self._lock:
             self._protocol.not_asked(user_fork)
 
-    @property
-    def drop(self) -> Callable[[Any], None]:
-        """What a finalizer calls with the fork that nobody uses any more."""
-        return self._keeper.drop
+    def drop_with(self, handle: object, user_fork: UserFork) -> None:
+        """Drops a fork once this object of the program's is collected."""
+        self._watched[user_fork.fork] = self.agent.timer.when_collected(
+            handle, lambda now: self.drop(user_fork)
+        )
+
+    def drop(self, user_fork: UserFork) -> None:
+        """Drops a fork soon; any number of times."""
+        self._watched.pop(user_fork.fork, None)
+        self._unused.append(user_fork)
+        if len(self._unused) == 1:
+            # To tell owners of each by itself would cost as much as a call.
+            self.agent.timer.later(GATHERING, self._drop_unused)
+
+    def _drop_unused(self) -> None:
+        forks = []
+        while self._unused:
+            forks.append(self._unused.popleft())
+        self._drop(forks)
 
     # --- giving and taking ---
 
@@ -199,9 +217,8 @@ class References:
 
         Raises:
           RpcError: It is not to be had: the message was given up by its sender, or the
-            value was freed because the one who gave it is lost.
+            value was freed because its giver is lost.
         """
-        self._keeper.start()
         self._miss(ref.owner)
         with self._lock:
             taken, effects = self._protocol.take(incarnation_of(message.worker), ref)
@@ -238,10 +255,6 @@ class References:
             self._miss(ref.owner)
         if refs:
             self._do(lambda p: [e for r in refs for e in p.on_take(of, Take(r))])
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has `action()` called in so many seconds; never, once closed."""
-        self._keeper.later(seconds, action)
 
     # --- workers come, go and end ---
 
@@ -293,10 +306,9 @@ class References:
             }
 
     def close(self) -> None:
-        """Ends its thread, and what is under way."""
+        """Ends what is under way."""
         self.released = True
         self.delivery.close()
-        self._keeper.close()
 
     # --- inside ---
 
@@ -414,10 +426,10 @@ class References:
     def _held_by(self, holder: int | None) -> list[str]:
         """Forks that still count, of one worker or of all, in words."""
         return [
-            f"{rref} held by {self._name_of(who)!r} as {fork}"
+            f"{rref} held by {self._name_of(one)!r} as {fork}"
             for rref, entry in self._protocol.owned
-            for fork, who in entry.holders.items()
-            if holder in (None, who)
+            for fork, one in entry.holders.items()
+            if holder in (None, one)
         ]
 
     def _name_of(self, holder: int) -> str | int:

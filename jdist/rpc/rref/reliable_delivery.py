@@ -20,14 +20,14 @@ from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.rref.dedup_window import DedupWindow
 
-__all__ = ["Answers", "ReliableDelivery"]
+__all__ = ["GATHERING", "Answers", "ReliableDelivery"]
 
 Answers = Sequence[Any] | Future[Sequence[Any]]
 """One answer for each message of a batch, or a future of them."""
 
 Handler = Callable[[WorkerInfo, Sequence[Any]], tuple[Answers, Callable[[], None]]]
 
-_GATHERING = 0.01
+GATHERING = 0.01
 """Seconds for which a message that can wait does so, for more to the same worker."""
 
 _LARGEST_BATCH = 1000
@@ -38,7 +38,7 @@ _FIRST_PAUSE = 0.01
 _log = logging.getLogger("jdist.rpc")
 
 
-class _Message(NamedTuple):
+class _QueuedMessage(NamedTuple):
     """A message and its callbacks; see `ReliableDelivery.send`."""
 
     kind: str
@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     to: int
     number: int
     kind: str
-    messages: Sequence[_Message]
+    messages: Sequence[_QueuedMessage]
 
 
 class ReliableDelivery:
@@ -61,19 +61,15 @@ class ReliableDelivery:
 
     Args:
       agent: The worker.
-      later: `later(seconds, action)` calls `action()` then, unless it was closed.
 
     Attributes:
       patience: Seconds to wait for the first answer to a batch; then twice as long each
         time.
     """
 
-    def __init__(
-        self, agent: Agent, later: Callable[[float, Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, agent: Agent) -> None:
         self.patience = _FIRST_PATIENCE
         self._agent = agent
-        self._later = later
         self._lock = threading.Lock()
         self._outboxes: collections.defaultdict[int, _Outbox]
         self._outboxes = collections.defaultdict(_Outbox)
@@ -113,12 +109,12 @@ class ReliableDelivery:
         """
         with self._lock:
             outbox = self._outboxes[to]
-            outbox.waiting.append(_Message(kind, row, answered, unreachable))
+            outbox.waiting.append(_QueuedMessage(kind, row, answered, unreachable))
             if outbox.sending or (gather and len(outbox.waiting) > 1):
                 return
             outbox.sending = not gather
         if gather:
-            self._later(_GATHERING, lambda: self._send_gathered(to, outbox))
+            self._agent.timer.later(GATHERING, lambda: self._send_gathered(to, outbox))
         else:
             self._agent.pool.run(lambda: self._empty(to, outbox))
 
@@ -194,7 +190,7 @@ class ReliableDelivery:
         except WorkerLost:
             # If only the connection was lost, the next attempt makes another one.
             pause = min(_LONGEST_PATIENCE, _FIRST_PAUSE * 2**attempt)
-            self._later(pause, lambda: self._try(batch, attempt + 1))
+            self._agent.timer.later(pause, lambda: self._try(batch, attempt + 1))
         except Exception:  # noqa: BLE001 - logged; references report it as a leak too
             if not self._agent.closed:
                 count, to = len(batch.messages), batch.to
@@ -247,7 +243,7 @@ class _Outbox:
     """Messages to one worker: those that wait, and batches without an answer."""
 
     def __init__(self) -> None:
-        self.waiting: list[_Message] = []
+        self.waiting: list[_QueuedMessage] = []
         self.sending = False
         # A plain dict takes long to find its first item after deletions.
         self.batches: collections.OrderedDict[int, _Batch] = collections.OrderedDict()
@@ -260,7 +256,7 @@ class _Outbox:
 
     def take(self, to: int) -> list[_Batch]:
         """The next messages that wait, by kind; they are unsettled from now on."""
-        by_kind: dict[str, list[_Message]] = {}
+        by_kind: dict[str, list[_QueuedMessage]] = {}
         for message in self.waiting[:_LARGEST_BATCH]:
             by_kind.setdefault(message.kind, []).append(message)
         del self.waiting[:_LARGEST_BATCH]
@@ -271,7 +267,7 @@ class _Outbox:
             batches.append(self.batches[self._last])
         return batches
 
-    def left(self) -> list[_Message]:
+    def left(self) -> list[_QueuedMessage]:
         """All messages without an answer."""
         sent = [
             message for batch in self.batches.values() for message in batch.messages
@@ -294,13 +290,13 @@ class _Inbox:
 
 
 def _answer(answers: Answers) -> Any:
-    """What one attempt gets: a future of its own, which is cancelled with it."""
+    """Answers for one attempt: as a future of its own, which is cancelled with it."""
     if isinstance(answers, Future):
         return answers.then(lambda done: done.value())
     return answers
 
 
-def _abandon(messages: Iterable[_Message]) -> None:
+def _abandon(messages: Iterable[_QueuedMessage]) -> None:
     for message in messages:
         if message.unreachable is not None:
             message.unreachable()

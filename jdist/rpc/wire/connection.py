@@ -19,10 +19,12 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from jdist.rpc.wire import memory
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
-from jdist.rpc.wire.duplicates import Duplicates
-from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Frame
-from jdist.rpc.wire.framing import (
+from jdist.rpc.wire.frame import (
+    ANSWERS,
     PREFIX_BYTES,
+    UNNUMBERED,
+    Duplicates,
+    Frame,
     Header,
     Limits,
     Packed,
@@ -127,7 +129,9 @@ class Connection:
 
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
         maps = self._terms.device_maps
-        devices = None if maps is None else maps.towards(self.peer, frame.kind)
+        devices = (
+            None if maps is None else maps.towards(self.peer, frame.kind in ANSWERS)
+        )
         apart = None if self._pool is None else memory.THRESHOLD
         packed = pack(frame, apart, devices)
         descriptors: list[int] = []

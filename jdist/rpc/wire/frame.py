@@ -1,10 +1,41 @@
-"""A frame: the one thing that travels between workers.
+"""A frame, the one thing that travels between workers, and a frame as bytes.
 
-A frame is the same object over every transport. What differs is how its leaves get
-there: through a socket as raw buffers, inside one process as references.
+A frame is the same object over every transport. Inside one process its leaves travel as
+references; through a socket it is a fixed prefix, a msgpack header, and the arrays' own
+memory:
+
+    prefix   24 bytes   magic, version, sizes of header and body, leaves apart
+    header   msgpack    kind, id, meta, tree, shared, and of each leaf flags (from
+                        the ninth bit on the receiver's device, see `device_maps`),
+                        dtype and shape
+    body     raw        the slab: all small leaves, each at a multiple of 16;
+                        then every large leaf
+
+The receiver knows all sizes before it allocates, and receives into final memory: one
+slab for the small leaves, aligned memory of its own for each large one. On one machine
+large leaves may travel *apart* from the body, as memory descriptors; how is the
+transport's affair.
+
+Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothing but
+`ProtocolError`, and nothing beyond `Limits` is ever allocated.
 """
 
-from typing import Any, NamedTuple
+import functools
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+
+from jdist._compat import placed
+from jdist._errors import requirement
+from jdist.rpc.base.device_maps import Table, device_of, number_beside
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.codec.arrays import aligned, host
+from jdist.rpc.codec.dtypes import dtype_name, dtype_named
 
 # Kinds are plain strings so that a part built on rpc can add its own (autograd adds
 # "autograd.backward", say) and so that faults can be injected per kind.
@@ -40,3 +71,388 @@ class Frame(NamedTuple):
     tree: Any
     leaves: list[Any]
     shared: bool = False
+
+
+class Duplicates:
+    """Remembers the numbers of the requests that came, in little memory.
+
+    Numbers rise from 1 and come almost in order. All up to a mark are known; what
+    came beyond it is a set, which is empty when nothing is missing. A number more than
+    `window` behind the highest one counts as seen: better to lose a request (its caller
+    gets a timeout) than to execute one twice. 0 is no number: what bears it is not
+    answered, and always new.
+
+    Example:
+      >>> seen = Duplicates()
+      >>> [seen.is_new(number) for number in (1, 3, 1, 2, 3, 0, 0)]
+      [True, True, False, True, False, True, True]
+    """
+
+    __slots__ = ("_beyond", "_mark", "_window")
+
+    def __init__(self, window: int = 4096) -> None:
+        self._mark = 0
+        self._beyond: set[int] = set()
+        self._window = window
+
+    def is_new(self, number: int) -> bool:
+        """Whether the number comes for the first time; it is remembered."""
+        if number == self._mark + 1:
+            self._mark = number
+            if self._beyond:
+                self._advance()
+            return True
+        if number <= self._mark or number in self._beyond:
+            return number == 0
+        self._beyond.add(number)
+        if number - self._mark > self._window:
+            self._mark = number - self._window
+            self._beyond = {n for n in self._beyond if n > self._mark}
+            self._advance()
+        return True
+
+    def _advance(self) -> None:
+        while self._mark + 1 in self._beyond:
+            self._mark += 1
+            self._beyond.discard(self._mark)
+
+
+# --- as bytes ---
+
+VERSION = 1
+_MAGIC = b"jdst"
+_PREFIX = struct.Struct("<4sIIIQ")
+PREFIX_BYTES = _PREFIX.size
+
+_SMALL = 1 << 15
+"""Leaves of fewer bytes share the slab: copying them costs less than memory of their
+own, and whoever keeps one of them does not keep much."""
+
+_ALIGNMENT = 16  # In the slab; what malloc gives, and the widest dtype needs.
+_JAX, _APART, _WEAK = 1, 2, 4
+_DEVICE = 8  # Above these bits: the number of the receiver's device plus one, or 0.
+
+Bytes = bytes | bytearray | memoryview
+
+
+class Limits(NamedTuple):
+    """How much a peer may announce before anything is allocated for it.
+
+    Attributes:
+      header_bytes: Of one frame's header: structure, scalars, short texts.
+      body_bytes: Of one frame's arrays together.
+      depth: Nesting of a value.
+      leaves: Arrays of one frame.
+    """
+
+    header_bytes: int = 1 << 24
+    body_bytes: int = 1 << 36
+    depth: int = 100
+    leaves: int = 1 << 16
+
+
+class Sizes(NamedTuple):
+    """What a prefix announces.
+
+    Attributes:
+      header: Bytes of the header, which follow the prefix.
+      body: Bytes of the body, which follow the header.
+      apart: Number of leaves that come as memory descriptors.
+    """
+
+    header: int
+    body: int
+    apart: int
+
+
+class Packed(NamedTuple):
+    """A frame as bytes, in the order in which they are sent.
+
+    Attributes:
+      head: Prefix and header.
+      body: The pieces of the body; of large leaves their own memory, not a copy.
+      apart: The leaves to be sent as memory descriptors, in order.
+    """
+
+    head: bytes
+    body: list[memoryview]
+    apart: list[memoryview]
+
+
+_Described = tuple[int, str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]
+"""Of a leaf: flags, dtype, shape."""
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The header as msgpack; of each leaf flags, dtype and shape."""
+
+    kind: Annotated[str, msgspec.Meta(max_length=64)]
+    id: Annotated[int, msgspec.Meta(ge=0)]
+    meta: dict[str, Any]
+    tree: Any
+    shared: bool
+    leaves: tuple[_Described, ...]
+
+
+class _Leaf(NamedTuple):
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    flags: int
+    offset: int | None  # In the slab; None for a leaf with memory of its own.
+
+
+class _Layout(NamedTuple):
+    """Where the bytes of some leaves are; see `Header`."""
+
+    leaves: tuple[_Leaf, ...]
+    slab: int
+    large: tuple[int, ...]
+    apart: tuple[int, ...]
+
+
+class Header(NamedTuple):
+    """A header, read and checked: what to receive, and what it will become.
+
+    Attributes:
+      message: Its fields.
+      leaves: What each leaf is and where its bytes will be.
+      slab: Bytes of the slab.
+      large: Bytes of each large leaf, in order.
+      apart: Bytes of each leaf that comes as a memory descriptor, in order.
+    """
+
+    message: _Message
+    leaves: tuple[_Leaf, ...]
+    slab: int
+    large: tuple[int, ...]
+    apart: tuple[int, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Message)
+
+
+# --- sending ---
+
+
+def pack(
+    frame: Frame, apart: int | None = None, devices: Table | None = None
+) -> Packed:
+    """The bytes of a frame.
+
+    Args:
+      frame: The frame. Its JAX arrays are waited for, and gathered if sharded.
+      apart: Leaves of at least this many bytes travel as memory descriptors.
+      devices: On which of the receiver's devices JAX arrays arrive.
+
+    Raises:
+      TypeError: A dtype, or a value of the metadata, cannot travel.
+      ValueError: The header is larger than any limit can be.
+    """
+    described = []
+    slab: list[bytes] = []
+    filled = 0
+    large: list[memoryview] = []
+    separate: list[memoryview] = []
+    for leaf in frame.leaves:
+        array = host(leaf)
+        flags = 0
+        if type(leaf) is not np.ndarray:
+            flags = _JAX | _WEAK if leaf.weak_type else _JAX
+            if devices is not None:
+                flags |= number_beside(leaf, devices) << _DEVICE
+        nbytes = array.nbytes
+        if apart is not None and nbytes >= max(apart, 1):
+            flags |= _APART
+            separate.append(_bytes_of(array))
+        elif nbytes >= _SMALL:
+            large.append(_bytes_of(array))
+        else:
+            gap = -filled % _ALIGNMENT
+            slab += (bytes(gap), array.tobytes())
+            filled += gap + nbytes
+        described.append((flags, dtype_name(array.dtype), array.shape))
+    header = _encoded(frame, described)
+    body = [memoryview(b"".join(slab)), *large] if filled else large
+    size = sum(map(len, body))
+    prefix = _PREFIX.pack(_MAGIC, VERSION, len(header), len(separate), size)
+    return Packed(prefix + header, body, separate)
+
+
+def _encoded(frame: Frame, leaves: list[Any]) -> bytes:
+    fields = (frame.kind, frame.id, frame.meta, frame.tree, frame.shared, leaves)
+    header = _encoder.encode(fields)
+    if len(header) >= 1 << 32:
+        rule = "must have fewer than 4 GiB outside its arrays"
+        remedy = "Send large data as arrays, bytes or text."
+        raise ValueError(requirement("rpc(value)", rule, len(header), remedy))
+    return header
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+# --- receiving ---
+
+
+def parse_prefix(data: Bytes, limits: Limits) -> Sizes:
+    """The sizes that a prefix of `PREFIX_BYTES` announces.
+
+    Raises:
+      ProtocolError: It is no prefix, one of another version, or beyond the limits.
+    """
+    if len(data) != PREFIX_BYTES:
+        raise ProtocolError(f"A prefix has {PREFIX_BYTES} bytes. Got {len(data)}.")
+    magic, version, header, apart, body = _PREFIX.unpack(data)
+    if magic != _MAGIC:
+        raise ProtocolError(f"Not a message of jdist: it begins with {magic!r}.")
+    if version != VERSION:
+        raise ProtocolError(
+            f"The peer speaks version {version} of the protocol, this worker version "
+            f"{VERSION}. Install the same jdist on both."
+        )
+    if header > limits.header_bytes:
+        raise _beyond("header", header, limits.header_bytes, "header_bytes")
+    if body > limits.body_bytes:
+        raise _beyond("body", body, limits.body_bytes, "body_bytes")
+    if apart > limits.leaves:
+        raise _beyond("number of arrays", apart, limits.leaves, "leaves")
+    return Sizes(header, body, apart)
+
+
+def parse_header(data: Bytes, sizes: Sizes, limits: Limits) -> Header:
+    """The header, each field checked, also against the sizes announced.
+
+    Raises:
+      ProtocolError: It is malformed, inconsistent, or beyond the limits.
+    """
+    try:
+        message = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"A header cannot be read: {error}") from error
+    if len(message.leaves) > limits.leaves:
+        got = len(message.leaves)
+        raise _beyond("number of arrays", got, limits.leaves, "leaves")
+    few = len(message.leaves) <= _FEW
+    layout = (_known_layout if few else _layout)(message.leaves, limits.body_bytes)
+    header = Header(message, *layout)
+    if header.slab + sum(header.large) != sizes.body:
+        raise ProtocolError(f"The arrays do not fill the body of {sizes.body} bytes.")
+    if len(header.apart) != sizes.apart:
+        raise ProtocolError(f"Not {sizes.apart} arrays travel apart, as announced.")
+    return header
+
+
+def _layout(described: tuple[_Described, ...], limit: int) -> _Layout:
+    leaves: list[_Leaf] = []
+    large: list[int] = []
+    apart: list[int] = []
+    filled = 0
+    for flags, name, shape in described:
+        dtype, nbytes = _described(name, shape, limit)
+        offset = None
+        if flags & _APART:
+            apart.append(nbytes)
+        elif nbytes >= _SMALL:
+            large.append(nbytes)
+        else:
+            offset = filled + -filled % _ALIGNMENT
+            filled = offset + nbytes
+        leaves.append(_Leaf(dtype, shape, flags, offset))
+    total = filled + sum(large) + sum(apart)
+    if total > limit:
+        raise _beyond("body", total, limit, "body_bytes")
+    return _Layout(tuple(leaves), filled, tuple(large), tuple(apart))
+
+
+_FEW = 8
+_known_layout = functools.lru_cache(256)(_layout)
+"""The same few leaves come again and again, and each costs a microsecond."""
+
+
+@functools.lru_cache(1024)
+def _described(name: str, shape: tuple[int, ...], limit: int) -> tuple[np.dtype, int]:
+    """The dtype, and the size of the array in bytes."""
+    dtype = dtype_named(name)
+    if len(shape) > 64:
+        raise ProtocolError(f"An array has {len(shape)} dimensions.")
+    nbytes = dtype.itemsize * math.prod(shape)
+    # An empty array, too, must not have dimensions whose product overflows.
+    most = nbytes or max(dtype.itemsize, 1) * math.prod(n or 1 for n in shape)
+    if most > limit:
+        raise _beyond("array", most, limit, "body_bytes")
+    return dtype, nbytes
+
+
+def _beyond(what: str, size: int, limit: int, name: str) -> ProtocolError:
+    return ProtocolError(
+        f"A frame's {what} of {size} is beyond this worker's limit of {limit} "
+        f"(Limits.{name})."
+    )
+
+
+def allocate(header: Header) -> list[memoryview]:
+    """Memory to receive the body into, in order: all of it, and no piece is empty."""
+    memory = [aligned(nbytes) for nbytes in header.large]
+    if header.slab:
+        memory.insert(0, memoryview(bytearray(header.slab)))
+    return memory
+
+
+def assemble(
+    header: Header,
+    buffers: Sequence[memoryview],
+    device: jax.Device | None,
+    apart: Sequence[memoryview] = (),
+) -> Frame:
+    """The frame over the memory received, which belongs to its leaves from now on.
+
+    Args:
+      header: As `parse_header` gave it.
+      buffers: As `allocate` gave them, filled.
+      device: Where JAX arrays are placed that say nothing else; None for JAX's
+        default.
+      apart: The memory behind the descriptors, writable, in order; each piece of at
+        least `header.apart` bytes.
+
+    Raises:
+      ProtocolError: The memory is not as described, or JAX cannot hold an array.
+    """
+    slab: Any = buffers[0] if header.slab else bytearray()
+    large = iter(_fitting(buffers[bool(header.slab) :], header.large))
+    separate = iter(_fitting(apart, header.apart))
+    leaves: list[Any] = []
+    for dtype, shape, flags, offset in header.leaves:
+        if offset is None:
+            memory = next(separate if flags & _APART else large)
+            array = np.ndarray(shape, dtype, memory)
+        else:
+            array = np.ndarray(shape, dtype, slab, offset)
+        leaves.append(_received(array, flags, device) if flags & _JAX else array)
+    kind, number, meta, tree, shared, _ = msgspec.structs.astuple(header.message)
+    return Frame(kind, number, meta, tree, leaves, shared)
+
+
+def _fitting(
+    memory: Sequence[memoryview], sizes: Sequence[int]
+) -> Iterable[memoryview]:
+    if len(memory) != len(sizes):
+        raise ProtocolError(f"{len(sizes)} pieces of memory are due: {len(memory)}.")
+    for piece, size in zip(memory, sizes, strict=True):
+        if len(piece) < size:
+            raise ProtocolError(f"{size} bytes of memory are due: {len(piece)}.")
+    return memory
+
+
+def _received(array: np.ndarray, flags: int, device: jax.Device | None) -> jax.Array:
+    if flags >> _DEVICE:
+        device = device_of((flags >> _DEVICE) - 1)
+    try:
+        if array.dtype.isnative:
+            return placed(array, device, bool(flags & _WEAK))
+        reason = "it is of another byte order"
+    except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
+        reason = str(error)
+    shown = f"{array.dtype} and shape {array.shape}"
+    raise ProtocolError(f"JAX cannot hold an array of {shown}: {reason}.")

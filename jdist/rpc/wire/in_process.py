@@ -12,26 +12,31 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from jdist.rpc.base import current
 from jdist.rpc.base.device_maps import DeviceMaps
-from jdist.rpc.base.future import call_when_done
-from jdist.rpc.calls.execution import Execution
+from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.codec.arrays import adopt
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
-from jdist.rpc.wire.duplicates import Duplicates
-from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
+from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Duplicates, Frame
 
-Answerer = Callable[[str, Frame, int], Frame | Execution]
-"""Runs a request, `answerer(caller, frame, depth)`: the answer, or who will have it."""
+
+class DeferredAnswer(Protocol):
+    """A request that was run and whose answer comes later."""
+
+    answer: Future[Frame]
+
+    def cancel(self, reason: str) -> None:
+        """The caller has no use for the answer any more."""
+
+
+Answerer = Callable[[str, Frame, int], Frame | DeferredAnswer]
+"""Runs a request: `answerer(caller, frame, depth)`."""
 
 # Each call nested in the caller's thread takes a dozen Python frames of the thousand
 # that the interpreter allows on one stack, and the functions' own beside.
 _DEEPEST = 16
-
-# They bear the number of the request they are about.
-_UNNUMBERED = frozenset((REPLY, ERROR, CANCEL))
 
 
 class Hub:
@@ -183,7 +188,7 @@ class _End:
                 self._arrived.put(None)  # for the next one who asks
                 raise ChannelClosed(self._closed or "closed")
             if (
-                frame.kind in _UNNUMBERED
+                frame.kind in UNNUMBERED
                 or not frame.id
                 or self._requests.is_new(frame.id)
             ):
@@ -201,9 +206,9 @@ class _End:
             raise NotSent(self._closed)
         moved = _moved(frame, self._here, self._there)
         answer = answerer(self._here.name, moved, depth)
-        if isinstance(answer, Execution):
-            return self._deferred(answer, frame.id, deadline)
-        return _moved(answer, self._there, self._here)
+        if isinstance(answer, Frame):
+            return _moved(answer, self._there, self._here)
+        return self._deferred(answer, frame.id, deadline)
 
     def usable(self) -> bool:
         """See `Channel.usable`."""
@@ -233,14 +238,14 @@ class _End:
                 return frame
 
     def _deferred(
-        self, execution: Execution, number: int, deadline: float | None
+        self, deferred: DeferredAnswer, number: int, deadline: float | None
     ) -> Frame:
-        answer = execution.answer
+        answer = deferred.answer
         call_when_done(answer, lambda: self._put(answer.value()))
         try:
             frame = self._answer_to(number, deadline)
         except BaseException:
-            execution.cancel(f"{self._here.name} gave up the call")
+            deferred.cancel(f"{self._here.name} gave up the call")
             raise
         return _moved(frame, self._there, self._here)
 
@@ -251,6 +256,6 @@ def _moved(
     if not frame.leaves:
         return frame
     kind, number, meta, tree, leaves, shared = frame
-    devices = sender.device_maps.towards(receiver.name, kind)
+    devices = sender.device_maps.towards(receiver.name, kind in ANSWERS)
     moved = adopt(leaves, receiver.device, devices)
     return Frame(kind, number, meta, tree, moved, shared)

@@ -20,12 +20,12 @@ import jax
 from jdist._errors import requirement
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.base.errors import AuthenticationError, RpcError
-from jdist.rpc.base.polling import Polling
 from jdist.rpc.wire import handshake, memory
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.connection import Connection, Terms
-from jdist.rpc.wire.framing import Limits
+from jdist.rpc.wire.frame import Limits
 from jdist.rpc.wire.handshake import NO_BINDING, REMEDY, Ability, Identity
+from jdist.rpc.wire.polling import Polling
 from jdist.rpc.wire.sockets import (
     LOOPBACK,
     Address,

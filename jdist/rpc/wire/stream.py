@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.base.polling import Polling
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
+from jdist.rpc.wire.polling import Polling
 
 BUFFER = 1 << 20
 """Asked for as the socket's send buffer: 1 MiB goes out without waiting for a reader.

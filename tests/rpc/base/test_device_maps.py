@@ -8,7 +8,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.group.rendezvous import ReservedPort
-from jdist.rpc.wire import framing
+from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
 from tests.rpc.carriers import receive
 from tests.rpc.hosts import (

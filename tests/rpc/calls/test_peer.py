@@ -11,7 +11,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.calls import peer
+from jdist.rpc.calls import peers
 from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.connection import Connection
@@ -74,13 +74,13 @@ def burst(to):
     call_many(to)
     assert len(there._idle) == MANY
     assert rpc.rpc_sync(to, serving) >= before[1] + MANY - 1
-    usual, peer._IDLE_SECONDS = peer._IDLE_SECONDS, 0.0
+    usual, peers._IDLE_SECONDS = peers._IDLE_SECONDS, 0.0
     try:
         # The next call that ends has them looked at.
         assert rpc.rpc_sync(to, max, args=(1, 2)) == 2
         wait_until(lambda: len(there._idle) == 1)
     finally:
-        peer._IDLE_SECONDS = usual
+        peers._IDLE_SECONDS = usual
     wait_until(lambda: len(agent._transport._connections) <= before[0] + 1)
     wait_until(lambda: rpc.rpc_sync(to, serving) <= before[1] + 1)
 
@@ -96,9 +96,9 @@ def idle_for_a_moment(to):
     call_many(to)
     now = time.monotonic()
     due = there.expire(now)
-    assert now < due <= now + peer._IDLE_SECONDS
+    assert now < due <= now + peers._IDLE_SECONDS
     assert len(there._idle) == MANY
-    assert there.expire(now + 2 * peer._IDLE_SECONDS) is None
+    assert there.expire(now + 2 * peers._IDLE_SECONDS) is None
     assert len(there._idle) == 1
 
 

@@ -16,8 +16,7 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.wire import memory
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.connection import Terms
-from jdist.rpc.wire.frame import Frame
-from jdist.rpc.wire.framing import Limits, pack
+from jdist.rpc.wire.frame import Frame, Limits, pack
 from jdist.rpc.wire.stream import MOST_DESCRIPTORS, Stream
 from tests.rpc.sockets import (
     Outcome,

@@ -11,7 +11,7 @@ import pytest
 
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.connection import Terms
-from jdist.rpc.wire.framing import PREFIX_BYTES, pack
+from jdist.rpc.wire.frame import PREFIX_BYTES, pack
 from tests.rpc.sockets import (
     Outcome,
     blocked,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jdist.rpc.wire.duplicates import Duplicates
+from jdist.rpc.wire.frame import Duplicates
 
 
 def test_every_number_is_new_once(rng):

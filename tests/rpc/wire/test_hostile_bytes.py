@@ -15,8 +15,7 @@ import pytest
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.wire import handshake
 from jdist.rpc.wire.channel import ChannelClosed
-from jdist.rpc.wire.frame import Frame
-from jdist.rpc.wire.framing import Limits, pack
+from jdist.rpc.wire.frame import Frame, Limits, pack
 from jdist.rpc.wire.handshake import Identity
 from jdist.rpc.wire.stream import Stream
 from jdist.rpc.wire.tls import FIRST_BYTE

@@ -2,7 +2,7 @@
 
 Half of them are good frames, damaged; the others are well-formed headers and trees
 with hostile contents, and plain noise. Whatever arrives, nothing is raised but what
-`jdist.rpc.wire.framing` and `Codec.decode` promise, no memory is taken beyond the
+`jdist.rpc.wire.frame` and `Codec.decode` promise, no memory is taken beyond the
 limits, and nothing runs.
 """
 
@@ -21,7 +21,7 @@ from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
 from jdist.rpc.codec import Codec, codes
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.codec.remote_exception import describe
-from jdist.rpc.wire import framing
+from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
 from tests.rpc import nameable
 

@@ -8,10 +8,10 @@ import types
 import numpy as np
 import pytest
 
-from jdist.rpc.base import polling
-from jdist.rpc.base.polling import Polling
+from jdist.rpc.wire import polling
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.frame import Frame
+from jdist.rpc.wire.polling import Polling
 from jdist.rpc.wire.stream import Stream
 from tests.rpc.sockets import (
     ROUTES,

@@ -2,21 +2,20 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jdist.rpc.base.current import RunningCall
 from jdist.rpc.base.deadline import Deadline, to_meta
-from jdist.rpc.base.errors import RpcTimeout
+from jdist.rpc.base.errors import RpcError, RpcTimeout
 from jdist.rpc.base.future import Future, complete, run_all
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.message_context import MessageContext
-from jdist.rpc.calls.peer import Peer, PooledConnection
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.outstanding_calls import OutstandingCalls
+from jdist.rpc.calls.peers import Peer, PooledConnection
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
-
-if TYPE_CHECKING:
-    from jdist.rpc.calls.agent import Agent
 
 Receive = Callable[[Any, dict[str, Any]], Any]
 """What is made of the value and the metadata of an answer."""
@@ -37,6 +36,28 @@ class Outgoing(NamedTuple):
     operation: Operation
     receive: Receive | None = None
     ended: Callable[[BaseException | None], None] | None = None
+
+
+class CallingWorker(Protocol):
+    """What a call needs of the worker that makes it."""
+
+    outstanding: OutstandingCalls
+
+    def value_of(
+        self, frame: Frame, receive: Receive | None, callee: WorkerInfo
+    ) -> Any:
+        """What an answer says; raises what it says was raised."""
+
+    def undelivered(self, message: MessageContext) -> None:
+        """The call that this message was part of has failed."""
+
+    def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
+        """The error for a call whose connection closed."""
+
+    def timed_out(
+        self, peer: Peer, operation: Operation, limit: Deadline
+    ) -> RpcTimeout:
+        """The error for a call whose deadline came."""
 
 
 class SyncCall:
@@ -67,6 +88,11 @@ class SyncCall:
     def peer(self) -> str:
         """Name of the callee."""
         return self._peer.info.name
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer came."""
+        return self.answer is not None
 
     def give_up(self, reason: str) -> None:
         """The call within which this one is made was cancelled."""
@@ -145,7 +171,7 @@ class AsyncCall:
 
     def __init__(
         self,
-        agent: "Agent",
+        agent: CallingWorker,
         outgoing: Outgoing,
         message: MessageContext,
         execution: RunningCall | None,
@@ -167,6 +193,11 @@ class AsyncCall:
     def peer(self) -> str:
         """Name of the callee."""
         return self._peer.info.name
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer came, so that only callbacks still run."""
+        return self.future.done()
 
     def submit(self, shared: SharedConnection, frame: Frame) -> None:
         """Sends it; from here on exactly one of the three ends below comes.

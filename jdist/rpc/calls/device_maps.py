@@ -1,0 +1,74 @@
+"""Exchanging device maps: each worker tells its callees where their answers arrive."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jdist._errors import requirement
+from jdist.rpc.base.device_maps import CALL
+from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.agent import Agent
+
+__all__ = ["exchange", "install"]
+
+_KIND = "device map"
+
+
+def install(agent: Agent) -> None:
+    """Lets others tell `agent` how their arrays are to come back."""
+
+    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+        if type(body) is not dict or not all(type(n) is int for n in body.values()):
+            raise ProtocolError("A device map is a dictionary of numbers.")
+        devices = jax.local_devices()
+        strange = [target for target in body if target not in range(len(devices))]
+        if strange:
+            rule = f"has target devices with invalid indices: {agent.info.name!r} has "
+            rule += f"{len(devices)} devices, from 0 on"
+            raise ValueError(requirement(CALL, rule, strange))
+        inverse = {devices[target]: source for target, source in body.items()}
+        peer = agent.directory.find(caller)
+        peer.device_maps.answer(peer.transport_name, inverse)
+
+    agent.register(_KIND, answer)
+
+
+def exchange(agent: Agent) -> None:
+    """Puts the maps of `agent` in force; its group is complete.
+
+    Raises:
+      ValueError: A worker or a device does not exist.
+    """
+    maps = agent.options.device_maps
+    known = [peer.info.name for peer in agent.directory.peers()]
+    strangers = sorted(set(maps) - set(known))
+    if strangers:
+        rule = f"has invalid target node names in its device maps; there are {known}"
+        raise ValueError(requirement(CALL, rule, strangers))
+    for name, chosen in maps.items():
+        sources = _sources(name, chosen)
+        inverse = {target: number for number, target in sources.items()}
+        peer = agent.directory.find(name)
+        agent.call(peer.info, _KIND, inverse)
+        devices = jax.local_devices()
+        table = {devices[number]: target for number, target in sources.items()}
+        peer.device_maps.lead(peer.transport_name, table)
+
+
+def _sources(name: str, chosen: Mapping[Any, int]) -> dict[int, int]:
+    """The map with all devices by their numbers."""
+    devices = jax.local_devices()
+    found: dict[int, int] = {}
+    for source, target in chosen.items():
+        if isinstance(source, jax.Device):
+            number = devices.index(source) if source in devices else len(devices)
+        else:
+            number = source
+        if number >= len(devices) or number in found:
+            rule = f"has source devices with invalid indices in the map for {name!r}: "
+            rule += f"each one once, and of the {len(devices)} in jax.local_devices()"
+            raise ValueError(requirement(CALL, rule, source))
+        found[number] = target
+    return found
