@@ -98,7 +98,7 @@ NOT_YET: dict[str, set[str]] = {
     "rooms": {"pipeline"},
     "folder": {"pipeline"},
 }
-NAMES_TWICE = {"_Message"}
+NAMES_TWICE: set[str] = set()
 
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}

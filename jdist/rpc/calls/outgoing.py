@@ -89,6 +89,11 @@ class SyncCall:
         """Name of the callee."""
         return self._peer.info.name
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer came."""
+        return self.answer is not None
+
     def give_up(self, reason: str) -> None:
         """The call within which this one is made was cancelled."""
         self.given_up = reason
@@ -188,6 +193,11 @@ class AsyncCall:
     def peer(self) -> str:
         """Name of the callee."""
         return self._peer.info.name
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer came, so that only callbacks still run."""
+        return self.future.done()
 
     def submit(self, shared: SharedConnection, frame: Frame) -> None:
         """Sends it; from here on exactly one of the three ends below comes.
