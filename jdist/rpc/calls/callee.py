@@ -35,7 +35,7 @@ from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
 
 class Execution:
-    """The life of one call on its callee, and what must end when it is cancelled.
+    """One call being executed, and what must end when it is cancelled.
 
     Python cannot stop a running function. What can be stopped is: a call that has not
     begun, the future of an async_execution function, and the calls that the function
@@ -51,7 +51,7 @@ class Execution:
     """Once deferred: the answer to be sent."""
 
     ticket: Any
-    """By which the caller may take it back; None if it will not."""
+    """By which the caller may cancel it out of band; None if it will not."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Execution:
         return self._undelivered is not None
 
     def bring(self, undelivered: Callable[[], None]) -> None:
-        """The answer brings references; called if nobody awaits it any more."""
+        """Notes that the answer brings references; called if the answer is given up."""
         with self._lock:
             self._undelivered = undelivered
             cancelled = self.cancelled
@@ -164,7 +164,7 @@ class Reply(NamedTuple):
 
 
 class ServingWorker(Protocol):
-    """What serving requests needs of a worker."""
+    """A worker, as serving requests needs it."""
 
     info: WorkerInfo
     closed: bool
@@ -188,8 +188,8 @@ class Callee:
     def __init__(self, agent: "ServingWorker") -> None:
         self._agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
-        # By the caller's number: a successor of its name counts its tickets anew.
         self._limited: set[str] = set()
+        # By the caller's incarnation: a successor of its name counts its tickets anew.
         self._taken_back: deque[tuple[int | None, int]] = deque(maxlen=_MOST_EARLY)
 
     def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
@@ -208,8 +208,8 @@ class Callee:
         """Whether a request runs a function of the user's for a program.
 
         A call that a called function makes needs no place: that function may have one
-        itself, and give it back only when this call is over. So who has a place never
-        waits for another one, whatever the workers call on each other.
+        itself, and give it back only when this call is over. So a function that has a
+        place never waits for another place, whatever the workers call on each other.
         """
         return frame.kind in self._limited and frame.meta.get(NESTED) is not True
 
@@ -220,7 +220,7 @@ class Callee:
         return Execution(caller, frame.kind, until, ticket, self._agent.pool)
 
     def begin(self, execution: Execution) -> None:
-        """Enters an incoming request on the ledger."""
+        """Notes an incoming request as outstanding."""
         caller, ticket = execution.caller, execution.ticket
         self._agent.outstanding.serve(execution)
         if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
@@ -229,7 +229,7 @@ class Callee:
     def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
         if type(ticket) is not int:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
-        # First noted, then looked for: on another channel it may be still to come.
+        # Noted first, because the request may still be on its way on another channel.
         self._taken_back.append((caller.incarnation, ticket))
         for execution in self._agent.outstanding.served():
             same = execution.caller.incarnation == caller.incarnation
@@ -368,12 +368,12 @@ def _taken_back_by(caller: WorkerInfo) -> str:
 
 
 class ServedConnection:
-    """The answering side of a channel.
+    """The answering side of one connection.
 
     Args:
       agent: The worker that answers.
       channel: From a caller.
-      caller: Who that is.
+      caller: The worker at its other end.
       on_closed: Called once, when the channel has closed.
     """
 

@@ -18,11 +18,11 @@ from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
 Receive = Callable[[Any, dict[str, Any]], Any]
-"""What is made of the value and the metadata of an answer."""
+"""Makes the result of a call of the value and the metadata of its answer."""
 
 
 class Outgoing(NamedTuple):
-    """What to send, and to whom.
+    """A request to be sent, and its destination.
 
     Of an asynchronous call `ended` is told the error, or None. It runs on the thread
     that learns of it, before anything else, and must not wait.
@@ -39,17 +39,17 @@ class Outgoing(NamedTuple):
 
 
 class CallingWorker(Protocol):
-    """What a call needs of the worker that makes it."""
+    """A worker, as the calls that it makes need it."""
 
     outstanding: OutstandingCalls
 
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
-        """What an answer says; raises what it says was raised."""
+        """Decodes an answer: returns its value or raises its exception."""
 
     def undelivered(self, message: MessageContext) -> None:
-        """The call that this message was part of has failed."""
+        """Gives up what a message carried, because its call has failed."""
 
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
         """The error for a call whose connection closed."""
@@ -61,7 +61,7 @@ class CallingWorker(Protocol):
 
 
 class SyncCall:
-    """A synchronous call: a thread waits on a channel of its own."""
+    """A synchronous call: a thread waits on a pooled connection."""
 
     __slots__ = (
         "_peer",

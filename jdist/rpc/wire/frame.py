@@ -13,8 +13,7 @@ memory:
 
 The receiver knows all sizes before it allocates, and receives into final memory: one
 slab for the small leaves, aligned memory of its own for each large one. On one machine
-large leaves may travel *apart* from the body, as memory descriptors; how is the
-transport's affair.
+large leaves may travel *apart* from the body, as memory descriptors (see `memory`).
 
 Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothing but
 `ProtocolError`, and nothing beyond `Limits` is ever allocated.
@@ -61,8 +60,8 @@ class Frame(NamedTuple):
         caller, what interceptors add.
       tree: The body's structure as `codec.encode` makes it: scalars and nested lists.
       leaves: The body's arrays in order, `numpy.ndarray` or `jax.Array`.
-      shared: The channel carries other requests meanwhile, so whoever reads it must
-        not make them wait for this one.
+      shared: Whether the channel carries other requests meanwhile, so that its reader
+        must not make them wait for this one.
     """
 
     kind: str
@@ -74,7 +73,7 @@ class Frame(NamedTuple):
 
 
 class Duplicates:
-    """Remembers the numbers of the requests that came, in little memory.
+    """Deduplicates requests by their numbers, with a low-water mark.
 
     Numbers rise from 1 and come almost in order. All up to a mark are known; what
     came beyond it is a set, which is empty when nothing is missing. A number more than
@@ -126,7 +125,7 @@ PREFIX_BYTES = _PREFIX.size
 
 _SMALL = 1 << 15
 """Leaves of fewer bytes share the slab: copying them costs less than memory of their
-own, and whoever keeps one of them does not keep much."""
+own, and a program that keeps one of them does not keep much."""
 
 _ALIGNMENT = 16  # In the slab; what malloc gives, and the widest dtype needs.
 _JAX, _APART, _WEAK = 1, 2, 4
@@ -136,7 +135,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Limits(NamedTuple):
-    """How much a peer may announce before anything is allocated for it.
+    """The most that a peer may announce; checked before anything is allocated.
 
     Attributes:
       header_bytes: Of one frame's header: structure, scalars, short texts.
@@ -152,7 +151,7 @@ class Limits(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a prefix announces.
+    """The sizes that a prefix announces.
 
     Attributes:
       header: Bytes of the header, which follow the prefix.

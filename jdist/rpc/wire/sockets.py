@@ -1,7 +1,7 @@
 """Where a worker can be reached, and the sockets that lead there.
 
-A worker listens on TCP for everybody and on a Unix socket for peers of its machine,
-which is twice as fast and can pass memory. On Linux the Unix socket's name is abstract,
+A worker listens on TCP and, for peers of its machine, on a Unix socket, which is twice
+as fast and can pass memory. On Linux the Unix socket's name is abstract,
 so no file is left whatever happens; elsewhere it is a file in a folder that only this
 user may enter.
 """
@@ -51,7 +51,7 @@ class Address(NamedTuple):
 
 
 def parse_address(address: Any) -> Address:
-    """What `SocketTransport.address` gave, or `(host, port)`.
+    """Parses an address that `SocketTransport.address` gave, or `(host, port)`.
 
     Raises:
       ValueError: It is neither.
@@ -215,7 +215,7 @@ def same_user(sock: socket.socket) -> bool:
 
 @functools.cache
 def machine() -> str:
-    """What two processes share exactly when a Unix socket can lead from one to another.
+    """A text that two processes share exactly when a Unix socket can connect them.
 
     On Linux the boot and the network namespace, which abstract names belong to.
     """
@@ -308,4 +308,4 @@ def _reachable(host: str) -> str:
             probe.connect(_OUTWARD)
             return str(probe.getsockname()[0])
         except OSError:
-            return LOOPBACK  # Without a network nobody else can reach it anyway.
+            return LOOPBACK  # Without a network no other machine can reach it anyway.

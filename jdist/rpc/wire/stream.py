@@ -54,7 +54,7 @@ class CutOff(TimeoutError):
 
 
 class ByteStream(Protocol):
-    """What a connection needs of a stream; a socket and TLS over one fulfil it."""
+    """Bytes in and out, as a connection needs them; a socket and TLS over one do it."""
 
     descriptors: deque[int]
 
@@ -78,7 +78,7 @@ class ByteStream(Protocol):
         """Ends both directions; threads blocked in this stream wake up."""
 
     def close(self) -> None:
-        """Gives the socket back; nobody may be using the stream any more."""
+        """Gives the socket back; no thread may be using the stream any more."""
 
 
 class Stream:

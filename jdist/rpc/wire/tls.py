@@ -1,7 +1,7 @@
 """TLS between machines, with certificates of the user or made at start.
 
 The certificate's hash enters the handshake's proofs (`jdist.rpc.wire.handshake`), so a
-certificate that nobody signed is as good against a man in the middle as one of a
+certificate without a signature is as good against a man in the middle as one of a
 certificate authority: he would have to show his own, and then the proofs do not match.
 
 TLS is done in memory, over the same blocking socket as the plain stream. Python's TLS
