@@ -38,6 +38,8 @@ from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
+__all__ = ["Agent", "current_agent"]
+
 
 class GroupLink(Protocol):
     """A worker's place in its group; `jdist.rpc.group` has it."""

@@ -33,6 +33,16 @@ from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
+__all__ = [
+    "NESTED",
+    "TAKE_BACK",
+    "Callee",
+    "Execution",
+    "Handler",
+    "Reply",
+    "ServedConnection",
+]
+
 
 class Execution:
     """One call being executed, and what must end when it is cancelled.

@@ -17,6 +17,8 @@ from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
+__all__ = ["AsyncCall", "Outgoing", "Receive", "SyncCall"]
+
 Receive = Callable[[Any, dict[str, Any]], Any]
 """Makes the result of a call of the value and the metadata of its answer."""
 

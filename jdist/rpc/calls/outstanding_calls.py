@@ -15,6 +15,8 @@ from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import RpcTimeout
 from jdist.rpc.base.interceptor import Operation
 
+__all__ = ["OutstandingCalls", "describe"]
+
 _OVERDUE = 60.0
 """Seconds after its deadline for which a graceful end waits for a call: its function
 may be about to return."""

@@ -21,6 +21,8 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
+__all__ = ["Directory", "Peer", "PooledConnection"]
+
 _IDLE_SECONDS = 10.0
 """After which a channel that no call uses is closed, unless it is the only one."""
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.wire.frame import Frame
 
+__all__ = ["Channel", "ChannelClosed", "NotSent", "Transport"]
+
 
 class ChannelClosed(ConnectionError):
     """The channel is closed: by the peer, by its death, or by this side.

@@ -37,6 +37,8 @@ from jdist.rpc.wire.frame import (
 from jdist.rpc.wire.memory import MemoryPool
 from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
 
+__all__ = ["Connection", "Terms"]
+
 _BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
 _COPIED = _BUFFER // 2  # Smaller bodies are copied out of the buffer.
 T = TypeVar("T")

@@ -36,6 +36,26 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.arrays import aligned, host
 from jdist.rpc.codec.dtypes import dtype_name, dtype_named
 
+__all__ = [
+    "ANSWERS",
+    "CALL",
+    "CANCEL",
+    "ERROR",
+    "PREFIX_BYTES",
+    "REPLY",
+    "UNNUMBERED",
+    "Duplicates",
+    "Frame",
+    "Header",
+    "Limits",
+    "Packed",
+    "allocate",
+    "assemble",
+    "pack",
+    "parse_header",
+    "parse_prefix",
+]
+
 # Kinds are plain strings so that a part built on rpc can add its own (autograd adds
 # "autograd.backward", say) and so that faults can be injected per kind.
 CALL = "call"

@@ -33,6 +33,21 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import NotSent
 from jdist.rpc.wire.stream import ByteStream, receive_exactly
 
+__all__ = [
+    "NO_BINDING",
+    "REMEDY",
+    "SAME_KEY",
+    "SHORTEST_KEY",
+    "VERSION",
+    "Ability",
+    "Identity",
+    "Proved",
+    "accept",
+    "check_key",
+    "connect",
+    "refuse",
+]
+
 VERSION = 1
 """Of the handshake and of what follows it. Workers of two versions do not talk."""
 

@@ -21,6 +21,8 @@ from jdist.rpc.codec.arrays import adopt
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Duplicates, Frame
 
+__all__ = ["Hub", "InProcessTransport"]
+
 
 class DeferredAnswer(Protocol):
     """A request that was run and whose answer comes later."""

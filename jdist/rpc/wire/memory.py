@@ -31,6 +31,8 @@ import numpy as np
 
 from jdist.rpc.base.errors import ProtocolError
 
+__all__ = ["BUDGET", "THRESHOLD", "MemoryPool", "available", "close_all", "receive"]
+
 THRESHOLD = 4 << 20
 """Smaller arrays are copied through the socket, which is as fast up to here."""
 

@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 
+__all__ = ["Polling"]
+
 _PROMPT = 2
 """A message for which a thread slept counts as prompt up to this multiple of the limit:
 it and its peer would have been faster without sleeping."""

@@ -28,6 +28,19 @@ from jdist._errors import requirement
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.stream import leave_to_parent
 
+__all__ = [
+    "LOOPBACK",
+    "Address",
+    "Attempt",
+    "Listener",
+    "dial",
+    "is_loopback",
+    "is_unix",
+    "out_of_files",
+    "parse_address",
+    "same_user",
+]
+
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _ON_LINUX = sys.platform == "linux"

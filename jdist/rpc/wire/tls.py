@@ -25,6 +25,8 @@ from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.stream import CutOff, Stream
 
+__all__ = ["FIRST_BYTE", "Credentials", "TlsConfig", "TlsStream", "connector_context"]
+
 FIRST_BYTE = b"\x16"
 """A TLS connection begins with this one, jdist's own handshake with a "j"."""
 
