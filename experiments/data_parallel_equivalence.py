@@ -30,6 +30,8 @@ from jdist import data_parallel, optim, verify
 
 BATCH = 96
 REPLICAS = (2, 4, 8)
+MISTAKEN = 4
+"""Replicas beside which the mean of means is judged."""
 ORDERS = 3
 ACCURACY = 0.95
 # Drift grows from random rounding: two runs of one kind differ by a few times.
@@ -58,6 +60,8 @@ class Run:
 def run(settings: Settings, progress: Progress) -> Result:
     """Trains, judges, compares."""
     steps = 100 if settings.quick else 400
+    # What fails is measured again with many more draws, a second for each step.
+    judge_mistake_every = 10 if settings.quick else 1
     task = digits(settings.seed, steps, BATCH)
     rng = np.random.default_rng(settings.seed)
     step = plain_step(task)
@@ -68,7 +72,14 @@ def run(settings: Settings, progress: Progress) -> Result:
     ]
     judged = verify.judge(task.losses)
     runs = [
-        train_replicas(task, mesh, name, progress, judged, watch_mistake=count == 4)
+        train_replicas(
+            task,
+            mesh,
+            name,
+            progress,
+            judged,
+            judge_mistake_every if count == MISTAKEN else 0,
+        )
         for count, mesh, name in replicas(settings.devices)
     ]
     spread = {
@@ -76,7 +87,9 @@ def run(settings: Settings, progress: Progress) -> Result:
         for r in runs
     }
     return Result(
-        claims=claims(alone, orders, runs, steps, sharing(settings.devices)),
+        claims=claims(
+            alone, orders, runs, steps, sharing(settings.devices), judge_mistake_every
+        ),
         pictures=[
             Picture(
                 "loss",
@@ -161,10 +174,19 @@ def train_replicas(
     name: str,
     progress: Progress,
     judged: Callable[..., verify.Report],
-    *,
-    watch_mistake: bool,
+    judge_mistake_every: int,
 ) -> Run:
-    """The same training over replicas, every step judged."""
+    """The same training over replicas, every step judged.
+
+    Args:
+      task: Data, model and batches.
+      mesh: The devices; or a number of replicas on one device.
+      name: Of the run.
+      progress: Shows a bar.
+      judged: The judge.
+      judge_mistake_every: Steps from one judgement of the mean of means to the next; 0
+        for none.
+    """
     count = mesh if isinstance(mesh, int) else mesh.size
     gradient = data_parallel.value_and_grad(task.losses, mesh)
     mistaken = mean_of_means(task)
@@ -178,11 +200,12 @@ def train_replicas(
         found = gradient(params, *data_parallel.shard_batch(batch, mesh, sizes))
         here = jax.device_put(jax.device_get(params), jax.devices()[0])
         candidates = {name: returning(found)}
-        if watch_mistake:
+        watched = judge_mistake_every and t % judge_mistake_every == 0
+        if watched:
             candidates["mean of means"] = returning(mistaken(here, batch, sizes))
         report = judged(here, batch, candidates, seed=0 if t == 0 else None)
         run.ratios.append(report.of(name).worst)
-        if watch_mistake:
+        if watched:
             caught.append(report.of("mean of means").worst)
         if report.oracle is not None:
             run.oracle = str(report.oracle)
@@ -233,6 +256,7 @@ def claims(
     runs: Sequence[Run],
     steps: int,
     shared: str = "",
+    judge_mistake_every: int = 1,
 ) -> list[Claim]:
     """What the runs must show; copies that share a device cannot show that they agree.
 
@@ -242,6 +266,7 @@ def claims(
       runs: Over replicas.
       steps: Of each.
       shared: Why copies cannot be compared; empty where they can.
+      judge_mistake_every: Steps from one judgement of the mean of means to the next.
     """
     worst = max(max(r.ratios) for r in runs)
     caught = next(r.caught for r in runs if r.caught)
@@ -276,9 +301,10 @@ def claims(
             ", ".join(f"{a:.1%}" for a in accuracies),
         ),
         Claim(
-            "the mean of means is caught at every step",
-            len(caught) == steps and min(caught) > 1,
-            f"error/bound at least {min(caught):.1e}",
+            "the mean of means is caught at every step at which it is judged",
+            len(caught) == len(range(0, steps, judge_mistake_every))
+            and min(caught) > 1,
+            f"{len(caught)} steps, error/bound at least {min(caught):.1e}",
         ),
     ]
 
@@ -309,7 +335,8 @@ def plot_ratios(runs: Sequence[Run]) -> Figure:
     for run in runs:
         axes.semilogy(run.ratios, linewidth=1, label=run.name)
         if run.caught:
-            axes.semilogy(run.caught, color="firebrick", label="mean of means")
+            at = np.linspace(0, len(run.ratios), len(run.caught), endpoint=False)
+            axes.semilogy(at, run.caught, color="firebrick", label="mean of means")
     axes.axhline(1, color="black", linestyle="--", linewidth=1, label="derived bound")
     axes.set(xlabel="step", ylabel="error / bound", title="The judge at every step")
     axes.legend(frameon=False, ncols=3, loc="center")

@@ -148,7 +148,7 @@ class StepFolder(Closing):
             self._manager.wait_until_finished()
 
     def description(self, step: int) -> Any:
-        """What was written beside the arrays."""
+        """The description that was written beside the arrays."""
         items = {"description": self._orbax.args.JsonRestore()}
         composite = self._orbax.args.Composite(**items)
         return self._manager.restore(step, args=composite).description

@@ -15,7 +15,7 @@ def strategies() -> dict[str, Row]:
     """All rows by name."""
     return {
         **data_parallel.rows(),
-        **processes.strategies(),
+        **processes.rows(),
         **pipeline.rows(),
         **autograd.rows(),
     }

@@ -24,36 +24,34 @@ from jax.sharding import Mesh
 from jdist import rpc
 from jdist._compat import double_precision
 from jdist._errors import JdistError, Unavailable
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 from jdist.data_parallel import process_group, shard_batch, value_and_grad
+from jdist.matrix.row import Candidate, LossFn, Row
 
 _PATIENCE = 120.0
 """Seconds for two processes to start, and for one gradient."""
 
 _ATTEMPT = 2.0
-"""Seconds to wait for them until it is looked whether they still run."""
+"""Seconds to wait for them before the next check that they still run."""
 
 _ALLOWED = [f"{__name__}:answer"]
 
-Build = Callable[[Callable[..., jax.Array], str], Callable[..., Any]]
+__all__ = ["rows"]
 
 
-def strategies() -> Mapping[str, Build]:
-    """Rows by name: both methods, one replica in each of two processes."""
-    methods = ("all_reduce", "all_gather")
-    return {
-        f"data_parallel {method} x2 processes": partial(_row, method)
-        for method in methods
+def rows() -> dict[str, Row]:
+    """Both methods, one replica in each of two processes."""
+    named = {
+        method: partial(_gradient, method) for method in ("all_reduce", "all_gather")
     }
+    return {f"data_parallel {name} x2 processes": row for name, row in named.items()}
 
 
-def _row(
-    method: str, loss_fn: Callable[..., jax.Array], reduction: str
-) -> Callable[..., Any]:
+def _gradient(method: str, loss_fn: LossFn, reduction: str) -> Candidate:
     pair = _pair()
+    options = {"reduction": reduction, "method": method}
 
-    def candidate(params: Any, batch: Any, weights: Any) -> Any:
-        options = {"reduction": reduction, "method": method}
+    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
         arrays = jax.tree.map(np.asarray, (params, batch, weights))
         return pair.gradient(loss_fn, options, *arrays)
 
@@ -63,7 +61,7 @@ def _row(
 # --- in the judge's process ---
 
 
-class Pair:
+class ReplicaPair:
     """Two processes that compute gradients on request, until they are closed.
 
     Args:
@@ -157,8 +155,8 @@ def _options(**options: Any) -> rpc.RpcOptions:
 
 
 @cache
-def _pair() -> Pair:
-    pair = Pair()
+def _pair() -> ReplicaPair:
+    pair = ReplicaPair()
     atexit.register(pair.close)
     return pair
 
@@ -198,19 +196,19 @@ def _silence() -> None:
 def answer(wide: bool, *request: Any) -> Any:
     """This process's loss and gradient, in double precision if `wide`."""
     if not wide:
-        return _gradient(_meshes[0], *request)
+        return _own_gradient(_meshes[0], *request)
     with double_precision():
-        return _gradient(_meshes[0], *request)
+        return _own_gradient(_meshes[0], *request)
 
 
-def _gradient(
+def _own_gradient(
     mesh: Mesh,
-    loss_fn: Callable[..., jax.Array],
-    options: Any,
-    params: Any,
-    batch: Any,
+    loss_fn: LossFn,
+    options: Mapping[str, Any],
+    params: PyTree,
+    batch: PyTree,
     weights: np.ndarray,
-) -> Any:
+) -> tuple[np.ndarray, PyTree]:
     """This process's part: the first has three quarters of the examples."""
     count = examples_in(batch, "candidate")
     cut = -(-3 * count // 4)

@@ -8,7 +8,7 @@ the `Agent`, and keeps what it needs in its `extension_state`.
 
 from jdist.rpc.base import current
 from jdist.rpc.base.arguments import named
-from jdist.rpc.base.current import RunningCall, Scope
+from jdist.rpc.base.current import Scope
 from jdist.rpc.base.deadline import (
     DEFAULT,
     NEVER,
@@ -20,7 +20,7 @@ from jdist.rpc.base.deadline import (
 from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
 from jdist.rpc.base.ids import LOCAL_BITS, GloballyUniqueId, IdCounter
-from jdist.rpc.base.interceptor import Interceptor, Invocation, Operation
+from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import incarnation_of
@@ -61,7 +61,6 @@ __all__ = [  # noqa: RUF022 - by subject
     "current_agent",
     "current",
     "Scope",
-    "RunningCall",
     "incarnation_of",
     "GloballyUniqueId",
     "IdCounter",
@@ -72,7 +71,6 @@ __all__ = [  # noqa: RUF022 - by subject
     "TRAINABLE",
     "BACKWARD",
     # Around calls: the interceptor, values on their way, functions and their arguments.
-    "Interceptor",
     "Invocation",
     "Operation",
     "MessageContext",

@@ -1,7 +1,5 @@
 """`make run`'s job: it holds from a fresh process, and its parts do what they say."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import data_parallel_equivalence as job
-from tests.experiments.quick import run_quick
+from tests.experiments.quick import check_held, run_quick
 
 
 @pytest.mark.parametrize("count", job.REPLICAS)
@@ -43,8 +41,10 @@ def test_replicas_share_a_device_where_there_are_too_few():
 
 def test_the_quick_form_holds(tmp_path):
     """The command of `make run`, and the figures in its JSON."""
-    run_quick("data_parallel_equivalence", tmp_path)
-    record = json.loads((tmp_path / "data_parallel_equivalence.json").read_text())
+    done = run_quick(tmp_path, "data_parallel_equivalence")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Proved in ")
+    record = check_held(done, tmp_path, "data_parallel_equivalence")
     alone, *others = record["data"]["runs"]
     replicated = [run for run in others if run["ratios"]]
     assert [run["name"] for run in replicated] == [f"{k} devices" for k in job.REPLICAS]

@@ -26,7 +26,7 @@ def one_number(params, batch):
 
 @pytest.fixture(scope="module")
 def pair():
-    made = processes.Pair()
+    made = processes.ReplicaPair()
     yield made
     made.close()
 
@@ -34,7 +34,7 @@ def pair():
 def test_both_rows_are_right(pair, monkeypatch):
     """On the matrix's own problem, by both methods."""
     monkeypatch.setattr(processes, "_pair", lambda: pair)
-    rows = processes.strategies()
+    rows = processes.rows()
     assert list(rows) == [
         "data_parallel all_reduce x2 processes",
         "data_parallel all_gather x2 processes",
@@ -64,7 +64,7 @@ def test_the_judge_is_no_worker_between_two_gradients(pair):
 
 def test_processes_that_are_gone_are_said_to_be():
     """With how they ended; closing finds nothing more to do."""
-    made = processes.Pair()
+    made = processes.ReplicaPair()
     os.kill(made.pids[1], signal.SIGKILL)
     expected = r"the two processes are gone: .*Rank 1 .*was killed by SIGKILL"
     with pytest.raises(JdistError, match=expected):
@@ -83,4 +83,4 @@ def test_processes_that_do_not_start_leave_the_row_out():
     """By name, with the reason."""
     expected = r"(?s)two processes did not start: .*no such thing here"
     with pytest.raises(Unavailable, match=expected):
-        processes.Pair(fail)
+        processes.ReplicaPair(fail)

@@ -14,6 +14,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
+from tests.rpc.rref.common import wait_for_references
 from tests.rpc.sockets import Outcome, blocked, wait_until
 
 PATIENCE = 60
@@ -97,6 +98,35 @@ def interrupt_everywhere(to, operation):
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.__name__)
 def test_the_next_call_works(processes, operation):
     processes.run(0, interrupt_everywhere, "worker1", operation)
+
+
+# --- references ---
+
+
+def created(to):
+    rpc.remote(to, negative, args=(1,)).to_here()
+
+
+def interrupt_creations(to):
+    """After each interrupt both workers give up what was created, if anything was."""
+    number = 0
+    created(to)
+    while interrupt(number, created, to):
+        wait_for_references(user_rrefs=0, pending_users=0, forks_under_way=0)
+        rpc.rpc_sync(to, wait_for_references, kwargs={"owner_rrefs": 0, "forks": 0})
+        number += 1
+    assert number > 40
+    return number
+
+
+@pytest.mark.parametrize("to", ["worker1", "worker0"])
+def test_an_interrupted_creation_leaves_no_value(processes, to):
+    processes.run(0, interrupt_creations, to)
+
+
+def test_an_interrupted_creation_leaves_no_value_in_process():
+    with rpc.local_cluster(["here", "there"], allow=["tests"]):
+        interrupt_creations("there")
 
 
 @pytest.mark.parametrize("operation", [sync, asynchronous])

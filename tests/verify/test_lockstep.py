@@ -194,3 +194,176 @@ def test_what_cannot_be_evaluated_in_float64_is_named():
     rounded, wide, unmeasured = both(fn, x)
     assert unmeasured == {"pure_callback", "bitcast_convert_type"}
     np.testing.assert_allclose(rounded, wide, rtol=1e-6)
+
+
+# --- equations by the number of roundings of their sums ---
+
+
+def pooled(x):
+    """The mean of windows of 3 x 2."""
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 2), (3, 2), "VALID")
+
+
+def convolved(x):
+    """A convolution of 4 x 4 images by 3 x 3 kernels, of one channel."""
+    images, kernel = x.reshape(-1, 4, 4, 1), jnp.ones((3, 3, 1, 1), x.dtype)
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "VALID", dimension_numbers=layout
+    )
+
+
+def spread_into(x):
+    """Forty-eight numbers added to each of four places."""
+    flat = x.reshape(-1)[:192]
+    return jnp.zeros(4, x.dtype).at[jnp.arange(192) % 4].add(flat)
+
+
+SUMMED = {
+    "dot_general": (lambda x: x @ jnp.ones((16, 3), x.dtype), 16),
+    "reduce_sum": (lambda x: x.sum(axis=1), 16),
+    "reduce_window_sum": (pooled, 6),
+    "conv_general_dilated": (convolved, 9),
+    "cumsum": (lambda x: jnp.cumsum(x, axis=1)[:, -1], 16),
+    "scatter-add": (spread_into, 49),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_sum_is_perturbed_by_the_square_root_of_its_roundings(name, rng):
+    """Of terms of one sign: a third of them counts, as partial sums grow evenly."""
+    fn, terms = SUMMED[name]
+    x = jnp.asarray(rng.uniform(1, 2, size=(24, 16)), jnp.float32)
+    program = jax.jit(fn).trace(x).jaxpr
+    inside = [e for e in program.jaxpr.eqns if e.primitive.name == name]
+    inside += [
+        e
+        for call in program.jaxpr.eqns
+        if "jaxpr" in call.params
+        for e in getattr(call.params["jaxpr"], "jaxpr", call.params["jaxpr"]).eqns
+        if e.primitive.name == name
+    ]
+    assert inside, program
+    _, exact, unmeasured = both(fn, x)
+    assert not unmeasured
+    exact = np.asarray(exact)
+    draws = [both(fn, x, amplitude=1.0, seed=seed)[1] for seed in range(8)]
+    relative = np.std((np.stack(draws) - exact) / exact) / 2.0**-24
+    expected = np.sqrt((terms / 3 + 1 + 1 / 6) / 3)
+    assert 0.6 < relative / expected < 1.5
+
+
+def test_what_rounds_nothing_is_not_perturbed(rng):
+    """Selections, moves and signs; casts that widen; integers and booleans."""
+    x = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
+
+    def moved(x):
+        y = jnp.concatenate([x.T[::-1], -jnp.abs(x.T)])
+        y = jnp.where(y > 0, y, jnp.pad(y, ((0, 0), (1, 0)))[:, :-1])
+        return jnp.maximum(y, jax.lax.dynamic_slice(y, (1, 0), y.shape)).astype(
+            jnp.float64
+        )
+
+    with jax.enable_x64(True):
+        _, exact, _ = both(moved, x)
+        _, drawn, unmeasured = both(moved, x, amplitude=1.0)
+    np.testing.assert_array_equal(exact, drawn)
+    assert not unmeasured
+
+
+def test_perturbations_stay_within_a_unit_and_do_not_lean(rng):
+    """Uniform in [-1, 1], of mean zero: rounding has no direction."""
+    x = jnp.asarray(rng.uniform(1, 2, size=20_000), jnp.float32)
+    _, exact, _ = both(lambda x: x * 3, x)
+    _, drawn, _ = both(lambda x: x * 3, x, amplitude=1.0)
+    units = np.asarray((drawn - exact) / exact) / 2.0**-24
+    assert np.abs(units).max() <= 1 + 1e-6
+    assert np.abs(units).max() > 0.99
+    assert abs(units.mean()) < 4 / np.sqrt(3 * x.size)
+    _, twice, _ = both(lambda x: x * 3, x, amplitude=2.0)
+    np.testing.assert_allclose(twice - exact, 2 * (drawn - exact), atol=1e-14)
+
+
+def test_narrow_numbers_keep_their_smallest_spacing(rng):
+    """float16 has subnormal numbers: below the smallest normal one, its unit holds."""
+    x = jnp.asarray([1.0, 1e-6, 0.0], jnp.float16)
+    spread = []
+    for seed in range(40):
+        _, drawn, _ = both(lambda x: x * 1.5, x, amplitude=1.0, seed=seed)
+        spread.append(drawn)
+    _, exact, _ = both(lambda x: x * 1.5, x)
+    deviation = np.std(np.stack(spread) - np.asarray(exact), axis=0)
+    tiny, unit = float(jnp.finfo(jnp.float16).smallest_normal), 2.0**-11
+    assert 0.4 < deviation[0] / (1.5 * unit / np.sqrt(3)) < 1.6
+    assert 0.4 < deviation[1] / (tiny * unit / np.sqrt(3)) < 1.6
+    assert deviation[2] == 0
+
+
+# --- sizes, and what is held ---
+
+
+def sized(fn, *inputs):
+    """The size of a function's only result."""
+    program = jax.jit(fn).trace(*inputs).jaxpr
+    exact = Perturbation(None, jnp.uint32(1))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        (found,) = run(program, inputs, exact)
+    return None if found.size is None else np.asarray(found.size)
+
+
+def test_the_size_of_a_sum_is_that_of_its_terms(rng):
+    """The root of the sum of their squares, through moves and factors."""
+    x = jnp.asarray(rng.normal(size=(5, 40)), jnp.float32)
+    wide = np.asarray(x, np.float64)
+    root = np.sqrt((wide**2).sum(axis=1))
+    np.testing.assert_allclose(sized(lambda x: x.sum(axis=1), x), root)
+    np.testing.assert_allclose(
+        sized(lambda x: -3 * x.sum(axis=1)[::-1].reshape(5, 1), x),
+        3 * root[::-1, None],
+    )
+    added = np.hypot(root, np.abs(wide[:, 0]))
+    np.testing.assert_allclose(sized(lambda x: x.sum(axis=1) - x[:, 0], x), added)
+    ones = jnp.ones((40, 2), jnp.float32)
+    np.testing.assert_allclose(
+        sized(lambda x, y: x @ y, x, ones), np.stack([root, root], axis=1)
+    )
+    # A product of a number with itself is no sum: its size is its own.
+    assert sized(lambda x: jnp.sin(x), x) is None
+
+
+def test_what_is_detached_is_that_of_the_first_along_an_axis():
+    """Of a point and a shifted one: the detached factor stays the point's."""
+
+    def fn(x):
+        return x * jax.lax.stop_gradient(x)
+
+    x = jnp.float32(3)
+    program = jax.jit(fn).trace(x).jaxpr
+    with jax.enable_x64(True):
+
+        def at(wide):
+            held = Perturbation(None, jnp.uint32(1), None, set(), "shift")
+            return run(program, [PrecisionPair(x, wide)], held)[0].wide
+
+        points = jnp.asarray([3.0, 3.5, 5.0], jnp.float64)
+        found = jax.vmap(at, axis_name="shift")(points)
+    np.testing.assert_allclose(found, [9, 10.5, 15])
+
+
+def test_what_is_decided_is_decided_once():
+    """An argmax by the rounded side, a comparison by each side for itself."""
+    big = jnp.float32(2**24)
+
+    def chosen(x):
+        y = jnp.stack([x + 1, x + 0.5, x])  # 2^24 + 1 is not in float32.
+        return y[jnp.argmax(y)]
+
+    rounded, wide, _ = both(chosen, big)
+    assert float(rounded) == 2**24
+    assert float(wide) == 2**24 + 1
+
+    def compared(x):
+        return jnp.where(x + 1 > x, x, -x)
+
+    rounded, wide, _ = both(compared, big)
+    assert (float(rounded), float(wide)) == (-(2.0**24), 2.0**24)

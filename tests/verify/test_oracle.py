@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from jdist import verify
-from jdist.verify.oracle import SHIFTS, Slopes, finite_differences, pinned
+from jdist.verify.oracle import (
+    REDUCERS,
+    SHIFTS,
+    Slopes,
+    differentiated,
+    finite_differences,
+    pinned,
+    reduced,
+)
 
 POINTS = 4
 
@@ -210,3 +218,101 @@ def test_the_check_can_be_left_out():
     given = (w, x, {"same": same})
     assert verify.gradients(loss, *given, seed=None).oracle is None
     assert verify.Problem(loss, *given, seed=None).judge().oracle is None
+
+
+# --- the reference's own parts ---
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_the_reductions_are_what_their_names_say(name, rng):
+    """Beside NumPy's, with a weight of 0 and others of no meaning to an extreme."""
+    losses = rng.normal(size=7)
+    w = np.array([0.0, 2.0, 1.0, 0.5, 0.0, 3.0, 1.0])
+    losses[0], losses[4] = 99.0, -99.0  # Of weight 0: no extreme, and in no sum.
+    expected = {
+        "mean": np.average(losses, weights=w),
+        "sum": losses @ w,
+        "max": losses[w > 0].max(),
+        "min": losses[w > 0].min(),
+    }[name]
+    found = REDUCERS[name](jnp.asarray(losses), jnp.asarray(w))
+    np.testing.assert_allclose(found, expected, rtol=1e-14)
+
+
+def test_ties_of_an_extreme_share_the_gradient():
+    """Equally, over all that tie and count."""
+    losses, w = jnp.array([1.0, 3.0, 3.0, 3.0]), jnp.array([1.0, 1.0, 0.0, 2.0])
+    for name, sign in (("max", 1), ("min", -1)):
+        gradient = jax.grad(lambda x, n=name: REDUCERS[n](x, w))(sign * losses)
+        np.testing.assert_allclose(gradient, [0, 0.5, 0, 0.5])
+
+
+def test_scalar_losses_are_taken_as_they_are():
+    """Others are one per weight, or refused with their shape."""
+    scalar = reduced(lambda p, b: p * b.sum(), "mean")
+    assert float(scalar(jnp.float32(2), jnp.ones(3, jnp.float32), None)) == 6
+    doubled, ones = reduced(lambda p, b: p * b, "sum"), jnp.ones(3, jnp.float32)
+    assert float(doubled(jnp.float32(2), ones, np.array([1, 0, 2]))) == 6
+    with pytest.raises(ValueError, match=r"example, shape \(3,\)\. Got shape \(3, 1\)"):
+        reduced(lambda p, b: (p * b)[:, None], "mean")(1.0, ones, None)
+    with pytest.raises(ValueError, match=r"shape \(2,\)\. Got shape \(3,\)"):
+        doubled(1.0, ones, np.ones(2))
+
+
+def test_what_is_not_floating_has_no_gradient():
+    """None in its place; the others are differentiated beside it."""
+    params = {"n": jnp.arange(2), "w": jnp.array([1.0, 2.0]), "flag": jnp.array(True)}
+    fn = differentiated(lambda p, x: jnp.sum(p["w"] * p["n"].astype(x.dtype)) * x)
+    value, gradient = fn(params, jnp.array(3.0))
+    assert float(value) == 6
+    assert gradient["n"] is None
+    assert gradient["flag"] is None
+    assert gradient["w"].tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("scale", [1e-250, 1e-30, 1.0, 1e30, 1e250])
+def test_the_pin_does_not_depend_on_the_scale_of_the_loss(scale):
+    """Neither do its verdicts on wrong derivatives."""
+    losses = scale * (2 + np.sin(1.1 + 4e-6 * SHIFTS))
+    slope = scale * np.cos(1.1)
+    right = pinned(Slopes(slope, losses))
+    assert right.ok
+    assert not right.skipped
+    assert right.tolerance < 1e-3 * abs(slope)
+    for factor in (1.01, -1, 0):
+        assert pinned(Slopes(slope * factor, losses)).wrong
+
+
+def test_curvature_is_no_mistake():
+    """A cubic's own terms are fitted, not blamed on the derivative."""
+    x = 4e-6 * SHIFTS
+    losses = 1 + 3 * x - 2e4 * x**2 + 1e9 * x**3
+    check = pinned(Slopes(3.0, losses))
+    assert check.ok
+    np.testing.assert_allclose(check.difference, 3.0, rtol=1e-6)
+    assert pinned(Slopes(3.5, losses)).wrong
+
+
+def test_a_kink_within_reach_is_explained():
+    """The two sides differ by what it adds to the tolerance."""
+    kinked = 1 + 4e-6 * np.maximum(SHIFTS, 0)
+    for exact in (0.0, 0.5, 1.0):
+        assert not pinned(Slopes(exact, kinked)).wrong
+    # A slope of twice the tolerance and more is not explained by it.
+    assert pinned(Slopes(50.0, kinked)).wrong
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_compared(bad):
+    """Of the derivative, or of one of the losses."""
+    losses = np.sin(0.3 + 4e-6 * SHIFTS)
+    assert "not finite" in pinned(Slopes(bad, losses)).skipped
+    losses[3] = bad
+    assert "not finite" in pinned(Slopes(np.cos(0.3), losses)).skipped
+
+
+def test_a_constant_loss_has_the_slope_zero():
+    """And no other one."""
+    constant = np.full(SHIFTS.size, 0.75)
+    assert pinned(Slopes(0.0, constant)).ok
+    assert pinned(Slopes(1e-3, constant)).wrong

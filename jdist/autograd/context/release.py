@@ -1,21 +1,16 @@
 """The end of contexts, on all workers that took part.
 
 Each worker forgets the context and tells those it exchanged messages with, who do the
-same, and answers when they have. A message that does not get through is sent again, as
-long as its receiver belongs to the group. Nobody has to be alive for a context to end:
-the workers hold it on behalf of the one that made it, and when that one is gone, they
-let it go. Whoever learned of a context from a worker that is gone now asks the one that
-made it to be told of the end instead.
-
-Nobody waits for the end of a context whose block is left, and to tell each end by
-itself would cost as much as a call. So those gather for a moment, and every worker is
-told of all of them in one message.
+same, and answers when they have. Messages are delivered reliably, as long as their
+receivers belong to the group. The workers hold a context on behalf of its maker, and
+let it go when the maker is gone. A worker that learned of a context from one that is
+gone asks the maker to be told of the end instead.
 """
 
 import contextvars
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jdist.autograd.context.context import Container, Context
 from jdist.rpc import Future, ProtocolError, WorkerInfo, collect_all
@@ -26,16 +21,17 @@ from jdist.rpc.extension import (
     incarnation_of,
 )
 
+T = TypeVar("T")
 _RELEASE = "autograd.release"
 _HOLD = "autograd.hold"
 _RELEASED = "It was released."
 
 
 class Releases:
-    """Ends contexts, here and elsewhere, for one worker.
+    """Ends contexts of one worker, here and on all others that took part.
 
     Args:
-      container: That of the worker.
+      container: The worker's container.
 
     Attributes:
       delivery: Delivers the messages.
@@ -44,7 +40,7 @@ class Releases:
     def __init__(self, container: Container) -> None:
         self._container = container
         self._agent: Agent = container.agent
-        self.delivery = ReliableDelivery(self._agent, self._agent.timer.later)
+        self.delivery = ReliableDelivery(self._agent)
         self.delivery.handle(_RELEASE, _id, self._on_release)
         self.delivery.handle(_HOLD, _id, self._on_hold)
         self._agent.extension_state.on_gone(self._on_gone)
@@ -84,7 +80,7 @@ class Releases:
         self.delivery.send(to, kind, context_id, answer.set_result, unreachable)
         return answer
 
-    # --- what others say ---
+    # --- messages of other workers ---
 
     def _on_release(
         self, caller: WorkerInfo, ids: Sequence[int]
@@ -101,7 +97,7 @@ class Releases:
     def _on_hold(
         self, caller: WorkerInfo, ids: Sequence[int]
     ) -> tuple[list[bool], Callable[[], None]]:
-        """Which of these contexts of ours are over; the others' end will be told."""
+        """Whether each of these contexts is over; the caller is told of other ends."""
         return [self._is_over(caller, one) for one in ids], lambda: None
 
     def _is_over(self, caller: WorkerInfo, context_id: int) -> bool:
@@ -110,7 +106,7 @@ class Releases:
             return True
         try:
             context.meet(caller)
-        except RuntimeError:  # it ended this very moment
+        except RuntimeError:  # it has ended meanwhile
             return True
         return False
 
@@ -145,7 +141,7 @@ class Releases:
         self.delivery.close()
 
 
-def _id(named: Any) -> int:
+def _id(named: object) -> int:
     """The id of a context that another worker has named."""
     if type(named) is int and 0 <= named < 1 << 64:
         return named
@@ -153,10 +149,10 @@ def _id(named: Any) -> int:
 
 
 def _all_of(futures: list[Future[Any]]) -> Future[None]:
-    """Done when all of them are."""
+    """A future that is done when all of them are."""
     return _quietly(lambda: collect_all(futures).then(lambda done: None))
 
 
-def _quietly(make: Callable[[], Any]) -> Any:
-    """Calls `make()` outside of any call and its deadline: the end is told anyway."""
+def _quietly(make: Callable[[], T]) -> T:
+    """Calls `make()` outside of any call: its deadline must not stop the end."""
     return contextvars.Context().run(make)

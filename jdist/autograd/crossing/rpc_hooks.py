@@ -1,12 +1,12 @@
-"""Where the graph crosses workers: a send function here, a receive function there.
+"""The hooks of rpc that record a send and a receive function where a call crosses.
 
 Every call that is made within a context carries the context's id and a message id. A
 recorded value in it travels as its array and a number, its *slot*. The sender's send
 function has an edge for each slot, the receiver's receive function an output for each;
 both are known by the message id. Answers do the same the other way.
 
-Recorded values are met by the codec, wherever in a message they are: this file is what
-the codec calls then, and what rpc calls before and after.
+rpc calls the interceptor's methods around calls. The codec calls `give` and `take`
+wherever in a message it meets a recorded value.
 """
 
 import functools
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.autograd.context.context import (
     Container,
     Context,
@@ -41,16 +42,20 @@ META = "autograd"
 _NEEDED = f"{Recorded.__module__}:{Recorded.__qualname__}"
 
 
+Row = list[Any]
+"""A header as a list, to which the codec adds."""
+
+
 class CrossingHeader(NamedTuple):
-    """What a message within a context says of itself.
+    """The metadata of a message within a context.
 
     Attributes:
       context: Id of the context.
-      answers: Message id of the request that this is the answer to; 0 of a request.
+      answers: Of an answer, the message id of its request; 0 of a request.
       message: Its message id; 0 of an answer without recorded values.
-      slots: How many recorded values it has.
+      slots: Number of recorded values in it.
       reach: Message ids of the send functions that its cotangents would reach, its own
-        among them; None when they are too many.
+        among them; None if there are too many.
     """
 
     context: int
@@ -60,8 +65,8 @@ class CrossingHeader(NamedTuple):
     reach: list[int] | None = None
 
     @classmethod
-    def of(cls, meta: dict[str, Any]) -> "CrossingHeader | None":
-        """That of a message which has arrived, if it has one.
+    def of(cls, meta: dict[str, object]) -> "CrossingHeader | None":
+        """The header of a message that has arrived, if it has one.
 
         Raises:
           ProtocolError: It is malformed.
@@ -73,18 +78,18 @@ class CrossingHeader(NamedTuple):
             *numbers, reach = row
             beyond = [] if reach is None else reach
             if type(beyond) is list and _are_ids(numbers + beyond):
-                header = meta[META] = cls(*row)  # for who asks next
+                header = meta[META] = cls(*row)  # the next caller finds it checked
                 return header
         raise ProtocolError("The autograd part of a message is malformed.")
 
 
-def _row(context: int, answers: int, message: int) -> list[Any]:
-    """A `CrossingHeader` that is still to be filled in, as it travels."""
+def _row(context: int, answers: int, message: int) -> Row:
+    """A `CrossingHeader` as it travels, to be filled in by the codec's hooks."""
     return [context, answers, message, 0, []]
 
 
 _ANSWERS, _MESSAGE, _SLOTS, _REACH = 1, 2, 3, 4
-"""Places in a row."""
+"""Positions in a row."""
 
 
 class RpcHooks:
@@ -101,8 +106,8 @@ class RpcHooks:
 
     def request(
         self, to: WorkerInfo, call: Invocation
-    ) -> tuple[Invocation, dict[str, Any]]:
-        """A call goes out: within a context it carries the ids."""
+    ) -> tuple[Invocation, dict[str, object]]:
+        """Adds the ids to a call that is made within a context."""
         refuse_in_pure("a call to {!r}", to.name)
         context = recorded_into(self._container)
         if context is None:
@@ -115,10 +120,10 @@ class RpcHooks:
         self,
         caller: WorkerInfo,
         call: Invocation,
-        meta: dict[str, Any],
-        run: Callable[[Invocation], Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        """A call has come: it runs within the caller's context."""
+        meta: dict[str, object],
+        run: Callable[[Invocation], object],
+    ) -> tuple[object, dict[str, object]]:
+        """Runs a call that has come within its caller's context."""
         header = CrossingHeader.of(meta)
         if header is None:
             return run(call), {}
@@ -135,22 +140,22 @@ class RpcHooks:
             value = run(call)
         return value, {META: _row(context.id, header.message, 0)}
 
-    def local(self, value: Any) -> Any:
-        """`to_here` on the owner: of a variable what another worker would get."""
+    def local(self, value: object) -> object:
+        """The result of `to_here` on the owner: as another worker would get it."""
         if type(value) is not Variable:
             return value
         return (
             value.value if recorded_into(self._container) is None else value.recorded()
         )
 
-    def reply(self, to: WorkerInfo, value: Any, meta: dict[str, Any]) -> Any:
-        """An answer has come; the codec has seen to what is recorded in it."""
+    def reply(self, to: WorkerInfo, value: object, meta: dict[str, object]) -> object:
+        """The answer as it is: the codec's hooks have recorded what is in it."""
         return value
 
     # --- values on their way ---
 
-    def give(self, value: Recorded, message: MessageContext | None) -> Any:
-        """A recorded value is sent: within a context its slot goes with the array."""
+    def give(self, value: Recorded, message: MessageContext | None) -> object:
+        """Encodes a recorded value: within a context its slot goes with the array."""
         row = None if message is None else message.meta.get(META)
         if row is None or message is None:
             return value.value
@@ -166,13 +171,15 @@ class RpcHooks:
             row[_REACH] = _packed(join(mine, send.reach))
         return (slot, array)
 
-    def give_variable(self, variable: Variable, message: MessageContext | None) -> Any:
-        """A variable is sent: its tree, recorded or not."""
+    def give_variable(
+        self, variable: Variable, message: MessageContext | None
+    ) -> PyTree:
+        """Encodes a variable: its tree, recorded within a context."""
         inside = message is not None and META in message.meta
         return variable.recorded() if inside else variable.value
 
-    def take(self, row: Any, message: MessageContext | None) -> Any:
-        """A recorded value has come, or only its array."""
+    def take(self, row: object, message: MessageContext | None) -> object:
+        """Decodes a recorded value, or an array that was sent outside of contexts."""
         if type(row) is not tuple:
             return row
         if message is None or message.meta.get(META) is None or len(row) != 2:
@@ -185,7 +192,7 @@ class RpcHooks:
             raise ProtocolError("A recorded value has a slot of its message.")
         return Recorded(array, Edge(receive, slot))
 
-    def _send_function(self, row: list[Any], message: MessageContext) -> SendNode:
+    def _send_function(self, row: Row, message: MessageContext) -> SendNode:
         context = self._container.retrieve(row[0])
         with context.lock:
             context.check()
@@ -207,7 +214,7 @@ class RpcHooks:
         assert header is not None
         context: Context | None
         if header.answers:
-            # After the end of the context it leads nowhere, and is told so if used.
+            # After the end of the context a pass that uses the value is refused.
             context = self._container.find(header.context)
         else:
             context = self._container.get_or_create(header.context)
@@ -227,20 +234,20 @@ class RpcHooks:
 
 
 class _Applied:
-    """A function as `apply` runs it, under its own name."""
+    """A function that runs as by `apply`, under its own name."""
 
     __slots__ = ("__qualname__", "_function")
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., PyTree]) -> None:
         self._function = function
         self.__qualname__ = getattr(function, "__qualname__", "call")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return record(self._function, args, kwargs)
 
 
-def _refuse_untrainable(function: Callable[..., Any]) -> None:
-    """Refuses to call a module with what it would not record."""
+def _refuse_untrainable(function: Callable[..., PyTree]) -> None:
+    """Refuses recorded arguments of a module that is not trainable."""
     owner = getattr(function, "__self__", None)
     if is_module(owner):
         rule = "must be trainable to be called with recorded values"
@@ -250,12 +257,12 @@ def _refuse_untrainable(function: Callable[..., Any]) -> None:
 
 
 def _forget(context: Context, message_id: int) -> None:
-    """The call has failed, so nothing will come back to its send function."""
+    """Drops the send function of a call that has failed: it gets no cotangent."""
     with context.lock:
         context.sends.pop(message_id, None)
 
 
-def _are_ids(values: list[Any]) -> bool:
+def _are_ids(values: Row) -> bool:
     return set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < 1 << 64
 
 

@@ -1,4 +1,4 @@
-"""What workers tell each other in a backward pass.
+"""The messages of backward passes, packed and unpacked.
 
 A *gradient* is the cotangents of one message of the forward pass, by its id. A request
 carries gradients for the callee's send functions, the answer to it gradients for the
@@ -6,8 +6,10 @@ caller's. Arrays go in the body; everything else, and which cotangents are absen
 in the metadata. An absent cotangent is a missing position and takes no bytes at all.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
 
 from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.graph.node import Cotangent
@@ -21,7 +23,7 @@ END = "autograd.end"
 """Kind of the requests that end a pass that has failed."""
 
 REACH = "autograd.reach"
-"""Kind of the requests that ask what some send functions lead to."""
+"""Kind of the requests that ask for the reach of send functions."""
 
 _FIELD = "gradients"
 _INT = {int}
@@ -54,7 +56,7 @@ class StarvingSend(NamedTuple):
 
 
 class StarvationReport(NamedTuple):
-    """What one worker still waits for when nothing is left for it to do.
+    """The send functions that one worker waits for while it has no work.
 
     Attributes:
       number: Counts this worker's reports; a later one replaces an earlier one.
@@ -70,7 +72,7 @@ Reports = Mapping[str, StarvationReport]
 
 
 class PassTerms(NamedTuple):
-    """What a pass is, for a worker that has not heard of it.
+    """The description of a pass, for workers that are new to it.
 
     Attributes:
       context_id: Of the context.
@@ -90,7 +92,7 @@ class GradientRequest(NamedTuple):
 
     Attributes:
       terms: Of the pass.
-      marks: In SMART mode, the ids of all marked messages; None if told before.
+      marks: In SMART mode, the ids of all marked messages; None if sent before.
       gradients: For send functions of the callee.
     """
 
@@ -98,18 +100,18 @@ class GradientRequest(NamedTuple):
     marks: Sequence[int] | None
     gradients: Sequence[MessageGradient]
 
-    def pack(self) -> tuple[list[Any], dict[str, Any]]:
-        """Body and metadata."""
+    def pack(self) -> tuple[list[jax.Array], dict[str, object]]:
+        """The body and the metadata of the message."""
         rows, arrays = _flat(self.gradients)
         marks = None if self.marks is None else list(self.marks)
         return arrays, {_FIELD: [*self.terms, marks, rows]}
 
     @classmethod
-    def unpack(cls, body: Any, meta: dict[str, Any]) -> "GradientRequest":
+    def unpack(cls, body: object, meta: dict[str, object]) -> "GradientRequest":
         """The request that arrived.
 
         Raises:
-          ProtocolError: It is none.
+          ProtocolError: The message is malformed.
         """
         found = meta.get(_FIELD)
         if type(found) is not list or len(found) != 6:
@@ -123,12 +125,12 @@ class GradientRequest(NamedTuple):
 
 
 class GradientAnswer(NamedTuple):
-    """What comes back.
+    """The answer to a message with gradients.
 
     Attributes:
       gradients: For send functions of the caller.
-      reports: Of the callee and those that it asked, where they have changed.
-      failure: How the pass ended on the callee, if it failed.
+      reports: Of the callee and the workers that it asked, where they have changed.
+      failure: The failure that ended the pass on the callee, if any.
     """
 
     gradients: Sequence[MessageGradient]
@@ -147,11 +149,11 @@ class GradientAnswer(NamedTuple):
         return Reply(arrays, {_FIELD: [rows, told]})
 
     @classmethod
-    def unpack(cls, body: Any, meta: dict[str, Any]) -> "GradientAnswer":
+    def unpack(cls, body: object, meta: dict[str, object]) -> "GradientAnswer":
         """The answer that arrived.
 
         Raises:
-          ProtocolError: It is none.
+          ProtocolError: The message is malformed.
         """
         found = meta.get(_FIELD, ())
         if found is None:
@@ -162,22 +164,22 @@ class GradientAnswer(NamedTuple):
         return cls(_restored(rows, body), _reports(told))
 
 
-def unpack_end(body: Any) -> tuple[int, int, PassFailure]:
+def unpack_end(body: object) -> tuple[int, int, PassFailure]:
     """Context, pass and failure of a pass that has ended.
 
     Raises:
-      ProtocolError: It is no such message.
+      ProtocolError: The message is malformed.
     """
     if type(body) is not tuple or [type(part) for part in body[:2]] != [int, int]:
         raise ProtocolError("The end of a pass names a context and a pass.")
     return body[0], body[1], PassFailure.unpack(body[2:])
 
 
-def unpack_reach(body: Any) -> tuple[int, list[int]]:
-    """Context and message ids of the question what these lead to.
+def unpack_reach(body: object) -> tuple[int, list[int]]:
+    """Context and message ids of a question for reach.
 
     Raises:
-      ProtocolError: It is no such question.
+      ProtocolError: The message is malformed.
     """
     if type(body) is tuple and len(body) == 2:
         context_id, ids = body
@@ -186,19 +188,22 @@ def unpack_reach(body: Any) -> tuple[int, list[int]]:
     raise ProtocolError("What is asked for is a context and ids of messages.")
 
 
-def unpack_reached(body: Any) -> tuple[set[int], set[int]]:
-    """The answer to it: see `jdist.autograd.engine.marking.lead_to`.
+def unpack_reached(body: object) -> tuple[set[int], set[int]]:
+    """The answer to a question for reach: see `reached_from`.
 
     Raises:
-      ProtocolError: It is no such answer.
+      ProtocolError: The message is malformed.
     """
     if type(body) is tuple and len(body) == 2 and all(map(_are_ids, body)):
         return set(body[0]), set(body[1])
     raise ProtocolError("The answer has ids of messages.")
 
 
-def _flat(gradients: Sequence[MessageGradient]) -> tuple[list[Any], list[Any]]:
-    rows, arrays = [], []
+def _flat(
+    gradients: Sequence[MessageGradient],
+) -> tuple[list[list[object]], list[jax.Array]]:
+    rows: list[list[object]] = []
+    arrays: list[jax.Array] = []
     for message_id, cotangents in gradients:
         there = []
         for position, value in enumerate(cotangents):
@@ -209,7 +214,7 @@ def _flat(gradients: Sequence[MessageGradient]) -> tuple[list[Any], list[Any]]:
     return rows, arrays
 
 
-def _restored(rows: Any, arrays: Any) -> list[MessageGradient]:
+def _restored(rows: object, arrays: object) -> list[MessageGradient]:
     if type(rows) is not list or type(arrays) is not list:
         raise ProtocolError("Gradients are rows and arrays.")
     taken, gradients = 0, []
@@ -234,7 +239,7 @@ def _restored(rows: Any, arrays: Any) -> list[MessageGradient]:
     return gradients
 
 
-def _reports(told: Any) -> Reports:
+def _reports(told: Iterable[Sequence[Any]]) -> Reports:
     reports = {}
     try:
         for worker, number, starving in told:
@@ -245,5 +250,5 @@ def _reports(told: Any) -> Reports:
     return reports
 
 
-def _are_ids(values: Any) -> bool:
+def _are_ids(values: object) -> TypeGuard[list[int]]:
     return type(values) is list and set(map(type, values)) <= _INT

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import path_of
+from jdist._tree import PyTree, path_of
 
 _REMEDY = (
     "`autograd.module(module)` keeps its state from call to call. By hand: "
@@ -24,7 +24,7 @@ _REMEDY = (
 )
 
 
-def refuse_state(call: str, tree: Any) -> None:
+def refuse_state(call: str, tree: PyTree) -> None:
     """Refuses a tree with Flax state other than parameters.
 
     Raises:
@@ -51,7 +51,7 @@ def refuse_state(call: str, tree: Any) -> None:
 
 
 @contextlib.contextmanager
-def state_kept(call: str, arguments: Any) -> Iterator[list[Any]]:
+def state_kept(call: str, arguments: PyTree) -> Iterator[list[Any]]:
     """Within it a function runs, and must not change modules that are its arguments.
 
     Yields:
@@ -88,11 +88,11 @@ def _module_class(nnx: Any) -> type:
     return found
 
 
-def _with_paths(tree: Any, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
+def _with_paths(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
     return jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
 
 
-def _state(module: type, tree: Any) -> list[tuple[str, Any]]:
+def _state(module: type, tree: PyTree) -> list[tuple[str, Any]]:
     """The leaves of all modules in a tree, with their paths."""
     return [
         (path_of((*keys, *inner)), value)

@@ -1,6 +1,6 @@
 """Batches of many sizes, padded to few, so that few programs are compiled.
 
-Rows are added and cut off by NumPy: on a device each size would be a program again.
+NumPy adds and cuts the rows: on a device each size would compile a program.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jdist._compat import is_traced, placed
 from jdist._errors import requirement
-from jdist._tree import path_of
-from jdist.autograd.graph.node import Edge, Node, next_order
+from jdist._tree import PyTree, path_of
+from jdist.autograd.graph.node import Cotangent, Edge, Node, next_order
 from jdist.autograd.graph.pure import Recordable
 from jdist.autograd.graph.recorded import Recorded, record
 
@@ -23,11 +24,11 @@ _CALL = "apply(pad=...)"
 
 @dataclass(frozen=True, slots=True)
 class PadTo:
-    """To which sizes batches are padded; made by `pad_to`.
+    """The sizes to which batches are padded; made by `pad_to`.
 
     Attributes:
-      multiple: To the next multiple of it; or None.
-      buckets: Else to the next of these, in ascending order.
+      multiple: A number to whose next multiple a batch is padded; or None.
+      buckets: Otherwise the sizes, in ascending order.
       args: Positions of the arguments whose first dimension is the batch; None for all.
     """
 
@@ -117,8 +118,8 @@ def pad_to(sizes: int | Iterable[int], args: Iterable[int] | None = None) -> Pad
 
 
 def padded(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+    fn: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> PyTree:
     """`apply` with `pad` among the keyword arguments: see `pad_to`."""
     pad: PadTo = kwargs["pad"]
     rest = {name: value for name, value in kwargs.items() if name != "pad"}
@@ -141,10 +142,10 @@ def padded(
 
 
 class ResizedNode(Node):
-    """Rows were added to a value, or cut from it: so they are of its cotangent.
+    """Rows added to a value or cut from it; its pullback does the reverse.
 
     Args:
-      name: For people.
+      name: Shown in messages and pictures.
       edge: Of the value.
       rows: Its length.
     """
@@ -155,13 +156,13 @@ class ResizedNode(Node):
         super().__init__(name, (edge,), 1, next_order())
         self._rows = rows
 
-    def pull(self, cotangents: Sequence[Any]) -> Sequence[Any]:
-        """See `Node`. Of rows that were cut it is zero."""
+    def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
+        """See `Node`. The cotangent of rows that were cut is zero."""
         (cotangent,) = cotangents
         return [_of_length(cotangent, self._rows, zeros=True)]
 
 
-def _resized(leaf: Any, rows: int) -> Any:
+def _resized(leaf: PyTree, rows: int) -> PyTree:
     """A value with so many rows, recorded if it is."""
     if len(leaf) == rows:
         return leaf
@@ -188,7 +189,7 @@ def _of_length(array: Any, rows: int, zeros: bool = False) -> Any:
     return placed(np.array(found, order="C"), None)
 
 
-def _is_batch(pad: PadTo, keys: Any, leaf: Any) -> bool:
+def _is_batch(pad: PadTo, keys: KeyPath, leaf: PyTree) -> bool:
     """Whether the first dimension of a leaf of `(args, kwargs)` is the batch."""
     if pad.args is not None and (keys[0].idx or keys[1].idx not in pad.args):
         return False
@@ -203,14 +204,14 @@ def _is_batch(pad: PadTo, keys: Any, leaf: Any) -> bool:
     return True
 
 
-def _position(keys: Any) -> str:
-    """Where a leaf of `(args, kwargs)` is, in words."""
+def _position(keys: KeyPath) -> str:
+    """The position of a leaf of `(args, kwargs)`, in words."""
     which = getattr(keys[1], "key", getattr(keys[1], "idx", ""))
     inner = f"/{path_of(keys[2:])}" if keys[2:] else ""
     return f"argument {which}{inner}"
 
 
-def _rows(batches: Mapping[str, Any]) -> int:
+def _rows(batches: Mapping[str, PyTree]) -> int:
     rows = {name: len(leaf) for name, leaf in batches.items()}
     if not rows:
         rule = "must have an argument with a first dimension, the batch"
@@ -226,7 +227,7 @@ def _rows(batches: Mapping[str, Any]) -> int:
     return next(iter(rows.values()))
 
 
-def _check_output(keys: Any, leaf: Any, size: int) -> None:
+def _check_output(keys: KeyPath, leaf: PyTree, size: int) -> None:
     shape = getattr(leaf, "shape", ())
     if not shape or shape[0] != size:
         rule = "must be of a function that treats its examples independently, and "
@@ -244,7 +245,7 @@ def _check_places(pad: PadTo, count: int) -> None:
         raise ValueError(requirement("pad_to(args=...)", rule, beyond))
 
 
-def _listed(call: str, values: Any) -> list[Any]:
+def _listed(call: str, values: object) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(requirement(call, "must be an integer or several", values))
     return list(values)

@@ -1,8 +1,8 @@
-"""Pure functions of recorded values: compiled once, run forward, and remembered.
+"""Pure functions of recorded values: compiled once, run forward, and recorded.
 
-A function is known by its code and the contents of its closure, so that a lambda in a
-loop is compiled once. Each call makes one node. What is given to the function counts in
-one of three ways:
+A function is found again by its code and the contents of its closure, so that a lambda
+in a loop is compiled once. Each call makes one node. An argument of the function counts
+in one of three ways:
 
 - arrays of recorded values and variables: differentiated;
 - other arrays, and Python's floating numbers: inputs without a derivative, so that
@@ -14,16 +14,17 @@ import enum
 import functools
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, SupportsInt
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._compat import is_traced, part_of, without_unread
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import PyTree, is_inexact
 from jdist.autograd.graph.nnx_state import state_kept
 from jdist.autograd.graph.node import Edge, SegmentNode, next_order
 from jdist.autograd.graph.purity import refuse_in_pure, tracing
@@ -37,6 +38,8 @@ from jdist.segment.internal import (
     pure_segment,
     value_of,
 )
+
+PureCallable = Callable[..., PyTree]
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (float, complex)
@@ -53,8 +56,10 @@ class Recordable:
 
     __slots__ = ()
 
-    def flat(self) -> tuple["DifferentiatedTree", Sequence[Any], Sequence[Edge | None]]:
-        """What it is to a function, its arrays, and where each one's cotangent goes."""
+    def flat(
+        self,
+    ) -> tuple["DifferentiatedTree", Sequence[jax.Array], Sequence[Edge | None]]:
+        """How a function takes it, its arrays, and the edge of each array."""
         raise NotImplementedError
 
 
@@ -69,26 +74,26 @@ class RecordedCall(NamedTuple):
 
     Attributes:
       outputs: The arrays that the function returned.
-      structure: Of what it returned.
-      node: Its node; None if nothing can flow back through it.
+      structure: Tree structure of what it returned.
+      node: Its node; None if no cotangent can flow back through it.
       live: For each output, whether it has a history.
     """
 
-    outputs: list[Any]
-    structure: Any
+    outputs: list[jax.Array]
+    structure: jax.tree_util.PyTreeDef
     node: SegmentNode | None
     live: tuple[bool, ...]
 
 
-def have_history(leaves: Iterable[Any]) -> bool:
+def have_history(leaves: Iterable[object]) -> bool:
     """Whether one of the leaves of arguments is recorded."""
     return True in [isinstance(leaf, Recordable) for leaf in leaves]
 
 
 def call(
-    fn: Callable[..., Any],
-    leaves: Sequence[Any],
-    structure: Any,
+    fn: PureCallable,
+    leaves: Sequence[PyTree],
+    structure: jax.tree_util.PyTreeDef,
     numbers: tuple[type, ...] = NUMBERS,
 ) -> RecordedCall:
     """Runs `fn(*args, **kwargs)`, compiled, and records it.
@@ -103,9 +108,10 @@ def call(
       TypeError: The function or an argument cannot be compiled.
       Exception: Whatever the function raises.
     """
-    arrays: list[Any] = []
+    arrays: list[ArrayLike] = []
     edges: list[Edge | None] = []
-    kinds = []
+    kinds: list[TakenLeaf] = []
+    kind: TakenLeaf
     for leaf in leaves:
         if isinstance(leaf, Recordable):
             kind, found, to = leaf.flat()
@@ -133,20 +139,21 @@ def call(
     return RecordedCall(made.flatten_up_to(outputs), made, node, live)
 
 
-def _program_of(fn: Callable[..., Any]) -> "PureFunction":
-    """What was compiled for the function, or for one of the same contents."""
+def _program_of(fn: PureCallable) -> "PureFunction":
+    """The compiled function, or one of the same code and contents."""
     if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
-        return _program_of_library(fn)  # it cannot change, so nothing needs reading
+        # A function of a library cannot change, so its contents are not read.
+        return _program_of_library(fn)
     return _PROGRAMS.get(fn, (), lambda contents: PureFunction(fn, contents.code))
 
 
 @functools.lru_cache(maxsize=1024)
-def _program_of_library(fn: Callable[..., Any]) -> "PureFunction":
+def _program_of_library(fn: PureCallable) -> "PureFunction":
     return PureFunction(fn, fn)
 
 
 class PureFunction:
-    """One function, compiled for each way in which its arguments are made of arrays.
+    """One function, compiled for each `ArgumentSpec` with which it is called.
 
     Args:
       fn: The function.
@@ -154,9 +161,7 @@ class PureFunction:
       alone: See `Traced`.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], code: Hashable, alone: bool = False
-    ) -> None:
+    def __init__(self, fn: PureCallable, code: Hashable, alone: bool = False) -> None:
         self._fn = fn
         self._code = code
         self._alone = alone
@@ -164,11 +169,9 @@ class PureFunction:
         self._segments: dict[ArgumentSpec, Segment] = {}
 
     def segment(self, spec: "ArgumentSpec") -> Segment:
-        """The function of the arrays alone, in two halves.
-
-        To give the spec to one compiled function as a static argument would have JAX
-        compare it in each call.
-        """
+        """The function of the arrays alone, in two halves."""
+        # One function with the spec as a static argument would have JAX compare the
+        # spec in each call.
         found = self._segments.get(spec)
         if found is not None:
             return found
@@ -179,17 +182,17 @@ class PureFunction:
                 del self._segments[next(iter(self._segments))]
         return found
 
-    def alone(self, fn: Callable[..., Any]) -> "PureFunction":
-        """Of one of the functions of equal contents, as it is now."""
+    def alone(self, fn: PureCallable) -> "PureFunction":
+        """A version for one of the functions of equal contents, as it is now."""
         return PureFunction(fn, self._code, alone=True)
 
 
 def _segment(
-    fn: Callable[..., Any], code: Hashable, spec: "ArgumentSpec", alone: bool
+    fn: PureCallable, code: Hashable, spec: "ArgumentSpec", alone: bool
 ) -> Segment:
     name = _name(fn)
 
-    def run(_: Any, *arrays: Any) -> Any:
+    def run(_: tuple[()], *arrays: jax.Array) -> PyTree:
         args, kwargs = spec.arguments(arrays)
         call = f"apply({name})"
         with tracing(call), state_kept(call, (args, kwargs)) as returned:
@@ -202,18 +205,18 @@ def _segment(
 
 
 class ArgumentSpec(NamedTuple):
-    """How a function's arguments are made of arrays; a part of its compilation."""
+    """The arguments of a function without their arrays: a key of its compilation."""
 
-    structure: Any
-    kinds: tuple[Any, ...]
+    structure: jax.tree_util.PyTreeDef
+    kinds: tuple["TakenLeaf", ...]
 
     @property
     def case(self) -> Hashable:
-        """What versions of one function share: functions count by their code."""
+        """The spec with functions reduced to their code, which versions share."""
         kinds = [x.case if isinstance(x, _StaticArgument) else x for x in self.kinds]
         return self.structure, tuple(kinds)
 
-    def arguments(self, arrays: Sequence[Any]) -> Any:
+    def arguments(self, arrays: Sequence[ArrayLike]) -> PyTree:
         """`(args, kwargs)`, made of these arrays."""
         given = iter(arrays)
         return jax.tree.unflatten(
@@ -224,11 +227,11 @@ class ArgumentSpec(NamedTuple):
 class DifferentiatedTree(NamedTuple):
     """A tree of arrays of which those with a derivative are `wanted`."""
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     wanted: tuple[bool, ...]
 
-    def value(self, given: Any) -> Any:
-        """The tree, made of the next arrays of an iterator."""
+    def value(self, given: Iterator[ArrayLike]) -> PyTree:
+        """The tree of the next arrays of an iterator."""
         arrays = [_given(given, wanted) for wanted in self.wanted]
         return jax.tree.unflatten(self.structure, arrays)
 
@@ -236,7 +239,7 @@ class DifferentiatedTree(NamedTuple):
 class _UndifferentiatedArray(NamedTuple):
     """An array without a derivative."""
 
-    def value(self, given: Any) -> Any:
+    def value(self, given: Iterator[ArrayLike]) -> PyTree:
         return _given(given, wanted=False)
 
 
@@ -245,18 +248,18 @@ class _StaticArgument:
 
     Args:
       value: The value.
-      key: Its key; an object of its own where nothing certainly equals the value.
-      case: Its key as far as it is no version of another value.
+      key: Its key; a new object where the value certainly equals no other.
+      case: The part of its key that versions of the value share.
     """
 
     __slots__ = ("_key", "_value", "case")
 
-    def __init__(self, value: Any, key: Any, case: Any) -> None:
+    def __init__(self, value: object, key: Hashable, case: Hashable) -> None:
         self._value = value
         self._key = key
         self.case = case
 
-    def value(self, given: Any) -> Any:
+    def value(self, given: Iterator[ArrayLike]) -> PyTree:
         return self._value
 
     def __eq__(self, other: object) -> bool:
@@ -269,30 +272,33 @@ class _StaticArgument:
         return repr(self._value)
 
 
+TakenLeaf = DifferentiatedTree | _UndifferentiatedArray | _StaticArgument
+"""How a function takes a leaf of its arguments."""
+
 _PLAIN = _UndifferentiatedArray()
 ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 """A single array with a derivative."""
 
 _PROGRAMS: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
 _SPECS = 256
-"""For so many ways to be called each of them is compiled at a time."""
+"""So many argument specs of each function are held compiled."""
 
 
-def _given(given: Any, wanted: bool) -> Any:
+def _given(given: Iterator[ArrayLike], wanted: bool) -> ArrayLike:
     array = next(given)
     if wanted or not is_inexact(array):
         return array
-    # So that neither its cotangent nor what that would need is computed.
+    # Neither its cotangent nor what only that would need is computed then.
     return jax.lax.stop_gradient(array)
 
 
 def _take(
-    leaf: Any,
-    arrays: list[Any],
+    leaf: PyTree,
+    arrays: list[ArrayLike],
     edges: list[Edge | None],
     numbers: tuple[type, ...],
-) -> Any:
-    """Puts a leaf without a history where it belongs; what it is."""
+) -> "TakenLeaf":
+    """How a function takes a leaf without a history; an array is appended."""
     if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
         if is_traced(leaf):
             rule = "must not be given traced arrays beside recorded values"
@@ -309,7 +315,7 @@ def _take(
     return _StaticArgument(leaf, key, key)
 
 
-def _static_by_contents(leaf: Any) -> _StaticArgument:
+def _static_by_contents(leaf: PyTree) -> _StaticArgument:
     """A function or class as part of the compiled function."""
     _refuse_closure(leaf)
     read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
@@ -318,7 +324,7 @@ def _static_by_contents(leaf: Any) -> _StaticArgument:
     return _StaticArgument(leaf, key, contents.code)
 
 
-def _key(leaf: Any) -> Any:
+def _key(leaf: object) -> Hashable:
     if isinstance(leaf, _STATIC):
         return type(leaf), leaf
     if isinstance(leaf, slice):
@@ -332,12 +338,12 @@ def _key(leaf: Any) -> Any:
     raise TypeError(requirement("apply(*args)", rule, kind, remedy))
 
 
-def _key_of_end(end: Any) -> Any:
+def _key_of_end(end: SupportsInt | None) -> int | None:
     return None if end is None else int(end)
 
 
-def _refuse_closure(fn: Callable[..., Any]) -> None:
-    """Refuses a function that would keep a history alive, and drop it silently."""
+def _refuse_closure(fn: PureCallable) -> None:
+    """Refuses a function with recorded values in its closure: they get no gradient."""
     cells = getattr(fn, "__closure__", None) or ()
     for cell in cells:
         try:
@@ -353,11 +359,11 @@ def _refuse_closure(fn: Callable[..., Any]) -> None:
 @functools.lru_cache(maxsize=1024)
 def _made(
     plan: ForwardPlan, recorded: tuple[bool, ...]
-) -> tuple[Any, tuple[bool, ...]]:
+) -> tuple[jax.tree_util.PyTreeDef, tuple[bool, ...]]:
     """The structure of the outputs, and which of them have a history.
 
-    These are the floating outputs from which a cotangent flows to a recorded input.
-    One that depends on recorded inputs only behind `stop_gradient`, a comparison or a
+    Floating outputs have one if a cotangent flows from them to a recorded input. One
+    that depends on recorded inputs only behind `stop_gradient`, a comparison or a
     rounding has none.
     """
     shapes, structure = jax.tree.flatten(plan.outputs)
@@ -378,6 +384,6 @@ def _made(
     return structure, tuple([is_floating and next(reached) for is_floating in floating])
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: PureCallable) -> str:
     inner = getattr(fn, "func", fn)
     return getattr(inner, "__name__", None) or type(inner).__name__

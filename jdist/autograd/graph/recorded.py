@@ -1,7 +1,7 @@
-"""Values with a history, and what can be done with them directly."""
+"""Recorded values: arrays with their history, their operators and methods."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -10,12 +10,21 @@ import numpy as np
 
 from jdist._compat import is_traced, refuse_as_argument
 from jdist._errors import requirement
-from jdist._tree import abbreviated, is_inexact
+from jdist._tree import PyTree, abbreviated, is_inexact
 from jdist.autograd.graph import pure
 from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.node import Edge
 from jdist.autograd.graph.pure import ONE, Recordable
 from jdist.autograd.graph.purity import refuse_in_pure
+
+Operand = Any
+"""A recorded value, an array or a number, as JAX's operators and methods take them."""
+
+Computed = Any
+"""A recorded value, or a plain array where the result has no derivative."""
+
+Index = Any
+"""What stands between the brackets of an array."""
 
 _COMPARABLE = (
     Recordable, jax.Array, np.ndarray, np.generic, int, float, complex,
@@ -30,25 +39,25 @@ _INSTEAD = {
     "numpy": "Use `numpy.asarray(x.value)`, which has no history.",
     "tolist": "Use `x.value.tolist()`, which has no history.",
 }
-"""What takes the place of attributes that users of torch and JAX look for."""
+"""Remedies for attributes that users of torch and JAX look for."""
 
 
 def record(
-    fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    fn: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     numbers: tuple[type, ...] = pure.NUMBERS,
-) -> Any:
-    """`fn(*args, **kwargs)`, compiled and recorded if there is a history among them.
+) -> Computed:
+    """Runs `fn(*args, **kwargs)`, compiled and recorded if an argument is recorded.
 
-    Without one the function simply runs. Python's numbers of the types `numbers` are
-    inputs of the compiled function, not parts of it.
+    Python's numbers of the types `numbers` are inputs of the compiled function, not
+    parts of it.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     if not pure.have_history(leaves):
         return fn(*args, **kwargs)
     called = pure.call(fn, leaves, structure, numbers)
-    outputs = called.outputs
+    outputs: list[Computed] = list(called.outputs)
     if called.node is not None:
         node = called.node
         outputs = [
@@ -60,7 +69,7 @@ def record(
     return called.structure.unflatten(outputs)
 
 
-def detach(tree: Any) -> Any:
+def detach(tree: PyTree) -> PyTree:
     """The arrays of recorded values and variables, without their history.
 
     Args:
@@ -83,8 +92,8 @@ def detach(tree: Any) -> Any:
     return jax.tree.map(_detached, tree)
 
 
-def _method(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: "Operators", *args: Any, **kwargs: Any) -> Any:
+def _method(fn: Callable[..., PyTree]) -> Callable[..., Any]:
+    def method(self: "Operators", *args: Operand, **kwargs: Operand) -> Computed:
         self._check_one_array(method.__name__)
         return record(fn, (self, *args), kwargs)
 
@@ -106,99 +115,99 @@ class Operators(Recordable):
     # An operator of a NumPy array leaves it to the one here.
     __array_ufunc__ = None
 
-    def __pos__(self) -> Any:
+    def __pos__(self) -> Computed:
         return record(operator.pos, (self,), {})
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> Computed:
         return record(operator.neg, (self,), {})
 
-    def __abs__(self) -> Any:
+    def __abs__(self) -> Computed:
         return record(operator.abs, (self,), {})
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Operand) -> Computed:
         return _binary(operator.add, self, other)
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: Operand) -> Computed:
         return _binary(operator.add, other, self)
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: Operand) -> Computed:
         return _binary(operator.sub, self, other)
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: Operand) -> Computed:
         return _binary(operator.sub, other, self)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: Operand) -> Computed:
         return _binary(operator.mul, self, other)
 
-    def __rmul__(self, other: Any) -> Any:
+    def __rmul__(self, other: Operand) -> Computed:
         return _binary(operator.mul, other, self)
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: Operand) -> Computed:
         return _binary(operator.truediv, self, other)
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: Operand) -> Computed:
         return _binary(operator.truediv, other, self)
 
-    def __floordiv__(self, other: Any) -> Any:
+    def __floordiv__(self, other: Operand) -> Computed:
         return _binary(operator.floordiv, self, other)
 
-    def __rfloordiv__(self, other: Any) -> Any:
+    def __rfloordiv__(self, other: Operand) -> Computed:
         return _binary(operator.floordiv, other, self)
 
-    def __mod__(self, other: Any) -> Any:
+    def __mod__(self, other: Operand) -> Computed:
         return _binary(operator.mod, self, other)
 
-    def __rmod__(self, other: Any) -> Any:
+    def __rmod__(self, other: Operand) -> Computed:
         return _binary(operator.mod, other, self)
 
-    def __divmod__(self, other: Any) -> Any:
+    def __divmod__(self, other: Operand) -> Computed:
         return _binary(divmod, self, other)
 
-    def __rdivmod__(self, other: Any) -> Any:
+    def __rdivmod__(self, other: Operand) -> Computed:
         return _binary(divmod, other, self)
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: Operand) -> Computed:
         return _binary(operator.matmul, self, other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: Operand) -> Computed:
         return _binary(operator.matmul, other, self)
 
-    def __pow__(self, other: Any) -> Any:
+    def __pow__(self, other: Operand) -> Computed:
         return record(operator.pow, (self, other), {})
 
-    def __rpow__(self, other: Any) -> Any:
+    def __rpow__(self, other: Operand) -> Computed:
         return _binary(operator.pow, other, self)
 
     # Comparisons have no derivative: what they return is a plain array of booleans.
 
-    def __eq__(self, other: object) -> Any:
+    def __eq__(self, other: object) -> Computed:
         return _compared(jnp.equal, self, other)
 
-    def __ne__(self, other: object) -> Any:
+    def __ne__(self, other: object) -> Computed:
         return _compared(jnp.not_equal, self, other)
 
-    def __lt__(self, other: Any) -> Any:
+    def __lt__(self, other: Operand) -> Computed:
         return _compared(jnp.less, self, other)
 
-    def __le__(self, other: Any) -> Any:
+    def __le__(self, other: Operand) -> Computed:
         return _compared(jnp.less_equal, self, other)
 
-    def __gt__(self, other: Any) -> Any:
+    def __gt__(self, other: Operand) -> Computed:
         return _compared(jnp.greater, self, other)
 
-    def __ge__(self, other: Any) -> Any:
+    def __ge__(self, other: Operand) -> Computed:
         return _compared(jnp.greater_equal, self, other)
 
     # By identity, so that recorded values and variables can be keys.
     __hash__ = object.__hash__
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index) -> Computed:
         return record(_item, (self, index), {})
 
     def __iter__(self) -> NoReturn:
         self._refuse("iter")
 
-    def __round__(self, ndigits: int | None = None) -> Any:
+    def __round__(self, ndigits: int | None = None) -> Computed:
         return record(jnp.round, (self, 0 if ndigits is None else ndigits), {})
 
     all = _method(jnp.all)
@@ -234,37 +243,37 @@ class Operators(Recordable):
     trace = _method(jnp.trace)
     var = _method(jnp.var)
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: int | tuple[int, ...]) -> Computed:
         """As `jnp.reshape`; the shape as one tuple, or as several numbers."""
         self._check_one_array("reshape")
         new = shape[0] if len(shape) == 1 else shape
         return record(jnp.reshape, (self, new), {})
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: int | tuple[int, ...]) -> Computed:
         """As `jnp.transpose`; the axes as one tuple, or as several numbers."""
         self._check_one_array("transpose")
         new = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple) else axes
         return record(jnp.transpose, (self, new or None), {})
 
     @property
-    def T(self) -> Any:
+    def T(self) -> Computed:
         """As `jnp.transpose`."""
         return self.transpose()
 
     @property
-    def mT(self) -> Any:
+    def mT(self) -> Computed:
         """As `jnp.matrix_transpose`."""
         self._check_one_array("mT")
         return record(jnp.matrix_transpose, (self,), {})
 
     @property
-    def real(self) -> Any:
+    def real(self) -> Computed:
         """As `jnp.real`."""
         self._check_one_array("real")
         return record(jnp.real, (self,), {})
 
     @property
-    def imag(self) -> Any:
+    def imag(self) -> Computed:
         """As `jnp.imag`."""
         self._check_one_array("imag")
         return record(jnp.imag, (self,), {})
@@ -273,12 +282,12 @@ class Operators(Recordable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the array."""
+        """The array's shape."""
         return tuple(self._array().shape)
 
     @property
-    def dtype(self) -> Any:
-        """That of the array."""
+    def dtype(self) -> Computed:
+        """The array's dtype."""
         return self._array().dtype
 
     @property
@@ -301,7 +310,7 @@ class Operators(Recordable):
         self._check_one_array("format")
         return format(self._array(), spec)
 
-    def _array(self) -> Any:
+    def _array(self) -> Computed:
         kind, (array, *_), _ = self.flat()
         if kind.structure != ONE.structure:
             raise AttributeError("A tree has no shape; `__getattr__` says so.")
@@ -315,12 +324,12 @@ class Operators(Recordable):
 
     # --- what would drop the history, and says so ---
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         self._refuse("numpy.asarray")
 
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
-    ) -> Any:
+    ) -> Computed:
         name = getattr(function, "__name__", "function")
         if function in _METADATA and len(args) == 1:
             return getattr(self, name)
@@ -330,7 +339,7 @@ class Operators(Recordable):
     def __contains__(self, value: object) -> NoReturn:
         self._refuse("contains")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse("pickle.dumps")
 
     def __bool__(self) -> NoReturn:
@@ -348,7 +357,7 @@ class Operators(Recordable):
     def __complex__(self) -> NoReturn:
         self._refuse("complex")
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> Computed:
         # To raise here would end `array + x`, which asks for this first and leaves the
         # sum to `__radd__` if it gets no array.
         return _NoArray(self)
@@ -386,14 +395,14 @@ def _refuse_as_argument(value: Operators) -> NoReturn:
 
 
 class _NoArray:
-    """What JAX gets for the array of a recorded value: it cannot be used at all."""
+    """The stand-in that JAX gets for a recorded value's array; every use is refused."""
 
     __slots__ = ("_of",)
 
     def __init__(self, of: Operators) -> None:
         self._of = of
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> Computed:
         if name == "__class__":  # For `isinstance`.
             return _NoArray
         _refuse_as_argument(object.__getattribute__(self, "_of"))
@@ -408,7 +417,7 @@ refuse_as_argument(Operators, _refuse_as_argument)
 
 
 class Recorded(Operators):
-    """An array, and how it was computed: what a backward pass follows.
+    """An array with its history, which a backward pass follows.
 
     Made by `apply`, by operators, and by calls of other workers. It cannot be changed.
 
@@ -427,12 +436,12 @@ class Recorded(Operators):
 
     __slots__ = ("__weakref__", "_edge", "_value")
 
-    def __init__(self, value: Any, edge: Edge) -> None:
+    def __init__(self, value: jax.Array, edge: Edge) -> None:
         self._value = value
         self._edge = edge
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Computed:
         """The array, without its history."""
         refuse_in_pure("the array of a recorded value that is no argument")
         return self._value
@@ -445,11 +454,11 @@ class Recorded(Operators):
     def __copy__(self) -> "Recorded":
         return self
 
-    def __deepcopy__(self, known: Any) -> "Recorded":
+    def __deepcopy__(self, known: dict[int, object]) -> "Recorded":
         # It cannot be changed, and a copy of its history would lead to no variable.
         return self
 
-    def flat(self) -> Any:
+    def flat(self) -> Computed:
         """See `Recordable`."""
         return ONE, (self._value,), (self._edge,)
 
@@ -457,17 +466,17 @@ class Recorded(Operators):
         return f"Recorded({abbreviated(self._value)} of {self._edge.node.name})"
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(leaf: PyTree) -> PyTree:
     if isinstance(leaf, Operators):
         return leaf.value
     return jax.lax.stop_gradient(leaf) if is_traced(leaf) and is_inexact(leaf) else leaf
 
 
-def _item(array: Any, index: Any) -> Any:
+def _item(array: jax.Array, index: Index) -> Computed:
     return array[index]
 
 
-def _compared(fn: Callable[..., Any], left: Any, right: Any) -> Any:
+def _compared(fn: Callable[..., PyTree], left: Operand, right: Operand) -> Computed:
     # Nothing else can be equal to an array.
     if not isinstance(right, _COMPARABLE):
         return NotImplemented
@@ -482,6 +491,6 @@ def _compared(fn: Callable[..., Any], left: Any, right: Any) -> Any:
     return record(fn, (left, right), {}, numbers=(int, float, complex))
 
 
-def _binary(fn: Callable[..., Any], left: Any, right: Any) -> Any:
+def _binary(fn: Callable[..., PyTree], left: Operand, right: Operand) -> Computed:
     # Another integer needs no other compilation: here it is no shape and no index.
     return record(fn, (left, right), {}, numbers=(int, float, complex))

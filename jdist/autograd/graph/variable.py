@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jdist._compat import beside, is_traced, placed
 from jdist._errors import requirement
@@ -19,19 +20,19 @@ from jdist.autograd.graph.purity import eager, refuse_in_pure
 from jdist.autograd.graph.recorded import Operators, Recorded
 from jdist.rpc.extension import InterruptSafeLock
 
-Hook = Callable[[Any], Any]
+Hook = Callable[[PyTree], PyTree]
 """`hook(gradient)`: another gradient in its place, or None to leave it."""
 
 
 class _FlatTree(NamedTuple):
-    """What a variable holds, taken apart once for all its uses."""
+    """The tree of a variable, flattened once for all its uses."""
 
-    tree: Any
+    tree: PyTree
     kind: DifferentiatedTree
-    leaves: list[Any]
+    leaves: list[jax.Array]
 
     @classmethod
-    def of(cls, tree: Any) -> "_FlatTree":
+    def of(cls, tree: PyTree) -> "_FlatTree":
         leaves, structure = jax.tree.flatten(tree)
         return cls(
             tree, DifferentiatedTree(structure, tuple(map(is_inexact, leaves))), leaves
@@ -73,7 +74,7 @@ class Variable(Operators):
 
     __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         refuse_state("variable(tree)", tree)
         self._held = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not any(self._held.kind.wanted):
@@ -92,7 +93,7 @@ class Variable(Operators):
         return self._held.tree
 
     @value.setter
-    def value(self, tree: Any) -> None:
+    def value(self, tree: PyTree) -> None:
         new = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not new.is_like(self._held):
             _check_paths(self._held.tree, new.tree)
@@ -101,7 +102,7 @@ class Variable(Operators):
     def __copy__(self) -> NoReturn:
         self._refuse_copy()
 
-    def __deepcopy__(self, known: Any) -> NoReturn:
+    def __deepcopy__(self, known: dict[int, object]) -> NoReturn:
         self._refuse_copy()
 
     def _refuse_copy(self) -> NoReturn:
@@ -110,13 +111,13 @@ class Variable(Operators):
         raise TypeError(requirement("copy(x)", rule, repr(self), remedy))
 
     @property
-    def structure(self) -> Any:
-        """That of its tree."""
+    def structure(self) -> jax.tree_util.PyTreeDef:
+        """The structure of its tree."""
         return self._held.kind.structure
 
     @property
     def node(self) -> LeafNode:
-        """Its node in the graph; the same as long as any history leads to it."""
+        """The variable's node; the same one while any history leads to it."""
         found = None if self._node is None else self._node()
         if found is not None:
             return found
@@ -128,7 +129,7 @@ class Variable(Operators):
             return found
 
     def recorded(self) -> Any:
-        """Its tree, with recorded values in place of the floating arrays."""
+        """The tree with recorded values in place of the floating arrays."""
         kind, leaves, edges = self.flat()
         values = [
             leaf if to is None else Recorded(leaf, to)
@@ -190,7 +191,9 @@ class Variable(Operators):
             [beside(x, leaf) if isinstance(x, jax.Array) else x for x, leaf in pairs]
         )
 
-    def flat(self) -> Any:
+    def flat(
+        self,
+    ) -> tuple[DifferentiatedTree, Sequence[jax.Array], Sequence[Edge | None]]:
         """See `Recordable`."""
         _, kind, leaves = self._held
         node = self.node
@@ -208,7 +211,7 @@ class Variable(Operators):
 
 
 @eager
-def variable(tree: Any) -> Variable:
+def variable(tree: PyTree) -> Variable:
     """A leaf that wants a gradient.
 
     Args:
@@ -234,7 +237,7 @@ def variable(tree: Any) -> Variable:
     return Variable(tree)
 
 
-def _array(keys: Any, leaf: Any) -> jax.Array:
+def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:
     if isinstance(leaf, jax.Array) and not is_traced(leaf):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
@@ -252,8 +255,8 @@ def _copied(array: np.ndarray) -> jax.Array:
     return placed(np.array(array, dtype, order="C"), None)
 
 
-def _check_paths(before: Any, after: Any) -> None:
-    """Refuses what is not like the value before; other containers may be in it."""
+def _check_paths(before: PyTree, after: PyTree) -> None:
+    """Refuses leaves unlike those before; their containers may be other ones."""
     old, new = named_leaves(before), named_leaves(after)
     if old.keys() != new.keys():
         rule = f"must have the leaves {', '.join(old)}, as before"
@@ -283,7 +286,7 @@ def _discard(hooks: dict[object, Hook], key: object) -> None:
 class _Described:
     """Shown as dtype and shape."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: jax.Array) -> None:
         self._text = abbreviated(array)
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import abbreviated, is_inexact
+from jdist._tree import PyTree, abbreviated, is_inexact
 from jdist.autograd.context.locks import holding
 from jdist.autograd.graph.pure import Constant
 from jdist.autograd.graph.purity import eager, refuse_in_pure
@@ -252,7 +252,7 @@ class _ModuleLayout(Constant):
       state_names: Paths of the leaves of the state.
     """
 
-    def __init__(self, graph: Any, params: Any, state: Any) -> None:
+    def __init__(self, graph: Any, params: PyTree, state: PyTree) -> None:
         self.graph = graph
         self.names = _names(params)
         self.state_names = _names(state)
@@ -326,8 +326,8 @@ def _function(
 
     def called(
         layout: _ModuleLayout,
-        params: Any,
-        state: Any,
+        params: PyTree,
+        state: PyTree,
         method: str,
         args: Any,
         kwargs: Any,
@@ -372,11 +372,11 @@ def _is_parameter(path: Any, variable: Any) -> bool:
     return is_param and bool(leaves) and all(map(is_inexact, leaves))
 
 
-def _is_variable(value: Any) -> bool:
+def _is_variable(value: PyTree) -> bool:
     return isinstance(value, _nnx().Variable)
 
 
-def _names(state: Any) -> tuple[str, ...]:
+def _names(state: PyTree) -> tuple[str, ...]:
     """Paths of the leaves, as Flax's users write them."""
     return tuple(
         [
@@ -390,19 +390,19 @@ def _names(state: Any) -> tuple[str, ...]:
     )
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: PyTree) -> bool:
     is_array = isinstance(value, jax.Array)
     return is_array and bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
-def _stream(leaf: Any, key: jax.Array) -> jax.Array:
+def _stream(leaf: PyTree, key: jax.Array) -> jax.Array:
     """Keys in place of those of a stream, which may have several."""
     shape = leaf.shape if _is_key(leaf) else leaf.shape[:-1]
     keys = jax.random.split(key, shape) if shape else key
     return keys if _is_key(leaf) else jax.random.key_data(keys)
 
 
-def _bound(leaf: Any, device: jax.Device | None) -> Any:
+def _bound(leaf: PyTree, device: jax.Device | None) -> Any:
     placed = device is None or not isinstance(leaf, jax.Array) or leaf.committed
     return leaf if placed else jax.device_put(leaf, device)
 

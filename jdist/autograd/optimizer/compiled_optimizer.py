@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.optim import Optimizer, from_optax
 from jdist.optim.internal import scaled
 from jdist.segment.internal import FunctionCache, Traced, contents_of
@@ -95,7 +96,7 @@ def _program(make: Callable[[], Any]) -> CompiledOptimizer:
     def step(
         params: Sequence[Any],
         grads: Sequence[Any],
-        state: Any,
+        state: PyTree,
         factor: Any,
         overrides: Mapping[str, Any],
     ) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import described
+from jdist._tree import PyTree, described
 from jdist.autograd.context.context import here
 from jdist.autograd.optimizer import checkpoint, owner_side
 from jdist.autograd.optimizer.checkpoint import State
@@ -271,7 +271,7 @@ def _check_factory(optimizer: Any) -> None:
         raise TypeError(requirement(argument, rule, optimizer, remedy))
 
 
-def _number(name: str, value: Any) -> Any:
+def _number(name: str, value: PyTree) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         if not isinstance(value, np.ndarray | np.generic | jax.Array):
             rule = "must be a number or a scalar array"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import described, path_of
+from jdist._tree import PyTree, described, path_of
 from jdist.autograd.context.locks import holding
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
@@ -163,7 +163,7 @@ def check_same(saved: Mapping[str, str], here: Mapping[str, str], at: str = "") 
 _square = jax.jit(square)
 
 
-def _nothing(value: Any) -> Any:
+def _nothing(value: PyTree) -> Any:
     return jax.tree.map(lambda leaf: None, value)
 
 
@@ -186,7 +186,7 @@ def _refuse_if_given_up() -> None:
 # --- leaves by path ---
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def _leaves(tree: PyTree) -> dict[str, Any]:
     return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
 
 
@@ -199,11 +199,11 @@ def _words(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if _is_key(array) else array
 
 
-def _numbers(leaf: Any) -> np.ndarray:
+def _numbers(leaf: PyTree) -> np.ndarray:
     return np.asarray(_words(jnp.asarray(leaf)))
 
 
-def _refilled(numbers: np.ndarray, leaf: Any) -> jax.Array:
+def _refilled(numbers: np.ndarray, leaf: PyTree) -> jax.Array:
     before = jnp.asarray(leaf)
     array = jnp.asarray(numbers)
     if _is_key(before):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import abbreviated, named_leaves
+from jdist._tree import PyTree, abbreviated, named_leaves
 from jdist.autograd.graph.pure import Recordable
 from jdist.rpc import RRef
 
@@ -142,7 +142,7 @@ class FlatArguments(NamedTuple):
     structure: Structure
 
 
-def taken_apart(tree: Any, call: str) -> FlatArguments:
+def taken_apart(tree: PyTree, call: str) -> FlatArguments:
     """The arrays of a tree, the references in it, and the tree without them.
 
     Raises:
@@ -165,7 +165,7 @@ def taken_apart(tree: Any, call: str) -> FlatArguments:
     return FlatArguments(arrays, tuple(references), Structure(treedef, tuple(places)))
 
 
-def arrays_of(tree: Any, call: str) -> tuple[list[jax.Array], Structure]:
+def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
     """As `taken_apart`, for a result: all its leaves must be arrays.
 
     Raises:
@@ -180,14 +180,14 @@ def arrays_of(tree: Any, call: str) -> tuple[list[jax.Array], Structure]:
     return arrays, structure
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: PyTree) -> bool:
     # Exactly: an enumeration may be derived from int, and is none.
     return type(leaf) in _NUMBERS or isinstance(
         leaf, jax.Array | np.ndarray | np.generic
     )
 
 
-def _words(leaf: Any) -> tuple[jax.Array, str]:
+def _words(leaf: PyTree) -> tuple[jax.Array, str]:
     if not isinstance(leaf, jax.Array):
         return jnp.asarray(leaf), ""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -195,7 +195,7 @@ def _words(leaf: Any) -> tuple[jax.Array, str]:
     return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
 
 
-def _hashable(leaf: Any, call: str) -> Hashable:
+def _hashable(leaf: PyTree, call: str) -> Hashable:
     if isinstance(leaf, Recordable):
         rule = "must not be recorded: its derivatives are those of JAX"
         remedy = (

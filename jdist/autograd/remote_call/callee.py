@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jdist._compat import evaluate, placed, trace_whole
 from jdist._lru_cache import LRUCache
+from jdist._tree import PyTree
 from jdist.autograd.graph.purity import tracing
 from jdist.autograd.remote_call.arguments import (
     AbstractArray,
@@ -282,7 +283,7 @@ def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
     return with_sums
 
 
-def _on_device(leaf: Any, agent: Agent, weak: bool) -> jax.Array:
+def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:
     """A leaf as it is received by JAX: NumPy arrays come from inside a jitted call."""
     return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
 

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jdist._compat import device_count_of, is_traced, unrepeatable_effect
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import PyTree, is_inexact
 from jdist.autograd.remote_call import callback
 from jdist.autograd.remote_call.arguments import AbstractArray, abstract_of
 from jdist.autograd.remote_call.caller import Target, calling
@@ -154,7 +154,7 @@ def _differentiate(
 
 def _transpose(
     cotangents: Sequence[Any],
-    *arguments: Any,
+    *arguments: PyTree,
     target: Target,
     operations: Operations,
     wanted: tuple[int, ...],

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact
+from jdist._tree import PyTree, is_inexact
 from jdist.autograd.context.context import Context, of, recorded_into
 from jdist.autograd.graph.errors import AutogradError
 from jdist.autograd.graph.variable import Variable
@@ -138,5 +138,5 @@ def _local(reference: RRef, call: str) -> Variable:
     return variable
 
 
-def _leaves(gradient: Any) -> list[Any]:
+def _leaves(gradient: PyTree) -> list[Any]:
     return jax.tree.leaves(gradient, is_leaf=lambda x: x is None)

@@ -1,1 +1,3 @@
-"""What replicas start from and read: process groups, samplers, checkpoints."""
+"""Where a run's data, processes and checkpoints come from."""
+
+__all__: list[str] = []

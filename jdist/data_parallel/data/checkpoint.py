@@ -27,7 +27,7 @@ from jdist._checkpoint import (
 )
 from jdist._errors import requirement
 from jdist._fit import check_state
-from jdist._tree import path_of
+from jdist._tree import PyTree, path_of
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
 
@@ -136,7 +136,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
         self._folder.close()
 
 
-def _is_sharded(leaf: Any) -> bool:
+def _is_sharded(leaf: object) -> bool:
     return isinstance(leaf, Sharded)
 
 
@@ -147,7 +147,7 @@ def _leaves(state: TrainState) -> dict[str, Any]:
 
 
 def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a hook keeps is an item of its own, which can be left unread."""
+    """The items on disk; a hook's state is one of its own, which can be left unread."""
     items: dict[str, dict[str, Any]] = {"arrays": {}}
     for path, leaf in leaves.items():
         name = _HOOK_STATE if path.startswith(f"{_HOOK_STATE}/") else "arrays"
@@ -182,7 +182,7 @@ def _kept(description: dict[str, str], like: TrainState) -> dict[str, Any]:
     return found
 
 
-def _array(leaf: Any) -> Any:
+def _array(leaf: Any) -> PyTree:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return leaf.array if _is_sharded(leaf) else jnp.asarray(leaf)
@@ -193,7 +193,7 @@ def _placed(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=saved.sharding)
 
 
-def _refilled(array: jax.Array, like: Any) -> Any:
+def _refilled(array: jax.Array, like: PyTree) -> PyTree:
     if _is_sharded(like):
         return Sharded(array, like.shape)
     found = unworded(array, like)

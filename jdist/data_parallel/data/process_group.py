@@ -43,7 +43,7 @@ from jdist._errors import JdistError, requirement
 from jdist.rpc.extension import AbsentRanks, RunPlace, roll_call
 
 VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
-"""What `jdist.launch` and `jdist.rpc.spawn` tell each process."""
+"""Variables that `jdist.launch` and `jdist.rpc.spawn` set for each process."""
 
 # JAX's own variable, which a user may set, counts before the launcher's.
 _BIND = ("JAX_COORDINATOR_BIND_ADDRESS", "JDIST_COORDINATOR_BIND_ADDRESS")

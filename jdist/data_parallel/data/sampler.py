@@ -1,4 +1,4 @@
-"""Which examples go to which replica at which step of which epoch.
+"""A sampler: which examples go to which replica at each step of an epoch.
 
 An epoch visits every example exactly once. PyTorch's `DistributedSampler` makes shards
 equal by visiting some examples twice, or not at all (`drop_last`), which biases the
@@ -15,14 +15,14 @@ frozen, so that every process computes the same, and a run resumes in mid-epoch.
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jdist._errors import requirement
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.replicas.shards import own_replicas, replicas_of, shard_batch
 
 
@@ -83,6 +83,7 @@ class Sampler:
         """All examples, each once, in the order of an epoch."""
         if not self.shuffle:
             return np.arange(self.examples)
+        # NumPy has frozen the numbers of `RandomState`, not those of `Generator`.
         bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
         return np.random.RandomState(bits).permutation(self.examples)
 
@@ -124,19 +125,20 @@ class Sampler:
                 found = np.concatenate(own)
                 yield Shards(found, sizes, np.ones(len(found), np.float32))
             else:
+                # A program takes rows of every process, hence one that counts nothing.
                 sizes = (1, *sizes[1:])
                 yield Shards(rows[:1], sizes, np.zeros(1, np.float32))
 
     def batches(
         self,
-        data: Any,
+        data: PyTree,
         mesh: Mesh | int,
         epoch: int = 0,
         *,
         start: int = 0,
         rows: int | None = None,
         axis: str = "data",
-    ) -> Iterator[tuple[Any, jax.Array]]:
+    ) -> Iterator[tuple[PyTree, jax.Array]]:
         """The steps of an epoch, as batches and weights for `train_step`.
 
         Each process reads only what its own replicas need; all batches have one shape.

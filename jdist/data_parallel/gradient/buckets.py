@@ -1,4 +1,4 @@
-"""Which gradients travel together: the assignment to buckets, and the buckets' layout.
+"""Assignment of gradients to buckets, each summed by one collective.
 
 A collective has a price per call and a price per byte. Many small gradients in one flat
 buffer pay the first only once; but a bucket can leave only when its last gradient is
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
+from jdist._tree import PyTree
 
 Cap = float | Sequence[float] | Sequence[Sequence[str]] | None
 """One limit in MiB, a list of them, or the buckets themselves as lists of paths."""
@@ -30,7 +31,9 @@ ALONE = 1 * MIB
 two CPU processes over gloo (docs/data_parallel.md, "Buckets")."""
 
 
-def assign_buckets(leaves: Sequence[Any], limits: Sequence[float]) -> list[list[int]]:
+def assign_buckets(
+    leaves: Sequence[PyTree], limits: Sequence[float]
+) -> list[list[int]]:
     """Divides leaves, in the order given, into buckets: torch's rule.
 
     Leaves of one dtype and one device fill a bucket in turn. A bucket is closed when it
@@ -72,12 +75,13 @@ def assign_buckets(leaves: Sequence[Any], limits: Sequence[float]) -> list[list[
         if held[key] >= limits[at]:
             done.append(filling.pop(key))
             held[key] = 0
+            # The last limit holds for all further buckets of this dtype and device.
             step[key] = min(at + 1, len(limits) - 1)
     return sorted([*done, *filling.values()], key=lambda bucket: bucket[0])
 
 
 def plan_buckets(
-    leaves: Sequence[Any], ready: Sequence[int], paths: Sequence[str], cap: Cap
+    leaves: Sequence[PyTree], ready: Sequence[int], paths: Sequence[str], cap: Cap
 ) -> list[list[int]]:
     """The buckets of a gradient, in the order in which they leave.
 
@@ -94,6 +98,7 @@ def plan_buckets(
       Lists of indices into `leaves`; a bucket leaves when its last leaf is ready.
     """
     order = sorted(range(len(leaves)), key=lambda i: (ready[i], i))
+    # Ties keep the order of leaves, so that all processes make the same buckets.
     rank = {leaf: place for place, leaf in enumerate(order)}
     if is_explicit(cap):
         at = {path: i for i, path in enumerate(paths)}
@@ -140,7 +145,7 @@ def check_cap(argument: str, cap: Cap) -> None:
 
 
 def check_paths(
-    argument: str, leaves: Sequence[Any], paths: Sequence[str], cap: Cap
+    argument: str, leaves: Sequence[PyTree], paths: Sequence[str], cap: Cap
 ) -> None:
     """Refuses buckets that are listed but do not fit the gradient.
 
@@ -181,7 +186,7 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _device_of(leaf: Any) -> Any:
+def _device_of(leaf: Any) -> PyTree:
     if isinstance(leaf, jax.Array) and not is_traced(leaf):
         return frozenset(leaf.devices())
     return None

@@ -1,4 +1,4 @@
-"""From every replica's partial gradient to the whole batch's: the communication.
+"""Communication: from every replica's partial gradient to the whole batch's.
 
 Without a hook each bucket of gradients takes one collective; the loss and the total
 weight travel with the first. With a hook the total is needed first, so that each
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jdist import reduction as reductions
 from jdist._compat import after, alike
 from jdist._errors import requirement
-from jdist._tree import described, examples_in, named_leaves, split_inexact
+from jdist._tree import PyTree, described, examples_in, named_leaves, split_inexact
 from jdist.data_parallel.gradient.buckets import (
     ALONE,
     Cap,
@@ -39,7 +39,7 @@ from jdist.reduction import Partial
 
 
 def _by_all_gather(array: jax.Array, axis_name: Hashable) -> jax.Array:
-    """K times the traffic, and an order of summation that no hardware changes."""
+    """The sum in rank order: K times the traffic, and the same bits on any hardware."""
     rows = jax.lax.all_gather(array, axis_name)
     return reduce(jnp.add, [rows[rank] for rank in range(rows.shape[0])])
 
@@ -68,14 +68,14 @@ METHODS: dict[str, Callable[[jax.Array, Hashable], jax.Array]] = {
 }
 
 
-def _as_hook(hook: Hook | Callable[..., Any]) -> Hook:
+def _as_hook(hook: Hook | Callable[..., PyTree]) -> Hook:
     """A plain function is a hook that keeps nothing."""
     if isinstance(hook, Hook):
         return hook
     return Hook(getattr(hook, "__name__", "hook"), hook)
 
 
-def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+def _chosen(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
@@ -131,7 +131,7 @@ class Communication:
         """Whether there is a hook that keeps something from step to step."""
         return isinstance(self.hook, Hook) and self.hook.init is not None
 
-    def weights_of(self, batch: Any, weights: Any) -> jax.Array:
+    def weights_of(self, batch: PyTree, weights: jax.Array | None) -> jax.Array:
         """This replica's weights as `partial` is to have them; None stands for 1 each.
 
         For a mean they are normalized by the total over all replicas, which takes a
@@ -148,14 +148,15 @@ class Communication:
                 total = METHODS[self.method](total, self.axis)
         return reductions.normalized(weights, self.reduction, total)
 
-    def checksums(self, gradient: Any) -> dict[str, jax.Array] | None:
+    def checksums(self, gradient: PyTree) -> dict[str, jax.Array] | None:
         """Of what all replicas ended up with, to be compared; None unless debugging."""
         return checksums(gradient, self.axis) if self.debug else None
 
-    def start(self, part: Partial, ready: Partial) -> tuple[Any, ...]:
+    def start(self, part: Partial, ready: Partial) -> tuple[PyTree, ...]:
         """The hook's state of one replica before the first step, by bucket."""
         hook = _as_hook(self.hook)
         leaves = self._take_apart(part.gradient, ready.gradient)
+        # The structure counts, not the numbers: a hook's state begins from zeros.
         nothing = jnp.zeros((), part.weight.dtype)
         return tuple(
             hook.start(bucket.replaced(jnp.zeros_like(bucket.buffer)))
@@ -163,8 +164,12 @@ class Communication:
         )
 
     def __call__(
-        self, part: Partial, ready: Partial, like: Any, state: tuple[Any, ...] = ()
-    ) -> tuple[jax.Array, Any, tuple[Any, ...]]:
+        self,
+        part: Partial,
+        ready: Partial,
+        like: PyTree,
+        state: tuple[PyTree, ...] = (),
+    ) -> tuple[jax.Array, PyTree, tuple[PyTree, ...]]:
         """Joins the partials of all replicas; call it where the axis is bound.
 
         Args:
@@ -177,6 +182,7 @@ class Communication:
           The loss, the gradient, and the hook's new state.
         """
         part = self._as_parameters(part, like)
+        # For an extreme: replicas that do not hold it contribute nothing.
         part = reductions.aligned(part, self.reduction, self.axis)
         leaves = self._take_apart(part.gradient, ready.gradient)
         structure = jax.tree.structure(part.gradient)
@@ -195,7 +201,7 @@ class Communication:
         )
         return loss, gradient, state
 
-    def _as_parameters(self, part: Partial, like: Any) -> Partial:
+    def _as_parameters(self, part: Partial, like: PyTree) -> Partial:
         """The partial with its gradient divided as the parameters are."""
         if not self.divided:
             return part
@@ -252,8 +258,8 @@ class Communication:
         return sums
 
     def _with_hook(
-        self, part: Partial, leaves: _Leaves, state: tuple[Any, ...]
-    ) -> tuple[Partial, list[jax.Array], tuple[Any, ...]]:
+        self, part: Partial, leaves: _Leaves, state: tuple[PyTree, ...]
+    ) -> tuple[Partial, list[jax.Array], tuple[PyTree, ...]]:
         hook = _as_hook(self.hook)
         scalars = jnp.stack(self._scalars(part))
         found = METHODS[self.method](scalars, self.axis)
@@ -261,7 +267,7 @@ class Communication:
         shares = [
             reductions.share(g, whole.weight, self.reduction) for g in leaves.arrays
         ]
-        fraction = part.weight / whole.weight
+        fraction = part.weight / whole.weight  # B_i / B
         arrays: dict[int, jax.Array] = {}
         new_state, previous = [], None
         filled = self._filled(leaves._replace(arrays=shares), fraction)
@@ -280,7 +286,7 @@ class Communication:
             new_state.append(_chosen(finite, new, own))
         return whole, [arrays[i] for i in range(len(arrays))], tuple(new_state)
 
-    def _take_apart(self, gradient: Any, ready: Any) -> _Leaves:
+    def _take_apart(self, gradient: PyTree, ready: PyTree) -> _Leaves:
         """The leaves with their names, and the buckets they are in."""
         named = {k: g for k, g in named_leaves(gradient).items() if g is not None}
         arrays, paths = list(named.values()), list(named)
@@ -306,8 +312,9 @@ class Communication:
         ]
 
     def _scalars(self, part: Partial) -> list[jax.Array]:
-        """What is summed besides the gradient; an extreme is known already."""
+        """The numbers that are summed besides the gradient."""
         if self.reduction in ("max", "min"):
+            # The extreme itself was agreed upon before the backward pass.
             return [part.weight]
         return [part.weight, part.value.astype(part.weight.dtype)]
 
@@ -351,7 +358,7 @@ class Communication:
                 requirement(argument, rule, _as_hook(self.hook).name, remedy)
             )
 
-    def _check_result(self, given: Bucket, found: Any) -> None:
+    def _check_result(self, given: Bucket, found: PyTree) -> None:
         rule = "must return (state, bucket) with a buffer of the shape and dtype given"
         if not isinstance(found, Bucket):
             got = f"a {type(found).__name__}"

@@ -1,4 +1,4 @@
-"""When each gradient becomes final: read from the backward pass's own program.
+"""The order in which gradients become final, read from the backward pass's program.
 
 A parameter's gradient can leave as soon as nothing more will be added to it. Names and
 the order of leaves do not tell when that is (`layer10` sorts before `layer2`); the
@@ -22,6 +22,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jdist._compat import called_program, evaluate, inner_programs
+from jdist._tree import PyTree
 
 NEVER = -1
 """Of a value that no costly equation leads to: ready before the program starts."""
@@ -37,7 +38,9 @@ COSTLY = frozenset(NAMES.split())
 whatever reads their result."""
 
 
-def with_gradient_order(fn: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+def with_gradient_order(
+    fn: Callable[..., PyTree], *arguments: PyTree
+) -> tuple[PyTree, PyTree]:
     """Runs a function and tells when each leaf of its result becomes final.
 
     The function is traced once; it may use collectives over an axis that is bound here.
@@ -85,6 +88,7 @@ def _walk(program: Jaxpr, arguments: list[int], counter: list[int]) -> list[int]
         given = [read(x) for x in equation.invars]
         inner = called_program(equation)
         if inner is not None:
+            # Constants of a called program come first, and depend on nothing.
             padding = [NEVER] * len(inner.constvars)
             results = _walk(inner, [*padding, *given], counter)
         else:

@@ -1,4 +1,4 @@
-"""The contract of a loss function: what it is given, and what it returns.
+"""The contract of a loss function: its arguments and its results.
 
     loss_fn(params, batch)                            -> losses
     loss_fn(params, batch, key)                       with a PRNG key
@@ -11,12 +11,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import described, named_leaves
+from jdist._tree import PyTree, described, named_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,16 @@ class Loss:
       has_aux: Whether it returns auxiliary outputs last.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., PyTree]
     has_aux: bool = False
 
     def __call__(
-        self, params: Any, batch: Any, key: Any = None, states: Any = None
-    ) -> tuple[jax.Array, tuple[Any, Any]]:
+        self,
+        params: PyTree,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        states: PyTree = None,
+    ) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         """Losses, and the new model state and aux, None where there is none.
 
         Raises:
@@ -60,7 +63,7 @@ class Loss:
         return losses, (new_states, rest[-1] if self.has_aux else None)
 
 
-def _check_state(old: Any, new: Any) -> None:
+def _check_state(old: PyTree, new: PyTree) -> None:
     """A state that changed its shape would compile every step anew."""
     before, after = (
         {

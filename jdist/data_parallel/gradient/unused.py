@@ -1,4 +1,4 @@
-"""Parameters that no loss depends on: their gradient is None, not zero.
+"""Detection of parameters that no loss depends on: their gradient is None, not zero.
 
 To an optimizer the two differ: a zero gradient still decays the weight, still moves it
 by its momentum, and counts as a step; None leaves parameter, state and count as they
@@ -11,14 +11,12 @@ What is decided by *values* (a branch of `lax.cond` that no example takes) is pa
 the program all the same: its gradient is zero, not None.
 """
 
-from typing import Any
-
 import jax
 
-from jdist._tree import is_inexact, path_of
+from jdist._tree import PyTree, is_inexact, path_of
 
 
-def watched(params: Any, used: set[str]) -> Any:
+def watched(params: PyTree, used: set[str]) -> PyTree:
     """The same parameters, marked: those that get a cotangent enter `used`.
 
     Args:
@@ -33,7 +31,7 @@ def watched(params: Any, used: set[str]) -> Any:
     )
 
 
-def only(tree: Any, used: set[str]) -> Any:
+def only(tree: PyTree, used: set[str]) -> PyTree:
     """The tree with None in the place of every leaf that is not in `used`."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: leaf if path_of(keys) in used else None, tree
@@ -49,6 +47,7 @@ def _marked(leaf: jax.Array, path: str, used: set[str]) -> jax.Array:
         return x, None
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        # Traced only if a cotangent arrives: JAX prunes symbolic zeros before.
         used.add(path)
         return (cotangent,)
 

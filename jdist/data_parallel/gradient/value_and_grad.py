@@ -8,38 +8,41 @@ on a single device, the rows of a `vmap` with an axis name: the same code in bot
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._errors import requirement
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
+from jdist.data_parallel.gradient.hook_state import check_hook_rows
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.replicas.agreement import check_agreement
 from jdist.data_parallel.replicas.inputs import brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
-from jdist.data_parallel.replicas.mapping import EACH, over_replicas
-from jdist.data_parallel.replicas.shards import replicas_of, weights_given
-from jdist.data_parallel.step.train_state import check_hook_rows
+from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
+from jdist.data_parallel.replicas.shards import (
+    Weights,
+    check_rows,
+    replicas_of,
+    weights_given,
+)
 
 
 def value_and_grad(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: Callable[[PyTree, PyTree], jax.Array],
     mesh: Mesh | int,
     *,
     axis: str = "data",
     reduction: str = "mean",
     method: str = "all_reduce",
     bucket_cap_mb: Cap = None,
-    hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None = None,
+    hook: Hook | Callable[[PyTree, Bucket], tuple[PyTree, Bucket]] | None = None,
     debug: bool = False,
-) -> Callable[..., tuple[Any, ...]]:
+) -> Callable[..., tuple[PyTree, ...]]:
     """Like `jax.value_and_grad` of the reduced loss, computed over replicas.
 
         dL/dW = sum_i (B_i / B) dL_i/dW        (mean; B_i is replica i's total weight)
@@ -110,8 +113,11 @@ def value_and_grad(
     run = _Programs(loss_fn, mesh, communication)
 
     def fn(
-        params: Any, batch: Any, weights: Any = None, hook_state: Any = None
-    ) -> tuple[Any, ...]:
+        params: PyTree,
+        batch: PyTree,
+        weights: Weights = None,
+        hook_state: PyTree = None,
+    ) -> tuple[PyTree, ...]:
         """The whole batch's loss and gradient; see `data_parallel.value_and_grad`."""
         count = examples_in(batch, "fn(params, batch)")
         check_rows(count, replicas)
@@ -148,22 +154,22 @@ class _Programs:
         reduction = communication.reduction
         rows = PartitionSpec(communication.axis)
 
-        def parts(params: Any, batch: Any, weights: Any) -> Any:
+        def parts(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
             fn = partial(reductions.partial, loss_fn, reduction=reduction)
             weights = communication.weights_of(batch, weights)
             return with_gradient_order(fn, params, batch, weights)
 
-        def step(params: Any, batch: Any, weights: Any, state: Any) -> Any:
-            # A state has one row for each replica.
-            own = jax.tree.map(lambda x: x[0], state)
+        def step(
+            params: PyTree, batch: PyTree, weights: jax.Array | None, state: PyTree
+        ) -> PyTree:
+            own = own_row(state)
             part, ready = parts(params, batch, weights)
             loss, gradient, own = communication(part, ready, params, own)
-            kept = jax.tree.map(lambda x: x[None], own)
-            return loss, gradient, kept, communication.checksums(gradient)
+            return loss, gradient, as_row(own), communication.checksums(gradient)
 
-        def start(params: Any, batch: Any, weights: Any) -> Any:
+        def start(params: PyTree, batch: PyTree, weights: jax.Array | None) -> PyTree:
             own = communication.start(*parts(params, batch, weights))
-            return (jax.tree.map(lambda x: jnp.asarray(x)[None], own),)
+            return (as_row(own),)
 
         axis = communication.axis
         takes = (EACH, rows, rows)
@@ -173,16 +179,7 @@ class _Programs:
         self.start = jax.jit(over_replicas(start, mesh, axis, takes, (rows,)))
 
 
-def check_rows(count: int, replicas: int) -> None:
-    """Refuses rows that do not divide."""
-    if count % replicas or not count:
-        rule = f"must divide evenly over {replicas} replicas"
-        got = f"{count} examples"
-        remedy = "Use `shard_batch`, which pads with weight 0."
-        raise ValueError(requirement("fn(batch=...)", rule, got, remedy))
-
-
-def _check_no_state(hook_state: Any) -> None:
+def _check_no_state(hook_state: PyTree) -> None:
     if hook_state is not None:
         rule = "must be None for a hook that keeps no state, and without a hook"
         raise ValueError(requirement("fn(hook_state=...)", rule, hook_state))

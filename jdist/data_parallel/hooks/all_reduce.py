@@ -1,9 +1,8 @@
 """No compression: the plain sum."""
 
-from typing import Any
-
 import jax
 
+from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook
 
 
@@ -17,7 +16,7 @@ def all_reduce() -> Hook:
       `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook`.
     """
 
-    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+    def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         return state, bucket.replaced(jax.lax.psum(bucket.buffer, bucket.axis_name))
 
     return Hook("all_reduce", reduce)

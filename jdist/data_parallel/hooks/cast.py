@@ -17,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jdist._tree import PyTree
 from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
 
@@ -58,9 +59,10 @@ def _cast(name: str, dtype: Any, hook: Hook | None) -> Hook:
         require_real(name, bucket)
         return bucket.replaced(bucket.buffer.astype(dtype))
 
-    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+    def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         given = narrow(bucket)
         state, result = inner.reduce(state, given)
+        # What reaches the sum is the rounded share; error feedback keeps the rest.
         sent = given.buffer if result.sent is None else result.sent
         wide = bucket.buffer.dtype
         return state, bucket.replaced(result.buffer.astype(wide), sent.astype(wide))

@@ -1,4 +1,4 @@
-"""What a step leaves out is not lost: it is added to the next step's gradient.
+"""Error feedback: what a lossy hook leaves out is added to the next gradient.
 
     given_i  = share_i + error_i                what replica i hands to the inner hook
     error_i <- given_i - sent_i                 what did not reach the sum
@@ -11,10 +11,9 @@ whatever the inner hook does, so that a hook whose errors stay bounded gives in 
 over steps the gradient itself.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook
 
 
@@ -29,13 +28,14 @@ def error_feedback(hook: Hook) -> Hook:
       al., Error feedback fixes SignSGD, ICML 2019.
     """
 
-    def init(bucket: Bucket) -> Any:
+    def init(bucket: Bucket) -> PyTree:
         return hook.start(bucket), jnp.zeros_like(bucket.buffer)
 
-    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+    def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         inner, error = state
         given = bucket.replaced(bucket.buffer + error)
         inner, result = hook.reduce(inner, given)
+        # A hook that does not say what it sent has sent all of it.
         sent = given.buffer if result.sent is None else result.sent
         return (inner, given.buffer - sent), bucket.replaced(result.buffer, sent)
 

@@ -1,4 +1,4 @@
-"""What every hook shares: the bucket that it is given, and the form of a hook."""
+"""The form of a communication hook, and the bucket that it is given."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,11 @@ class Hook:
     """
 
     name: str
-    reduce: Callable[[Any, Bucket], tuple[Any, Bucket]]
+    reduce: Callable[[PyTree, Bucket], tuple[PyTree, Bucket]]
     init: Callable[[Bucket], Any] | None = None
     replicated: bool = True
 
-    def start(self, bucket: Bucket) -> Any:
+    def start(self, bucket: Bucket) -> PyTree:
         """The state before the first step, `()` without `init`."""
         return () if self.init is None else self.init(bucket)
 
@@ -86,6 +87,7 @@ class Hook:
 def flatten(arrays: Sequence[jax.Array]) -> jax.Array:
     """Arrays of one dtype in one flat buffer."""
     flat = [x.reshape(-1) for x in arrays]
+    # A concatenation of one array would still be a copy.
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 

@@ -16,13 +16,13 @@ The share of a replica without examples is 0 and so is its error. A share with N
 infinity makes its channel NaN.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import wide_dtype
+from jdist._tree import PyTree, wide_dtype
 from jdist.data_parallel.hooks.hook import Bucket, Hook, require_real
 
 LEVELS = 255
@@ -69,7 +69,7 @@ def int8_per_channel(channel: int = 512) -> Hook:
 
 
 def _quantizing(name: str, channel: int | None) -> Hook:
-    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+    def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         require_real(name, bucket)
         size, dtype = bucket.buffer.size, bucket.buffer.dtype
         width = channel or max(size, 1)
@@ -79,6 +79,7 @@ def _quantizing(name: str, channel: int | None) -> Hook:
         packed = _quantize(padded)
         rows = jax.lax.all_gather(_to_bytes(packed), bucket.axis_name)
         total = jnp.zeros_like(padded)
+        # In rank order, so that all replicas add the same numbers in the same order.
         for rank in range(bucket.replicas):
             own = _from_bytes(rows[rank], packed)
             total += _dequantize(own).astype(total.dtype)
@@ -93,7 +94,7 @@ def _quantize(channels: jax.Array) -> _Quantized:
     low = jnp.minimum(jnp.min(channels, axis=1), 0)
     high = jnp.maximum(jnp.max(channels, axis=1), 0)
     scale = ((high - low) / LEVELS).astype(jnp.float32)
-    # A channel of zeros: any scale will do.
+    # A channel of zeros would divide by 0; any scale represents it exactly.
     scale = jnp.where(scale == 0, 1, scale)
     # On CPU XLA's extremes of the rows of a matrix can miss a NaN.
     scale = jnp.where(jnp.all(jnp.isfinite(channels), axis=1), scale, jnp.nan)

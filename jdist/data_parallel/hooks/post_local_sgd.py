@@ -1,16 +1,16 @@
-"""Gradients of all replicas for the first steps, then of a group only.
+"""Gradients of all replicas for the first steps, then within groups of replicas.
 
-The replicas' parameters part ways from then on, and averaging them now and then is what
-keeps them together: see `jdist.data_parallel.local_sgd`.
+From then on the replicas' parameters differ; averaging them periodically keeps them
+together: see `jdist.data_parallel.local_sgd`.
 """
 
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.hook import Bucket, Hook
 from jdist.data_parallel.hooks.switch import switch
@@ -45,10 +45,11 @@ def group_mean(size: int) -> Hook:
         argument = "post_local_sgd(group_size=...)"
         raise ValueError(requirement(argument, "must be at least 1", size))
 
-    def mean(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+    def mean(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         weight = group_sum(bucket.weight, bucket, size)
         total = group_sum(bucket.buffer, bucket, size)
         divisor = weight.astype(jnp.finfo(total.dtype).dtype)
+        # A group without examples has no mean; its gradient is 0, not NaN.
         return state, bucket.replaced(jnp.where(weight == 0, 0, total / divisor))
 
     return Hook(f"groups of {size}", mean, replicated=False)

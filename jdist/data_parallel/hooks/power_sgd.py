@@ -12,14 +12,14 @@ that over steps P turns to the leading directions of M. A matrix of rank r or le
 sent exactly.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import wide_dtype
+from jdist._tree import PyTree, wide_dtype
 from jdist.data_parallel.hooks.all_reduce import all_reduce
 from jdist.data_parallel.hooks.error_feedback import error_feedback as with_feedback
 from jdist.data_parallel.hooks.hook import Bucket, Hook, flatten, require_real, split
@@ -95,17 +95,18 @@ def _compressible(bucket: Bucket, rank: int, rate: float) -> _Matrices:
 
 
 def _low_rank(rank: int, rate: float, warm_start: bool, seed: int) -> Hook:
-    def init(bucket: Bucket) -> Any:
+    def init(bucket: Bucket) -> PyTree:
         require_real("power_sgd", bucket)
         matrices = _compressible(bucket, rank, rate)
         if not warm_start:
             return jnp.zeros((), jnp.uint32)
+        # By NumPy: the same numbers on every replica and under every JAX version.
         rng = np.random.default_rng((seed, bucket.index))
         sizes = [(m, r) for (_, m), r in zip(*matrices[1:], strict=True)]
         dtype = _real(bucket)
         return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
 
-    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+    def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         require_real("power_sgd", bucket)
         matrices = _compressible(bucket, rank, rate)
         starts = state if warm_start else _drawn(state, bucket, matrices, seed)
@@ -126,10 +127,13 @@ def _projected(
         for place, shape in zip(matrices.places, matrices.shapes, strict=True)
     ]
     others = [i for i in range(len(gradients)) if i not in matrices.places]
+    # An orthonormal start keeps the products in the range of the gradient's numbers.
     left = [_product(m, _basis(q)) for m, q in zip(own, starts, strict=True)]
+    # Vectors travel with the first factors: one collective for both.
     given = [*(p.astype(bucket.buffer.dtype) for p in left)]
     given += [gradients[i] for i in others]
     summed = _summed(given, bucket)
+    # Every replica decomposes the same sums, and so has the same bases.
     bases = [_basis(p.astype(dtype)) for p in summed[: len(left)]]
     right = [_product(m.T, p) for m, p in zip(own, bases, strict=True)]
     factors = _summed([q.astype(bucket.buffer.dtype) for q in right], bucket)
@@ -139,6 +143,7 @@ def _projected(
     rows = zip(matrices.places, bases, factors, right, strict=True)
     for place, p, q, own_q in rows:
         results[place] = _product(p, q.T)
+        # This replica's part of the result; the rest of its matrix is error feedback's.
         sent[place] = _product(p, own_q.T)
     everything = (
         flatten([x[i].astype(bucket.buffer.dtype) for i in range(len(gradients))])
@@ -173,9 +178,10 @@ def _basis(columns: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # TPUs multiply float32 in bfloat16 by default, which would spoil the projection.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _real(bucket: Bucket) -> Any:
-    """What factors are computed in: a decomposition in 16 bits does not exist."""
+def _real(bucket: Bucket) -> PyTree:
+    """The dtype of the factors: XLA has no QR decomposition in 16 bits."""
     return wide_dtype(bucket.buffer.dtype)

@@ -1,11 +1,10 @@
 """One hook for the first steps, another from then on."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.data_parallel.hooks.hook import Bucket, Hook
 
 
@@ -30,10 +29,11 @@ def switch(first: Hook, then: Hook, at: int) -> Hook:
         return then
     hooks = (first, then)
 
-    def init(bucket: Bucket) -> Any:
+    # Both states from the start: a state must not change its structure at a step.
+    def init(bucket: Bucket) -> PyTree:
         return jnp.zeros((), jnp.int32), tuple(hook.start(bucket) for hook in hooks)
 
-    def reduce(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+    def reduce(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
         count, states = state
         states, result = one_of(count < at, hooks, states, bucket)
         # It stops there, so that a run of any length does not overflow it.
@@ -46,16 +46,17 @@ def switch(first: Hook, then: Hook, at: int) -> Hook:
 def one_of(
     is_first: jax.Array,
     hooks: tuple[Hook, Hook],
-    states: tuple[Any, Any],
+    states: tuple[PyTree, PyTree],
     bucket: Bucket,
-) -> tuple[tuple[Any, Any], Bucket]:
+) -> tuple[tuple[PyTree, PyTree], Bucket]:
     """Lets one of two hooks sum a bucket, chosen by a scalar equal on all replicas."""
 
-    def run(place: int, states: Any, buffer: jax.Array) -> Any:
+    def run(place: int, states: PyTree, buffer: jax.Array) -> PyTree:
         own, result = hooks[place].reduce(states[place], bucket.replaced(buffer))
         states = tuple(own if i == place else s for i, s in enumerate(states))
         return states, result.buffer, buffer if result.sent is None else result.sent
 
+    # `cond` returns arrays: a bucket is taken apart here and put together after it.
     states, buffer, sent = jax.lax.cond(
         is_first,
         lambda *given: run(0, *given),

@@ -1,3 +1,3 @@
-"""What lies on which replica, and running one function on each of them."""
+"""Replicas: which arrays lie on each, and running one function on all of them."""
 
 __all__: list[str] = []

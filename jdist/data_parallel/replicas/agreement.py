@@ -22,14 +22,14 @@ from jax.sharding import Mesh
 
 from jdist._compat import is_traced
 from jdist._errors import JdistError, requirement
-from jdist._tree import named_leaves
+from jdist._tree import PyTree, named_leaves
 
 
 class ReplicasDiffer(JdistError):
-    """What must be the same on all replicas is not; raised on every process."""
+    """Replicas hold different bits of one gradient; raised on every process."""
 
 
-def checksums(tree: Any, axis_name: Hashable) -> dict[str, jax.Array]:
+def checksums(tree: PyTree, axis_name: Hashable) -> dict[str, jax.Array]:
     """All replicas' checksums of the leaves; call it where the axis is bound.
 
     Returns:
@@ -40,16 +40,19 @@ def checksums(tree: Any, axis_name: Hashable) -> dict[str, jax.Array]:
     }
     if not named:
         return {}
+    # One small collective for all leaves.
     own = jnp.stack([_checksum(leaf) for leaf in named.values()])
     return dict(zip(named, jax.lax.all_gather(own, axis_name, axis=1), strict=True))
 
 
 def _checksum(array: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(array):
+    if jnp.iscomplexobj(array):  # A bitcast takes real numbers only.
         array = jnp.stack([array.real, array.imag])
     bits = jnp.finfo(array.dtype).bits
+    # 64-bit numbers become two words each.
     words: Any = jax.lax.bitcast_convert_type(array, f"uint{min(bits, 32)}")
     words = words.astype(jnp.uint32).reshape(-1)
+    # A word's place enters its mix: a permutation of the numbers changes the sum.
     places = jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
     return jnp.sum(_mixed(words + places), dtype=jnp.uint32)
 
@@ -74,7 +77,7 @@ def check_agreement(
 
     Raises:
       ReplicasDiffer: They do; the message names the first such leaf, and the devices.
-      ValueError: The call is part of a jit, in which nothing can be looked at.
+      ValueError: The call is part of a jit, where there are no values to compare.
     """
     if any(map(is_traced, sums.values())):
         rule = "must be left out inside jit"

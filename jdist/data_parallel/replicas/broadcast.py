@@ -1,4 +1,4 @@
-"""One value on all replicas: what training starts from.
+"""Broadcast of the values that training starts from, compared between processes.
 
 Within one process there is only one tree of parameters. A second process may have been
 started with other code, other data types or another seed. So trees are compared first,
@@ -16,11 +16,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
-from jdist._tree import described, merge, named_leaves
+from jdist._tree import PyTree, described, merge, named_leaves
 from jdist.data_parallel.replicas.layout import is_divided
 
 
-def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:
+def replicate(tree: PyTree, mesh: Mesh | int, *, name: str = "params") -> PyTree:
     """Copies replica 0's values to every replica.
 
     With several processes each passes its own tree; they are compared as by
@@ -48,6 +48,7 @@ def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:
     """
     divided = jax.tree.map(lambda x: x if is_divided(x) else None, tree)
     tree = jax.tree.map(lambda x: None if is_divided(x) else x, tree)
+    # Copies: a step donates what it is given, and the caller keeps its own arrays.
     divided = jax.tree.map(jnp.copy, divided)
     own = jax.tree.map(_first_copy, tree)
     if jax.process_count() > 1:
@@ -61,7 +62,7 @@ def replicate(tree: Any, mesh: Mesh | int, *, name: str = "params") -> Any:
     return merge(whole, divided)
 
 
-def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
+def check_replicas(replicas: Sequence[PyTree], *, name: str = "params") -> None:
     """Refuses replicas that differ in structure, shape or dtype from replica 0.
 
     Args:
@@ -87,7 +88,7 @@ def check_replicas(replicas: Sequence[Any], *, name: str = "params") -> None:
     _compare(descriptions, f"check_replicas({name}=...)", "replica")
 
 
-def _description(tree: Any) -> dict[str, str]:
+def _description(tree: PyTree) -> dict[str, str]:
     """Leaf by leaf; under the empty path the structure."""
     leaves = {
         path: "None" if leaf is None else described(leaf)
@@ -113,8 +114,9 @@ def _compare(
                 )
 
 
-def _check_processes(tree: Any, name: str) -> None:
+def _check_processes(tree: PyTree, name: str) -> None:
     text = np.frombuffer(json.dumps(_description(tree)).encode(), np.uint8)
+    # Gathered arrays have one shape on all processes, hence lengths first.
     lengths = multihost_utils.process_allgather(np.int32(text.size))
     padded = np.zeros(int(np.max(lengths)), np.uint8)
     padded[: text.size] = text
@@ -123,7 +125,7 @@ def _check_processes(tree: Any, name: str) -> None:
     _compare([json.loads(text) for text in texts], f"replicate({name}=...)", "process")
 
 
-def _from_process_0(tree: Any) -> Any:
+def _from_process_0(tree: PyTree) -> PyTree:
     """Keys travel as their words."""
     words = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
     sent = multihost_utils.broadcast_one_to_all(words)
@@ -132,7 +134,7 @@ def _from_process_0(tree: Any) -> Any:
     )
 
 
-def _first_copy(leaf: Any) -> Any:
+def _first_copy(leaf: Any) -> PyTree:
     """The first device's copy; a number gets the dtype that it computes with."""
     if isinstance(leaf, jax.Array):
         return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
@@ -151,5 +153,5 @@ def _is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _as_key(words: Any, like: Any) -> Any:
+def _as_key(words: Any, like: PyTree) -> PyTree:
     return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(like))

@@ -1,9 +1,9 @@
-"""The arrays that a compiled step is given: in use, and on the step's devices.
+"""Checks of a compiled step's arrays: alive, and on the step's devices.
 
-JAX refuses a program whose arrays are tied to different devices, and may end the
-process where a buffer that was donated is used again. Both are looked at here, before
-the program runs: what was donated is refused by its path, and what lies elsewhere is
-moved where its values mean the same there.
+JAX refuses a program whose arrays are committed to different devices, and may end the
+process where a donated buffer is used again. Both are checked before the program runs:
+a donated array is refused by its path, and an array on other devices is moved if its
+values mean the same there.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist._tree import named_leaves
+from jdist._tree import PyTree, named_leaves
 from jdist.data_parallel.replicas.mapping import EACH
 
 
-def check_alive(argument: str, tree: Any) -> None:
+def check_alive(argument: str, tree: PyTree) -> None:
     """Refuses arrays whose buffers a step took over.
 
     Args:
@@ -27,6 +27,7 @@ def check_alive(argument: str, tree: Any) -> None:
     Raises:
       ValueError: There are some, and the message names the first.
     """
+    # Paths cost more than the check: they are made for the message only.
     if not any(map(_is_deleted, jax.tree.leaves(tree))):
         return
     path = next(k for k, leaf in named_leaves(tree).items() if _is_deleted(leaf))
@@ -39,7 +40,7 @@ def check_alive(argument: str, tree: Any) -> None:
     raise ValueError(requirement(argument, rule, got, remedy))
 
 
-def check_place(argument: str, state: Any, mesh: Mesh | int) -> None:
+def check_place(argument: str, state: PyTree, mesh: Mesh | int) -> None:
     """Refuses a state that is tied to other devices than the mesh's.
 
     Args:
@@ -66,8 +67,8 @@ def check_place(argument: str, state: Any, mesh: Mesh | int) -> None:
 
 
 def brought(
-    argument: str, mesh: Mesh | int, axis: str, whole: Any, rows: Any
-) -> tuple[Any, Any]:
+    argument: str, mesh: Mesh | int, axis: str, whole: PyTree, rows: PyTree
+) -> tuple[PyTree, PyTree]:
     """Arrays that are tied to other devices, on those of the program.
 
     Traced arrays, and those that are tied to no device, are left to JAX.
@@ -94,12 +95,12 @@ def brought(
     )
 
 
-def _moved(tree: Any, place: Any, argument: str) -> Any:
+def _moved(tree: PyTree, place: Any, argument: str) -> PyTree:
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
     if not any(_is_elsewhere(leaf, place) for leaf in leaves):
         return tree
-    if not place.is_fully_addressable:
+    if not place.is_fully_addressable:  # `device_put` would need all processes.
         rule = "must be arrays over the devices of all processes, or of none"
         remedy = "Use `shard_batch` for batches and `replicate` for parameters."
         raise ValueError(requirement(argument, rule, "arrays of this one", remedy))
@@ -109,7 +110,7 @@ def _moved(tree: Any, place: Any, argument: str) -> Any:
     )
 
 
-def _home(tree: Any) -> Any:
+def _home(tree: PyTree) -> PyTree:
     """Where the first array is that is tied to a device; None if there is none."""
     for leaf in jax.tree.leaves(tree):
         if _is_tied(leaf):
@@ -127,7 +128,7 @@ def _is_elsewhere(leaf: Any, place: Any) -> bool:
     return _is_tied(leaf) and leaf.sharding.device_set != place.device_set
 
 
-def _is_deleted(leaf: Any) -> bool:
+def _is_deleted(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are divided over the mesh: what is kept, and what is refused.
+"""Parameters divided over the mesh: which layouts are kept, and which are refused.
 
 A mesh may have further axes beside that of the replicas, and parameters may be divided
 over them (tensor parallelism). The library's programs are manual over the axis of
@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist._tree import named_leaves
+from jdist._tree import PyTree, named_leaves
 
 
 def further_axes(mesh: Mesh | int, axis: str) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def check_alone(call: str, mesh: Mesh | int, axis: str) -> None:
         raise ValueError(requirement(f"{call}(mesh=...)", rule, got))
 
 
-def check_params(argument: str, params: Any, mesh: Mesh | int, axis: str) -> None:
+def check_params(argument: str, params: PyTree, mesh: Mesh | int, axis: str) -> None:
     """Refuses parameters that a replica would have to make whole.
 
     Traced ones cannot be seen; their values come out right.
@@ -101,7 +101,7 @@ def check_params(argument: str, params: Any, mesh: Mesh | int, axis: str) -> Non
         raise ValueError(requirement(argument, rule, got, remedy))
 
 
-def is_divided(leaf: Any) -> bool:
+def is_divided(leaf: object) -> bool:
     """Whether a leaf is seen to lie on its devices in parts."""
     return (
         isinstance(leaf, jax.Array)
@@ -113,8 +113,9 @@ def is_divided(leaf: Any) -> bool:
 def _is_kept(sharding: Any, mesh: Mesh, axis: str) -> bool:
     if not isinstance(sharding, NamedSharding):
         return False
-    own: Any = sharding.mesh
+    own: PyTree = sharding.mesh
     if own.axis_names != mesh.axis_names or (own.devices != mesh.devices).any():
         return False
+    # An entry of a spec is a name, a tuple of names, or None.
     names = (n if isinstance(n, tuple) else (n,) for n in sharding.spec)
     return axis not in {name for entry in names for name in entry}

@@ -1,13 +1,13 @@
-"""Running one function on every replica: the devices of a mesh axis, or a `vmap`."""
+"""One function on every replica: on the devices of a mesh axis, or by `vmap`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import map_shards
+from jdist._tree import PyTree
 from jdist.data_parallel.replicas.layout import further_axes
 
 EACH = PartitionSpec()
@@ -15,12 +15,12 @@ EACH = PartitionSpec()
 
 
 def over_replicas(
-    on_replica: Callable[..., Any],
+    on_replica: Callable[..., PyTree],
     mesh: Mesh | int,
     axis: str,
     in_specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """The function on all replicas at once, to be compiled by the caller.
 
     Args:
@@ -48,7 +48,7 @@ def over_replicas(
     def divided(x: jax.Array) -> jax.Array:
         return x.reshape(mesh, -1, *x.shape[1:])
 
-    def on_one_device(*arguments: Any) -> tuple[Any, ...]:
+    def on_one_device(*arguments: PyTree) -> tuple[PyTree, ...]:
         given = (
             tree if kind is None else jax.tree.map(divided, tree)
             for kind, tree in zip(takes, arguments, strict=True)
@@ -58,16 +58,25 @@ def over_replicas(
     return on_one_device
 
 
+def as_row(tree: PyTree) -> PyTree:
+    """A replica's own arrays, as its row of arrays with one row for each replica."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def own_row(tree: PyTree) -> PyTree:
+    """Inverse of `as_row`, of the one row that a replica is given."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
 def _alone(
-    on_replica: Callable[..., Any], axis: str, out_specs: Sequence[PartitionSpec]
-) -> Callable[..., Any]:
-    """One replica: the axis has a name, but no array gets another dimension for it.
+    on_replica: Callable[..., PyTree], axis: str, out_specs: Sequence[PartitionSpec]
+) -> Callable[..., PyTree]:
+    """One replica: the axis has a name, but no array gets another dimension for it."""
 
-    XLA on CPU multiplies batched matrices slowly, batches of one too. What follows from
-    the replica's index is a row to `vmap` all the same; hence rows in all results.
-    """
-
-    def on_one_device(*arguments: Any) -> tuple[Any, ...]:
+    def on_one_device(*arguments: PyTree) -> tuple[PyTree, ...]:
+        # The arguments are closed over and not mapped: XLA on CPU multiplies batched
+        # matrices slowly, batches of one too. What follows from the replica's index is
+        # a row to `vmap` all the same; hence rows in all results.
         mapped = jax.vmap(lambda _: on_replica(*arguments), axis_name=axis, axis_size=1)
         return _brought_together(mapped(jnp.zeros(1)), out_specs)
 
@@ -75,8 +84,8 @@ def _alone(
 
 
 def _brought_together(
-    results: tuple[Any, ...], out_specs: Sequence[PartitionSpec]
-) -> tuple[Any, ...]:
+    results: tuple[PyTree, ...], out_specs: Sequence[PartitionSpec]
+) -> tuple[PyTree, ...]:
     return tuple(
         jax.tree.map(_first if spec == EACH else _joined, tree)
         for spec, tree in zip(out_specs, results, strict=True)

@@ -20,18 +20,40 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
-from jdist._tree import examples_in, wide_dtype
+from jdist._tree import PyTree, examples_in, wide_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class BoundWeights:
+    """Weights that give what was asked for in steps of one reduction only.
+
+    Attributes:
+      array: Shape `(rows,)`, as from `shard_batch`.
+      reduction: That of the step.
+    """
+
+    array: jax.Array
+    reduction: str = field(metadata={"static": True})
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The numbers."""
+        return np.array(self.array, dtype, copy=copy)
+
+
+Weights = jax.Array | np.ndarray | Sequence[float] | BoundWeights | None
+"""Of the examples or rows of a batch; None for 1 each."""
 
 
 def shard_batch(
-    batch: Any,
+    batch: PyTree,
     mesh: Mesh | int,
     sizes: Sequence[int] | None = None,
     *,
-    weights: Any = None,
+    weights: Weights = None,
     rows: int | None = None,
     axis: str = "data",
-) -> tuple[Any, jax.Array]:
+) -> tuple[PyTree, jax.Array]:
     """Splits a batch over replicas and gives every example its weight.
 
     Where the mesh spans several processes, each calls this with the examples that *it*
@@ -75,6 +97,7 @@ def shard_batch(
     sizes = _check_sizes(sizes, count, own)
     rows = _check_rows(rows, sizes, several=own < replicas)
     weights = _check_weights(weights, count, several=own < replicas)
+    # One indexing both splits and pads, so that every row is copied once.
     order, is_real = _padded_rows(sizes, rows)
     padded = jax.tree.map(lambda leaf: leaf[order], batch)
     padded_weights = np.where(is_real, weights[order], 0).astype(weights.dtype)
@@ -83,6 +106,7 @@ def shard_batch(
     place = NamedSharding(mesh, PartitionSpec(axis))
     if own == replicas:
         return jax.device_put((padded, padded_weights), place)
+    # `device_put` onto devices of other processes compares the values everywhere.
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(place, np.asarray(x)),
         (padded, padded_weights),
@@ -131,6 +155,15 @@ def replicas_of(mesh: Mesh | int, axis: str, call: str) -> int:
     return mesh
 
 
+def check_rows(count: int, replicas: int) -> None:
+    """Refuses rows that do not divide."""
+    if count % replicas or not count:
+        rule = f"must divide evenly over {replicas} replicas"
+        got = f"{count} examples"
+        remedy = "Use `shard_batch`, which pads with weight 0."
+        raise ValueError(requirement("fn(batch=...)", rule, got, remedy))
+
+
 def _check_sizes(
     sizes: Sequence[int] | None, count: int, replicas: int
 ) -> tuple[int, ...]:
@@ -173,12 +206,12 @@ def _check_rows(rows: int | None, sizes: tuple[int, ...], *, several: bool) -> i
     return rows
 
 
-def _check_weights(weights: Any, count: int, *, several: bool) -> np.ndarray:
+def _check_weights(weights: Weights, count: int, *, several: bool) -> np.ndarray:
     if weights is None:
         return np.ones(count, np.float32)
     weights = np.asarray(weights)
     if not np.issubdtype(weights.dtype, np.floating):
-        weights = weights.astype(np.float32)
+        weights = weights.astype(np.float32)  # A mask, or a count of tokens.
     if weights.shape != (count,):
         rule = f"must be one per example, shape ({count},)"
         got = f"shape {weights.shape}"
@@ -187,30 +220,14 @@ def _check_weights(weights: Any, count: int, *, several: bool) -> np.ndarray:
     return weights
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class BoundWeights:
-    """Weights that give what was asked for in steps of one reduction only.
-
-    Attributes:
-      array: Shape `(rows,)`, as from `shard_batch`.
-      reduction: That of the step.
-    """
-
-    array: jax.Array
-    reduction: str = field(metadata={"static": True})
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers."""
-        return np.array(self.array, dtype, copy=copy)
-
-
-def unbound(weights: Any) -> Any:
+def unbound(weights: Weights) -> jax.Array | np.ndarray | Sequence[float] | None:
     """The array of weights that are bound to a reduction; others as they are."""
     return weights.array if isinstance(weights, BoundWeights) else weights
 
 
-def weights_given(call: str, weights: Any, count: int, reduction: str) -> Any:
+def weights_given(
+    call: str, weights: Weights, count: int, reduction: str
+) -> jax.Array | np.ndarray | None:
     """Weights that a step is given, checked: a number per row, or None for 1 each.
 
     Lists and tuples become arrays; integers and booleans become float32.
@@ -236,6 +253,7 @@ def weights_given(call: str, weights: Any, count: int, reduction: str) -> Any:
         rule = f"must be one per row, shape ({count},)"
         got = f"shape {weights.shape}"
         raise ValueError(requirement(f"{call}(weights=...)", rule, got))
+    # Weights in device memory are not read back: that would wait for the device.
     if not isinstance(weights, jax.Array):
         check_weight_values(call, weights)
     return weights
@@ -262,7 +280,7 @@ def check_weight_values(
     floating = jnp.issubdtype(weights.dtype, jnp.floating)
     dtype = jax.dtypes.canonicalize_dtype(weights.dtype if floating else np.float32)
     kept = jnp.finfo(wide_dtype(dtype))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # An overflow is refused below, by its value.
         total = float(weights.sum(dtype=np.float64))
     if total and not float(kept.tiny) <= total <= float(kept.max):
         rule = f"must have a total between {kept.tiny:.2g} and {kept.max:.2g}, as "

@@ -1,1 +1,3 @@
-"""Training steps over replicas and their variants."""
+"""Training steps over replicas, their variants, and the loop over batches."""
+
+__all__: list[str] = []

@@ -1,4 +1,4 @@
-"""A replica's own share of a step, in one pass or in micro-batches one after another.
+"""Gradient accumulation: a replica's rows in one pass, or in micro-batches in turn.
 
 Accumulation is what `no_sync` is for in PyTorch: k backward passes, one reduction. The
 micro-batches' *partials* are added up (see `jdist.reduction`), not their means, so that
@@ -16,31 +16,33 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reduction as reductions
+from jdist._tree import PyTree
 from jdist.data_parallel.gradient.unused import only, watched
+from jdist.data_parallel.replicas.mapping import as_row, own_row
 from jdist.reduction import Partial
 
-Loss = Callable[..., tuple[jax.Array, tuple[Any, Any]]]
+Loss = Callable[..., tuple[jax.Array, tuple[PyTree, PyTree]]]
 
 
 class ReplicaBatch(NamedTuple):
-    """What a replica has to work on; None where there is no such thing."""
+    """A replica's inputs of one step; None where the model has no such input."""
 
-    batch: Any
+    batch: PyTree
     """Pytree of arrays `(examples, ...)`, this replica's own."""
 
     weights: jax.Array
     """`(examples,)`."""
 
-    key: Any = None
+    key: jax.Array | None = None
     """A PRNG key of this replica and step; micro-batch j gets `fold_in(key, j)`."""
 
-    states: Any = None
+    states: PyTree = None
     """The state before the step; each micro-batch's goes to the next."""
 
 
 def accumulated(
-    loss: Loss, params: Any, share: ReplicaBatch, reduction: str, count: int
-) -> tuple[Partial, Any, Any]:
+    loss: Loss, params: PyTree, share: ReplicaBatch, reduction: str, count: int
+) -> tuple[Partial, PyTree, PyTree]:
     """Forward and backward passes over one replica's share, added up.
 
     Args:
@@ -57,15 +59,16 @@ def accumulated(
     """
     used: set[str] = set()
 
-    def one(state: Any, index: Any, batch: Any, weights: jax.Array) -> Any:
+    def one(state: PyTree, index: Any, batch: PyTree, weights: jax.Array) -> PyTree:
         key = None if share.key is None else jax.random.fold_in(share.key, index)
 
-        def losses_of(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        def losses_of(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
             return loss(watched(params, used), batch, key, state)
 
         part, (new_states, aux) = reductions.partial_with_aux(
             losses_of, params, batch, weights, reduction
         )
+        # Padding is repeated examples: alone it must not move the statistics.
         some = jnp.any(weights > 0)
         new_states = jax.tree.map(
             lambda new, old: jnp.where(some, new, old), new_states, state
@@ -74,16 +77,17 @@ def accumulated(
 
     if count == 1:
         part, state, aux = one(share.states, 0, share.batch, share.weights)
-        return part, state, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+        return part, state, as_row(aux)
 
     indices = jnp.arange(count, dtype=jnp.int32)
     rows = jax.tree.map(
         lambda x: x.reshape(count, -1, *x.shape[1:]), (share.batch, share.weights)
     )
-    first = jax.tree.map(lambda x: x[0], (indices, *rows))
+    first = own_row((indices, *rows))
+    # Which gradients are None shows in the trace; `scan` needs the carry's structure.
     shapes, *_ = jax.eval_shape(one, share.states, *first)
 
-    def body(carry: tuple[Partial, Any], micro: Any) -> tuple[Any, Any]:
+    def body(carry: tuple[Partial, PyTree], micro: PyTree) -> tuple[PyTree, PyTree]:
         so_far, state = carry
         part, state, aux = one(state, *micro)
         return (reductions.combine(so_far, part, reduction), state), aux

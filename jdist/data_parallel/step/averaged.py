@@ -1,16 +1,15 @@
 """Horovod's form: an optimizer that averages gradients over replicas before it steps.
 
 For a training loop that exists already, inside `jax.shard_map`, `jax.pmap` or
-`jax.vmap`: wrap its optimizer, and each replica's own gradient becomes everybody's.
+`jax.vmap`: its wrapped optimizer steps by the mean of the replicas' gradients.
 """
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 
-from jdist._tree import wide_dtype
+from jdist._tree import PyTree, wide_dtype
 from jdist.optim import Optimizer, check_optimizer
 from jdist.reduction import weighted_mean
 
@@ -50,12 +49,12 @@ def averaged(opt: Optimizer, axis_name: Hashable) -> Optimizer:
     check_optimizer("averaged(opt=...)", opt)
 
     def step_tree(
-        params: Any,
-        grads: Any,
-        state: Any,
-        overrides: Mapping[str, Any],
+        params: PyTree,
+        grads: PyTree,
+        state: PyTree,
+        overrides: Mapping[str, PyTree],
         **form: bool,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         rest = dict(overrides)
         if opt.precision is not None:
             # Masters take the mean as it was added up, and not rounded to 16 bits.

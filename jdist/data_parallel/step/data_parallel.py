@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jdist._tree import examples_in, is_inexact, wide_dtype
+from jdist._tree import PyTree, examples_in, is_inexact, wide_dtype
 from jdist.data_parallel.replicas.inputs import brought, check_alive
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
@@ -53,15 +53,15 @@ def DataParallel(
     rows = PartitionSpec(axis)
 
     @jax.jit
-    def compiled(params: Any, scattered: Any) -> Any:
-        def on_replica(wide: Any, batch: Any) -> Any:
+    def compiled(params: PyTree, scattered: PyTree) -> PyTree:
+        def on_replica(wide: PyTree, batch: PyTree) -> PyTree:
             given = jax.tree.map(_as_it_was, wide, params)
             return (fn(given, batch),)
 
         mapped = over_replicas(on_replica, mesh, axis, (EACH, rows), (rows,))
         return mapped(jax.tree.map(_widened, params), scattered)
 
-    def apply(params: Any, batch: Any) -> Any:
+    def apply(params: PyTree, batch: PyTree) -> PyTree:
         """The outputs of the whole batch; see `data_parallel.DataParallel`."""
         count = examples_in(batch, "apply(params, batch)")
         check_params("apply(params=...)", params, mesh, axis)
@@ -84,10 +84,10 @@ def DataParallel(
     return apply
 
 
-def _widened(param: Any) -> Any:
+def _widened(param: PyTree) -> PyTree:
     """In the precision that the replicas' gradients are added up in."""
     return param.astype(wide_dtype(param.dtype)) if is_inexact(param) else param
 
 
-def _as_it_was(wide: Any, param: Any) -> Any:
+def _as_it_was(wide: PyTree, param: PyTree) -> PyTree:
     return wide.astype(param.dtype) if is_inexact(wide) else wide

@@ -1,17 +1,16 @@
 """Training and evaluation over many batches."""
 
 from collections.abc import Iterable, Sized
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from jdist._checkpoint import Checkpoints
 from jdist._fit import Metrics, check_save_every, fitted, over_epoch, pair, progress
-from jdist._tree import examples_in
-from jdist.data_parallel.data.checkpoint import TrainCheckpoints
-from jdist.data_parallel.replicas.shards import unbound
+from jdist._tree import PyTree, examples_in
+from jdist.data_parallel.replicas.shards import Weights, unbound
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.train_step import TrainStep
 from jdist.reduction import wide_weights
@@ -20,10 +19,10 @@ from jdist.reduction import wide_weights
 def fit(
     step: TrainStep,
     state: TrainState,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     *,
     total: int | None = None,
-    checkpoints: TrainCheckpoints | None = None,
+    checkpoints: Checkpoints[TrainState] | None = None,
     save_every: int = 1000,
     console: Console | None = None,
 ) -> tuple[TrainState, list[Metrics]]:
@@ -67,7 +66,7 @@ def fit(
     if total is None and isinstance(batches, Sized):
         total = len(batches)
 
-    def counted(state: TrainState, batch: Any, weights: Any) -> Any:
+    def counted(state: TrainState, batch: PyTree, weights: Weights) -> PyTree:
         examples, weight = _counts(batch, weights)
         state, found = step(state, batch, weights)
         return state, found._replace(examples=examples, weight=weight)
@@ -87,7 +86,7 @@ def fit(
 def evaluate(
     step: TrainStep,
     state: TrainState,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     *,
     total: int | None = None,
     console: Console | None = None,
@@ -96,7 +95,7 @@ def evaluate(
 
     Args:
       step: From `train_step`.
-      state: Any training state; nothing is changed by it.
+      state: PyTree training state; nothing is changed by it.
       batches: As for `fit`.
       total: How many there are, if they do not say it themselves.
       console: Where a bar shows how far it is; None for none.
@@ -124,7 +123,7 @@ def evaluate(
     return over_epoch(found, step.reduction)
 
 
-def _counts(batch: Any, weights: Any) -> tuple[Any, Any]:
+def _counts(batch: PyTree, weights: Weights) -> tuple[PyTree, PyTree]:
     """How many examples count, and their weight; of weights on devices, there."""
     if weights is None:
         count = examples_in(batch, "fit(batches)")

@@ -1,4 +1,4 @@
-"""Replicas that run out of data before others, without anybody waiting for ever.
+"""Uneven inputs: replicas that run out of data before others, without a deadlock.
 
 All replicas run one program, so that one which has no batch left still takes part; its
 rows have weight 0 (they repeat an example, see
@@ -17,7 +17,6 @@ small batch as much as a large one. They are here to repeat runs made with them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jdist._errors import JdistError, requirement
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.replicas.shards import (
     BoundWeights,
     own_replicas,
@@ -83,7 +82,7 @@ class Join:
 
     def __init__(
         self,
-        streams: Sequence[Iterable[Any]],
+        streams: Sequence[Iterable[PyTree]],
         mesh: Mesh | int,
         *,
         rows: int,
@@ -109,9 +108,9 @@ class Join:
         self._raises = early_end == "error"
         self.reduction = DIVISORS[divide_by]
 
-    def __iter__(self) -> Iterator[tuple[Any, jax.Array | BoundWeights]]:
+    def __iter__(self) -> Iterator[tuple[PyTree, jax.Array | BoundWeights]]:
         """The steps."""
-        spare: Any = None
+        spare: PyTree = None
         step = 0
         while True:
             items = [self._next(stream) for stream in self._streams]
@@ -126,10 +125,11 @@ class Join:
                 )
             yield self._joined(items, spare)
             here = next((item for item in items if item is not None), None)
+            # A batch to repeat an example of, once this process has no more.
             spare = spare if here is None else here
             step += 1
 
-    def _next(self, stream: Iterator[Any]) -> tuple[Any, np.ndarray] | None:
+    def _next(self, stream: Iterator[PyTree]) -> tuple[PyTree, np.ndarray] | None:
         item = next(stream, None)
         if item is None:
             return None
@@ -146,8 +146,8 @@ class Join:
         return batch, own
 
     def _joined(
-        self, items: Sequence[Any], spare: Any
-    ) -> tuple[Any, jax.Array | BoundWeights]:
+        self, items: Sequence[PyTree], spare: PyTree
+    ) -> tuple[PyTree, jax.Array | BoundWeights]:
         """One batch of all replicas; `spare` is an old one to repeat an example of."""
         given = [item for item in items if item is not None]
         sizes = [0 if item is None else len(item[1]) for item in items]
@@ -175,11 +175,11 @@ class Join:
         active = np.zeros(self._replicas, bool)
         active[self._own] = here
         if len(self._own) == self._replicas:
-            return active
+            return active  # One process has seen them all.
         return np.any(multihost_utils.process_allgather(active), axis=0)
 
 
-def _check_choice(name: str, value: Any, known: Iterable[str]) -> None:
+def _check_choice(name: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         rule = f"must be one of {', '.join(map(repr, known))}"
         raise ValueError(requirement(f"Join({name}=...)", rule, repr(value)))

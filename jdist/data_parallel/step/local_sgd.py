@@ -16,7 +16,7 @@ all replicas use the whole batch's gradient and cannot part ways.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,31 +24,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._errors import requirement
-from jdist._tree import examples_in, merge, split_inexact
+from jdist._tree import PyTree, examples_in, merge, split_inexact
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
-from jdist.data_parallel.gradient.value_and_grad import check_rows
 from jdist.data_parallel.hooks import Bucket, Hook, all_reduce
 from jdist.data_parallel.hooks.post_local_sgd import group_mean
 from jdist.data_parallel.hooks.switch import one_of
 from jdist.data_parallel.replicas.inputs import brought, check_alive, check_place
 from jdist.data_parallel.replicas.layout import check_alone, check_params
-from jdist.data_parallel.replicas.mapping import EACH, over_replicas
-from jdist.data_parallel.replicas.shards import replicas_of, weights_given
+from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
+from jdist.data_parallel.replicas.shards import (
+    Weights,
+    check_rows,
+    replicas_of,
+    weights_given,
+)
 from jdist.data_parallel.step.nnx_loss import check_stateless
 from jdist.optim import Optimizer, check_optimizer
 
 
 class LocalState(NamedTuple):
-    """What a step hands to the next; but for `step`, leaves have a row per replica."""
+    """The state between two steps; all leaves but `step` have a row per replica."""
 
     step: jax.Array
     """Steps taken, int32 scalar."""
 
-    params: Any
+    params: PyTree
     """Each replica's own parameters."""
 
-    opt_state: Any
+    opt_state: PyTree
     """Each replica's own optimizer state; never averaged."""
 
     seen: jax.Array
@@ -69,9 +73,9 @@ class LocalSGD:
     optimizer: Optimizer
     mesh: Mesh | int
     axis: str
-    compiled: tuple[Any, Any]
+    compiled: tuple[PyTree, PyTree]
 
-    def init(self, params: Any) -> LocalState:
+    def init(self, params: PyTree) -> LocalState:
         """The state before the first step: the parameters once for each replica."""
         count = replicas_of(self.mesh, self.axis, "local_sgd")
         nothing = jnp.zeros((), jnp.result_type(float))
@@ -87,7 +91,7 @@ class LocalSGD:
         return LocalState(jnp.zeros((), jnp.int32), *stacked)
 
     def step(
-        self, state: LocalState, batch: Any, weights: Any = None
+        self, state: LocalState, batch: PyTree, weights: Weights = None
     ) -> tuple[LocalState, jax.Array]:
         """One step of each replica on its own rows, and an average if it is due.
 
@@ -115,14 +119,14 @@ class LocalSGD:
         step, own, loss = self.compiled[0](*state, batch, weights)
         return LocalState(step, *own), loss
 
-    def average(self, state: LocalState) -> Any:
+    def average(self, state: LocalState) -> PyTree:
         """The parameters averaged over replicas, for evaluation or for the end."""
         check_alive("average(state=...)", state)
         return self.compiled[1](state.params, state.seen)
 
 
 def local_sgd(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: Callable[[PyTree, PyTree], jax.Array],
     optimizer: Optimizer,
     mesh: Mesh | int,
     *,
@@ -167,16 +171,17 @@ def local_sgd(
     replicas_of(mesh, axis, "local_sgd")
     check_alone("local_sgd", mesh, axis)
     _check_options(optimizer, period, start)
+    # Before `start` the whole batch's gradient, then the group's.
     hooks = (all_reduce(), group_mean(group_size))
 
-    def on_replica(step: Any, *arguments: Any) -> Any:
+    def on_replica(step: PyTree, *arguments: PyTree) -> PyTree:
         *stacked, batch, weights = arguments
-        params, opt_state, seen = _own(stacked)
+        params, opt_state, seen = own_row(stacked)
 
-        def part_of(params: Any, batch: Any, weights: jax.Array) -> Any:
+        def part_of(params: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
             return reductions.partial(loss_fn, params, batch, weights, "mean")
 
-        def summed(state: Any, bucket: Bucket) -> tuple[Any, Bucket]:
+        def summed(state: PyTree, bucket: Bucket) -> tuple[PyTree, Bucket]:
             _, result = one_of(step < start, hooks, ((), ()), bucket)
             return state, result
 
@@ -194,10 +199,10 @@ def local_sgd(
             lambda: (_averaged(params, seen, axis), jnp.zeros_like(seen)),
             lambda: (params, seen),
         )
-        return step + 1, _stacked((params, opt_state, seen)), loss
+        return step + 1, as_row((params, opt_state, seen)), loss
 
-    def average(params: Any, seen: jax.Array) -> tuple[Any]:
-        own, weight = _own((params, seen))
+    def average(params: PyTree, seen: jax.Array) -> tuple[PyTree]:
+        own, weight = own_row((params, seen))
         return (_averaged(own, weight, axis),)
 
     rows = PartitionSpec(axis)
@@ -224,19 +229,12 @@ def _check_options(optimizer: Optimizer, period: int, start: int) -> None:
             raise ValueError(requirement(argument, f"must be at least {least}", value))
 
 
-def _averaged(params: Any, seen: jax.Array, axis: str) -> Any:
+def _averaged(params: PyTree, seen: jax.Array, axis: str) -> PyTree:
     """The mean by what each has seen; right after an average, what all have."""
     total = jax.lax.psum(seen, axis)
     floating, rest = split_inexact(params)
+    # Right after an average nothing has been seen, and the mean would be 0 / 0.
     weight = jnp.where(total > 0, seen, 1)
     means = reductions.weighted_mean(floating, weight, axis)
     means = jax.tree.map(lambda m, x: jnp.where(total > 0, m, x), means, floating)
     return merge(means, rest)
-
-
-def _own(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def _stacked(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], tree)

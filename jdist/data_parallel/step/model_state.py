@@ -15,13 +15,12 @@ states, and both rules leave them alone but for rounding.
 """
 
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import merge, split_inexact
+from jdist._tree import PyTree, merge, split_inexact
 from jdist.reduction import weighted_mean
 
 RULES = ("mean", "first")
@@ -35,8 +34,8 @@ def check_rule(call: str, rule: str) -> None:
 
 
 def synchronized(
-    state: Any, weight: jax.Array, axis_name: Hashable, rule: str = "mean"
-) -> Any:
+    state: PyTree, weight: jax.Array, axis_name: Hashable, rule: str = "mean"
+) -> PyTree:
     """One state out of the replicas' states; call it where `axis_name` is bound.
 
     Args:
@@ -67,7 +66,7 @@ def synchronized(
     )
 
 
-def _of_first(state: Any, weight: jax.Array, axis_name: Hashable) -> Any:
+def _of_first(state: PyTree, weight: jax.Array, axis_name: Hashable) -> PyTree:
     """The state of the first replica with examples, or of the first if none has any."""
     if not jax.tree.leaves(state):
         return state

@@ -1,4 +1,4 @@
-"""A Flax NNX module taken apart into what a training step wants.
+"""Flax NNX modules as parameters, model state and a loss function of arrays.
 
     nnx.Param variables                      the parameters
     batch statistics and other variables     the model state
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import path_of
+from jdist._tree import PyTree, path_of
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -37,14 +37,14 @@ class FromNNX:
         those of a `TrainState`.
     """
 
-    loss_fn: Callable[..., Any]
-    in_evaluation: Callable[..., Any]
-    params: Any
-    states: Any
-    module: Callable[..., Any]
+    loss_fn: Callable[..., PyTree]
+    in_evaluation: Callable[..., PyTree]
+    params: PyTree
+    states: PyTree
+    module: Callable[..., PyTree]
 
 
-def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
+def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromNNX:
     """A Flax NNX module's loss as `train_step` takes it.
 
     Args:
@@ -86,12 +86,17 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
     graph, params, streams, rest = _taken_apart(model)
     stateful = bool(jax.tree.leaves(rest))
 
-    def made(params: Any, state: Any, key: Any) -> Any:
+    def made(params: PyTree, state: PyTree, key: jax.Array | None) -> PyTree:
         own = streams if key is None else _streams(streams, key)
         kept = rest if state is None else state
         return nnx.merge(graph, params, own, kept, copy=True)
 
-    def losses(params: Any, batch: Any, key: Any = None, states: Any = None) -> Any:
+    def losses(
+        params: PyTree,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        states: PyTree = None,
+    ) -> PyTree:
         model = made(params, states, key)
         before = _counts(model)
         found = loss_fn(model, batch)
@@ -102,23 +107,25 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., Any]) -> FromNNX:
         first, *aux = found if isinstance(found, tuple) else (found,)
         return first, _taken_apart(model)[-1], *aux
 
-    def in_evaluation(params: Any, batch: Any, *, states: Any = None) -> Any:
+    def in_evaluation(
+        params: PyTree, batch: PyTree, *, states: PyTree = None
+    ) -> PyTree:
         model = made(params, states, None)
         model.eval()
         return loss_fn(model, batch)
 
-    def module(params: Any, states: Any = None) -> Any:
+    def module(params: PyTree, states: PyTree = None) -> PyTree:
         return made(params, states, None)
 
     return FromNNX(losses, in_evaluation, params, rest if stateful else None, module)
 
 
-def check_stateless(argument: str, params: Any) -> None:
+def check_stateless(argument: str, params: PyTree) -> None:
     """Refuses a module as parameters whose state no step would move.
 
     Args:
       argument: Function and argument, such as `"init(params=...)"`.
-      params: Any pytree.
+      params: PyTree pytree.
 
     Raises:
       ValueError: There is an NNX module, or a state of one, with variables that are no
@@ -128,7 +135,7 @@ def check_stateless(argument: str, params: Any) -> None:
     if nnx is None:
         return
 
-    def is_variable(x: Any) -> bool:
+    def is_variable(x: object) -> bool:
         return isinstance(x, nnx.Variable)
 
     for keys, leaf in jax.tree.leaves_with_path(params, is_leaf=is_variable):
@@ -143,17 +150,17 @@ def check_stateless(argument: str, params: Any) -> None:
             raise ValueError(requirement(argument, rule, got, remedy))
 
 
-def _taken_apart(module: Any) -> tuple[Any, Any, Any, Any]:
+def _taken_apart(module: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]:
     """Structure, parameters, random streams, and what else a module keeps."""
     from flax import nnx
 
     graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    # Variables of its own: what becomes of the module later is not seen here.
+    # New variables: later changes of the caller's module do not reach these.
     params, streams, rest = (jax.tree.map(lambda x: x, state) for state in states)
     return graph, params, streams, rest
 
 
-def _streams(like: Any, key: jax.Array) -> Any:
+def _streams(like: PyTree, key: jax.Array) -> PyTree:
     """Every stream from its beginning, with a key of its own."""
     structure: Any
     leaves, structure = jax.tree.flatten(like)
@@ -165,14 +172,14 @@ def _streams(like: Any, key: jax.Array) -> Any:
     )
 
 
-def _counts(module: Any) -> list[Any]:
+def _counts(module: Any) -> list[PyTree]:
     """How much has been drawn from each stream."""
     from flax import nnx
 
     return jax.tree.leaves(nnx.state(module, nnx.RngCount))
 
 
-def _check_undrawn(before: list[Any], after: list[Any]) -> None:
+def _check_undrawn(before: list[PyTree], after: list[PyTree]) -> None:
     if any(one is not other for one, other in zip(before, after, strict=True)):
         rule = "must be given where the model draws random numbers, as dropout does"
         remedy = "Without it all replicas and steps would draw the same ones."

@@ -28,17 +28,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist import reduction as reductions
 from jdist._compat import map_shards
 from jdist._errors import requirement
-from jdist._tree import examples_in, is_inexact, named_leaves, split_inexact, wide_dtype
+from jdist._tree import (
+    PyTree,
+    examples_in,
+    is_inexact,
+    named_leaves,
+    split_inexact,
+    wide_dtype,
+)
 from jdist.data_parallel.gradient.buckets import (
     Cap,
     check_cap,
     check_paths,
     plan_buckets,
 )
-from jdist.data_parallel.gradient.value_and_grad import check_rows
 from jdist.data_parallel.hooks.hook import flatten, split
 from jdist.data_parallel.replicas.layout import check_params
-from jdist.data_parallel.replicas.shards import replicas_of, weights_given
+from jdist.data_parallel.replicas.shards import (
+    Weights,
+    check_rows,
+    replicas_of,
+    weights_given,
+)
 from jdist.reduction import Partial
 from jdist.segment import segment
 
@@ -48,14 +59,14 @@ Layer = Callable[[Any, Any], Any]
 
 def reducer(
     layers: Sequence[Layer],
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: Callable[[PyTree, PyTree], jax.Array],
     mesh: Mesh,
     *,
     axis: str = "data",
     reduction: str = "mean",
     bucket_cap_mb: Cap = None,
     on_reduce: Callable[[int, jax.Array], None] | None = None,
-) -> Callable[..., tuple[jax.Array, Any]]:
+) -> Callable[..., tuple[jax.Array, PyTree]]:
     """The whole batch's loss and gradient, driven by the host layer by layer.
 
     Args:
@@ -104,7 +115,9 @@ def reducer(
     check_cap(f"{call}(bucket_cap_mb=...)", bucket_cap_mb)
     driver = _Driver(layers, loss_fn, mesh, axis, reduction)
 
-    def fn(params: Any, batch: Any, weights: Any = None) -> tuple[jax.Array, Any]:
+    def fn(
+        params: PyTree, batch: PyTree, weights: Weights = None
+    ) -> tuple[jax.Array, PyTree]:
         """The whole batch's loss and gradient; see `data_parallel.reducer`."""
         count = examples_in(batch, "fn(params, batch)")
         check_rows(count, replicas)
@@ -136,7 +149,7 @@ class _BucketPlan:
     buckets: list[list[int]]
 
     @staticmethod
-    def of(call: str, params: Sequence[Any], cap: Cap) -> "_BucketPlan":
+    def of(call: str, params: Sequence[PyTree], cap: Cap) -> "_BucketPlan":
         named = {k: x for k, x in named_leaves(list(params)).items() if is_inexact(x)}
         paths = list(named)
         leaves = [
@@ -159,7 +172,7 @@ class _Driver:
     def __init__(
         self,
         layers: Sequence[Layer],
-        loss_fn: Callable[[Any, Any], jax.Array],
+        loss_fn: Callable[[PyTree, PyTree], jax.Array],
         mesh: Mesh,
         axis: str,
         reduction: str,
@@ -174,7 +187,7 @@ class _Driver:
         first = segment(_first(layers[0]), label=label)
         self.segments = [first, *map(segment, layers[1:])]
 
-        def head(outputs: Any, batch: Any, weights: jax.Array) -> Any:
+        def head(outputs: PyTree, batch: PyTree, weights: jax.Array) -> PyTree:
             part = reductions.partial(loss_fn, outputs, batch, weights, reduction)
             trainable, _ = split_inexact(outputs)
             cast = jax.tree.map(
@@ -198,11 +211,12 @@ class _Driver:
     def run(
         self,
         plan: _BucketPlan,
-        params: Sequence[Any],
-        given: tuple[Any, Any],
+        params: Sequence[PyTree],
+        given: tuple[PyTree, PyTree],
         on_reduce: Callable[[int, jax.Array], None] | None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, PyTree]:
         """Dispatches one pass."""
+        # No copy where they are there already.
         params = jax.device_put(list(params), self.whole)
         own_params = self._by_device(params)
         batch, weights = jax.device_put(given, self.rows)
@@ -213,6 +227,8 @@ class _Driver:
         ]
         scalars = self._reduced([one.forward() for one in passes])
         sums: list[jax.Array] = []
+        # Dispatch does not wait: a bucket's collective is enqueued as soon as the last
+        # backward half that fills it is, and runs beside the halves that follow.
         for layer in reversed(range(len(self.segments))):
             for one in passes:
                 one.backward(layer)
@@ -236,8 +252,8 @@ class _Driver:
         make = jax.make_array_from_single_device_arrays
         return self.reduce(make(shape, self.rows, rows))
 
-    def _by_device(self, tree: Any) -> list[Any]:
-        """What each device of this process holds of a tree: no copies."""
+    def _by_device(self, tree: PyTree) -> list[PyTree]:
+        """The tree on each device of this process, without copies."""
         leaves, structure = jax.tree.flatten(tree)
         held = [{s.device: s.data for s in leaf.addressable_shards} for leaf in leaves]
         return [
@@ -250,8 +266,8 @@ class _Driver:
         buckets: tuple[tuple[int, ...], ...],
         sums: list[jax.Array],
         scalars: jax.Array,
-        params: list[Any],
-    ) -> tuple[jax.Array, Any]:
+        params: list[PyTree],
+    ) -> tuple[jax.Array, PyTree]:
         trainable, _ = split_inexact(params)
         like, structure = jax.tree.flatten(trainable)
         leaves: dict[int, jax.Array] = {}
@@ -267,12 +283,16 @@ class _ReplicaPass:
     """One replica's forward and backward pass, as far as it has been dispatched."""
 
     def __init__(
-        self, driver: _Driver, params: Sequence[Any], batch: Any, weights: jax.Array
+        self,
+        driver: _Driver,
+        params: Sequence[PyTree],
+        batch: PyTree,
+        weights: jax.Array,
     ) -> None:
         self.driver, self.params = driver, params
         self.batch, self.weights = batch, weights
-        self.residuals: list[Any] = []
-        self.cotangent: Any = None
+        self.residuals: list[PyTree] = []
+        self.cotangent: PyTree = None
         self.done: dict[int, list[jax.Array]] = {}
 
     def forward(self) -> jax.Array:
@@ -311,16 +331,16 @@ def _fill_bucket(gradients: list[jax.Array]) -> jax.Array:
 def _first(layer: Layer) -> Layer:
     """The first layer: nothing asks for the gradient of the batch."""
 
-    def first(params: Any, batch: Any) -> Any:
+    def first(params: PyTree, batch: PyTree) -> PyTree:
         return layer(params, jax.tree.map(jax.lax.stop_gradient, batch))
 
     return first
 
 
-def _named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _named(name: str, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Under this name it shows in a profile."""
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> PyTree:
         return fn(*arguments)
 
     call.__name__ = name

@@ -1,19 +1,23 @@
-"""One replica's part of a training step: its own gradient, then the communication."""
+"""The programs of one replica: a training step's gradients, and an evaluation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
-from jdist._tree import is_none, wide_dtype
+from jdist import reduction as reductions
+from jdist._fit import Metrics
+from jdist._tree import PyTree, is_none, wide_dtype
 from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.gradient.loss import Loss
+from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
 from jdist.data_parallel.step.accumulation import ReplicaBatch, accumulated
 from jdist.data_parallel.step.model_state import synchronized
 from jdist.data_parallel.step.train_state import TrainState
+from jdist.reduction import Partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,17 @@ class ReplicaStep:
     wide: bool = False
 
     def step(
-        self, state: TrainState, hook_state: Any, scale: Any, batch: Any, weights: Any
-    ) -> tuple[Any, ...]:
-        """Own gradient, then everybody's.
+        self,
+        state: TrainState,
+        hook_state: PyTree,
+        scale: jax.Array | None,
+        batch: PyTree,
+        weights: jax.Array | None,
+    ) -> tuple[PyTree, ...]:
+        """Computes this replica's gradient and joins it with the others'.
 
         Args:
-          state: The training state; the optimizer's is not looked at.
+          state: The training state; the optimizer's part is not used.
           hook_state: This replica's row of what the hook keeps.
           scale: The loss scale, or None.
           batch: This replica's rows.
@@ -55,36 +64,44 @@ class ReplicaStep:
         axis = self.communication.axis
         states = synchronized(states, jnp.sum(weights), axis, self.rule)
         like = jax.tree.map(self._like, part.gradient, state.params, is_leaf=is_none)
-        # A hook's state has one row for each replica.
-        kept = jax.tree.map(lambda x: x[0], hook_state)
+        kept = own_row(hook_state)
         loss, grads, kept = self.communication(part, ready[0], like, kept or ())
         row = None
         if self.communication.stateful:
-            row = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
+            row = as_row(kept)
         return loss, grads, states, row, aux, self.communication.checksums(grads)
 
-    def _like(self, gradient: Any, param: Any) -> Any:
+    def _like(self, gradient: PyTree, param: PyTree) -> PyTree:
         """An array of the dtype in which a finished gradient is handed over."""
         if gradient is None or not self.wide:
             return None if gradient is None else param
         return param.astype(wide_dtype(param.dtype))
 
-    def start(self, state: TrainState, batch: Any, weights: Any) -> tuple[Any]:
+    def start(
+        self, state: TrainState, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[PyTree]:
         """This replica's row of what the hook keeps, before the first step."""
         weights = self.communication.weights_of(batch, weights)
         (part, *_), ready = self._own(state, None, batch, weights)
         kept = self.communication.start(part, ready[0])
-        return (jax.tree.map(lambda x: jnp.asarray(x)[None], kept),)
+        return (as_row(kept),)
 
-    def _own(self, state: TrainState, scale: Any, batch: Any, weights: Any) -> Any:
+    def _own(
+        self,
+        state: TrainState,
+        scale: jax.Array | None,
+        batch: PyTree,
+        weights: jax.Array,
+    ) -> PyTree:
         """This replica's partial, model state and aux; and when each is ready."""
         key = state.key
         if key is not None:
+            # Other masks on each replica and in each step, from one key of the run.
             rank = jax.lax.axis_index(self.communication.axis)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), rank)
         loss = _scaled(self.loss, scale)
 
-        def fn(params: Any, share: ReplicaBatch) -> Any:
+        def fn(params: PyTree, share: ReplicaBatch) -> PyTree:
             return accumulated(
                 loss, params, share, self.communication.reduction, self.accumulate
             )
@@ -93,7 +110,7 @@ class ReplicaStep:
         return with_gradient_order(fn, state.params, share)
 
 
-def _scaled(loss: Loss, scale: jax.Array | None) -> Callable[..., Any]:
+def _scaled(loss: Loss, scale: jax.Array | None) -> Callable[..., PyTree]:
     """Losses times the loss scale of a mixed-precision optimizer, in float32 at least.
 
     A scaled loss is only differentiated; `Metrics` has it without the scale.
@@ -101,9 +118,71 @@ def _scaled(loss: Loss, scale: jax.Array | None) -> Callable[..., Any]:
     if scale is None:
         return loss
 
-    def scaled(*arguments: Any) -> Any:
+    def scaled(*arguments: PyTree) -> PyTree:
         losses, rest = loss(*arguments)
         wide = losses.astype(wide_dtype(losses.dtype))
         return wide * scale.astype(wide.dtype), rest
 
     return scaled
+
+
+def evaluation(
+    loss: Loss,
+    in_evaluation: Callable[..., PyTree] | None,
+    mesh: Mesh | int,
+    axis: str,
+    reduction: str,
+) -> Callable[..., PyTree]:
+    """The compiled `(state, batch, weights) -> Metrics`.
+
+    Args:
+      loss: What training calls.
+      in_evaluation: What is called instead, `in_evaluation(params, batch)`, with
+        `states=` where there is one; it returns no new state and takes no key.
+        None for the loss itself, whose new state is dropped.
+      mesh: The devices; or a number of replicas on one device.
+      axis: The mesh axis that counts replicas.
+      reduction: That of the training step.
+    """
+    communication = Communication("evaluate", axis, reduction)
+    rows = PartitionSpec(axis)
+
+    def losses_of(state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        if in_evaluation is not None:
+            kept = state.states
+            named = {} if kept is None else {"states": kept}
+            alone = Loss(lambda p, b: in_evaluation(p, b, **named), loss.has_aux)
+            losses, (_, aux) = alone(state.params, batch)
+            return losses, aux
+        key = state.key
+        if key is not None:
+            key = jax.random.fold_in(key, state.step)
+            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        losses, (_, aux) = loss(state.params, batch, key, state.states)
+        return losses, aux
+
+    def on_replica(
+        state: TrainState, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[PyTree, PyTree]:
+        entering = communication.weights_of(batch, weights)
+        losses, aux = losses_of(state, batch)
+        reductions.check_losses(losses, entering.shape)
+        value, _, weight = reductions.seeds(losses, entering, reduction)
+        # A partial without gradients: the same communication, of two numbers.
+        part = Partial(value, {}, weight)
+        found, *_ = communication(part, part, {})
+        given = jnp.ones(entering.shape, jnp.float32) if weights is None else weights
+        wide = reductions.wide_weights(given)
+        own = jnp.sum(wide > 0), jnp.sum(wide)
+        counts = tuple(jax.lax.psum(x, axis) for x in own)
+        return (found, *counts), as_row(aux)
+
+    mapped = over_replicas(on_replica, mesh, axis, (EACH, rows, rows), (EACH, rows))
+
+    def evaluate(
+        state: TrainState, batch: PyTree, weights: jax.Array | None
+    ) -> Metrics:
+        (value, examples, weight), aux = mapped(state, batch, weights)
+        return Metrics(value, examples, weight, aux=aux)
+
+    return jax.jit(evaluate)

@@ -25,9 +25,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jdist._compat import alike
 from jdist._errors import requirement
 from jdist._fit import Metrics, check_state
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.gradient.buckets import Cap
 from jdist.data_parallel.gradient.communication import Communication
+from jdist.data_parallel.gradient.hook_state import check_hook_rows, structured
 from jdist.data_parallel.gradient.loss import Loss
 from jdist.data_parallel.hooks import Bucket, Hook
 from jdist.data_parallel.replicas.agreement import check_agreement
@@ -35,21 +36,21 @@ from jdist.data_parallel.replicas.broadcast import replicate
 from jdist.data_parallel.replicas.inputs import brought, check_alive, check_place
 from jdist.data_parallel.replicas.layout import check_mesh, check_params
 from jdist.data_parallel.replicas.mapping import EACH, over_replicas
-from jdist.data_parallel.replicas.shards import replicas_of, unbound, weights_given
-from jdist.data_parallel.step.evaluation import evaluation
+from jdist.data_parallel.replicas.shards import (
+    Weights,
+    replicas_of,
+    unbound,
+    weights_given,
+)
 from jdist.data_parallel.step.model_state import check_rule
 from jdist.data_parallel.step.nnx_loss import check_stateless
-from jdist.data_parallel.step.replica_step import ReplicaStep
-from jdist.data_parallel.step.train_state import (
-    TrainState,
-    check_hook_rows,
-    structured,
-)
+from jdist.data_parallel.step.replica_step import ReplicaStep, evaluation
+from jdist.data_parallel.step.train_state import TrainState
 from jdist.optim import Optimizer, check_optimizer, clip_by_global_norm
 
 
 class Synchronization(TypedDict, total=False):
-    """How what the replicas computed is brought together."""
+    """How gradients and model state of the replicas are joined."""
 
     method: str
     """Of gradients: "all_reduce" or "all_gather"; see `value_and_grad`."""
@@ -57,7 +58,7 @@ class Synchronization(TypedDict, total=False):
     bucket_cap_mb: Cap
     """Which gradients travel together; see `value_and_grad`."""
 
-    hook: Hook | Callable[[Any, Bucket], tuple[Any, Bucket]] | None
+    hook: Hook | Callable[[PyTree, Bucket], tuple[PyTree, Bucket]] | None
     """Compresses gradients on their way; see `value_and_grad`."""
 
     states: str
@@ -99,11 +100,11 @@ class TrainStep:
 
     def init(
         self,
-        params: Any,
+        params: PyTree,
         *,
-        states: Any = None,
+        states: PyTree = None,
         key: jax.Array | None = None,
-        opt_state: Any = None,
+        opt_state: PyTree = None,
     ) -> TrainState:
         """The state before the first step, with copies of the values given.
 
@@ -143,7 +144,11 @@ class TrainStep:
         )
 
     def __call__(
-        self, state: TrainState, batch: Any, weights: Any = None, **overrides: Any
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weights: Weights = None,
+        **overrides: PyTree,
     ) -> tuple[TrainState, Metrics]:
         """One step. `state` is donated: use the one that is returned.
 
@@ -171,7 +176,9 @@ class TrainStep:
             check_agreement("train_step", sums, self.mesh, self.axis)
         return moved._replace(key=key), metrics
 
-    def evaluate(self, state: TrainState, batch: Any, weights: Any = None) -> Metrics:
+    def evaluate(
+        self, state: TrainState, batch: PyTree, weights: Weights = None
+    ) -> Metrics:
         """The loss of a batch, by forward passes alone; nothing is changed by it.
 
         Args:
@@ -194,8 +201,13 @@ class TrainStep:
         return found
 
     def _given(
-        self, call: str, state: TrainState, batch: Any, weights: Any, divisor: int
-    ) -> tuple[Any, Any]:
+        self,
+        call: str,
+        state: TrainState,
+        batch: PyTree,
+        weights: Weights,
+        divisor: int,
+    ) -> tuple[PyTree, PyTree]:
         """Batch and weights as the program can take them; see `inputs`."""
         check_state(f"{call}(state=...)", state, TrainState, "step")
         count = examples_in(batch, f"{call}(state, batch)")
@@ -214,7 +226,9 @@ class TrainStep:
         )
         return given
 
-    def _with_hook_state(self, state: TrainState, batch: Any, weights: Any) -> Any:
+    def _with_hook_state(
+        self, state: TrainState, batch: PyTree, weights: Weights
+    ) -> PyTree:
         """The state with what its hook kept, if anything, in the hook's structure."""
         argument, kept = "step(state=...)", state.hook_state
         if not jax.tree.leaves(kept):
@@ -232,7 +246,7 @@ class TrainStep:
         return state
 
     def lower(
-        self, state: TrainState, batch: Any, weights: Any = None
+        self, state: TrainState, batch: PyTree, weights: Weights = None
     ) -> jax.stages.Lowered:
         """The step's program, for a look at what is compiled and what it needs."""
         weights = unbound(weights)
@@ -241,7 +255,7 @@ class TrainStep:
 
 
 def train_step(  # noqa: PLR0913 - options, by keyword
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     optimizer: Optimizer,
     mesh: Mesh | int,
     *,
@@ -250,7 +264,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     accumulate: int = 1,
     max_norm: float | None = None,
     has_aux: bool = False,
-    in_evaluation: Callable[..., Any] | None = None,
+    in_evaluation: Callable[..., PyTree] | None = None,
     **synchronization: Unpack[Synchronization],
 ) -> TrainStep:
     """A training step over replicas, equal to the step of one device on all examples.
@@ -332,12 +346,16 @@ def train_step(  # noqa: PLR0913 - options, by keyword
 
 def _step(
     mapped: Any, optimizer: Optimizer, max_norm: float | None, divided: bool
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """The function that is compiled: gradients, clipping, and the optimizer's step."""
 
     def step(
-        state: TrainState, key: Any, batch: Any, weights: Any, overrides: Any
-    ) -> Any:
+        state: TrainState,
+        key: jax.Array | None,
+        batch: PyTree,
+        weights: Weights,
+        overrides: PyTree,
+    ) -> PyTree:
         scale = None
         if optimizer.loss_factor is not None:
             scale = optimizer.loss_factor(state.opt_state)
@@ -360,18 +378,18 @@ def _step(
     return step
 
 
-def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> Any:
+def _mapped(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:
     rows = PartitionSpec(axis)
     takes = (EACH, rows, EACH, rows, rows)
     gives = (EACH, EACH, EACH, rows, rows, EACH)
     return over_replicas(replica_step.step, mesh, axis, takes, gives)
 
 
-def _start(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> Any:
+def _start(replica_step: ReplicaStep, mesh: Mesh | int, axis: str) -> PyTree:
     rows = PartitionSpec(axis)
     mapped = over_replicas(replica_step.start, mesh, axis, (EACH, rows, rows), (rows,))
 
-    def start(state: TrainState, batch: Any, weights: Any) -> Any:
+    def start(state: TrainState, batch: PyTree, weights: Weights) -> PyTree:
         return mapped(state._replace(opt_state=None), batch, weights)[0]
 
     return jax.jit(start)
@@ -382,8 +400,8 @@ def _unscaled(number: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _clipped(
-    grads: Any, max_norm: float | None, scale: jax.Array | None
-) -> tuple[Any, jax.Array | None]:
+    grads: PyTree, max_norm: float | None, scale: jax.Array | None
+) -> tuple[PyTree, jax.Array | None]:
     """Gradients clipped as if they were not scaled, and the norm that they would have.
 
     A loss scale stays on: the optimizer takes it off where 16 bits no longer matter.
@@ -395,7 +413,7 @@ def _clipped(
     return clipped, _unscaled(norm, scale)
 
 
-def _ascending(grads: Any) -> Any:
+def _ascending(grads: PyTree) -> PyTree:
     """Of complex parameters the conjugate, as optimizers want it; see `Optimizer`."""
     return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
 

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist._compat import laid_out
 from jdist._errors import requirement
-from jdist._tree import is_inexact, named_leaves
+from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.data_parallel.replicas.layout import check_alone, check_params
 from jdist.data_parallel.replicas.shards import replicas_of
 from jdist.optim import Optimizer, check_optimizer
@@ -75,14 +75,15 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
       TypeError: `mesh` is no mesh, or `opt` no optimizer.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, numpy as np
       >>> from jdist import optim
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> opt = zero(optim.adam(lr=0.1), mesh)
       >>> params = {"w": jnp.array([1.0, 2.0])}
       >>> params, state = opt.step(params, {"w": jnp.ones(2)}, opt.init(params))
-      >>> params["w"].round(3), state["w"].exp_avg.whole().round(3)
-      (Array([0.9, 1.9], dtype=float32), Array([0.1, 0.1], dtype=float32))
+      >>> found = (params["w"], state["w"].exp_avg.whole())
+      >>> print(*(np.asarray(x).round(3) for x in found))
+      [0.9 1.9] [0.1 0.1]
 
     References:
       Rajbhandari et al., ZeRO, SC 2020, section 5.1;
@@ -90,17 +91,17 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
       parameters and so can divide no single large one.
     """
     if not isinstance(mesh, Mesh):
-        rule = "must be a jax.sharding.Mesh: one device has nobody to share with"
+        rule = "must be a jax.sharding.Mesh: one device has nothing to divide"
         raise TypeError(requirement("zero(mesh=...)", rule, mesh))
     check_optimizer("zero(opt=...)", opt)
     layout = _StateLayout(mesh, axis, replicas_of(mesh, axis, "zero"))
     check_alone("zero", mesh, axis)
 
-    def init_tree(params: Any) -> Any:
+    def init_tree(params: PyTree) -> PyTree:
         check_params("init(params=...)", params, mesh, axis)
         wanted = jax.eval_shape(opt.init_tree, params)
 
-        def init(params: Any) -> Any:
+        def init(params: PyTree) -> PyTree:
             state = opt.init_tree(jax.tree.map(layout.part, params))
             return layout.wrapped(state, wanted)
 
@@ -108,12 +109,12 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         return jax.jit(init, keep_unused=True)(params)
 
     def step_tree(
-        params: Any,
-        grads: Any,
-        state: Any,
-        overrides: Mapping[str, Any],
+        params: PyTree,
+        grads: PyTree,
+        state: PyTree,
+        overrides: Mapping[str, PyTree],
         **form: bool,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         own, own_grads = (jax.tree.map(layout.part, tree) for tree in (params, grads))
         moved, inner = opt.step_tree(
             own, own_grads, _unwrapped(state), overrides, **form
@@ -122,6 +123,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         structure: Any
         leaves, structure = jax.tree.flatten(params)
         rest = (structure.flatten_up_to(grads), jax.tree.leaves(moved))
+        # A parameter without a gradient stays the array it was, bit for bit.
         new_params = [
             old if grad is None and not form else layout.joined(new, old)
             for old, grad, new in zip(leaves, *rest, strict=True)
@@ -161,7 +163,7 @@ class _StateLayout:
             *shape[d + 1 :],
         )
 
-    def part(self, leaf: Any) -> Any:
+    def part(self, leaf: Any) -> PyTree:
         """A parameter or gradient, padded and divided; scalars and integers stay."""
         if not is_inexact(leaf) or not jnp.ndim(leaf):
             return leaf
@@ -184,7 +186,7 @@ class _StateLayout:
         whole = laid_out(part, self.mesh, PartitionSpec())
         return whole[tuple(slice(size) for size in jnp.shape(like))]
 
-    def wrapped(self, state: Any, wanted: Any) -> Any:
+    def wrapped(self, state: PyTree, wanted: PyTree) -> PyTree:
         """A new state, divided; `wanted` has the shapes of the undivided one."""
         structure: Any = jax.tree.structure(state)
         named = {k: x for k, x in named_leaves(state).items() if x is not None}
@@ -194,7 +196,9 @@ class _StateLayout:
             for (path, leaf), shape in zip(named.items(), shapes, strict=True)
         )
 
-    def _wrapped_leaf(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> Any:
+    def _wrapped_leaf(
+        self, path: str, leaf: jax.Array, shape: tuple[int, ...]
+    ) -> PyTree:
         if not shape or leaf.shape == shape != self.padded(shape):
             return laid_out(leaf, self.mesh, PartitionSpec())
         if leaf.shape == self.padded(shape):
@@ -206,7 +210,7 @@ class _StateLayout:
         got = f"{leaf.shape} for {shape} at {path}"
         raise ValueError(requirement("zero(opt=...)", rule, got))
 
-    def rewrapped(self, inner: Any, like: Any) -> Any:
+    def rewrapped(self, inner: PyTree, like: PyTree) -> PyTree:
         """A stepped state, divided as the one before was."""
         structure: Any = jax.tree.structure(like, is_leaf=_is_sharded)
         pairs = zip(
@@ -222,11 +226,11 @@ class _StateLayout:
         )
 
 
-def _is_sharded(x: Any) -> bool:
+def _is_sharded(x: object) -> bool:
     return isinstance(x, Sharded)
 
 
-def _unwrapped(state: Any) -> Any:
+def _unwrapped(state: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: x.array if isinstance(x, Sharded) else x, state, is_leaf=_is_sharded
     )

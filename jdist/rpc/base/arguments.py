@@ -5,6 +5,8 @@ from typing import Any
 
 from jdist._errors import requirement
 
+__all__ = ["named", "positional"]
+
 
 def positional(call: str, args: Any) -> tuple[Any, ...]:
     """The positional arguments; None stands for none.

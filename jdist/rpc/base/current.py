@@ -18,6 +18,23 @@ from jdist.rpc.base.errors import RpcError
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 
+__all__ = [
+    "NOT_INITIALIZED",
+    "Cancellable",
+    "RunningCall",
+    "Scope",
+    "Worker",
+    "acting_as",
+    "add",
+    "becoming",
+    "deadline",
+    "remove",
+    "scope",
+    "use_worker",
+    "why_none",
+    "worker",
+]
+
 
 class Worker(Protocol):
     """What these modules need of a worker; `jdist.rpc.calls.agent.Agent` is one."""

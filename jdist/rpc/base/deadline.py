@@ -12,6 +12,20 @@ from typing import Any, NamedTuple
 from jdist._errors import requirement
 from jdist.rpc.base.options import DEFAULT_TIMEOUT
 
+__all__ = [
+    "DEFAULT",
+    "LONGEST",
+    "NEVER",
+    "Deadline",
+    "check_timeout",
+    "exceeded",
+    "from_meta",
+    "moment",
+    "resolve",
+    "to_meta",
+]
+
+
 DEFAULT = -1.0
 """The timeout that stands for the worker's default."""
 

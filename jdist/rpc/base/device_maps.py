@@ -21,6 +21,17 @@ import jax
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 
+__all__ = [
+    "CALL",
+    "DeviceMaps",
+    "Table",
+    "check",
+    "device_of",
+    "number_beside",
+    "number_of",
+]
+
+
 Table = Mapping[jax.Device, int]
 """From devices of this worker to numbers of another one's."""
 

@@ -6,6 +6,18 @@ arrives at the caller as its own type, see `jdist.rpc.codec.remote_exception`.
 
 from jdist._errors import JdistError
 
+__all__ = [
+    "AuthenticationError",
+    "CollectiveMismatch",
+    "ForbiddenFunction",
+    "ProcessFailed",
+    "ProtocolError",
+    "RemoteError",
+    "RpcError",
+    "RpcTimeout",
+    "WorkerLost",
+]
+
 
 class RpcError(JdistError, RuntimeError):
     """Base class; a `RuntimeError` too, because torch raises that."""

@@ -7,6 +7,9 @@ from typing import Any
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.worker_info import WorkerInfo
 
+__all__ = ["NEEDS", "ExtensionState", "Gone"]
+
+
 NEEDS = "needs"
 """In the metadata of a request: `module:function` of the package that reads it."""
 

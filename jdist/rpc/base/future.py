@@ -20,6 +20,23 @@ from jdist.rpc.base import current
 from jdist.rpc.base.deadline import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 
+__all__ = [
+    "Future",
+    "await_done",
+    "call_when_done",
+    "cancel",
+    "collect",
+    "collect_all",
+    "complete",
+    "error_of",
+    "run_all",
+    "unwatch",
+    "wait_all",
+    "wait_all_calls",
+    "watch",
+]
+
+
 T = TypeVar("T")
 U = TypeVar("U")
 _log = logging.getLogger("jdist.rpc")

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.worker_info import WorkerInfo
 
+__all__ = ["Interceptor", "Invocation", "Operation", "UnboundFunction"]
+
 
 class Operation(NamedTuple):
     """What is done, worded only when somebody asks."""

@@ -10,6 +10,9 @@ from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 
+__all__ = ["MessageContext", "ReferenceCounting"]
+
+
 _NONE = Operation("")
 
 

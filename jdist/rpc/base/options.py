@@ -8,6 +8,15 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.rpc.base import device_maps
 
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "LONGEST_POLLING",
+    "RpcOptions",
+    "check_options",
+    "check_seconds",
+]
+
+
 DEFAULT_TIMEOUT = 60.0
 LONGEST_POLLING = 0.01
 """Beyond that sleeping costs next to nothing. Deadlines are kept that much late."""

@@ -11,8 +11,9 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jdist.rpc.base.thread_pool import ThreadPool
 
@@ -28,6 +29,14 @@ Ring = Callable[[float], float | None]
 class _Appointment(NamedTuple):
     at: float
     order: int  # of equal moments, so that the heap never compares what follows
+    ring: Callable[[float], object]
+
+
+class _Finalizer(weakref.ref[Any]):
+    """A weak reference that enters the timer's queue when its object is collected."""
+
+    __slots__ = ("ring",)
+
     ring: Callable[[float], object]
 
 
@@ -93,7 +102,8 @@ class Timer:
         self._pool = pool
         # A queue of C: `put` takes no lock of Python's, so that a finalizer may call it
         # on a thread that holds any lock.
-        self._queue: queue.SimpleQueue[_Appointment | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Appointment | _Finalizer | None]
+        self._queue = queue.SimpleQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -113,6 +123,19 @@ class Timer:
     def at(self, moment: float, ring: Callable[[float], object]) -> None:
         """Has `ring(now)` called once on the timer's thread; it must not wait."""
         self._queue.put(_Appointment(moment, next(self._order), ring))
+
+    def when_collected(
+        self, thing: object, ring: Callable[[float], object]
+    ) -> weakref.ref[Any]:
+        """Has `ring(now)` called on the timer's thread once `thing` is collected.
+
+        Keep the result for as long as this is wanted. `ring` must not refer to `thing`.
+        """
+        # The callback is C: where an object happens to be collected, no Python code
+        # runs that could need a lock, or be lost to an interrupt.
+        collected = _Finalizer(thing, self._queue.put)
+        collected.ring = ring
+        return collected
 
     def close(self) -> None:
         """Ends the thread; any number of times."""
@@ -135,7 +158,10 @@ class Timer:
                 continue
             if item is None:
                 return
-            heapq.heappush(appointments, item)
+            if isinstance(item, _Finalizer):
+                self._call(item.ring)
+            else:
+                heapq.heappush(appointments, item)
 
     def _call(self, ring: Callable[[float], object]) -> None:
         try:

@@ -15,10 +15,9 @@ from jdist.rpc.base.future import Future, call_when_done, run_all
 from jdist.rpc.base.interceptor import Interceptor, Operation
 from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.options import RpcOptions
-from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.calls.callee import (
     NESTED,
     TAKE_BACK,

@@ -32,6 +32,9 @@ from jdist.rpc.codec.decoding import Decoder, Decoding, parts
 from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.functions import FunctionTable
 
+__all__ = ["Codec"]
+
+
 _ENCODERS = plain.ENCODERS | containers.ENCODERS | numeric.ENCODERS
 _KINDS = [*numeric.KINDS, *objects.KINDS, *callables.KINDS]
 

@@ -12,6 +12,9 @@ import numpy as np
 
 from jdist.rpc.base.device_maps import Table, device_of, number_of
 
+__all__ = ["adopt", "aligned", "host"]
+
+
 _ALIGNMENT = 64
 
 

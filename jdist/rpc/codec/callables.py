@@ -13,6 +13,8 @@ from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
 from jdist.rpc.codec.encoding import Encoder, Encoding
 
+__all__ = ["DECODERS", "ENCODERS", "KINDS"]
+
 
 def _reference(encoding: Encoding, value: Any) -> Any:
     return [codes.REFERENCE, encoding.functions.reference(value)]

@@ -12,6 +12,8 @@ from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts_at_least
 from jdist.rpc.codec.encoding import Encoder, Encoding
 
+__all__ = ["DECODERS", "ENCODERS", "hashing"]
+
 
 def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
     encoding.check_keys(mapping)

@@ -6,6 +6,9 @@ from typing import Any
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.functions import FunctionTable
 
+__all__ = ["Decoder", "Decoding", "parts", "parts_at_least"]
+
+
 Decoder = Callable[["Decoding", list[Any]], Any]
 """Makes the value of a node of one kind."""
 

@@ -9,6 +9,9 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 
+__all__ = ["dtype_name", "dtype_named"]
+
+
 _PLAIN = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",

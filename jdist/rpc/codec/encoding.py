@@ -7,6 +7,9 @@ from jdist._errors import requirement
 from jdist.rpc.codec.codes import LEAF
 from jdist.rpc.codec.functions import FunctionTable
 
+__all__ = ["Encoder", "Encoding"]
+
+
 Encoder = Callable[["Encoding", Any], Any]
 """Makes a tree of a value of one kind; asks the `Encoding` for the trees within."""
 

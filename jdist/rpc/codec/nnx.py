@@ -10,6 +10,9 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.rpc.codec.functions import own_name
 
+__all__ = ["StandIn", "is_module", "method", "refusal", "variables"]
+
+
 _METHODS = frozenset(("__call__", "eval", "train"))
 
 

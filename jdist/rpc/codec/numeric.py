@@ -15,6 +15,8 @@ from jdist.rpc.codec.decoding import Decoder, Decoding, parts
 from jdist.rpc.codec.dtypes import dtype_name, dtype_named
 from jdist.rpc.codec.encoding import Encoder, Encoding
 
+__all__ = ["DECODERS", "ENCODERS", "KINDS", "jax_array"]
+
 
 def _numpy_array(encoding: Encoding, value: np.ndarray) -> Any:
     dtype_name(value.dtype)  # Refused here, so that no transport takes more.

@@ -19,6 +19,8 @@ from jdist.rpc.codec.decoding import Decoder, Decoding, parts, parts_at_least
 from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.remote_exception import describe, rebuild
 
+__all__ = ["DECODERS", "KINDS"]
+
 
 def _name_of(encoding: Encoding, value: Any) -> str:
     return encoding.functions.reference(type(value))

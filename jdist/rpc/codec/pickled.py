@@ -13,6 +13,8 @@ from jdist.rpc.codec.decoding import Decoding
 from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.plain import decode_bytes, encode_bytes
 
+__all__ = ["forbidden", "or_pickled", "unpickled"]
+
 
 def or_pickled(encoder: Encoder) -> Encoder:
     """`encoder`, with a pickle for what it refuses."""

@@ -11,6 +11,9 @@ from jdist.rpc.codec import codes
 from jdist.rpc.codec.decoding import Decoder, Decoding, parts
 from jdist.rpc.codec.encoding import Encoder, Encoding
 
+__all__ = ["DECODERS", "ENCODERS", "decode_bytes", "encode_bytes"]
+
+
 _LONG = 4096
 """Bytes and texts of this length or more travel as leaves: in the body, not copied."""
 

@@ -1,1 +1,3 @@
 """The group of workers: rendezvous, membership, liveness and collectives."""
+
+__all__: list[str] = []

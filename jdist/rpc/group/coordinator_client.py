@@ -23,8 +23,7 @@ from jdist.rpc.base.future import (
     error_of,
     run_all,
 )
-from jdist.rpc.base.peer_record import PeerRecord
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.peers import Peer
 from jdist.rpc.group.barrier_round import SHUTDOWN

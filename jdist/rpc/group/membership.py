@@ -11,9 +11,8 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from jdist.rpc.base.peer_record import PeerRecord
 from jdist.rpc.base.thread_pool import ThreadPool
-from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ERROR, Frame
 

@@ -1,1 +1,3 @@
 """Modules that live on a worker and are used from others."""
+
+__all__: list[str] = []

@@ -12,6 +12,8 @@ from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec import nnx
 from jdist.rpc.rref import RRef
 
+__all__ = ["Parameter", "create", "listed"]
+
 
 class Parameter:
     """A parameter of a Flax NNX module: a cell whose `value` can be replaced.

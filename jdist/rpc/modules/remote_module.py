@@ -15,6 +15,9 @@ from jdist.rpc.calls.function_calls import is_asynchronous
 from jdist.rpc.modules import parameters
 from jdist.rpc.rref import Proxy, RRef
 
+__all__ = ["TRAINABLE", "RemoteModule", "remote_module"]
+
+
 TRAINABLE = "rpc.trainable_module"
 """Under which a worker has what makes a trainable module, if something offers it."""
 

@@ -69,10 +69,9 @@ class Creation:
         outgoing = self._outgoing._replace(body=(name, *self._outgoing.body))
         if handle.owner_value is None:
             agent.request(outgoing._replace(ended=self._end))
-        else:
-            asked = agent.request(outgoing)
-            place = handle.owner_value
-            call_when_done(asked, lambda: self._end_here(asked, place))
+            return
+        asked, place = agent.request(outgoing), handle.owner_value
+        call_when_done(asked, lambda: self._end_here(asked, place))
 
     def give_up(self, error: BaseException) -> None:
         """Undoes it; the owner is told if it may have been asked."""

@@ -2,6 +2,8 @@
 
 import collections
 
+__all__ = ["DedupWindow", "UnsettledNumbers"]
+
 
 class DedupWindow:
     """The numbers that one sender's messages bear, seen by their receiver.

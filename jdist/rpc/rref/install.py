@@ -13,6 +13,9 @@ from jdist.rpc.rref.proxy import Method
 from jdist.rpc.rref.reference import RRef, fetch_call
 from jdist.rpc.rref.references import References, refuse_anywhere_else
 
+__all__ = ["install"]
+
+
 _METHOD = "rref.method"
 
 

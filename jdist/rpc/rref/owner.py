@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.rref.dedup_window import DedupWindow
 
+__all__ = ["OwnedEntry", "OwnedValues", "Swept"]
+
 
 class OwnedEntry:
     """One value that others hold.

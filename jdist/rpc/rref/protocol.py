@@ -35,6 +35,8 @@ from jdist.rpc.rref.owner import OwnedEntry, OwnedValues
 from jdist.rpc.rref.unacknowledged import GivenFork, Unacknowledged
 from jdist.rpc.rref.user_fork import UserFork, UserForks
 
+__all__ = ["Created", "Effects", "Freed", "Never", "Protocol", "Send", "Settled"]
+
 
 class Send(NamedTuple):
     """To be done: have `message` arrive at the worker numbered `to`, exactly once."""

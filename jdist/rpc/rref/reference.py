@@ -1,7 +1,6 @@
 """`RRef`, a reference to a value on one worker, and `remote`, which makes one."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -80,9 +79,7 @@ class RRef(Generic[T]):
         self._creation = handle.creation
         self._type = None
         if handle.user_fork is not None:
-            drop = handle.references.drop
-            finalizer = weakref.finalize(self, drop, handle.user_fork)
-            finalizer.atexit = False
+            handle.references.drop_with(self, handle.user_fork)
 
     # --- who and where ---
 

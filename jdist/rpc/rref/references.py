@@ -1,8 +1,7 @@
 """The references of one worker: the protocol, its messages and its waits."""
 
-import contextlib
+import collections
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from jdist.rpc.rref.messages import (
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
-from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.rref.reliable_delivery import GATHERING, ReliableDelivery
 from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
@@ -96,10 +95,9 @@ class References:
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
         self._answers: dict[GloballyUniqueId, RunningCall] = {}
         self._leaks: list[str] = []
-        # A queue of C: `put` takes no lock of Python's, so that finalizers may call it.
-        self._dropped: queue.SimpleQueue[UserFork] = queue.SimpleQueue()
-        self._gathering = False
-        self.delivery = ReliableDelivery(agent, agent.timer.later)
+        self._watched: dict[GloballyUniqueId, object] = {}
+        self._unused: collections.deque[UserFork] = collections.deque()
+        self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
             self.delivery.handle(name, read, self._receive)
@@ -177,15 +175,25 @@ class References:
         with self._lock:
             self._protocol.not_asked(user_fork)
 
-    def drop(self, user_fork: UserFork) -> None:
-        """Gives a fork up, soon; takes no lock, because finalizers call it.
+    def drop_with(self, handle: object, user_fork: UserFork) -> None:
+        """Drops a fork once this object of the program's is collected."""
+        self._watched[user_fork.fork] = self.agent.timer.when_collected(
+            handle, lambda now: self.drop(user_fork)
+        )
 
-        A finalizer may run on a thread that has the very lock that it would need.
-        """
-        self._dropped.put(user_fork)
-        if not self._gathering:
-            self._gathering = True
-            self.agent.timer.later(_GATHERING, self._drop_gathered)
+    def drop(self, user_fork: UserFork) -> None:
+        """Drops a fork soon; any number of times."""
+        self._watched.pop(user_fork.fork, None)
+        self._unused.append(user_fork)
+        if len(self._unused) == 1:
+            # To tell owners of each by itself would cost as much as a call.
+            self.agent.timer.later(GATHERING, self._drop_unused)
+
+    def _drop_unused(self) -> None:
+        forks = []
+        while self._unused:
+            forks.append(self._unused.popleft())
+        self._drop(forks)
 
     # --- giving and taking ---
 
@@ -312,15 +320,6 @@ class References:
         with self._lock:
             effects = event(self._protocol)
         self._perform(effects)
-
-    def _drop_gathered(self) -> None:
-        # Reset first: what is dropped from now on makes an appointment of its own.
-        self._gathering = False
-        forks: list[UserFork] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                forks.append(self._dropped.get_nowait())
-        self._drop(forks)
 
     def _drop(self, forks: Sequence[UserFork]) -> None:
         with self._lock:

@@ -20,14 +20,14 @@ from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.rref.dedup_window import DedupWindow
 
-__all__ = ["Answers", "ReliableDelivery"]
+__all__ = ["GATHERING", "Answers", "ReliableDelivery"]
 
 Answers = Sequence[Any] | Future[Sequence[Any]]
 """One answer for each message of a batch, or a future of them."""
 
 Handler = Callable[[WorkerInfo, Sequence[Any]], tuple[Answers, Callable[[], None]]]
 
-_GATHERING = 0.01
+GATHERING = 0.01
 """Seconds for which a message that can wait does so, for more to the same worker."""
 
 _LARGEST_BATCH = 1000
@@ -61,19 +61,15 @@ class ReliableDelivery:
 
     Args:
       agent: The worker.
-      later: `later(seconds, action)` calls `action()` then, unless it was closed.
 
     Attributes:
       patience: Seconds to wait for the first answer to a batch; then twice as long each
         time.
     """
 
-    def __init__(
-        self, agent: Agent, later: Callable[[float, Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, agent: Agent) -> None:
         self.patience = _FIRST_PATIENCE
         self._agent = agent
-        self._later = later
         self._lock = threading.Lock()
         self._outboxes: collections.defaultdict[int, _Outbox]
         self._outboxes = collections.defaultdict(_Outbox)
@@ -118,7 +114,7 @@ class ReliableDelivery:
                 return
             outbox.sending = not gather
         if gather:
-            self._later(_GATHERING, lambda: self._send_gathered(to, outbox))
+            self._agent.timer.later(GATHERING, lambda: self._send_gathered(to, outbox))
         else:
             self._agent.pool.run(lambda: self._empty(to, outbox))
 
@@ -194,7 +190,7 @@ class ReliableDelivery:
         except WorkerLost:
             # If only the connection was lost, the next attempt makes another one.
             pause = min(_LONGEST_PATIENCE, _FIRST_PAUSE * 2**attempt)
-            self._later(pause, lambda: self._try(batch, attempt + 1))
+            self._agent.timer.later(pause, lambda: self._try(batch, attempt + 1))
         except Exception:  # noqa: BLE001 - logged; references report it as a leak too
             if not self._agent.closed:
                 count, to = len(batch.messages), batch.to

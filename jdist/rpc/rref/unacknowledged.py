@@ -7,6 +7,8 @@ from jdist.rpc.base.ids import GloballyUniqueId
 from jdist.rpc.rref.dedup_window import UnsettledNumbers
 from jdist.rpc.rref.user_fork import UserFork
 
+__all__ = ["GivenFork", "Unacknowledged"]
+
 
 class GivenFork(NamedTuple):
     """A fork on its way.

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from jdist.rpc.base.ids import GloballyUniqueId
 
+__all__ = ["UserFork", "UserForks"]
+
 
 class UserFork:
     """One fork of this worker.

@@ -143,7 +143,7 @@ def test_many_from_everywhere_at_once(cluster):
 def test_ends_are_told_together(threads, monkeypatch):
     """One message for all contexts that end within a moment; each is told once."""
     due, told, left = [], [], []
-    agent, delivery = here().agent, here().releases.delivery
+    agent = here().agent
     call = agent.call_async
 
     def note(to, kind, body, *rest):
@@ -156,7 +156,7 @@ def test_ends_are_told_together(threads, monkeypatch):
         due.append(action)
 
     monkeypatch.setattr(agent, "call_async", note)
-    monkeypatch.setattr(delivery, "_later", later)
+    monkeypatch.setattr(agent.timer, "later", later)
     for to in ("worker1", "worker1", "worker0"):
         with autograd.context() as context_id:
             rpc.rpc_sync(to, nothing)

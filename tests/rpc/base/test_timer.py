@@ -132,6 +132,24 @@ def test_a_finalizer_may_make_an_appointment(timer):
     assert done.acquire(timeout=PATIENCE)
 
 
+class Thing:
+    """Can be referred to weakly, and be part of a cycle."""
+
+
+def test_the_end_of_an_object_is_told_while_it_is_watched(timer):
+    first, second, third = Rings(), Rings(), Rings()
+    plain, cycle, unwatched = Thing(), Thing(), Thing()
+    cycle.itself = cycle
+    kept = [timer.when_collected(plain, first), timer.when_collected(cycle, second)]
+    timer.when_collected(unwatched, third)
+    del plain, cycle, unwatched
+    first.wait()
+    gc.collect()
+    second.wait()
+    assert [one() for one in kept] == [None, None]
+    assert not third.again()
+
+
 def test_nothing_is_called_after_the_end():
     pool, called = ThreadPool("pool", 1), []
     timer = Timer("timer", pool)

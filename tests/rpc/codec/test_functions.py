@@ -39,7 +39,7 @@ def table():
         ("builtins:min", min),
         ("builtins:ValueError", ValueError),
         ("jax.errors:JaxRuntimeError", jax.errors.JaxRuntimeError),
-        ("jdist.optim.sgd:sgd", jdist.optim.sgd),
+        ("jdist.optim.algorithms.sgd:sgd", jdist.optim.sgd),
     ],
 )
 def test_what_everybody_may_name(ref, thing):
@@ -272,7 +272,8 @@ HOSTILE = {
     "verify": "jdist.verify.__main__:main", "compat": "jdist._compat:trace",
     "cpu devices": "jdist._compat:set_cpu_device_count",
     "replicas of processes": "jdist.matrix.processes:serve",
-    "jdist's import": "jdist.optim.sgd:requirement", "through jdist": "jdist:optim.jax",
+    "jdist's import": "jdist.optim.algorithms.sgd:requirement",
+    "through jdist": "jdist:optim.jax",
     "errors' import": "jdist.rpc.base.errors:JdistError",
     # Nothing.
     "absent": f"{HERE}:absent", "absent in class": f"{HERE}:Point.absent",

@@ -1,0 +1,57 @@
+"""The state of a communication hook: one row per replica, in the hook's own structure.
+
+A hook keeps something for each of its buckets (a residual, a factor). The state belongs
+to the buckets, and so to the model, the bucket cap and the number of replicas.
+"""
+
+from typing import Any
+
+import jax
+
+from jdist._checkpoint import descriptions
+from jdist._errors import requirement
+from jdist._tree import PyTree, path_of
+
+__all__ = ["check_hook_rows", "structured"]
+
+
+def check_hook_rows(argument: str, kept: PyTree, replicas: int) -> None:
+    """Refuses a hook's state that is not of so many replicas.
+
+    Raises:
+      ValueError: It has another number of rows.
+    """
+    for leaf in jax.tree.leaves(kept):
+        if leaf.shape[:1] != (replicas,):
+            rule = f"must have what a hook kept of {replicas} replicas"
+            got = f"an array of shape {leaf.shape}"
+            raise ValueError(requirement(argument, rule, got, _ANEW))
+
+
+def structured(argument: str, kept: dict[str, Any], like: PyTree) -> PyTree:
+    """A hook's state in the hook's own structure.
+
+    Args:
+      argument: Function and argument, for the error's text.
+      kept: Its leaves by path.
+      like: A tree of that structure, of shapes and dtypes.
+
+    Raises:
+      ValueError: They are not the leaves of such a tree; the message names the first.
+    """
+    pairs = jax.tree.leaves_with_path(like)
+    wanted = {path_of(keys): leaf for keys, leaf in pairs}
+    here, there = descriptions(wanted), descriptions(kept)
+    for path in sorted(here.keys() | there.keys()):
+        want, got = (each.get(path, "no leaf") for each in (here, there))
+        if want != got:
+            rule = f"must have what this step's hook keeps, {want} at hook_state/{path}"
+            raise ValueError(requirement(argument, rule, got, _ANEW))
+    structure: Any = jax.tree.structure(like)
+    return structure.unflatten(kept[path] for path in wanted)
+
+
+_ANEW = (
+    "It belongs to the hook, its buckets and its replicas. With None in its place the "
+    "hook begins anew, as in `state._replace(hook_state=None)`."
+)
