@@ -131,7 +131,7 @@ class Agent:
         self.alarm = self.timer.alarm(self._expire)
         self.default_timeout = options.timeout
         self.interceptor: Interceptor | None = None
-        self.hint: Callable[[Peer], str] = lambda peer: ""
+        self.hint: Callable[[Peer], str] = lambda peer: ""  # set by `debug`
         self.ending = False
         self.closed = False
         self.callee = Callee(self)
@@ -338,6 +338,7 @@ class Agent:
         request = AsyncCall(self, outgoing, message, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
         if execution is not None:
+            # The callee then gives it no place to wait for: see `Callee.needs_place`.
             meta[NESTED] = True
         frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
         peer = outgoing.peer
@@ -406,6 +407,7 @@ class Agent:
         try:
             value = self.codec.decode(frame.tree, frame.leaves, message)
         except BaseException:
+            # Its sender counts the references in it as delivered.
             self.references.decline(frame.tree, callee)
             raise
         if frame.kind == REPLY:

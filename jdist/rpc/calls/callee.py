@@ -22,7 +22,7 @@ from jdist.rpc.base.current import Cancellable, Scope
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.extension_state import NEEDS
-from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
+from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -94,7 +94,7 @@ class Execution:
         return bool(self._futures)
 
     def defer(self, future: Future[Any]) -> None:
-        """The result will be that of `future`, or made of it; then of the last one."""
+        """Notes that the result will be that of `future`, or made of it."""
         with self._lock:
             self._futures.append(future)
             reason = self.cancelled
@@ -103,7 +103,7 @@ class Execution:
 
     @property
     def brings_references(self) -> bool:
-        """Whether its answer does."""
+        """Whether its answer brings references."""
         return self._undelivered is not None
 
     def bring(self, undelivered: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ class Execution:
             undelivered()
 
     def begin(self, nested: Cancellable) -> None:
-        """The function began to wait for `nested`."""
+        """Notes that the function waits for `nested`, to be given up with it."""
         with self._lock:
             if self._nested is None:
                 self._nested = set()
@@ -125,13 +125,13 @@ class Execution:
             nested.give_up(reason)
 
     def end(self, nested: Cancellable) -> None:
-        """It does no longer."""
+        """Notes that the function waits for `nested` no longer."""
         with self._lock:
             if self._nested is not None:
                 self._nested.discard(nested)
 
     def cancel(self, reason: str) -> None:
-        """The caller has no use for the result any more.
+        """Ends what can be ended: the caller has no use for the result any more.
 
         Does not wait: callbacks of the futures that end are users' functions, and run
         on the pool.
@@ -146,8 +146,9 @@ class Execution:
             ends += [functools.partial(c.give_up, reason) for c in self._nested or ()]
         if undelivered is not None:
             ends.append(undelivered)
-        if ends:
-            self._pool.run(lambda: run_all(ends))
+        for end in ends:
+            # Each on its own: a callback that waits must not keep a nested call alive.
+            self._pool.run(end)
 
 
 def _time_out(future: Future[Any], reason: str) -> None:

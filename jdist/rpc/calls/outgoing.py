@@ -92,7 +92,8 @@ class SyncCall:
         return self._peer.info.name
 
     def give_up(self, reason: str) -> None:
-        """The call within which this one is made was cancelled."""
+        """Ends the call, because the call within which it is made was cancelled."""
+        # Noted first: the call may be about to take a connection.
         self.given_up = reason
         connection = self.connection
         if connection is not None:
@@ -101,7 +102,7 @@ class SyncCall:
             self.take_back()
 
     def run(self, request: tuple[str, dict[str, Any], Any, list[Any]]) -> float | None:
-        """Sends a request of this kind, metadata, tree and leaves, and has its answer.
+        """Sends a request, as kind, metadata, tree and leaves, and receives its answer.
 
         Returns:
           What `Peer.give` returns.
@@ -134,7 +135,8 @@ class SyncCall:
             self.release("the call was given up at its deadline")
             raise
         except ValueError:
-            self._peer.give(connection)  # refused before a byte was sent
+            # Refused before a byte was sent, so the connection is as good as before.
+            self._peer.give(connection)
             self.connection = None
             raise
         until = self._peer.give(connection)
@@ -203,6 +205,7 @@ class AsyncCall:
         )
         if self._execution is not None and not self.future.done():
             self._execution.begin(self)
+            # It may have been answered in between, and ended before it was noted.
             if self.future.done():
                 self._execution.end(self)
 
@@ -230,12 +233,12 @@ class AsyncCall:
         return [self._time_out]
 
     def give_up(self, reason: str) -> None:
-        """The call within which this one is made was cancelled."""
+        """Ends the call, because the call within which it is made was cancelled."""
         if self._shared is not None and self._shared.withdraw(self._number):
             run_all(self.end(None, RpcTimeout(reason)))
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
-        """Completes the future; the callbacks that remain to be run."""
+        """Completes the future; returns the callbacks that remain to be run."""
         if self._ended is not None:
             self._ended(error)
         callbacks = complete(self.future, value, error)
