@@ -81,8 +81,8 @@ ROOMS = {
         "stages",
         "run",
         "pipedream spmd",
-        "pipeline timed",
-        "checkpoint",
+        "pipeline",
+        "timed checkpoint",
     ),
     "launch": ("options", "relay", "__main__"),
 }
@@ -98,7 +98,7 @@ NOT_YET: dict[str, set[str]] = {
     "rooms": {"pipeline"},
     "folder": {"pipeline"},
 }
-NAMES_TWICE = {"MicroBatches", "_Message"}
+NAMES_TWICE: set[str] = set()
 
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}

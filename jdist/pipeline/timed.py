@@ -1,4 +1,4 @@
-"""`timed`: a step of a pipeline, and its timeline."""
+"""The timeline of a step of a pipeline, measured while it runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,30 +15,30 @@ T = TypeVar("T")
 
 
 def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
-    """Runs a step and finds out when each of its actions began and ended.
+    """Runs a step and measures the start and the end of each of its actions.
 
     With workers in several processes each of them calls it, and gets the timeline of
-    all of them on the clock of the first: the clocks are compared by round trips, to
-    half of the shortest of 20 (some 30 us on one machine).
+    all of them on the first one's clock. The clocks are compared by 20 round trips; the
+    error is at most half of the shortest (some 30 us on one machine).
 
     Each action is waited for (see `ActionTimer`), so that a timed step may take longer
-    than others. Where several workers are in one process, its one thread does their
-    actions one after another: their seconds are good as costs of a simulation, while
-    the makespan is not that of a pipeline.
+    than others. Several workers of one process share a thread, which executes their
+    actions in turn: the seconds of each action are valid costs of a simulation, but the
+    makespan is not that of a pipeline.
 
     Args:
       pipe: The pipeline.
-      step: Does one step of it, `value_and_grad` or `train_step`; of several, the last
-        one counts. What is compiled in it is part of the times.
+      step: Makes one step of it, `value_and_grad` or `train_step`; of several, the last
+        one counts. Compilation within it is part of the times.
 
     Returns:
-      What `step` returned, and the timeline, with the bytes that each worker held for
-      backward passes at most, and those of each stage.
+      The return value of `step`, and the timeline, with the most bytes that each worker
+      held for backward passes, and those of each stage.
 
     Raises:
-      ValueError: `step` did no step of this pipeline; or its workers are a mesh, where
-        one program does all actions and nobody sees one end.
-      Exception: What `step` raises; WorkerLost and RpcTimeout.
+      ValueError: `step` made no step of this pipeline; or its workers are a mesh, where
+        one program executes all actions and their ends cannot be seen.
+      Exception: The error of `step`; WorkerLost and RpcTimeout.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,12 +63,13 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     except BaseException:
         last = pipe.executor.last
         if last is not before and last is not None and last.failed:
-            raise  # The call that failed has failed on all.
-        with pipe.executor.opened("timed"):  # The others are in a call, or here.
+            raise  # a call that failed has failed on all workers
+        # The other workers are in a call or wait below: let it fail on all of them.
+        with pipe.executor.opened("timed"):
             raise
     finally:
         pipe.action_timer = None
-    # All come first, so that the worker that is asked is not computing.
+    # After this no worker computes, so that the first one answers at once.
     pipe.executor.gather(None, "comparing clocks")
     with pipe.executor.opened("timed") as channels:
         offset = pipe.executor.clock_offset()
@@ -96,7 +97,7 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
 
 
 def _stage_bytes(kept: Sequence[Mapping[int, Sequence[int]]]) -> StageBytes:
-    """Of all stages; the most of those that run in several processes."""
+    """The bytes of all stages; the maximum where several processes run one."""
     stages = sorted(set().union(*kept))
     rows = [np.max([own[j] for own in kept if j in own], axis=0) for j in stages]
     return StageBytes(*np.array(rows, np.float64).T)

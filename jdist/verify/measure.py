@@ -312,10 +312,12 @@ def _accumulates(params: Any, accumulation: Any) -> tuple[str, ...]:
 
 
 def _coupling(together: np.ndarray, alone: np.ndarray) -> tuple[str, ...]:
-    slack = COUPLED * np.abs(together).max(initial=0)
+    # One loss that is NaN or infinite must not hide how large the others are.
+    slack = COUPLED * np.abs(together[np.isfinite(together)]).max(initial=0)
     if np.allclose(alone, together, rtol=0, atol=slack, equal_nan=True):
         return ()
-    example = int(np.argmax(np.abs(alone - together)))
+    with np.errstate(invalid="ignore"):
+        example = int(np.argmax(np.abs(alone - together)))
     return (
         f"examples influence each other: example {example} has a loss of "
         f"{together[example]:.6g} in the batch and of {alone[example]:.6g} alone. No "

@@ -225,3 +225,80 @@ def test_the_report_prints_and_serialises(tree):
     assert by_path["unused"]["max_abs"] == "nan"
     assert by_path["layer1/w"]["verdict"] == "bit-equal"
     assert by_path["layer1/b"]["ratio"] > 1e5
+
+
+def test_ulp_distance_is_the_distance_in_the_list_of_all_numbers():
+    """Of float16, of which there are few enough: from the lowest through -0 and +0."""
+    bits = np.arange(0x7C00, dtype=np.uint16)  # Up to the largest finite one.
+    every = np.concatenate([(bits[::-1] | 0x8000), bits]).view(np.float16)
+    assert (np.diff(every.astype(np.float64)) >= 0).all()
+    assert set(ulp_distance(every[:-1], every[1:]).tolist()) == {1}
+    places = np.arange(len(every))[:: len(every) // 97]
+    rows, columns = np.meshgrid(places, places)
+    found = ulp_distance(every[rows], every[columns])
+    np.testing.assert_array_equal(found, np.abs(rows - columns))
+
+
+def test_ulp_distance_of_other_kinds(rng):
+    """bfloat16 has its own spacing; of complex numbers the worse part counts."""
+    one = jnp.ones(2, jnp.bfloat16)
+    near = jnp.nextafter(one, jnp.asarray(2, one.dtype))
+    assert ulp_distance(np.asarray(one), np.asarray(near)).tolist() == [1, 1]
+    z = np.complex64([1 + 1j])
+    off = np.complex64([np.nextafter(np.float32(1), np.float32(2)) + 1j])
+    assert ulp_distance(z, off) == 1
+    farther = off + np.complex64(1j * 2**-20)
+    assert ulp_distance(z, farther) == 8
+    x = rng.normal(size=9).astype(np.float32)
+    np.testing.assert_array_equal(ulp_distance(x, -x), ulp_distance(-x, x))
+
+
+def test_terms_and_scale_may_be_given_leaf_by_leaf():
+    """Each leaf is held against its own; what is not floating needs none."""
+    reference = {"a": np.float32([1.0]), "b": np.float32([1.0]), "n": np.arange(2)}
+    off = {**reference, "a": np.float32([1 + 1e-3]), "b": np.float32([1 + 1e-3])}
+    terms, scale = {"a": 100, "b": 1, "n": 1}, {"a": 1e3, "b": 1.0, "n": 0.0}
+    report = verify.compare(reference, off, terms, scale)
+    assert [leaf.path for leaf in report.failures] == ["b"]
+    swapped = verify.compare(reference, off, {"a": 1, "b": 100, "n": 1}, 1e3)
+    assert [leaf.path for leaf in swapped.failures] == []
+
+
+def test_the_worst_entry_decides(rng):
+    """One wrong number among many right ones fails the leaf; the norm would hide it."""
+    w = rng.normal(size=10_000)
+    found = w.copy()
+    found[7777] *= 1 + 1e-6
+    (leaf,) = verify.compare({"w": w}, {"w": found}).failures
+    assert leaf.cosine > 1 - 1e-12
+    assert "at [7777]" in leaf.problem
+    assert leaf.max_rel == pytest.approx(1e-6, rel=1e-6)
+
+
+def test_structures_are_compared_by_path():
+    """A list in place of a tuple has the same leaves; a longer one has more."""
+    pair = (np.ones(2), {"b": np.ones(3)})
+    assert verify.compare(pair, [np.ones(2), {"b": np.ones(3)}]).ok
+    (extra,) = verify.compare(pair, (*pair, np.ones(1))).failures
+    assert (extra.path, extra.problem) == ("2", "not in the reference")
+    nested = verify.compare(pair, (np.ones(2), {"c": np.ones(3)}))
+    assert [leaf.path for leaf in nested.failures] == ["1/b", "1/c"]
+
+
+def test_an_empty_leaf_and_a_scalar():
+    """No number is wrong where there is none."""
+    tree = {"none": np.zeros((0, 3), np.float32), "s": np.float32(2)}
+    report = verify.compare(tree, tree)
+    assert report.bit_equal
+    assert {leaf.path: leaf.shape for leaf in report.leaves} == {
+        "none": (0, 3),
+        "s": (),
+    }
+    assert not verify.compare(tree, {**tree, "s": np.float32(2.1)}).ok
+
+
+def test_a_candidates_name_is_that_of_its_rows(tree):
+    """Also where leaves are missing or more."""
+    rows = verify.compare(tree, {"more": np.ones(2)}, name="mine").leaves
+    assert {leaf.candidate for leaf in rows} == {"mine"}
+    assert {leaf.verdict for leaf in rows} == {"FAILS"}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import VerificationError, verify
+from jdist.verify.measure import _coupling, _leading, _LossPrograms, _shares, measurer
 
 BF16 = jnp.bfloat16
 
@@ -302,3 +303,144 @@ def test_foreign_code_is_named():
     report = verify.judge(losses)(w, x, {"jax": mean_of(losses)}, seed=None)
     assert report.ok
     assert any("rounding of pure_callback was not" in note for note in report.notes)
+
+
+# --- what is measured, beside the same sums written in NumPy ---
+
+
+def measured(losses, params, batch, weights=None, reduction="mean", seed=None, more=1):
+    """What is known of a problem before anything is judged."""
+    return measurer(losses, reduction, None)(params, batch, weights, seed, more)
+
+
+def test_the_sums_are_those_of_the_examples(rng):
+    """Of a linear loss, whose gradients are the inputs: total, magnitude, square."""
+    x = normal(rng, 9, 4)
+    weights = np.float32([1, 2, 0, 0.5, 1, 1, 3, 1, 1])
+    programs = _LossPrograms(lambda w, x: x @ w, None)
+    shares = weights.astype(float) / weights.sum()
+    found = programs.gradients(jnp.ones(4), x, shares, 4)
+    terms = shares[:, None] * np.asarray(x, np.float64)
+    sums = found.sums
+    np.testing.assert_allclose(sums.total[1], terms.sum(0), rtol=1e-12)
+    np.testing.assert_allclose(sums.magnitude[1], np.abs(terms).sum(0), rtol=1e-12)
+    np.testing.assert_allclose(sums.square[1], (terms**2).sum(0), rtol=1e-12)
+    losses = np.asarray(x, np.float64).sum(1)
+    np.testing.assert_allclose(found.losses, losses, rtol=1e-12)
+    np.testing.assert_allclose(sums.total[0], shares @ losses, rtol=1e-12)
+
+
+def test_drift_is_the_references_own_error(rng):
+    """Parameters that are cast to bfloat16 err the same way for all examples."""
+    w, x = normal(rng, 3), normal(rng, 6, 3)
+    programs = _LossPrograms(
+        lambda w, x: (x @ w.astype(BF16).astype(w.dtype)) ** 2, None
+    )
+    found = programs.gradients(w, x, np.full(6, 1 / 6), 2).sums
+    wide = np.asarray(x, np.float64)
+    cast = np.asarray(w.astype(BF16), np.float64)
+    exact = 2 * (wide @ np.asarray(w, np.float64))[:, None] * wide / 6
+    rounded = 2 * (wide @ cast)[:, None] * wide / 6
+    # A cast backwards rounds the gradient to bfloat16 too: half a per cent.
+    np.testing.assert_allclose(
+        found.drift[1],
+        (rounded - exact).sum(0),
+        atol=0.01 * np.abs(rounded).sum(0).max(),
+    )
+    assert np.abs(found.drift[1]).max() > 1e-4 * np.abs(exact.sum(0)).max()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_variance_is_that_of_rounding(dtype, rng):
+    """In either precision: float64 is perturbed by more, and divided by as much."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(rng.uniform(1, 2, size=(64, 5)), dtype)
+        w = jnp.asarray(rng.uniform(1, 2, size=5), dtype)
+        programs = _LossPrograms(lambda w, x: (x * w[None, :]).sum(1) ** 2, None)
+        sums = programs.gradients(w, x, np.ones(64), 16).sums
+    unit = np.finfo(dtype).eps / 2
+    relative = np.sqrt(sums.variance[1]) / np.sqrt(sums.square[1]) / unit
+    assert (relative > 0.4).all()
+    assert (relative < 4).all()
+
+
+def test_more_draws_are_taken_of_fewer_examples():
+    """Some 128 in all, and not more than 32 of one; sixteen times as many on demand."""
+    losses = lambda w, x: w * x  # noqa: E731
+    w = jnp.float32(2)
+    for examples, draws in ((1, 32), (4, 32), (16, 8), (200, 1)):
+        x = jnp.ones(examples, jnp.float32)
+        assert measured(losses, w, x).draws == draws
+    assert measured(losses, w, jnp.ones(16), more=16).draws == 128
+    # Examples of weight 0 are none.
+    weights = np.zeros(16)
+    weights[:4] = 1
+    assert measured(losses, w, jnp.ones(16), weights).draws == 32
+
+
+@pytest.mark.parametrize(
+    ("reduction", "shares"),
+    [
+        ("mean", [0.25, 0, 0.5, 0.25]),
+        ("sum", [1, 0, 2, 1]),
+        ("max", [0, 0, 0, 1]),
+        ("min", [0.5, 0, 0.5, 0]),
+    ],
+)
+def test_what_each_gradient_is_multiplied_by(reduction, shares):
+    """By weight, or the extreme alone; ties share it, a weight of 0 never counts."""
+    losses = np.array([1.0, -9.0, 1.0, 4.0])
+    found, notes = _shares(losses, 1e-7, np.array([1.0, 0, 2, 1]), reduction)
+    np.testing.assert_allclose(found, shares)
+    assert notes == ()
+
+
+def test_an_extreme_that_leads_by_rounding_is_told():
+    """How far it leads, beside how far a loss may be off."""
+    losses = np.array([1.0, 1.0 + 1e-6, 0.5])
+    for blur, told in ((1e-9, False), (1e-6, True)):
+        shares, notes = _shares(losses, blur, None, "max")
+        assert shares.tolist() == [0, 1, 0]
+        assert bool(notes) == told
+    assert "the max leads by 1.0e-06 only" in notes[0]
+    # Of equal losses none leads, and they move together.
+    assert _shares(np.array([2.0, 2.0]), 0.0, None, "min")[1] == ()
+
+
+def test_a_scalar_loss_has_as_many_terms_as_examples():
+    """Where that is plain: a batch without a common first axis is one term."""
+    assert _leading({"x": np.ones((7, 2)), "y": np.ones(7)}) == 7
+    assert _leading({"x": np.ones((7, 2)), "y": np.ones(3)}) == 1
+    assert _leading(np.float32(2)) == 1
+    w, x = jnp.float32(2), jnp.ones((9, 3), jnp.float32)
+    as_one = measured(lambda w, x: (w * x).mean(), w, x).limits["(root)"]
+    as_many = measured(lambda w, x: (w * x).mean(1), w, x).limits["(root)"]
+    assert 0.3 < float(as_one.bound / as_many.bound) < 30
+
+
+def test_examples_that_influence_each_other_are_named():
+    """The one that differs most, with both losses."""
+    together, alone = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.5, 3.1])
+    (note,) = _coupling(together, alone)
+    assert "example 1 has a loss of 2 in the batch and of 2.5 alone" in note
+    assert _coupling(together, together * (1 + 1e-12)) == ()
+    # NaN is like NaN, and hides no other example.
+    broken = np.array([np.nan, 1.0, np.inf])
+    assert _coupling(broken, broken) == ()
+    (note,) = _coupling(broken, np.array([np.nan, 1.5, np.inf]))
+    assert "examples influence each other" in note
+
+
+def test_the_loss_has_a_limit_of_its_own(rng):
+    """In the dtype that the user sees, which may be wider than the parameters'."""
+    w, x = normal(rng, 4, dtype=BF16), normal(rng, 6, 4, dtype=BF16)
+    narrow = measured(lambda w, x: (x @ w) ** 2, w, x)
+    wide = measured(lambda w, x: ((x @ w) ** 2).astype(jnp.float32), w, x)
+    assert float(wide.loss_limit.bound) < float(narrow.loss_limit.bound)
+    assert narrow.limits["(root)"].bound.shape == (4,)
+    assert any("accumulated in float32" in note for note in wide.notes)
+    integer = measured(
+        lambda p, x: (x @ p["w"]) ** 2, {"n": jnp.arange(2), "w": w}, x
+    ).limits
+    assert integer["n"] is None
+    assert set(integer) == {"n", "w"}

@@ -206,3 +206,87 @@ def test_refusals(options, error, message):
     arguments = {"batches": batches, "candidates": candidates, **options}
     with pytest.raises(error, match=message):
         verify.step(losses, opt.step, (params, opt.init(params)), **arguments)
+
+
+OPTIMIZER_DEFECTS = {
+    "no momentum": optim.sgd(lr=0.05),
+    "twice the rate": optim.sgd(lr=0.1, momentum=0.9),
+    "dampened": optim.sgd(lr=0.05, momentum=0.9, dampening=0.1),
+    "nesterov": optim.sgd(lr=0.05, momentum=0.9, nesterov=True),
+    "weight decay": optim.sgd(lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "ascending": optim.sgd(lr=0.05, momentum=0.9, maximize=True),
+}
+
+
+def test_another_optimizer_is_found_by_its_parameters():
+    """Each hides its state; after two steps no other rule gives these parameters."""
+    opt = OPTIMIZERS["momentum"]
+    params, batches = problem(steps=2)
+
+    def hiding(other):
+        states = []
+
+        def train(p, state, b):
+            own = other.init(params) if not states else states[-1]
+            p, own = trainer(other)(p, own, b)
+            states.append(own)
+            return p, None
+
+        return train
+
+    candidates = {name: hiding(other) for name, other in OPTIMIZER_DEFECTS.items()}
+    report = verify.step(
+        losses, opt.step, (params, opt.init(params)), batches,
+        {"right": hiding(opt), **candidates},
+    )  # fmt: skip
+    assert report.of("right").ok, str(report.of("right"))
+    for name in OPTIMIZER_DEFECTS:
+        failed = {row.path for row in report.of(name).failures}
+        assert failed == {f"params/{leaf}" for leaf in SHAPES}, name
+
+
+def test_weights_and_sums_are_the_references_too():
+    """A trainer that forgets the weights, or divides, is wrong."""
+    opt = optim.sgd(lr=0.01)
+    params, batches = problem(steps=2, examples=5)
+    weights = [np.float32([1, 2, 0, 1, 3]), np.float32([2, 1, 1, 0, 0.5])]
+    order = iter(weights * 4)
+
+    def summed(weigh, divide):
+        def train(p, s, b):
+            w = weigh(jnp.asarray(next(order)))
+            gradient = jax.grad(lambda p: jnp.sum(w * losses(p, b)) / divide(w))(p)
+            return opt.step(p, gradient, s)
+
+        return train
+
+    one = lambda w: jnp.float32(1)  # noqa: E731
+    report = verify.step(
+        losses, opt.step, (params, opt.init(params)), batches,
+        {
+            "right": summed(lambda w: w, one),
+            "forgotten": summed(jnp.ones_like, one),
+            "divided": summed(lambda w: w, jnp.sum),
+        },
+        weights=weights, reduction="sum",
+    )  # fmt: skip
+    assert report.of("right").ok, str(report.of("right"))
+    assert report.of("forgotten").failures
+    assert report.of("divided").failures
+
+
+def test_a_state_that_is_wrong_fails_where_the_parameters_hold():
+    """The buffer of the next step, which no parameter shows yet."""
+    opt = OPTIMIZERS["momentum"]
+    params, batches = problem()
+    right = trainer(opt)
+
+    def forgetful(p, s, b):
+        moved, state = right(p, s, b)
+        return moved, jax.tree.map(lambda x: jnp.zeros_like(x) if x.ndim else x, state)
+
+    report = verify.step(
+        losses, opt.step, (params, opt.init(params)), batches, {"mine": forgetful}
+    )
+    failed = {row.path for row in report.failures}
+    assert failed == {f"state/{leaf}/momentum_buffer" for leaf in SHAPES}

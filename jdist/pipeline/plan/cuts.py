@@ -18,8 +18,6 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.pipeline.plan.profile import Profile
 
-__all__ = ["Cuts", "cuts_of"]
-
 MOST = 4000
 """The most cuts that are planned; a wide graph has exponentially many."""
 
@@ -91,6 +89,7 @@ def cuts_of(profile: Profile) -> Cuts:
     layers = [profile[name] for name in order]
     output = [layer.output_bytes for layer in layers]
     closed = _closures(needs)
+    # The first source by the order of the file, as in the published planner.
     names = [layer.name for layer in profile.layers if layer.name in number]
     first = next(number[name] for name in names if not needs[number[name]])
     inside = _closed_sets(first, closed, takers)
@@ -152,6 +151,7 @@ def _closed_sets(
     while newest:
         cut = newest.pop()
         next_ones = _union(takers[bit] for bit in _bits(cut)) & ~cut
+        # Growing by closed sets alone: the result is closed without a check.
         for grown in {cut | closed[bit] for bit in _bits(next_ones)} - found:
             found.add(grown)
             newest.append(grown)
@@ -160,10 +160,12 @@ def _closed_sets(
             remedy = "Join the layers of its widest part into one."
             got = f"more than {MOST}"
             raise ValueError(requirement("partition(profile=...)", rule, got, remedy))
+    # A cut comes after all cuts within it, which have fewer layers.
     return tuple(sorted(found, key=lambda cut: (cut.bit_count(), cut)))
 
 
 def _totals(cuts: Sequence[int], values: Sequence[float]) -> np.ndarray:
+    # Stages are differences of these totals, in which rounding would show.
     return np.array([math.fsum(values[bit] for bit in _bits(cut)) for cut in cuts])
 
 

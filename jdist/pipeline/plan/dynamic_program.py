@@ -9,16 +9,6 @@ import numpy as np
 
 from jdist.pipeline.plan.cuts import Cuts
 
-__all__ = [
-    "ANY",
-    "DynamicProgram",
-    "Level",
-    "Machine",
-    "PlacedStage",
-    "SpanSeconds",
-    "spans",
-]
-
 BLOCK = 2**16
 """Numbers per NumPy step, few enough to stay in the cache."""
 
@@ -117,6 +107,7 @@ class DynamicProgram:
         """The stages of the best pipeline for a span on all workers, first to last."""
         found: list[PlacedStage] = []
         left = self.level.workers
+        # From the last stage to the first, as the recurrence was built.
         while self.best[begin, left - 1, end] != self._alone(end)[begin, left - 1]:
             cut, own = self._last(begin, left, end)
             found.insert(0, PlacedStage(cut, end, own, self._case(left - own, own)))
@@ -141,6 +132,7 @@ class DynamicProgram:
                 before = self.best[begin, : workers - own, low:end]
                 slowest = np.maximum(before, self._final(own, end)[:, low:])
                 target = self.best[begin, own:, end]
+                # In place: `best` is the largest array of the planner.
                 np.minimum(target, slowest.min(axis=-1), out=target)
 
     def _choices(self, most: int) -> range:
@@ -153,6 +145,7 @@ class DynamicProgram:
         synchronise = 4 * (r - 1) * parameters / (self.level.bandwidth * r)
         time = (self._first(end).T + synchronise / self.level.inside) / r
         if not self.level.replicate:
+            # Plans without replicas have one worker per stage.
             time[:, 1:] = np.inf
         return time
 
@@ -174,8 +167,10 @@ class DynamicProgram:
         best = self.best[begin, workers - 1, end]
         for own in self._choices(workers - 1):
             final = self._final(own, end)
+            # Without a limit `final` has one case, which serves all.
             row = final[min(workers - own, len(final)) - 1]
             slowest = np.maximum(self.best[begin, workers - own - 1, :end], row)
+            # Exact comparison: the same operations produced both numbers.
             found = np.flatnonzero(slowest == best)
             if found.size:
                 return int(found[-1]), own

@@ -37,8 +37,6 @@ from jdist.pipeline.plan.plan import Plan, PlannedStage
 from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.actions import check_counts
 
-__all__ = ["Planner", "partition"]
-
 
 def partition(
     profile: Profile,
@@ -86,12 +84,14 @@ def partition(
     """
     limited = memory is not None
     levels = _levels(workers, bandwidths, transfers, replicate, limited)
+    # Written so that a NaN is refused too.
     if memory is not None and not memory > 0:
         rule = "must be above 0 bytes"
         raise ValueError(requirement("partition(memory=...)", rule, memory))
     cuts = cuts_of(profile)
     planner = Planner(cuts, levels, memory)
     bottleneck = float(planner.program().best[0, -1, -1])
+    # Ranks are numbered over all levels, innermost fastest.
     total = math.prod(level.workers for level in levels)
     if not bottleneck < math.inf:
         rule = f"must allow a plan for all {total} workers"
@@ -157,6 +157,8 @@ class Planner:
             count = program.level.workers
             parts = [part for m in machines for part in _divided(m, count)[wanted]]
             if depth:
+                # What is in flight on an inner stage depends on the workers after the
+                # outer one.
                 later = self._later(depth, stage.after)
                 span = (stage.begin, stage.end)
                 yield from self.placed(*span, parts, depth - 1, later)
@@ -186,6 +188,7 @@ class Planner:
         held += self.cuts.output_bytes[:, None]
 
         def machine(cases: Sequence[Fraction]) -> SpanSeconds:
+            # ceil(w / r) with w = r + the workers after it.
             in_flight = np.array([math.ceil(1 + case) for case in cases])[:, None]
 
             def column(end: int) -> np.ndarray:

@@ -19,7 +19,6 @@ from jdist.pipeline.simulate.costs import Costs
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Plan", "PlannedStage", "load_plan"]
 
 FORMAT = "jdist.pipeline.plan/1"
 
@@ -115,6 +114,7 @@ class Plan:
         found = [0.0] * len(self.stages)
         size, inside = 1, 1
         for count, bandwidth in zip(self.workers, self.bandwidths, strict=True):
+            # The machines of this level on which each stage runs.
             machines = [{rank // size for rank in s.ranks} for s in self.stages]
             outside = [{unit // count for unit in own} for own in machines]
             for j, own in enumerate(machines):
@@ -123,6 +123,7 @@ class Plan:
                     for stage, other in zip(self.stages, machines, strict=True)
                     if other == own
                 )
+                # Replicas at this level within one machine of the level outside.
                 replicas = len(own) // len(outside[j])
                 seconds = 4 * (replicas - 1) * held / (bandwidth * replicas) / inside
                 found[j] += len(self.stages[j].ranks) / len(own) * seconds
@@ -174,6 +175,7 @@ class Plan:
             raise ValueError(
                 requirement("assigned(profile=...)", rule, sorted(missing))
             )
+        # An unused tuple element has one predecessor, the layer that returns it.
         makers = {target: source for source, target in profile.edges}
         for name in profile.order:
             maker = makers.get(name)
@@ -191,6 +193,7 @@ class Plan:
         """
         record = {"format": FORMAT, **asdict(self)}
         stages = [i for i, stage in enumerate(self.stages) for _ in stage.layers]
+        # Not needed by `load_plan`: names of PipeDream's runtime, for its tools.
         record["module_to_stage_map"] = stages
         ranks = {str(i): list(stage.ranks) for i, stage in enumerate(self.stages)}
         record["stage_to_rank_map"] = ranks
@@ -281,6 +284,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     try:
         stages = tuple(
             PlannedStage(
+                # JSON has no tuples.
                 **{
                     **stage,
                     "layers": tuple(stage["layers"]),

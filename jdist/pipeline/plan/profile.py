@@ -21,8 +21,6 @@ from pathlib import Path
 
 from jdist._errors import requirement
 
-__all__ = ["Layer", "Profile", "load_profile"]
-
 _COSTS = (
     "forward_compute_time",
     "backward_compute_time",
@@ -108,6 +106,7 @@ class Profile:
         for layer in self.layers:
             costs = (layer.seconds, layer.output_bytes, layer.parameter_bytes)
             values = (layer.forward, layer.backward, *layer.activation_bytes, *costs)
+            # False for NaN as well.
             if not all(value >= 0 for value in values):
                 rule = "must have costs of at least 0"
                 raise ValueError(requirement("Profile(layers=...)", rule, layer))
@@ -121,6 +120,7 @@ class Profile:
                 rule = "must join two of its layers"
                 raise ValueError(requirement("Profile(edges=...)", rule, edge))
         try:
+            # Sorting is the check for circles.
             _ = self.order
         except CycleError as error:
             rule = "must not lead in a circle"
@@ -182,6 +182,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 def _layer(found: re.Match[str], number: int) -> Layer:
     try:
         forward, backward, parameters = (float(found[_COSTS[i]]) for i in (0, 1, 3))
+        # A single number, or "[a; b]" of several outputs.
         outputs = found["activation_size"].strip("[]").split("; ")
         activations = tuple(float(size) for size in outputs)
     except ValueError as error:
@@ -203,9 +204,11 @@ def _layer(found: re.Match[str], number: int) -> Layer:
 
 def _line(layer: Layer) -> str:
     sizes = "; ".join(f"{size:.1f}" for size in layer.activation_bytes)
+    # PipeDream writes a list only where there are several outputs.
     if len(layer.activation_bytes) != 1:
         sizes = f"[{sizes}]"
     stage = "" if layer.stage is None else f" -- stage_id={layer.stage}"
+    # A line break would end the entry.
     description = layer.description.replace("\n", "")
     costs = (
         f"forward_compute_time={layer.forward * 1e3:.3f}, "

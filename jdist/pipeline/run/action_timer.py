@@ -1,4 +1,4 @@
-"""When the actions of a step began and ended, and what was kept meanwhile."""
+"""Timing of a step's actions, and of the bytes kept between them."""
 
 import math
 import time
@@ -11,22 +11,21 @@ from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.simulate.timeline import Record
 
 ROUND_TRIPS = 20
-"""Questions to another clock; the answer that came soonest counts."""
+"""Number of readings of another clock; that of the shortest round trip counts."""
 
 
 class ActionTimer:
-    """What a timed step notes of the workers of this process.
+    """The times and bytes of a step's actions on the workers of this process.
 
-    An action ends when all that it computes is there. To see that, its worker waits for
-    it, so that nothing is started ahead: on a core that computes itself this costs the
-    microseconds of starting the next action, on an accelerator it takes away what
-    asynchronous dispatch hides.
+    An action ends when its results are computed. Its worker waits for that, so that
+    nothing is dispatched ahead: on a CPU this costs the microseconds of dispatching the
+    next action, on an accelerator everything that asynchronous dispatch hides.
 
     Attributes:
-      records: Of each action, in order, by `time.perf_counter`.
+      records: The actions in order, timed by `time.perf_counter`.
       held: By worker, the most bytes that its stages kept for backward passes between
-        two actions: residuals, and what is left for weight gradients. An array that two
-        stages keep counts once.
+        two actions: residuals, and operands of pending weight gradients. An array that
+        two stages keep counts once.
       kept: By stage, the most bytes that it kept of one micro-batch after F and after
         B.
     """
@@ -37,7 +36,7 @@ class ActionTimer:
         self.kept: dict[int, tuple[int, int]] = {}
 
     def clear(self) -> None:
-        """A step begins: nothing of the one before is kept."""
+        """Forgets the previous step."""
         self.records.clear()
         self.held.clear()
         self.kept.clear()
@@ -49,12 +48,12 @@ class ActionTimer:
         do: Callable[[], object],
         runs: Mapping[tuple[int, int], StageRun],
     ) -> None:
-        """Does an action and notes it.
+        """Executes an action and records it.
 
         Args:
-          worker: Who does it.
-          action: Which.
-          do: Does it; what it returns belongs to the action as well.
+          worker: Its worker.
+          action: The action.
+          do: Executes it; its return value is waited for, too.
           runs: The stages of this process, by worker and stage.
         """
         start = time.perf_counter()
@@ -63,6 +62,7 @@ class ActionTimer:
         self.records.append(Record(worker, *action, start, time.perf_counter()))
         own: dict[int, int] = {}
         for (rank, _), run in runs.items():
+            # By identity of the arrays: what two stages keep counts once.
             own |= run.kept() if rank == worker else {}
         self.held[worker] = max(self.held.get(worker, 0), sum(own.values()))
         self._note(action, runs[worker, action.stage])
@@ -78,14 +78,14 @@ class ActionTimer:
 
 
 def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> float:
-    """What to add to this process's clock to get another one's.
+    """The difference between another process's clock and this one's, in seconds.
 
-    The other's answer is taken for what its clock showed in the middle of the round
-    trip, which is wrong by at most half of the shortest of them.
+    The answer is taken as the other clock's time in the middle of the round trip. The
+    error is at most half of the shortest round trip.
 
     Args:
-      ask: The other's clock, in seconds.
-      now: This one's.
+      ask: Reads the other clock.
+      now: Reads this one.
 
     Example:
       >>> ticks = iter(range(100))
@@ -97,6 +97,7 @@ def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> float:
         before = now()
         theirs = ask()
         after = now()
+        # The shortest round trip bounds the error best.
         if after - before < shortest:
             shortest, offset = after - before, theirs - (before + after) / 2
     return offset

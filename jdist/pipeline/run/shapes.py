@@ -1,14 +1,13 @@
-"""What shapes a pipeline's values have, found and checked before its first step."""
+"""Shape inference of a pipeline, which checks its values before the first step."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import abbreviated
+from jdist._tree import PyTree, abbreviated
 from jdist.pipeline.run.executor import Executor
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.places import Places
@@ -20,14 +19,15 @@ from jdist.pipeline.stages.wiring import BATCH, StageWiring
 
 
 class Shapes:
-    """Checks a pipeline's values, once for all steps of equal shapes.
+    """The check of a pipeline's values, made once for all steps of equal shapes.
 
-    Between processes only in the first step that succeeds: no process sees that
-    others' shapes change, and all must know whether they are exchanged.
+    Between processes it is made in the first step that succeeds and then never again: a
+    process does not see a change of shapes in others, and all must agree on whether
+    shapes are exchanged.
 
     Args:
-      wiring: Which value goes where.
-      executor: Who is where.
+      wiring: The source and the consumers of every value.
+      executor: The workers and their places.
       loss: The loss function.
     """
 
@@ -37,22 +37,24 @@ class Shapes:
         self._wiring = wiring
         self._executor = executor
         self._loss = loss
-        self._checked: dict[Any, tuple[str, ...]] = {}
+        self._checked: dict[Hashable, tuple[str, ...]] = {}
 
     def read(
         self,
         channels: StageChannels,
         runs: Mapping[tuple[int, int], StageRun],
-        batch: Mapping[str, Any],
+        batch: Mapping[str, PyTree],
     ) -> tuple[str, ...]:
-        """What `check_shapes` returns; and raises, where the shapes are new.
+        """The entries of the batch that the loss reads; checks shapes that are new.
 
-        Between processes they are new until `agreed` is told.
+        Between processes they are new until `agreed` was called. Returns and raises
+        what `check_shapes` does.
         """
         trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
         leaves, structure = jax.tree.flatten((trees, dict(batch)))
-        kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        signature = (kinds, structure) if self._executor.sees_all else None
+        specs = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
+        # Other processes do not see a change of shapes here: one check for all steps.
+        signature = (specs, structure) if self._executor.sees_all else None
         if signature in self._checked:
             return self._checked[signature]
         places = self._executor.places
@@ -62,10 +64,10 @@ class Shapes:
         return found
 
     def agreed(self, read: tuple[str, ...]) -> None:
-        """The step in which shapes were exchanged has succeeded on all workers.
+        """Records that the step has succeeded on all workers.
 
         Args:
-          read: What `read` returned in it.
+          read: The result of `read` in that step.
         """
         if not self._executor.sees_all:
             self._checked[None] = read
@@ -76,29 +78,30 @@ def check_shapes(
     places: Places,
     channels: StageChannels,
     loss: PipelineLoss,
-    trees: Mapping[int, tuple[Any, Any]],
-    batch: Mapping[str, Any],
+    trees: Mapping[int, tuple[PyTree, PyTree]],
+    batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
     """Evaluates the stages of this process and the loss on shapes alone, in order.
 
     Shapes travel as values do, so that every worker checks its own stages.
 
     Args:
-      wiring: Which value goes where.
-      places: Who runs what.
-      channels: Brings shapes to other stages.
+      wiring: The source and the consumers of every value.
+      places: The worker of each stage.
+      channels: The channels to other stages.
       loss: The loss function.
       trees: Parameters and state of each stage of this process.
       batch: A micro-batch.
 
     Returns:
-      The entries of the batch that the loss reads; nothing where it does not run.
+      The entries of the batch that the loss reads; empty where it does not run.
 
     Raises:
-      ValueError: A value is neither put out by a stage nor in the batch; a stage cannot
-        take what it is given, or returns another number of values than it names.
+      ValueError: A value is neither an output of a stage nor in the batch; a stage
+        cannot take its inputs, or returns another number of values than it names.
     """
     for number, stage in enumerate(wiring.stages):
+        # Micro-batch 0 stands for all; only the worker that runs it checks.
         worker = places.worker(number, 0)
         if worker not in places.own:
             continue
@@ -117,9 +120,9 @@ def _read(
     places: Places,
     channels: StageChannels,
     loss: PipelineLoss,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
-    """What the loss reads: one worker of the last stage tells the others."""
+    """The entries that the loss reads, sent by one worker of the last stage to all."""
     first = places.worker(places.loss, 0)
     workers = [w for w in places.schedule.placement[-1] if w in places.own]
     tag = MessageTag("S", 0, "", places.loss, first)
@@ -137,10 +140,10 @@ def _given(
     wiring: StageWiring,
     places: Places,
     channels: StageChannels,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, PyTree],
     number: int,
-) -> dict[str, Any]:
-    """The shapes of what a stage, or the loss, takes."""
+) -> dict[str, PyTree]:
+    """The shapes of the inputs of a stage, or of the loss."""
     taker = "the loss" if number == places.loss else f"stage {number}"
     worker, found = places.worker(number, 0), {}
     for name, source in wiring.source[number].items():
@@ -149,15 +152,15 @@ def _given(
             continue
         tag = MessageTag("S", 0, name, number, places.worker(source, 0))
         packed = receive(channels, tag, worker, f"shapes of {name!r}")
-        found[name] = jax.tree.map(lambda kind: kind.struct, packed, is_leaf=is_spec)
+        found[name] = jax.tree.map(lambda spec: spec.struct, packed, is_leaf=is_spec)
     return found
 
 
-def entry_of(batch: Mapping[str, Any], name: str, taker: str) -> Any:
+def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> PyTree:
     """An entry of the batch.
 
     Raises:
-      ValueError: It is neither there nor put out by a stage.
+      ValueError: It is neither in the batch nor an output of a stage.
     """
     if name in batch:
         return batch[name]
@@ -167,21 +170,25 @@ def entry_of(batch: Mapping[str, Any], name: str, taker: str) -> Any:
 
 
 def outputs_of(
-    number: int, stage: Stage, trees: tuple[Any, Any], inputs: Mapping[str, Any]
-) -> Any:
-    """The shapes of what a stage's function returns, without its state.
+    number: int,
+    stage: Stage,
+    trees: tuple[PyTree, PyTree],
+    inputs: Mapping[str, PyTree],
+) -> PyTree:
+    """The shapes of a stage's outputs, without its state.
 
     Args:
-      number: Of the stage.
+      number: Number of the stage.
       stage: The stage.
       trees: Its parameters and its state.
       inputs: Shapes, by name.
 
     Raises:
       ValueError: It cannot take them, or a stateful one returns no state like its own.
-      Exception: What else its function raises, with the stage in a note.
+      Exception: Any other error of its function, with the stage in a note.
     """
     params, state = trees
+    # The shape of a key, whatever generator is the default.
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
     try:
@@ -205,7 +212,7 @@ def outputs_of(
     return returned[0]
 
 
-def _check_state(number: int, before: Any, after: Any) -> None:
+def _check_state(number: int, before: PyTree, after: PyTree) -> None:
     if describe(before) != describe(after):
         rule = f"must leave a state like the one it was given, at stage {number} "
         raise ValueError(
@@ -215,8 +222,8 @@ def _check_state(number: int, before: Any, after: Any) -> None:
         )
 
 
-def describe(value: Any) -> str:
-    """Dtypes and shapes of a value, for people.
+def describe(value: PyTree) -> str:
+    """Dtypes and shapes of a value as text.
 
     Example:
       >>> import numpy as np
@@ -237,7 +244,7 @@ class _Shown(str):
         return str(self)
 
 
-def _is_abstract(value: Any) -> bool:
+def _is_abstract(value: PyTree) -> bool:
     return any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)
     )

@@ -14,20 +14,6 @@ import numpy as np
 
 from jdist._errors import JdistError, requirement
 
-__all__ = [
-    "KINDS",
-    "Action",
-    "ActionKind",
-    "B",
-    "Columns",
-    "F",
-    "ScheduleError",
-    "W",
-    "WorkerActions",
-    "check_counts",
-    "check_int32",
-]
-
 ActionKind = Literal["F", "B", "W"]
 KINDS: tuple[ActionKind, ActionKind, ActionKind] = ("F", "B", "W")
 F, B, W = range(len(KINDS))
@@ -104,6 +90,7 @@ class Action(NamedTuple):
         if max(len(found[1]), len(found[3])) > 10:
             what = f"{text[:40]}... is beyond what 32 bits hold"
             raise ScheduleError("complete", what)
+        # Not found[2] itself, which a type checker knows as any string.
         kind = KINDS["FBW".index(found[2])]
         return cls(kind, int(found[1]), int(found[3]))
 
@@ -135,8 +122,11 @@ class Columns:
 
     def __post_init__(self) -> None:
         """Sets dtypes and makes the arrays read-only."""
+        # Half the memory of int64; a thousand stages and four thousand micro-batches
+        # have eight million actions.
         wanted = {"kind": np.uint8, "stage": np.int32, "micro_batch": np.int32}
         for name, dtype in {**wanted, "first": np.int64}.items():
+            # A view, so that the caller's array stays writeable.
             array = np.asarray(getattr(self, name), dtype).view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
@@ -183,6 +173,7 @@ class Columns:
 
     def worker(self, index: int) -> int:
         """The worker of the action at an index."""
+        # From the right: workers without actions begin at the same index.
         return int(np.searchsorted(self.first, index, side="right")) - 1
 
     def worker_of_each(self) -> np.ndarray:
@@ -203,6 +194,8 @@ class Columns:
         """
         found = np.full((stages, micro_batches), -1, np.int32)
         where = np.flatnonzero(self.kind == kind)
+        # int32, half of NumPy's default: there is a cell for each stage and micro-
+        # batch.
         found[self.stage[where], self.micro_batch[where]] = where
         return found
 
@@ -213,6 +206,7 @@ def check_int32(rule: str, numbers: Sequence[int]) -> None:
     Raises:
       ScheduleError: With the `rule` that such a number breaks.
     """
+    # NumPy's own OverflowError would not name the rule.
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     beyond = [number for number in numbers if not least <= number <= most]
     if beyond:
@@ -226,6 +220,7 @@ def check_counts(call: str, least: int = 1, **counts: int) -> None:
       ValueError: Names the argument and its value.
     """
     for name, value in counts.items():
+        # True is an int in Python, and would mean 1.
         integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not integer or value < least:
             rule = f"must be an integer of at least {least}"

@@ -12,8 +12,6 @@ import numpy as np
 
 from jdist.pipeline.schedule.actions import B, Columns, F, ScheduleError
 
-__all__ = ["Links", "play", "waits_for"]
-
 NOTHING = -1
 """In place of an index: the action needs no result of another stage."""
 
@@ -45,6 +43,7 @@ def waits_for(columns: Columns, stages: int, micro_batches: int) -> np.ndarray:
     """
     forward = columns.index_of(F, stages, micro_batches)
     backward = columns.index_of(B, stages, micro_batches)
+    # F of stage 0 waits for nothing; B of the last stage waits for its own F.
     before = np.vstack([np.full((1, micro_batches), NOTHING, np.int32), forward[:-1]])
     after = np.vstack([backward[1:], forward[-1:]])
     found = np.full(len(columns), NOTHING, np.int32)
@@ -87,6 +86,7 @@ def play(
     # The last entry, index NOTHING: actions without an input need not wait.
     arrived[NOTHING] = 0.0
     free = np.zeros(columns.workers)
+    # Per worker, the index of its next action.
     turn, stop = columns.first[:-1].copy(), columns.first[1:]
     count = 0 if links is None else int(links.number.max(initial=-1)) + 1
     # The last entry, index -1, stands for results that stay on their worker.
@@ -96,6 +96,8 @@ def play(
         at = turn[working]
         needed = arrived[waits[at]]
         able = needed < np.inf
+        # Workers whose input has no time yet stay for a later step. If all of them do,
+        # they wait in a circle.
         if not able.all():
             at, needed = at[able], needed[able]
             if not at.size:
@@ -115,6 +117,7 @@ def play(
             link_free[-1] = 0.0
             arrived[at] = left + links.latency[at]
         turn[workers] += 1
+        # Rebuilt only when a worker has finished, which most steps do not bring about.
         if (turn[workers] == stop[workers]).any():
             working = working[turn[working] < stop[working]]
     return start

@@ -21,8 +21,6 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.pipeline.schedule.actions import KINDS, Action, B, Columns
 
-__all__ = ["CsvTable", "csv_text", "read_csv"]
-
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _NO_ACTION = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
@@ -61,6 +59,7 @@ def csv_text(columns: Columns, clock: np.ndarray, split: np.ndarray) -> str:
         letter = "I" if half else action.kind
         rows[worker][at] = f"{action.stage}{letter}{action.micro_batch}"
     out = io.StringIO()
+    # The csv module's default is \r\n.
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
 
@@ -92,12 +91,14 @@ def read_csv(text: str) -> CsvTable:
 
 def _rows(text: str) -> list[list[str]]:
     """The cells of each row, without blank lines at the end."""
+    # The csv module knows quotes and line ends of all platforms.
     reader = csv.reader(io.StringIO(text))
     try:
         rows = list(reader)
     except csv.Error as error:
         where = f"{_CALL}(line {reader.line_num})"
         raise ValueError(requirement(where, "must be CSV", str(error))) from error
+    # Editors and spreadsheets leave blank lines at the end of a file.
     while rows and not rows[-1]:
         rows.pop()
     if [] in rows:
@@ -123,6 +124,7 @@ def _actions(cell: str, row: int, column: int) -> list[tuple[Action, bool]]:
             remedy = "An action is a stage, one of F, B, I, W, and a micro-batch."
             raise ValueError(requirement(where, rule, cell, remedy))
         stage, letter, micro_batch = action.groups()
+        # I and B are one kind here; whether a W follows says which it is.
         kind = "B" if letter == "I" else letter
         found.append((Action.parse(f"{stage}{kind}{micro_batch}"), letter == "I"))
     return found

@@ -22,8 +22,6 @@ import numpy as np
 
 from jdist.pipeline.schedule.actions import B, Columns, F, W
 
-__all__ = ["PENDING", "held", "peak_activations", "peak_in_flight", "peaks"]
-
 PENDING = 2
 """A pending weight gradient, in activations of its stage and micro-batch."""
 
@@ -48,6 +46,7 @@ def held(
       float64, one per action.
     """
     shape = (columns.stage.max(initial=0) + 1, columns.micro_batch.max(initial=0) + 1)
+    # Whether a W follows is known only from the whole schedule.
     split = (columns.index_of(W, *shape) >= 0)[columns.stage, columns.micro_batch]
     forward, backward = columns.kind == F, columns.kind == B
     none = np.zeros(columns.stage.shape, bool)
@@ -74,9 +73,11 @@ def peaks(columns: Columns, amount: np.ndarray) -> np.ndarray:
       amount: One per action.
     """
     found = np.zeros(columns.workers)
+    # `reduceat` would return a neighbour's number for an empty span.
     busy = np.diff(columns.first) > 0
     if busy.any():
         found[busy] = np.maximum.reduceat(amount, columns.first[:-1][busy])
+    # A broken schedule may give back more than it took.
     return np.maximum(found, 0)
 
 
@@ -116,6 +117,7 @@ def _given_back_together(
     for own in np.unique(place[done]):
         ends = np.flatnonzero(done & (place == own))
         begins = np.flatnonzero((place == own) & (columns.kind == B))
+        # The last update of an epoch may have fewer micro-batches than the others.
         step = every or len(ends)
         for start in range(0, len(ends), step):
             update = slice(start, start + step)

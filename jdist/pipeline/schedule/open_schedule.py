@@ -12,10 +12,8 @@ from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.versions import live_versions, versions_used
 
-__all__ = ["MicroBatches", "OpenActions", "OpenSchedule", "steady_length"]
 
-
-class MicroBatches(Protocol):
+class MicroBatchStream(Protocol):
     """A stream of numbered micro-batches."""
 
     @property
@@ -38,9 +36,10 @@ class OpenSchedule:
         an epoch of any length; `(stages, workers)`.
     """
 
-    def __init__(self, schedule: Schedule, stream: MicroBatches) -> None:
+    def __init__(self, schedule: Schedule, stream: MicroBatchStream) -> None:
         self._stream = stream
         self._drains: dict[int, list[Action]] = {}
+        # Long enough that `kept` has its final values.
         self._read(schedule.resized(steady_length(schedule)))
         self.kept = live_versions(self._longer.columns, self._longer.update_policy)
 
@@ -75,12 +74,14 @@ class OpenSchedule:
             if action.kind != "F" or self._stream.reaches(action.micro_batch):
                 return action
             assert self._stream.length is not None
+            # The same actions up to here, and then the drain of the true length.
             drained = self._longer.resized(self._stream.length)
             self._drains[worker] = drained.actions(worker)
         actions = self._drains[worker]
         return actions[number] if number < len(actions) else None
 
     def _double(self) -> None:
+        # Doubling: the work for an epoch of m micro-batches stays proportional to m.
         self._read(self._longer.resized(2 * self._longer.micro_batches))
 
     def _read(self, longer: Schedule) -> None:
@@ -130,4 +131,6 @@ def steady_length(schedule: Schedule) -> int:
       24
     """
     assert schedule.update_policy is not None
+    # A worker runs fewer forward passes ahead than there are workers, and a version
+    # lasts for `every` of them; the rest is margin.
     return 4 * schedule.workers * schedule.update_policy.every

@@ -16,8 +16,6 @@ import numpy as np
 
 from jdist.pipeline.schedule.actions import B, F, W, WorkerActions
 
-__all__ = ["Passes", "Phase", "alternating", "phases"]
-
 Passes = tuple[np.ndarray, np.ndarray]
 """Stages and micro-batches of passes of one kind, in order."""
 

@@ -15,16 +15,6 @@ from jdist.pipeline.schedule.actions import (
 )
 from jdist.pipeline.schedule.memory import held
 
-__all__ = [
-    "check_clock_count",
-    "check_dependencies",
-    "check_each_once",
-    "check_live_activations",
-    "check_one_action",
-    "check_placed",
-    "check_size",
-]
-
 
 def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
     """Checks that there are enough forward passes for the stages and micro-batches.
@@ -35,12 +25,14 @@ def check_size(columns: Columns, stages: int, micro_batches: int) -> None:
     Raises:
       ScheduleError: There are too few ("complete").
     """
+    # F alone: it occurs exactly once in every valid schedule.
     own = columns.kind == F
     if stages * micro_batches <= np.count_nonzero(own):
         return
     cell = (
         columns.stage[own].astype(np.int64) * micro_batches + columns.micro_batch[own]
     )
+    # The first gap in the sorted cells is the first missing forward pass.
     present = np.unique(cell[cell >= 0])
     wrong = np.flatnonzero(present != np.arange(len(present)))
     missing = int(wrong[0]) if wrong.size else len(present)
@@ -72,6 +64,7 @@ def check_placed(columns: Columns, owner: np.ndarray) -> None:
     )
     what = f"is not one of {stages} stages, {micro_batches} batches"
     _refuse_first(columns, "complete", wrong, what)
+    # After the check above, so that the indices are within the table.
     wrong = owner[columns.stage, columns.micro_batch] != columns.worker_of_each()
     _refuse_first(columns, "complete", wrong, "stands on another worker than its own")
 
@@ -91,6 +84,7 @@ def check_each_once(columns: Columns, owner: np.ndarray, forward_only: bool) -> 
     cell = columns.stage.astype(np.int64) * micro_batches + columns.micro_batch
     for kind, name in enumerate(KINDS):
         where = np.flatnonzero(columns.kind == kind)
+        # One pass over the actions for all cells, however many there are.
         count = np.bincount(cell[where], minlength=stages * micro_batches)
         allowed = not (forward_only and kind != F)
         repeated = np.zeros(len(columns), bool)
@@ -128,6 +122,7 @@ def check_dependencies(
     Raises:
       ScheduleError: One has not ("dependencies").
     """
+    # A clock of -1 lies before every other: nothing waits for what does not exist.
     never = np.full((stages, micro_batches), -1, np.int32)
     when = [never.copy() for _ in KINDS]
     for kind, table in enumerate(when):

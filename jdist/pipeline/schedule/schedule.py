@@ -34,8 +34,6 @@ from jdist.pipeline.schedule.clock import play, waits_for
 from jdist.pipeline.schedule.csv import csv_text, read_csv
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
-__all__ = ["Placement", "Schedule", "derived"]
-
 Placement = tuple[tuple[int, ...], ...]
 """The workers of each stage: one, or several that take micro-batches in turn."""
 
@@ -126,6 +124,7 @@ class Schedule:
             rule = "must have at least one action"
             raise ValueError(requirement("Schedule.of(programs=...)", rule, programs))
         micro_batches = int(columns.micro_batch.max()) + 1
+        # A placement may name stages that no action mentions, which "complete" refuses.
         stages = len(placement or ()) or int(columns.stage.max()) + 1
         # Before anything of the size of stages x micro-batches is made.
         rules.check_size(columns, stages, micro_batches)
@@ -192,6 +191,7 @@ class Schedule:
             placement=placement,
             update_policy=update_policy,
         )
+        # Torch writes both letters; a mismatch is an error of the file, not a choice.
         for (stage, micro_batch), half in table.halves.items():
             if half != ordered.split[stage, micro_batch]:
                 written = "written as I without" if half else "a whole B beside"
@@ -200,6 +200,8 @@ class Schedule:
                 raise ScheduleError("complete", f"is {written} a W", worker, action)
         if table.clocks is not None:
             clock = np.array([column for row in table.clocks for column in row])
+            # Columns of a file may be mere positions: then an action stands too early,
+            # and the order alone is used.
             with contextlib.suppress(ScheduleError):
                 return replace(ordered, given_clock=clock).validate()
         return ordered.validate()
@@ -243,6 +245,7 @@ class Schedule:
         if clock is None:
             waits = waits_for(self.columns, self.stages, self.micro_batches)
             clock = play(self.columns, waits, np.ones(len(self.columns)))
+        # A copy: a caller's array stays writeable.
         fixed = np.asarray(clock).astype(np.int32)
         fixed.flags.writeable = False
         return fixed
@@ -254,6 +257,7 @@ class Schedule:
 
     def worker(self, stage: int, micro_batch: int) -> int:
         """The worker that runs a stage for a micro-batch."""
+        # Round-robin by number, so that forward and backward pass meet the same worker.
         workers = self.placement[stage]
         return workers[micro_batch % len(workers)]
 
@@ -354,6 +358,7 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
+        # Not the name and the bounds, which say nothing about the execution.
         names = ("placement", "update_policy", "micro_batches", "columns")
         same = all(getattr(self, name) == getattr(other, name) for name in names)
         return same and np.array_equal(self.clock, other.clock)

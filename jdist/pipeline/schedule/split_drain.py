@@ -9,8 +9,6 @@ from jdist._errors import requirement
 from jdist.pipeline.schedule.actions import B, Columns, F, W
 from jdist.pipeline.schedule.schedule import Schedule, derived
 
-__all__ = ["split_drain"]
-
 
 def split_drain(schedule: Schedule) -> Schedule:
     """The same schedule, with the backward passes of its drain split in two.
@@ -49,6 +47,7 @@ def split_drain(schedule: Schedule) -> Schedule:
     forward = np.flatnonzero(columns.kind == F)
     last = np.full(columns.workers, -1)
     last[worker[forward]] = forward  # NumPy keeps the last of a worker's assignments
+    # -1 for a worker without forward passes: all its actions are drain.
     drain = np.arange(len(columns)) > last[worker]
     whole = ~schedule.split[columns.stage, columns.micro_batch]
     at = np.flatnonzero(drain & whole & (columns.kind == B) & (columns.stage > 0))
@@ -56,10 +55,12 @@ def split_drain(schedule: Schedule) -> Schedule:
     bound = schedule.activation_bound
     if bound is not None:
         bound = tuple(b + int(one) for b, one in zip(bound, more, strict=True))
+    # `np.insert` counts positions in the array before any insertion.
     split = Columns(
         np.insert(columns.kind, at + 1, W),
         np.insert(columns.stage, at + 1, columns.stage[at]),
         np.insert(columns.micro_batch, at + 1, columns.micro_batch[at]),
+        # A worker's actions begin later by the insertions before it.
         columns.first + np.searchsorted(at, columns.first),
     )
     return dataclasses.replace(

@@ -10,8 +10,6 @@ from typing import Literal, get_args
 from jdist._errors import requirement
 from jdist.pipeline.schedule.actions import check_counts
 
-__all__ = ["UpdatePolicy", "UpdateRule"]
-
 UpdateRule = Literal["stashing", "vertical_sync", "2bw", "flush"]
 
 

@@ -16,8 +16,6 @@ from jdist.pipeline.schedule.actions import B, Columns, F
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
-__all__ = ["live_versions", "versions_used"]
-
 
 class _StagePasses(NamedTuple):
     """The forward and backward passes of one stage on one worker.
@@ -76,6 +74,7 @@ def live_versions(columns: Columns, policy: UpdatePolicy | None) -> np.ndarray:
     """
     found = np.zeros((int(columns.stage.max(initial=0)) + 1, columns.workers), np.int32)
     if policy is None:
+        # A synchronous schedule has one version until its only update.
         found[columns.stage, columns.worker_of_each()] = 1
         return found
     for passes, used in _used(columns, policy):
@@ -87,6 +86,7 @@ def _used(
     columns: Columns, policy: UpdatePolicy
 ) -> Iterator[tuple[_StagePasses, np.ndarray]]:
     """The passes of each stage and worker, with the version each micro-batch uses."""
+    # By the columns, since a timeline of a run has no schedule.
     micro_batches = int(columns.micro_batch.max(initial=0)) + 1
     entry = np.zeros(micro_batches, np.int64)
     # By stage, because vertical sync takes all versions from stage 0.
@@ -99,6 +99,7 @@ def _used(
         if by_own_count:
             used = updates[passes.forward]
         elif policy.rule == "2bw":
+            # Batch t is computed with w(t-1), and batch 0 with w(0).
             used = np.maximum(passes.micro_batch // policy.every - 1, 0)
         else:
             if passes.stage == 0:
@@ -117,14 +118,19 @@ def _kept(passes: _StagePasses, used: np.ndarray, policy: UpdatePolicy) -> np.nd
     finished = np.cumsum(~passes.forward)
     newest = finished // policy.every
     if _counts_own_updates(policy):
+        # Only micro-batches in flight hold a version: up to the last one that has
+        # entered.
         last = np.cumsum(passes.forward) - 1
     else:
+        # Micro-batches still to come may use a version that exists already: the last of
+        # those that use at most the newest one.
         last = np.searchsorted(used, newest, side="right") - 1
     # Versions never decrease along the micro-batches, so that the number of distinct
     # ones between two micro-batches is the number of increases.
     change = np.concatenate([[0], np.cumsum(np.diff(used) > 0)])
     first = np.minimum(finished, len(used) - 1)
     needed = np.where(last >= finished, change[last] - change[first] + 1, 0)
+    # The newest version is kept for the next forward pass, unless counted above.
     also_newest = (last < finished) | (used[last] < newest)
     return needed + also_newest
 

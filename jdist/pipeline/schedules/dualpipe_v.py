@@ -7,8 +7,6 @@ from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import Phase, phases
 from jdist.pipeline.schedule.schedule import Schedule
 
-__all__ = ["dualpipe_v"]
-
 
 def dualpipe_v(n: int, m: int) -> Schedule:
     """DualPipeV for n workers with stages j and 2n - 1 - j each, and m micro-batches.

@@ -7,8 +7,6 @@ import numpy as np
 from jdist.pipeline.schedule.actions import Columns, F, WorkerActions, check_counts
 from jdist.pipeline.schedule.schedule import Schedule
 
-__all__ = ["forward_only"]
-
 
 def forward_only(n: int, m: int) -> Schedule:
     """n stages, one per worker, evaluate m micro-batches.

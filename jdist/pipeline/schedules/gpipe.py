@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from functools import partial
 
-from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules.replicas import in_turn, placed, replica_counts
-
-__all__ = ["gpipe"]
+from jdist.pipeline.schedules.replicas import alternating_schedule, replica_counts
 
 
 def gpipe(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
@@ -35,13 +33,6 @@ def gpipe(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
     """
     check_counts("gpipe", n=n, m=m)
     counts = replica_counts("gpipe", n, replicas, m)
-    programs, bound = in_turn(counts, m, [m] * n)
-    return Schedule(
-        "GPipe",
-        m,
-        placed(counts),
-        Columns.joined(programs),
-        activation_bound=bound,
-        clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
-        family=partial(gpipe, n, replicas=replicas),
-    )
+    family = partial(gpipe, n, replicas=replicas)
+    # All forward passes are "ahead" of the first backward pass.
+    return alternating_schedule("GPipe", m, counts, [m] * n, family)

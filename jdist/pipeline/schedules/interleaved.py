@@ -9,8 +9,6 @@ from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import Passes, alternating
 from jdist.pipeline.schedule.schedule import Schedule
 
-__all__ = ["interleaved"]
-
 
 def interleaved(n: int, m: int, chunks: int) -> Schedule:
     """1F1B over n workers with `chunks` stages each: stages j, n + j, 2n + j, ...
@@ -37,6 +35,7 @@ def interleaved(n: int, m: int, chunks: int) -> Schedule:
       worker 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1  .
     """
     check_counts("interleaved", n=n, m=m, chunks=chunks)
+    # All rounds have one size, on which the orders below rely.
     rounds = max(1, m // n)
     if m % rounds:
         rule = f"must be a multiple of its {rounds} rounds of at least {n} workers"
@@ -70,6 +69,7 @@ def _order(
     n: int, m: int, chunks: int, size: int, rank: int, backward: bool = False
 ) -> Passes:
     k = np.arange(m * chunks)
+    # k counts a worker's passes: through all chunks of a round, then the next round.
     chunk = k // size % chunks
     micro_batch = k // (size * chunks) * size + k % size
     if backward:

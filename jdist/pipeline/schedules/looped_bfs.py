@@ -8,8 +8,6 @@ from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import Passes, alternating
 from jdist.pipeline.schedule.schedule import Schedule
 
-__all__ = ["looped_bfs"]
-
 
 def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
     """Breadth-first over n workers with `chunks` stages each: j, n + j, 2n + j, ...
@@ -51,4 +49,5 @@ def looped_bfs(n: int, m: int, chunks: int) -> Schedule:
 
 
 def _breadth_first(stages: np.ndarray, m: int) -> Passes:
+    # All micro-batches of a stage before any of the next.
     return np.repeat(stages, m), np.tile(np.arange(m), len(stages))

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules.replicas import ahead_of, in_turn, placed, replica_counts
-
-__all__ = ["one_f_one_b"]
+from jdist.pipeline.schedules.replicas import (
+    alternating_schedule,
+    replica_counts,
+    warm_ups,
+)
 
 
 def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Schedule:
@@ -38,13 +40,5 @@ def one_f_one_b(n: int, m: int, *, replicas: Sequence[int] | None = None) -> Sch
     """
     check_counts("one_f_one_b", n=n, m=m)
     counts = replica_counts("one_f_one_b", n, replicas, m)
-    programs, bound = in_turn(counts, m, ahead_of(counts))
-    return Schedule(
-        "1F1B",
-        m,
-        placed(counts),
-        Columns.joined(programs),
-        activation_bound=bound,
-        clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
-        family=partial(one_f_one_b, n, replicas=replicas),
-    )
+    family = partial(one_f_one_b, n, replicas=replicas)
+    return alternating_schedule("1F1B", m, counts, warm_ups(counts), family)

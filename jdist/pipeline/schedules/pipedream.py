@@ -5,17 +5,14 @@ from functools import partial
 from typing import Literal
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.actions import Columns, check_counts
+from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedules.replicas import (
-    ahead_of,
-    in_turn,
-    placed,
+    alternating_schedule,
     replica_counts,
+    warm_ups,
 )
-
-__all__ = ["pipedream"]
 
 
 def pipedream(
@@ -64,16 +61,9 @@ def pipedream(
         remedy = "Other policies have a schedule of their own, such as `pipedream_2bw`."
         raise ValueError(requirement("pipedream(policy=...)", rule, policy, remedy))
     counts = replica_counts("pipedream", n, replicas)
-    programs, bound = in_turn(counts, m, ahead_of(counts))
-    return Schedule(
-        "PipeDream",
-        m,
-        placed(counts),
-        Columns.joined(programs),
-        update_policy=UpdatePolicy(policy, update_every),
-        activation_bound=bound,
-        clock_bound=2 * (m + n - 1) if max(counts) == 1 else None,
-        family=partial(
-            pipedream, n, replicas=counts, update_every=update_every, policy=policy
-        ),
+    family = partial(
+        pipedream, n, replicas=counts, update_every=update_every, policy=policy
     )
+    updates = UpdatePolicy(policy, update_every)
+    ahead = warm_ups(counts)
+    return alternating_schedule("PipeDream", m, counts, ahead, family, updates)

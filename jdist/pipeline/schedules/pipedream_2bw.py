@@ -9,8 +9,6 @@ from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 
-__all__ = ["pipedream_2bw"]
-
 
 def pipedream_2bw(n: int, m: int, *, update_every: int | None = None) -> Schedule:
     """Asynchronous 1F1B with gradients accumulated over `update_every` micro-batches.

@@ -9,8 +9,6 @@ from jdist.pipeline.schedule.patterns import alternating
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
-__all__ = ["pipedream_flush"]
-
 
 def pipedream_flush(n: int, m: int, *, update_every: int | None = None) -> Schedule:
     """1F1B with a flush after every `update_every` micro-batches of an epoch.
@@ -36,12 +34,15 @@ def pipedream_flush(n: int, m: int, *, update_every: int | None = None) -> Sched
     """
     every = n if update_every is None else update_every
     check_counts("pipedream_flush", n=n, m=m, update_every=every)
+    # The last block may be shorter.
     blocks = [np.arange(i, min(i + every, m)) for i in range(0, m, every)]
     programs = []
     for stage in range(n):
         parts = []
         for block in blocks:
             own = (np.full(len(block), stage), block)
+            # 1F1B of a block; it drains, since its backward passes end before the next
+            # block.
             parts.append(alternating(own, own, warm_up=n - stage - 1))
         programs.append(WorkerActions(*map(np.concatenate, zip(*parts, strict=True))))
     return Schedule(

@@ -1,30 +1,32 @@
-"""Stages on several workers, which take micro-batches in turn."""
+"""1F1B and its relatives over stages of one or several workers.
 
-from collections.abc import Sequence
+A stage on several workers gives them its micro-batches in turn.
+"""
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.pipeline.schedule.actions import WorkerActions, check_counts
+from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import alternating
-from jdist.pipeline.schedule.schedule import Placement
-
-__all__ = ["ahead_of", "in_turn", "placed", "replica_counts"]
+from jdist.pipeline.schedule.schedule import Placement, Schedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
 
 def replica_counts(
     call: str, n: int, replicas: Sequence[int] | None, m: int | None = None
 ) -> tuple[int, ...]:
-    """The workers of each stage.
+    """The number of workers of each stage.
 
     Args:
-      call: Names the schedule in errors.
+      call: The schedule's function, for errors.
       n: Stages.
       replicas: As given; None: one worker each.
-      m: Micro-batches, if each worker has to have one.
+      m: Micro-batches, if every worker must have one.
 
     Raises:
-      ValueError: There are not n numbers, one is below 1 or above `m`.
+      ValueError: There are not n numbers, or one is below 1 or above `m`.
     """
     counts = (1,) * n if replicas is None else tuple(replicas)
     if len(counts) != n:
@@ -32,23 +34,15 @@ def replica_counts(
         raise ValueError(requirement(f"{call}(replicas=...)", rule, counts))
     for count in counts:
         check_counts(call, replicas=count)
+    # A gradient is a sum over replicas, each of which contributes at least one term.
     if m is not None and max(counts) > m:
         rule = f"must be at most the {m} micro-batches, for each worker needs one"
         raise ValueError(requirement(f"{call}(replicas=...)", rule, counts))
     return counts
 
 
-def placed(counts: Sequence[int]) -> Placement:
-    """Ranks given out stage by stage."""
-    ends = np.cumsum(counts)
-    return tuple(
-        tuple(range(int(end) - count, int(end)))
-        for end, count in zip(ends, counts, strict=True)
-    )
-
-
-def ahead_of(counts: Sequence[int]) -> list[int]:
-    """How many forward passes a worker of each stage runs ahead in 1F1B.
+def warm_ups(counts: Sequence[int]) -> list[int]:
+    """The forward passes that a worker of each stage runs ahead in 1F1B.
 
     That is floor((w_j - 1) / r_j), with r_j the workers of the stage and w_j those of
     this and all later stages.
@@ -57,15 +51,23 @@ def ahead_of(counts: Sequence[int]) -> list[int]:
     return [int(w - 1) // count for w, count in zip(later, counts, strict=True)]
 
 
-def in_turn(
-    counts: Sequence[int], m: int, ahead: Sequence[int]
-) -> tuple[list[WorkerActions], tuple[int, ...]]:
-    """Each worker's program, and how many micro-batches' activations it holds at most.
+def alternating_schedule(
+    name: str,
+    m: int,
+    counts: Sequence[int],
+    ahead: Sequence[int],
+    family: Callable[[int], Schedule],
+    update_policy: UpdatePolicy | None = None,
+) -> Schedule:
+    """A schedule whose workers run some forward passes ahead and then alternate.
 
     Args:
-      counts: Workers of each stage: micro-batch i goes to the (i mod r)-th of them.
+      name: Name of the family.
       m: Micro-batches.
-      ahead: Forward passes that a stage's workers run ahead.
+      counts: Workers of each stage: micro-batch i goes to the (i mod r)-th of them.
+      ahead: Forward passes that the workers of each stage run ahead.
+      family: See `Schedule`.
+      update_policy: See `Schedule`.
     """
     programs, bound = [], []
     for stage, count in enumerate(counts):
@@ -74,4 +76,23 @@ def in_turn(
             own = (np.full(len(every), stage), every)
             programs.append(alternating(own, own, warm_up=ahead[stage]))
             bound.append(min(len(every), ahead[stage] + 1))
-    return programs, tuple(bound)
+    return Schedule(
+        name,
+        m,
+        _placement(counts),
+        Columns.joined(programs),
+        update_policy=update_policy,
+        activation_bound=tuple(bound),
+        # Replicas wait for neighbours with another rhythm: no closed form is known.
+        clock_bound=2 * (m + len(counts) - 1) if max(counts) == 1 else None,
+        family=family,
+    )
+
+
+def _placement(counts: Sequence[int]) -> Placement:
+    """Ranks assigned stage by stage."""
+    ends = np.cumsum(counts)
+    return tuple(
+        tuple(range(int(end) - count, int(end)))
+        for end, count in zip(ends, counts, strict=True)
+    )

@@ -6,8 +6,6 @@ from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import phases
 from jdist.pipeline.schedule.schedule import Schedule
 
-__all__ = ["zbv"]
-
 
 def zbv(n: int, m: int) -> Schedule:
     """ZBV for n workers with stages j and 2n - 1 - j each, and m micro-batches.
@@ -32,6 +30,8 @@ def zbv(n: int, m: int) -> Schedule:
       worker 1 |  .  1F0 2F0 1F1 2F1 2B0 2W0 1B0 1W0 2B1 2W1 1B1 1W1  .
     """
     check_counts("zbv", n=n, m=m)
+    # The patterns fill the pipeline with 2n - 1 micro-batches; `phases` drops the
+    # surplus.
     made_for = max(m, 2 * n - 1)
     programs = []
     for j in range(n):

@@ -6,8 +6,6 @@ from jdist.pipeline.schedule.actions import Columns, check_counts
 from jdist.pipeline.schedule.patterns import phases
 from jdist.pipeline.schedule.schedule import Schedule
 
-__all__ = ["zero_bubble"]
-
 
 def zero_bubble(n: int, m: int) -> Schedule:
     """ZB-H1 for n stages, one per worker, and m micro-batches.
@@ -32,6 +30,7 @@ def zero_bubble(n: int, m: int) -> Schedule:
       worker 1 |  .  1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2
     """
     check_counts("zero_bubble", n=n, m=m)
+    # With fewer micro-batches than workers there is no steady phase.
     steady = max(m - n, 0)
     programs = [
         phases(

@@ -11,8 +11,6 @@ from jdist.pipeline.schedule.actions import KINDS, B, F, W
 from jdist.pipeline.schedule.memory import PENDING
 from jdist.pipeline.simulate.timeline import Timeline
 
-__all__ = ["Cost", "Costs"]
-
 Cost = float | Sequence[float] | np.ndarray
 """One number for all stages; one per stage; or `(stages, micro_batches)`."""
 
@@ -77,6 +75,7 @@ class Costs:
             if not (fine & (array >= 0)).all() or array.ndim > 2:
                 rule = f"must be {least}: a number, one per stage, or a table"
                 raise ValueError(requirement(f"Costs({field.name}=...)", rule, value))
+        # Both halves are products of the same size for a layer that multiplies.
         half = np.asarray(self.backward, np.float64) / 2
         for name in ("backward_inputs", "backward_params"):
             if getattr(self, name) is None:
@@ -91,6 +90,7 @@ class Costs:
         Raises:
           ValueError: It was given for another number of stages or micro-batches.
         """
+        # Neighbours, not stages, share a link.
         rows = stages - 1 if name in BETWEEN else stages
         array = np.asarray(getattr(self, name), np.float64)
         shape = (rows, micro_batches)
@@ -100,6 +100,7 @@ class Costs:
             rule = f"must have one number for each of {rows} {of}, or {shape} of them"
             got = f"shape {array.shape}"
             raise ValueError(requirement(f"Costs({name}=...)", rule, got))
+        # A view: one number for all costs no memory.
         return np.broadcast_to(wide, shape)
 
     def joined(self, stages: int) -> tuple[bool, ...]:
@@ -136,6 +137,7 @@ class Costs:
         stages = int(columns.stage.max()) + 1
         split = columns.index_of(W, stages, int(columns.micro_batch.max()) + 1) >= 0
         halved = split[columns.stage, columns.micro_batch]
+        # The first micro-batch may include compilation and cold caches.
         warm = columns.micro_batch > (0 if columns.micro_batch.any() else -1)
         masks = {
             "forward": columns.kind == F,
@@ -153,7 +155,9 @@ class Costs:
             if name == "forward" and not all(map(len, rows)):
                 rule = f"must have {KINDS[F]} actions at each of its {stages} stages"
                 raise ValueError(requirement("Costs.measured(timeline)", rule, "none"))
+            # A kind that some stage never runs keeps its default.
             if all(map(len, rows)):
+                # The median, since a few actions are delayed by other processes.
                 found[name] = np.array([np.median(row) for row in rows])
         if timeline.stage_bytes is not None:
             kept = timeline.stage_bytes

@@ -12,7 +12,6 @@ from jdist.pipeline.schedule.actions import KINDS, Columns
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_gantt", "write_chrome_trace", "write_gantt"]
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
 NAMES = ("forward", "backward", "weight gradient")
@@ -79,6 +78,7 @@ def draw_gantt(
 def _draw_bars(
     columns: Columns, start: np.ndarray, end: np.ndarray, axes: "Axes"
 ) -> None:
+    # Each kind is named once, so that a legend of the axes has no repeats.
     unnamed = dict(enumerate(NAMES))
     for worker in range(columns.workers):
         span = slice(*columns.first[worker : worker + 2])
@@ -121,6 +121,7 @@ def _draw_image(
         span = slice(*columns.first[worker : worker + 2])
         if span.start == span.stop:
             continue
+        # The last action that began before each moment.
         at = np.searchsorted(start[span], moments, side="right") - 1
         working = (at >= 0) & (moments < end[span][at])
         shown[row] = np.where(working, columns.kind[span][at] + 1, 0)

@@ -23,8 +23,6 @@ from jdist.pipeline.schedule.versions import live_versions
 from jdist.pipeline.simulate.costs import Costs
 from jdist.pipeline.simulate.timeline import Timeline
 
-__all__ = ["simulate"]
-
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Simulates a schedule.
@@ -76,6 +74,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def _seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
     columns, shape = schedule.columns, (schedule.stages, schedule.micro_batches)
+    # A B without a W does the work of both halves.
     backward = np.where(
         schedule.split,
         costs.table("backward_inputs", *shape),
@@ -86,6 +85,7 @@ def _seconds(schedule: Schedule, costs: Costs) -> np.ndarray:
         (B, backward),
         (W, costs.table("backward_params", *shape)),
     )
+    # One fancy index per kind, with no loop over actions.
     seconds = np.empty(len(columns))
     for kind, table in tables:
         own = np.flatnonzero(columns.kind == kind)
@@ -119,12 +119,15 @@ def _links(schedule: Schedule, costs: Costs) -> Links | None:
 
 def _link_numbers(schedule: Schedule) -> np.ndarray:
     """A number for each link, -1 within a worker: `(F or B, pair of stages, turn)`."""
+    # Placement repeats after this many micro-batches, so that links need no table of
+    # all of them.
     turns = math.lcm(*(len(workers) for workers in schedule.placement))
     owner = schedule.owner[:, : min(turns, schedule.micro_batches)].astype(np.int64)
     ahead = owner[:-1] * schedule.workers + owner[1:]
     back = owner[1:] * schedule.workers + owner[:-1]
     _, numbers = np.unique(np.stack([ahead, back]), return_inverse=True)
     numbers = numbers.reshape(2, *ahead.shape)
+    # Neighbouring stages on one worker need no link.
     return np.where(owner[:-1] == owner[1:], -1, numbers)
 
 
@@ -144,6 +147,7 @@ def _activation_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 def _weight_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     shape = (schedule.stages, schedule.micro_batches)
+    # Weights do not depend on the micro-batch.
     each = costs.table("weight_bytes", *shape)[:, 0]
     kept = live_versions(schedule.columns, schedule.update_policy)
     return tuple((each @ kept).tolist())

@@ -19,8 +19,6 @@ from jdist.pipeline.simulate import pictures
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Record", "StageBytes", "Timeline"]
-
 
 class StageBytes(NamedTuple):
     """Bytes that a run's stages kept of a micro-batch, float64, `(stages,)` each.
@@ -101,11 +99,13 @@ class Timeline:
           ValueError: There are none, one ends before it starts, or two of one worker
             overlap.
         """
+        # By worker and time, so that neighbours in the list are neighbours in time.
         ordered = sorted(records, key=lambda r: (r.worker, r.start, r.end))
         argument = "Timeline.from_records(records=...)"
         if not ordered:
             raise ValueError(requirement(argument, "must not be empty", "none"))
         for before, after in zip([None, *ordered], ordered, strict=False):
+            # Written so that a NaN is refused too.
             if not after.start <= after.end:
                 rule = "must not end before they start"
                 raise ValueError(requirement(argument, rule, repr(after)))
@@ -119,6 +119,7 @@ class Timeline:
         for record in ordered:
             action = Action(record.kind, record.stage, record.micro_batch)
             programs[record.worker].append(action)
+        # Clocks count from any moment; a timeline starts at 0.
         begin = min(record.start for record in ordered)
         return cls(
             Columns.of(programs),
@@ -141,6 +142,7 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each worker worked."""
+        # Differences of one running sum: no loop over workers.
         done = np.concatenate([[0.0], np.cumsum(self.end - self.start)])
         return tuple(np.diff(done[self.columns.first]).tolist())
 
@@ -194,6 +196,7 @@ class Timeline:
         shape = (int(columns.stage.max()) + 1, int(columns.micro_batch.max()) + 1)
         worker = columns.worker_of_each()
         first = np.concatenate([[True], worker[1:] != worker[:-1]])
+        # When each action's worker became free: the end of its action before.
         free = np.where(first, -np.inf, np.roll(self.end, 1))
         samples: list[list[float]] = [[] for _ in range(shape[0] - 1)]
         for kind, there, back in ((F, 0, 1), (B, 1, 0)):
@@ -202,10 +205,13 @@ class Timeline:
                 before, after = at[pair + there], at[pair + back]
                 both = (before >= 0) & (after >= 0)
                 before, after = before[both], after[both]
+                # Otherwise the worker itself was the reason for waiting.
                 waited = free[after] < self.end[before]
+                # Neighbours on one worker exchange no message.
                 away = worker[before] != worker[after]
                 gaps = self.start[after] - self.end[before]
                 found += gaps[waited & away].tolist()
+        # Clocks of two processes differ by microseconds: a gap may come out negative.
         return np.array([max(0.0, np.median(s)) if s else 0.0 for s in samples])
 
     def records(self) -> Iterator[Record]:

@@ -10,8 +10,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist._tree import PyTree
 
-__all__ = ["ArraySpec", "is_spec", "specs_of"]
-
+# JAX offers no public list of them, and no way from a dtype's name to the dtype.
 _GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
@@ -38,6 +37,7 @@ class ArraySpec(NamedTuple):
         key = _key_like(self.dtype)
         if key is None:
             return jnp.zeros(self.shape, self.dtype, device=device)
+        # Keys cannot be made by jnp.zeros.
         keys = jnp.broadcast_to(jax.random.key(0, impl=key.generator), self.shape)
         return keys if device is None else jax.device_put(keys, device)
 
@@ -71,6 +71,7 @@ def _key_like(name: str) -> _KeyLike | None:
     if not name.startswith("key<"):
         return None
     for generator in _GENERATORS:
+        # Evaluated abstractly: nothing is compiled or put on a device.
         make = functools.partial(jax.random.key, 0, impl=generator)
         dtype = jax.eval_shape(make).dtype
         if str(dtype) == name:

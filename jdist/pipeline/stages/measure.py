@@ -14,8 +14,6 @@ from jdist.pipeline.schedule.actions import check_counts
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.stage import Stage, outputs_by_name
 
-__all__ = ["profile"]
-
 
 def profile(
     layers: Sequence[Module],
@@ -75,6 +73,7 @@ def profile(
         layer, outputs = _measured(module, inputs, key, repeats)
         sources = dict.fromkeys(writer[name] for name in module.inputs)
         edges += [(source, module.name) for source in sources]
+        # The newest value of a name counts from here on.
         values |= outputs
         writer |= dict.fromkeys(module.outputs, module.name)
         found.append(layer)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from jdist._tree import PyTree
 
-__all__ = ["Module"]
-
 
 class Module(NamedTuple):
     """A layer with the names of its inputs and outputs.

@@ -22,8 +22,6 @@ from jdist.pipeline.stages.stage_program import (
     without_shared,
 )
 
-__all__ = ["FromModules", "StageMember", "assembled", "stages_from_modules"]
-
 
 class StageMember(NamedTuple):
     """A module in its stage.
@@ -95,6 +93,7 @@ class FromModules(NamedTuple):
                     whole = with_shared(own, shared)[module.name]
                     kept = (state or {}).get(module.name)
                     found[number] = module.restored(whole, kept)
+        # The order of the modules, not of the stages.
         return [found[number] for number in sorted(found)]
 
 
@@ -170,6 +169,7 @@ def assembled(
     writer = {name: call.module for call in calls for name in call.writes}
     _check_order(calls, writer, stage_of)
     wanted = _wanted(calls, newest, loss_inputs)
+    # All numbers up to here occur, which was checked.
     stages = max(stage_of.values()) + 1
     own = [[m for m in modules if stage_of[m.name] == j] for j in range(stages)]
     ties = _ties(own)
@@ -177,11 +177,13 @@ def assembled(
     made = FromModules([], [], [], wanted, [], [])
     for j, members in enumerate(own):
         inside = [call for call in calls if stage_of[call.module] == j]
+        # Names that leave the stage, besides those that the loss takes.
         read = {n for call in calls if call not in inside for n in call.reads}
         program = _program(inside, read | set(wanted), ties.within[j])
         single = members[0].name in alone
         _check_evaluation(members)
         made.stages.append(_stage(program, members, ties.across[j], recompute, single))
+        # One copy of a shared parameter, so that its gradient is one sum.
         params = without_shared({m.name: m.params for m in members}, ties.within[j])
         states = {m.name: m.state for m in members if m.state is not None}
         made.params.append(members[0].params if single else params)
@@ -216,12 +218,14 @@ def _ties(own: Sequence[Sequence[Module]]) -> _Ties:
         found = []
         for module in members:
             for path, name in module.tied.items():
+                # The first module that names a shared parameter owns it.
                 source, at = places.setdefault(name, (module, path))
                 if source is not module:
                     _check_same(name, source, at, module, path)
                     found.append(SharedParameter(module.name, path, source.name, at))
         first.append(places)
         within.append(tuple(found))
+    # Only what several stages share must be tied between them.
     many = Counter(name for places in first for name in places)
     across = [
         {
@@ -248,6 +252,7 @@ def _check_same(name: str, a: Module, at: str, b: Module, path: str) -> None:
         x.shape == others[below].shape and x.dtype == others[below].dtype
         for below, x in ones.items()
     )
+    # Shapes alone can be compared when models are made abstractly.
     known = not any(
         isinstance(x, jax.ShapeDtypeStruct) for x in [*ones.values(), *others.values()]
     )
@@ -263,6 +268,7 @@ def _program(
 ) -> StageProgram:
     """The program of a stage's calls, given the names that others read."""
     written = {name for call in calls for name in call.writes}
+    # A dict in place of a set: the order of first use.
     taken = dict.fromkeys(name for call in calls for name in call.reads)
     inputs = tuple(name for name in taken if name not in written)
     outputs = tuple(n for call in calls for n in call.writes if n in read)
@@ -278,6 +284,7 @@ def _stage(
 ) -> Stage:
     if single:
         (module,) = members
+        # A module alone is called with its own arguments, which may not repeat.
         if len(program.inputs) < len(module.inputs):
             rule = f"must name each value once for {module.name!r}, a stage by itself"
             remedy = "Give that stage as a list of one module."
@@ -300,6 +307,7 @@ def _stage(
             replace(
                 call,
                 fn=evaluated.get(call.module, call.fn),
+                # Evaluation draws nothing, so that the key is not even passed.
                 keyed=False,
                 returns_state=call.returns_state and call.module not in evaluated,
             )
@@ -351,6 +359,7 @@ def _calls(modules: Sequence[Module]) -> tuple[list[ModuleCall], dict[str, str]]
     newest: dict[str, str] = {}
     calls = []
     for module in modules:
+        # A name that no module has written comes from the batch and keeps its name.
         reads = tuple(newest.setdefault(name, name) for name in module.inputs)
         writes = tuple(
             f"{module.name}.{name}" if written[name] > 1 or name in newest else name

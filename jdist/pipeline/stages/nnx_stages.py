@@ -17,7 +17,6 @@ from jdist.pipeline.stages.stage import Recompute
 if TYPE_CHECKING:
     from flax import nnx
 
-__all__ = ["NnxFunction", "modules_from_nnx", "stages_from_nnx"]
 
 Key = TypeVar("Key", bound=Hashable)
 """The name of a layer, or its number."""
@@ -142,6 +141,7 @@ def stages_from_nnx(
     for argument, given in (("inputs", inputs), ("outputs", outputs)):
         _check_keys(f"{call}({argument}=...)", numbers, given)
     ties = _tied(call, dict(enumerate(flat)), tied)
+    # In a chain a module's inputs are the outputs of the one before.
     puts_out = [tuple(outputs.get(k, (between[k + 1],))) for k in numbers]
     before = [(between[0],), *puts_out]
     made = [
@@ -152,6 +152,7 @@ def stages_from_nnx(
     ]
     stages = [j for j, group in enumerate(groups) for _ in group]
     stage_of = {m.name: j for m, j in zip(made, stages, strict=True)}
+    # Such a stage has the parameters of its module as they are, with no dict around.
     alone = {
         m.name for m, j in zip(made, stages, strict=True)
         if not isinstance(modules[j], list | tuple)
@@ -211,6 +212,7 @@ def _tied(
     holders: dict[int, list[tuple[Key, str]]] = {}
     for key, layer in layers.items():
         for path, number in _parameters(call, layer, holders, key):
+            # By identity: equal values alone may be a coincidence.
             holders.setdefault(number, []).append((key, path))
     for places in holders.values():
         named = [_name_of(found[key], path) for key, path in places]
@@ -224,6 +226,7 @@ def _tied(
             got = f"{[key for key, _ in places]} hold it"
             raise ValueError(requirement(f"{call}(tied=...)", rule, got))
         for key, path in places:
+            # A path that was given by the user keeps its name.
             found[key].setdefault(path, name)
     return found
 
@@ -270,6 +273,7 @@ def _module(
 ) -> Module:
     parts = _taken_apart(layer)
     stateful, keyed = bool(jax.tree.leaves(parts.rest)), _draws(layer)
+    # Streams are rebuilt from a key at each call, so that the function stays pure.
     leaves, structure = jax.tree.flatten(parts.streams)
     are_keys = tuple([jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves])
     empty = None if stateful else jax.tree.structure(parts.rest)
@@ -300,6 +304,7 @@ def _draws(layer: "nnx.Module") -> bool:
     from flax import nnx
 
     nodes = list(nnx.iter_graph(layer))
+    # A dropout that drops nothing holds streams too, but never draws.
     idle = [
         path
         for path, node in nodes
@@ -366,12 +371,14 @@ class NnxFunction:
         from flax import nnx
 
         arguments = list(given)
+        # Evaluation gets no key; the streams still need one to be rebuilt.
         drawing = self.keyed and not self.evaluation
         key = arguments.pop() if drawing else jax.random.key(0)
         # The structure has streams even where nothing is drawn from them.
         streams = _streams(self.streams, self.are_keys, key)
         empty = self.empty
         state = arguments.pop(0) if empty is None else empty.unflatten([])
+        # A copy, because the call changes the module's variables.
         module = nnx.merge(self.graph, params, streams, state, copy=True)
         if self.evaluation:
             module.eval()

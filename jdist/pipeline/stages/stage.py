@@ -11,8 +11,6 @@ from jdist._tree import PyTree
 from jdist.segment import Segment, segment
 from jdist.segment.internal import POLICIES
 
-__all__ = ["Recompute", "Stage", "outputs_by_name"]
-
 Recompute = bool | Literal["dots"]
 """What a backward pass computes again; see `jdist.segment.segment`."""
 
@@ -82,6 +80,7 @@ class Stage:
             call = f"Stage({given}=...)"
             if isinstance(names, str) or not all(isinstance(n, str) for n in names):
                 raise TypeError(requirement(call, "must be a tuple of names", names))
+            # The class is frozen, and a list would make it unhashable.
             object.__setattr__(self, given, tuple(names))
             if len(set(names)) != len(names):
                 raise ValueError(requirement(call, "must be different names", names))
@@ -89,6 +88,7 @@ class Stage:
         if not self.outputs:
             rule = "must name one value at least"
             raise ValueError(requirement("Stage(outputs=...)", rule, self.outputs))
+        # `is`, because 1 == True: a 1 must be refused.
         if not any(self.recompute is p or self.recompute == "dots" for p in POLICIES):
             rule = f"must be one of {', '.join(map(repr, sorted(POLICIES, key=str)))}"
             raise ValueError(requirement("Stage(recompute=...)", rule, self.recompute))
@@ -120,6 +120,7 @@ class Stage:
           label: Distinguishes stages made by one factory.
         """
         if self.in_evaluation is None:
+            # No second compilation of the same function.
             return compiled
         meant = self._label("evaluation", label, self.in_evaluation, frozenset())
         return segment(_body_in_evaluation(self), label=meant)
@@ -161,10 +162,13 @@ def _body(stage: Stage, constant: frozenset[str]) -> Callable[..., PyTree]:
         params: PyTree, state: PyTree, inputs: tuple[PyTree, ...], key: PyTree
     ) -> PyTree:
         given = [
+            # Inputs from the batch: nothing needs their cotangents.
             jax.lax.stop_gradient(x) if stop else x
             for x, stop in zip(inputs, stopped, strict=True)
         ]
         if stateful:
+            # A state such as a running mean is no path for gradients across micro-
+            # batches.
             given.insert(0, jax.lax.stop_gradient(state))
         if keyed:
             given.append(key)

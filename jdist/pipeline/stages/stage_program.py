@@ -8,15 +8,6 @@ import jax
 from jdist._tree import PyTree, is_none, named_leaves, path_of
 from jdist.pipeline.stages.stage import outputs_by_name
 
-__all__ = [
-    "ModuleCall",
-    "SharedParameter",
-    "StageProgram",
-    "leaves_below",
-    "with_shared",
-    "without_shared",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
@@ -95,6 +86,7 @@ class StageProgram:
         arguments = list(given)
         key: PyTree = arguments.pop() if self.keyed else None
         state = arguments.pop(0) if self.stateful else {}
+        # Inside the traced function: autodiff adds up the gradients of all uses.
         whole, after = with_shared(params, self.shared), dict(state)
         values = dict(zip(self.inputs, arguments, strict=True))
         for number, call in enumerate(self.calls):

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from jdist._errors import requirement
 from jdist.pipeline.stages.stage import Stage
 
-__all__ = ["BATCH", "StageWiring", "wire"]
-
 BATCH = -1
 """In the place of a stage: the value is an entry of the batch."""
 
@@ -104,6 +102,7 @@ def _producers(stages: Sequence[Stage]) -> dict[str, int]:
 
 def _source(producer: dict[str, int], name: str, number: int, stages: int) -> int:
     source = producer.get(name, BATCH)
+    # The loss is number n, so that it may take from all stages; BATCH is below all.
     if source < number:
         return source
     taker = "the loss" if number == stages else f"stage {number}"
@@ -128,6 +127,7 @@ def _check_consumed(
                 for other, where in source[taker].items()
                 if where == BATCH
             }
+            # A typo makes one value unused and another one missing: both are named.
             for close in difflib.get_close_matches(name, taken, 1):
                 taker = (
                     "the loss" if taken[close] == stages else f"stage {taken[close]}"

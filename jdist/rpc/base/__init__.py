@@ -1,3 +1,3 @@
-"""What every room of rpc builds on: errors, options, ids, deadlines, futures."""
+"""Ground floor of rpc: errors, options, ids, deadlines, futures, locks, threads."""
 
 __all__: list[str] = []

@@ -37,14 +37,14 @@ __all__ = [
 
 
 class Worker(Protocol):
-    """What these modules need of a worker; `jdist.rpc.calls.agent.Agent` is one."""
+    """A worker, as far as this room needs it; `jdist.rpc.calls.agent.Agent` is one."""
 
     info: WorkerInfo
     closed: bool
 
 
 class Cancellable(Protocol):
-    """Something that a call waits for and that ends with it."""
+    """A wait within a running call, which ends with that call."""
 
     def give_up(self, reason: str) -> None:
         """Ends the wait; any thread, any number of times."""
@@ -61,7 +61,7 @@ class RunningCall(Protocol):
         """The function began to wait for `nested`."""
 
     def end(self, nested: Cancellable) -> None:
-        """It does no longer."""
+        """The function no longer waits for `nested`."""
 
     def defer(self, future: Any) -> None:
         """The result will be that of `future`, or made of it; then of the last one."""
@@ -71,7 +71,7 @@ class RunningCall(Protocol):
 
 
 class Scope(NamedTuple):
-    """What a thread of control acts as, and for how long.
+    """The worker as which a thread of control acts, and its deadline.
 
     Attributes:
       agent: The worker.
@@ -104,7 +104,7 @@ NOT_INITIALIZED = (
 
 @contextlib.contextmanager
 def becoming() -> Iterator[None]:
-    """Within it, this process is getting its workers, and nobody else may do so.
+    """Marks the block in which this process gets its workers; excludes a second one.
 
     Raises:
       RpcError: It has workers already. (torch's "is already initialized".)
@@ -125,13 +125,13 @@ def becoming() -> Iterator[None]:
 
 
 def add(agents: Sequence[Worker]) -> None:
-    """Makes workers known to this process."""
+    """Adds workers of this process."""
     with _lock:
         _workers.update({agent.info.name: agent for agent in agents})
 
 
 def remove(agents: Sequence[Worker]) -> None:
-    """Forgets workers; any number of times."""
+    """Removes workers; any number of times."""
     with _lock:
         for agent in agents:
             if _workers.get(agent.info.name) is agent:
@@ -175,10 +175,10 @@ def why_none() -> str:
 
 
 def _leave_to_parent() -> None:
-    """In a child that was just forked: the workers are its parent's.
+    """In a process that was just forked: closes the inherited copies of the workers.
 
-    They count as closed: what the child inherited of them, such as references and
-    futures, does nothing.
+    The workers are the parent's. References and futures that the child inherited do
+    nothing.
     """
     global _lock, _becoming, _inherited
     inherited = scope.get()
@@ -205,7 +205,7 @@ def deadline() -> Deadline:
 
 @contextlib.contextmanager
 def use_worker(name: str) -> Iterator[None]:
-    """Within it, this thread of control acts as the worker `name` of this process.
+    """Has this thread of control act as the worker `name` of this process.
 
     Raises:
       ValueError: This process has no worker of that name.
@@ -226,7 +226,7 @@ def use_worker(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def acting_as(chosen: Worker) -> Iterator[None]:
-    """Within it, this thread of control acts as that worker, as part of its call."""
+    """Has this thread of control act as that worker, within the running call."""
     before = scope.get()
     if before is not None and before.agent is chosen:
         yield

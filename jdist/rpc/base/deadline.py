@@ -1,7 +1,7 @@
 """Deadlines: absolute inside, timeouts outside, remaining seconds on the wire.
 
-A deadline is a moment of `time.monotonic()`; None means no limit. It is *firm* when
-somebody asked for it, and soft when it only follows from the default timeout, which is
+A deadline is a moment of `time.monotonic()`; None means no limit. It is *firm* when a
+timeout was given, and soft when it only follows from the default timeout, which is
 there so that nothing hangs.
 """
 
@@ -31,12 +31,12 @@ DEFAULT = -1.0
 
 
 class Deadline(NamedTuple):
-    """When to give up, and whether somebody asked for it.
+    """When to give up, and whether a timeout was given.
 
     Attributes:
       at: Moment of `time.monotonic()`, or None.
       timeout: The seconds that were allowed, for messages.
-      firm: Whether it was asked for.
+      firm: Whether a timeout was given.
     """
 
     at: float | None = None
@@ -51,7 +51,7 @@ class Deadline(NamedTuple):
 NEVER = Deadline()
 
 LONGEST = 1e6
-"""Seconds. What is longer counts as no limit: poll(2) counts milliseconds in 31 bits,
+"""Seconds. Longer timeouts count as no limit: poll(2) counts milliseconds in 31 bits,
 and a lock refuses to wait for more than some centuries."""
 
 
@@ -94,7 +94,7 @@ def check_timeout(call: str, timeout: object) -> None:
 
 
 def to_meta(deadline: Deadline) -> dict[str, Any]:
-    """What travels: clocks of two machines differ, so it is the remaining seconds."""
+    """Metadata of a request: seconds left, because clocks of two machines differ."""
     if deadline.at is None:
         return {}
     meta: dict[str, Any] = {"deadline": deadline.at - time.monotonic()}
@@ -113,6 +113,6 @@ def from_meta(meta: dict[str, Any]) -> Deadline:
 
 
 def exceeded(deadline: Deadline) -> str:
-    """The sentence, with torch's words, that every timeout of a call begins with."""
+    """The beginning of every message of a timeout, in torch's words."""
     milliseconds = round(deadline.timeout * 1000)
     return f"RPC ran for more than set timeout ({milliseconds} ms)"

@@ -39,7 +39,7 @@ CALL = "RpcOptions(device_maps=...)"
 
 
 class DeviceMaps:
-    """What one worker has to know to send its arrays to the others.
+    """The device maps of one worker, by the workers to which they lead.
 
     They go by the names that they prove to its transport.
     """
@@ -72,7 +72,7 @@ def number_of(leaf: jax.Array, table: Table) -> int | None:
 
 
 def number_beside(leaf: jax.Array, table: Table | None) -> int:
-    """What travels beside an array: the number plus one, or 0 for the one device."""
+    """The integer beside an array on the wire: its device plus one, 0 for none."""
     number = None if table is None else number_of(leaf, table)
     return 0 if number is None else number + 1
 

@@ -1,4 +1,4 @@
-"""What can go wrong between workers, as exceptions.
+"""Exceptions of rpc.
 
 All derive from `RpcError`. An exception of the called *function* is none of these: it
 arrives at the caller as its own type, see `jdist.rpc.codec.remote_exception`.
@@ -43,11 +43,11 @@ class WorkerLost(RpcError):
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """A deadline passed. The message says what was waited for, and for whom."""
+    """A deadline passed. The message names what was waited for, and the worker."""
 
 
 class CollectiveMismatch(RpcError):
-    """Workers met for different collectives. The message says who is in which.
+    """Workers met for different collectives. The message names both.
 
     It is raised on all of them, and on those that come late. The next collective of
     the same workers is in step again.
@@ -59,8 +59,8 @@ class ProcessFailed(RpcError):
 
     Attributes:
       rank: Of the process.
-      pid: Its process id, which may be somebody else's by now.
-      what: What became of it, such as `"was killed by SIGKILL"`.
+      pid: Its process id, which another process may have taken over.
+      what: How it ended, such as `"was killed by SIGKILL"`.
       traceback: Of what it raised; empty if it ended otherwise.
     """
 

@@ -1,4 +1,4 @@
-"""What parts built upon rpc keep for a worker, and what they are told of it."""
+"""State that packages built upon rpc keep per worker, and the events they hear of."""
 
 import functools
 from collections.abc import Callable
@@ -14,16 +14,16 @@ NEEDS = "needs"
 """In the metadata of a request: `module:function` of the package that reads it."""
 
 Gone = Callable[[WorkerInfo, str], None]
-"""Told a worker, and why it is not there any more."""
+"""`gone(worker, reason)`: called when a worker is lost or has left."""
 
 
 class ExtensionState(dict[str, Any]):
-    """The parts of one worker, by the names of their packages.
+    """State of one worker, by the names of the packages that keep it.
 
-    A part with a method `counts` adds what that returns to `rpc.debug_info`.
+    An entry with a method `counts` adds what that returns to `rpc.debug_info`.
 
     Args:
-      pool: Lends threads to listeners.
+      pool: Runs listeners.
     """
 
     def __init__(self, pool: ThreadPool) -> None:

@@ -1,8 +1,7 @@
-"""A value that is not there yet.
+"""Futures, and waiting for one or several of them.
 
-A future is cheap: one lock, and nothing more until somebody waits. Whoever completes it
-gets the callbacks back and runs them, so that a thread with other duties can first pass
-those on.
+A future is one lock until a thread waits for it. `complete` returns the callbacks
+instead of running them, so that a thread with other duties can pass those on first.
 """
 
 import contextlib
@@ -137,7 +136,7 @@ class Future(Generic[T]):
     def add_done_callback(self, callback: "Callable[[Future[T]], object]") -> None:
         """Calls `callback(self)` once completed; at once if it is.
 
-        Nobody receives an exception of the callback: it is logged. `then` keeps it.
+        An exception of the callback is logged and goes no further. `then` keeps it.
 
         Raises:
           TypeError: `callback` cannot be called.
@@ -176,7 +175,7 @@ class Future(Generic[T]):
         callbacks = complete(self, value, error)
         if callbacks is None:
             if self._cancelled:
-                return  # who asked has gone; the result has no reader
+                return  # its call was cancelled: the result has no reader
             raise RpcError("Future can only be marked completed once.")
         run_all(callbacks)
 
@@ -318,7 +317,7 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     waited = _futures("wait_all(futures)", futures)
     limit = resolve(timeout, 0, current.deadline())
     # Not a semaphore: an interrupt of this wait would leave its inner lock taken, and
-    # block the thread that completes a future (see `turn`).
+    # block the thread that completes a future (see `interrupt_safe_lock`).
     progress: queue.SimpleQueue[None] = queue.SimpleQueue()
     for future in waited:
         if watch(future, ring := functools.partial(progress.put, None)):

@@ -1,4 +1,4 @@
-"""Ids that are unique in the whole group, given out without asking anybody."""
+"""Ids that are unique in the whole group, given out without any communication."""
 
 import itertools
 from typing import NamedTuple
@@ -13,12 +13,12 @@ _LOCAL_IDS = 1 << LOCAL_BITS
 
 
 class GloballyUniqueId(NamedTuple):
-    """The worker that made it and that worker's own number: 16 + 48 bits.
+    """An id of 64 bits: the worker that made it (16) and a counter of that worker (48).
 
     Attributes:
-      created_on: Number of the worker, 0 to 65535: its rank, unless that was another
-        one's before.
-      local_id: The number.
+      created_on: Incarnation of the worker, 0 to 65535: its rank, unless an earlier
+        worker had that.
+      local_id: The counter.
 
     Source: `torch/csrc/distributed/rpc/types.h`.
 

@@ -1,6 +1,7 @@
-"""The one hook that rpc offers to parts built upon it.
+"""Calls as data, and the interceptor around them.
 
-Distributed autograd registers an interceptor; rpc itself knows nothing of gradients.
+An interceptor is the one hook that rpc offers to packages built upon it. Distributed
+autograd registers one; rpc itself knows nothing of gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ __all__ = ["Interceptor", "Invocation", "Operation", "UnboundFunction"]
 
 
 class Operation(NamedTuple):
-    """What is done, worded only when somebody asks."""
+    """An operation for messages and logs, put into words only when it is printed."""
 
     verb: str
     function: Any = None
@@ -67,7 +68,7 @@ class Invocation(NamedTuple):
 
 
 class Interceptor(Protocol):
-    """Looks at every user-level call on its way out, at the callee, and back."""
+    """Sees every user-level call on its way out, at the callee, and back."""
 
     def request(
         self, to: WorkerInfo, call: Invocation

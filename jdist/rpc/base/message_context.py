@@ -1,4 +1,4 @@
-"""What has to be known of one message apart from its bytes."""
+"""The context of one message while it is encoded or decoded."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,20 +17,20 @@ _NONE = Operation("")
 
 
 class MessageContext:
-    """What the hooks of registered types say to each other about one call or answer.
+    """Context of one call or answer, for the codec's hooks of registered types.
 
-    Whoever encodes or decodes a message passes one along, and the hooks fill it in.
-    Most messages need nothing of it, so an empty one costs next to nothing.
+    The hooks fill it in; the caller of the codec reads it. Most messages need none of
+    it, so an empty one is cheap: its lists are shared empty tuples.
 
     Args:
-      worker: Whom the message goes to, or whom it comes from.
+      worker: The receiver of a message that is sent, the sender of one that came.
       meta: The message's metadata. What encode hooks put there travels with it.
-      operation: Of a message that is sent: what it is a part of.
+      operation: Of a message that is sent: the call that it belongs to.
 
     Attributes:
       forks: The references that are sent in it.
-      unsettled: What must be complete before what has arrived may be used.
-      crossing: What a part built upon rpc keeps for the message while its values pass.
+      unsettled: Futures that must be complete before the decoded value may be used.
+      crossing: State of a package built upon rpc, from the message's first value on.
       if_lost: Called when the call that it is of has failed: encoding it, on its way,
         or on the callee. Of answers, when encoding one failed.
     """
@@ -56,7 +56,7 @@ class MessageContext:
 
 
 class ReferenceCounting(Protocol):
-    """What calls, and the end of a worker, need of the worker's references."""
+    """Reference counting, as far as calls and the end of a worker need it."""
 
     def begin(self, incarnation: int) -> None:
         """The worker belongs to a group."""

@@ -1,4 +1,4 @@
-"""What a worker may be told beside its name: timeouts, threads, keys, limits."""
+"""Settings of a worker: timeouts, threads, keys, limits."""
 
 import dataclasses
 import math
@@ -19,7 +19,8 @@ __all__ = [
 
 DEFAULT_TIMEOUT = 60.0
 LONGEST_POLLING = 0.01
-"""Beyond that sleeping costs next to nothing. Deadlines are kept that much late."""
+"""Seconds. Longer polling saves nothing: waking up costs far less than that, and a
+deadline may be missed by the polling time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class RpcOptions:
         by the inverse. Arrays on other devices arrive on the callee's `device`.
       tls: Certificates for connections between machines.
       insecure: Allows plain connections between machines.
-      allow_pickle: Lets values that have no other way travel as pickles. Whoever
+      allow_pickle: Lets values that have no other way travel as pickles. A peer that
         knows the key can then run any code here.
       limits: Limits on the size of messages.
       polling: Seconds that a thread which awaits a message looks for it before it
@@ -125,7 +126,7 @@ def check_seconds(call: str, seconds: object) -> None:
 
 
 def check_options(call: str, options: object) -> None:
-    """Refuses what is no `RpcOptions`."""
+    """Refuses anything but an `RpcOptions`."""
     if not isinstance(options, RpcOptions):
         rule = "must be an instance of RpcOptions"
         remedy = "It takes the place of torch's Argument rpc_backend_options."

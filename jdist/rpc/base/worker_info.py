@@ -75,8 +75,8 @@ class PeerRecord(NamedTuple):
     def row(self) -> list[Any]:
         """As plain values, for the wire."""
         info = self.info
-        who = [info.name, info.id, info.incarnation]
-        return [*who, self.transport_name, self.address]
+        named = [info.name, info.id, info.incarnation]
+        return [*named, self.transport_name, self.address]
 
     @classmethod
     def of_row(cls, row: Any) -> "PeerRecord":

@@ -89,6 +89,11 @@ class Execution:
         return self.caller.name
 
     @property
+    def has_answer(self) -> bool:
+        """Whether its function's result is there: never, while it is entered here."""
+        return False
+
+    @property
     def deferred(self) -> bool:
         """Whether it goes on without a thread, as a future."""
         return bool(self._futures)

@@ -91,6 +91,11 @@ class SyncCall:
         """Name of the callee."""
         return self._peer.info.name
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer came."""
+        return self.answer is not None
+
     def give_up(self, reason: str) -> None:
         """Ends the call, because the call within which it is made was cancelled."""
         # Noted first: the call may be about to take a connection.
@@ -192,6 +197,11 @@ class AsyncCall:
     def peer(self) -> str:
         """Name of the callee."""
         return self._peer.info.name
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer came, so that only callbacks still run."""
+        return self.future.done()
 
     def submit(self, shared: SharedConnection, frame: Frame) -> None:
         """Sends it; from here on exactly one of the three ends below comes.

@@ -41,6 +41,15 @@ class Entry(Protocol):
     def deadline(self) -> Deadline:
         """When it must be over."""
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether its answer came, so that only what follows from it still runs."""
+
+
+def end_of(entry: Entry) -> float | None:
+    """The moment at which a call must be over; None for one without a deadline."""
+    return entry.deadline.at
+
 
 class OutstandingCalls:
     """The calls of one worker that are under way, on either side."""
@@ -83,19 +92,30 @@ class OutstandingCalls:
         with self._lock:
             return list(self._served)
 
-    def when_empty(self, deadline: Deadline, check: Callable[[], None]) -> int:
+    def when_empty(
+        self,
+        deadline: Deadline,
+        check: Callable[[], None],
+        end: Callable[[Entry], float | None] = end_of,
+        begun: float | None = None,
+        until: float | None = None,
+    ) -> int | None:
         """Waits until no call is under way; how many have ever begun, at that moment.
 
         Args:
           deadline: Of the wait.
           check: Called at the beginning and after each `wake`; ends the wait by raising
             an exception.
+          end: Of a call, the moment after which nothing waits for it; None for one
+            that may take as long as it likes.
+          begun: The moment from which it is overdue at the earliest; by default now.
+          until: The moment at which to return None if calls are still under way.
 
         Raises:
-          RpcTimeout: Some still are at the deadline, or long after their own deadlines;
-            the message names them.
+          RpcTimeout: Some still are at the deadline, or long after their own ends; the
+            message names them.
         """
-        begun = time.monotonic()
+        begun = time.monotonic() if begun is None else begun
         with self._lock:
             self._watched += 1
             try:
@@ -108,23 +128,29 @@ class OutstandingCalls:
                             f"Calls were still under way after {deadline.timeout:.2f} "
                             f"seconds: {self._describe()}."
                         )
-                    patience = self._patience(begun)
+                    patience = self._patience(begun, end)
                     if patience is not None and patience <= 0:
                         raise RpcTimeout(
                             f"Calls were still under way {_OVERDUE:g} seconds after "
-                            "their own deadlines, when nothing waits for them any "
-                            f"more: {self._describe()}."
+                            "their own deadlines, or long after their other worker had "
+                            "none of them, when nothing waits for them any more: "
+                            f"{self._describe()}."
                         )
-                    left = (deadline.remaining(), patience)
+                    rest = None if until is None else until - time.monotonic()
+                    if rest is not None and rest <= 0:
+                        return None
+                    left = (deadline.remaining(), patience, rest)
                     self._empty.wait(
                         min((s for s in left if s is not None), default=None)
                     )
             finally:
                 self._watched -= 1
 
-    def _patience(self, begun: float) -> float | None:
+    def _patience(
+        self, begun: float, end: Callable[[Entry], float | None]
+    ) -> float | None:
         """Seconds until every call is long overdue; None if one may take for ever."""
-        ends = [entry.deadline.at for entry in (*self._sent, *self._served)]
+        ends = [end(entry) for entry in (*self._sent, *self._served)]
         if None in ends:
             return None
         last = max((at for at in ends if at is not None), default=begun)

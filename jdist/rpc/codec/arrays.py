@@ -42,7 +42,7 @@ def host(leaf: Any) -> np.ndarray:
 def adopt(
     leaves: Sequence[Any], device: jax.Device | None, devices: Table | None = None
 ) -> list[Any]:
-    """What a worker receives of the leaves of another one in the same process.
+    """Leaves as another worker of the same process receives them.
 
     NumPy arrays are copied, because either side may write to its own. JAX arrays
     cannot be written: they are shared, or moved if they are not on `device`, nor on

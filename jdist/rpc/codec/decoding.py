@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jdist.rpc.base.errors import ProtocolError
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.codec.functions import FunctionTable
 
 __all__ = ["Decoder", "Decoding", "parts", "parts_at_least"]
@@ -33,10 +34,10 @@ class Decoding:
         self,
         functions: FunctionTable,
         decoders: Sequence[Decoder],
-        registered: Mapping[str, Callable[[Any, Any], Any]],
+        registered: Mapping[str, Callable[[Any, MessageContext | None], Any]],
         leaves: Sequence[Any],
         depth: int,
-        message: Any,
+        message: MessageContext | None,
     ) -> None:
         self.functions = functions
         self.registered = registered
@@ -91,7 +92,7 @@ class Decoding:
 
 
 def parts(node: list[Any], *kinds: type) -> list[Any]:
-    """What follows the code of a node: exactly one element of each of `kinds`."""
+    """The elements after the code of a node: exactly one of each of `kinds`."""
     rest = node[1:]
     if len(rest) != len(kinds) or not all(map(isinstance, rest, kinds)):
         raise ProtocolError(f"A node of kind {node[0]} is malformed.")
@@ -99,7 +100,7 @@ def parts(node: list[Any], *kinds: type) -> list[Any]:
 
 
 def parts_at_least(node: list[Any], count: int) -> list[Any]:
-    """What follows the code of a node: `count` elements or more."""
+    """The elements after the code of a node: `count` or more."""
     if len(node) <= count:
         raise ProtocolError(f"A node of kind {node[0]} is malformed.")
     return node[1:]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 from jdist._errors import requirement
+from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.codec.codes import LEAF
 from jdist.rpc.codec.functions import FunctionTable
 
@@ -37,7 +38,7 @@ class Encoding:
         encoders: dict[type, Encoder],
         otherwise: Encoder,
         depth: int,
-        message: Any,
+        message: MessageContext | None,
         not_keys: Set[type],
     ) -> None:
         self.functions = functions

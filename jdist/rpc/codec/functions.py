@@ -48,7 +48,7 @@ _NEVER = frozenset((
     "builtins", "code", "codeop", "ctypes", "importlib", "marshal", "multiprocessing",
     "nt", "os", "pickle", "posix", "pty", "runpy", "shutil", "subprocess", "sys",
 ))  # fmt: skip
-"""Modules that no `allow=` opens: who reaches one of these runs anything."""
+"""Modules that no `allow=` opens: a caller that reaches one of them runs anything."""
 
 _BUILTINS = (
     "abs", "all", "any", "bool", "complex", "dict", "divmod", "float", "frozenset",
@@ -81,7 +81,7 @@ _OPEN_PARTS = (
 """Parts of those that are values, or do no more than a caller could do by itself."""
 
 _NOT_PURE = frozenset({"load", "set_printoptions", "printoptions"})
-"""What `jax.numpy` has beside computing: reading files, settings of the process."""
+"""Functions of `jax.numpy` that read files or change settings of the process."""
 
 _REMEDY = (
     "Name its module in `allow=` of `init_rpc` on every worker, or wrap it in a "
@@ -176,7 +176,7 @@ class FunctionTable:
         return found
 
     def named(self, ref: str) -> Any:
-        """What a peer that gives this name may call: a function, or a class to make.
+        """The function or class of this name, for a peer to call.
 
         Raises:
           ForbiddenFunction: As `resolve`; or the class has the constructor of a class
@@ -287,7 +287,7 @@ class FunctionTable:
 
 
 class _Found(NamedTuple):
-    """What a name at the top of a module meant when it was last looked up."""
+    """A cached look-up of a name at the top of a module."""
 
     module: str
     home: types.ModuleType
@@ -390,7 +390,7 @@ def _unnamed(function: Any, ref: str | None) -> str:
 
 @functools.cache
 def _always_known() -> dict[str, Any]:
-    """What every worker knows: jax.numpy, jax.nn, a few functions, exceptions."""
+    """Names open on every worker: jax.numpy, jax.nn, some functions, exceptions."""
     known = {f"builtins:{name}": getattr(builtins, name) for name in _BUILTINS}
     for module in (builtins, jax.errors, jax.dtypes, np.exceptions, np.linalg):
         known |= {

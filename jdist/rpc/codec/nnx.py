@@ -1,6 +1,7 @@
-"""Flax NNX modules, without importing Flax: who has a module has imported it already.
+"""Flax NNX modules, without importing Flax.
 
-Flax is no dependency of rpc. Nothing else in `jdist.rpc` knows its names.
+Flax is no dependency of rpc. A process that has a module has imported it already, so
+its classes are looked up in `sys.modules`. No other module of rpc knows their names.
 """
 
 import sys
@@ -27,7 +28,7 @@ class StandIn:
         raise NotImplementedError
 
     def method(self, name: str) -> Callable[..., Any]:
-        """What takes the place of the module's method of this name."""
+        """A function in place of the module's method of this name."""
         raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
-"""The way round the format, for whoever asks for it: `allow_pickle=True`.
+"""Pickle as a fallback, with `allow_pickle=True` only.
 
-A pickle can make its reader do anything. Without the option none is read.
+A pickle can make its reader run any code. Without the option none is read.
 """
 
 import pickle

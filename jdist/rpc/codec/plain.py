@@ -1,17 +1,20 @@
-"""Python's own scalars, texts and bytes, ranges and slices."""
+"""Python's own scalars, texts, bytes, ranges, slices and containers."""
 
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
-from jdist.rpc.codec.decoding import Decoder, Decoding, parts
+from jdist.rpc.codec.decoding import Decoder, Decoding, parts, parts_at_least
 from jdist.rpc.codec.encoding import Encoder, Encoding
 
-__all__ = ["DECODERS", "ENCODERS", "decode_bytes", "encode_bytes"]
+__all__ = ["DECODERS", "ENCODERS", "decode_bytes", "encode_bytes", "hashing"]
 
 
 _LONG = 4096
@@ -59,6 +62,16 @@ def _three(code: int, encoding: Encoding, value: Any) -> Any:
     return [code, *encoding.trees((value.start, value.stop, value.step))]
 
 
+def _items(encoding: Encoding, mapping: Mapping[Any, Any]) -> Iterable[Any]:
+    encoding.check_keys(mapping)
+    return chain.from_iterable(mapping.items())
+
+
+def _elements(encoding: Encoding, elements: Collection[Any]) -> Iterable[Any]:
+    encoding.check_keys(elements)
+    return elements
+
+
 ENCODERS: dict[type, Encoder] = {
     type(None): _as_it_is,
     bool: _as_it_is,
@@ -71,6 +84,17 @@ ENCODERS: dict[type, Encoder] = {
     range: partial(_three, codes.RANGE),
     slice: partial(_three, codes.SLICE),
     type(...): lambda e, v: [codes.ELLIPSIS],
+    tuple: lambda e, v: [codes.TUPLE, *e.trees(v)],
+    list: lambda e, v: [codes.LIST, *e.trees(v)],
+    set: lambda e, v: [codes.SET, *e.trees(_elements(e, v))],
+    frozenset: lambda e, v: [codes.FROZENSET, *e.trees(_elements(e, v))],
+    dict: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
+    MappingProxyType: lambda e, v: [codes.DICT, *e.trees(_items(e, v))],
+    OrderedDict: lambda e, v: [codes.ORDERED_DICT, *e.trees(_items(e, v))],
+    defaultdict: lambda e, v: [
+        codes.DEFAULT_DICT,
+        *e.trees(chain((v.default_factory,), _items(e, v))),
+    ],
 }
 
 
@@ -105,6 +129,23 @@ def _made(make: Callable[..., Any], decoding: Decoding, node: list[Any]) -> Any:
         raise ProtocolError(f"No {make.__name__}: {error}") from error
 
 
+def hashing(make: Callable[[Any], Any], items: Iterable[Any]) -> Any:
+    """A set or dictionary of what a peer says are its elements or keys."""
+    # Decoded first: an error in there must not pass for one of hashing.
+    items = list(items)
+    try:
+        return make(items)
+    except TypeError as error:
+        raise ProtocolError(f"A key or element cannot be hashed: {error}") from error
+
+
+def _default_dict(decoding: Decoding, node: list[Any]) -> Any:
+    factory = decoding.value(parts_at_least(node, 1)[0])
+    if factory is not None and not callable(factory):
+        raise ProtocolError("A defaultdict's factory cannot be called.")
+    return hashing(partial(defaultdict, factory), decoding.pairs(node, 2))
+
+
 DECODERS: dict[int, Decoder] = {
     codes.BIG_INT: lambda d, n: int.from_bytes(
         decode_bytes(d, n), "little", signed=True
@@ -116,4 +157,11 @@ DECODERS: dict[int, Decoder] = {
     codes.RANGE: partial(_made, range),
     codes.SLICE: partial(_made, slice),
     codes.ELLIPSIS: lambda d, n: ...,
+    codes.TUPLE: lambda d, n: tuple(d.values(n)),
+    codes.LIST: lambda d, n: list(d.values(n)),
+    codes.SET: lambda d, n: hashing(set, d.values(n)),
+    codes.FROZENSET: lambda d, n: hashing(frozenset, d.values(n)),
+    codes.DICT: lambda d, n: hashing(dict, d.pairs(n)) if len(n) > 1 else {},
+    codes.ORDERED_DICT: lambda d, n: hashing(OrderedDict, d.pairs(n)),
+    codes.DEFAULT_DICT: _default_dict,
 }

@@ -77,7 +77,7 @@ def rebuild(description: dict[str, Any], functions: FunctionTable) -> Exception:
     the text of the original. Attributes `remote_worker` and `remote_traceback` say
     where it was first raised, and for every worker that it came through there is a
     note with the traceback there. `KeyboardInterrupt` and its like arrive as
-    `RemoteError`: nobody pressed a key here.
+    `RemoteError`: no key was pressed on this side.
 
     Args:
       description: As `describe` made it.

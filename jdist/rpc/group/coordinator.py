@@ -11,7 +11,7 @@ expects it. So workers that meet several times meet in the order of their calls.
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError, RpcTimeout
@@ -38,8 +38,21 @@ NAME = ":coordinator:"
 """Of the coordinator's transport; no harm if a worker has the same."""
 
 _ENDING = "this group is ending; try again"
+
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 """What a request that is not made as it should be raises."""
+
+
+class _Farewell(NamedTuple):
+    """A request to leave that is not answered yet.
+
+    Attributes:
+      request: Its number.
+      unaware: The members that have not noted it.
+    """
+
+    request: int
+    unaware: set[Member]
 
 
 class Coordinator:
@@ -65,6 +78,7 @@ class Coordinator:
         self._rounds: dict[RoundKey, list[BarrierRound]] = {}
         self._stalemate = Stalemate()
         self._leaving: str | None = None
+        self._farewells: dict[Member, _Farewell] = {}
         self._lock = threading.Lock()
         self._fewer = threading.Condition(self._lock)
         self._pool = ThreadPool("rpc coordinator", 1024)
@@ -184,9 +198,11 @@ class Coordinator:
             member.post(Frame(REPLY, frame.id, {}, None, []))
             self._quiet(member, number, None if begun is None else int(begun))
         elif frame.kind == "group.leave":
-            member.left = True
-            self._gone(member, "it has left the group")
+            self._leave(member, frame)
+        elif frame.kind == "group.noted":
             member.post(Frame(REPLY, frame.id, {}, None, []))
+            with self._lock:
+                self._note(member, int(frame.meta["incarnation"]))
 
     def _hear(self, frame: Frame, heard: Callable[[], Answers], member: Member) -> None:
         member.post(Frame(REPLY, frame.id, {}, None, []))
@@ -294,7 +310,26 @@ class Coordinator:
             if not key.ends and ending.intersection(this.missing())
         ]
 
-    # --- losses ---
+    # --- leaving, and losses ---
+
+    def _leave(self, member: Member, frame: Frame) -> None:
+        """Answers once all others have noted it, if the leaving worker asks that."""
+        with self._lock:
+            member.left = True
+            unaware: set[Member] = set()
+            if frame.meta.get("noted") and self._membership.has(member):
+                unaware = {*self._membership.present()} - {member}
+            self._farewells[member] = _Farewell(frame.id, unaware)
+        self._gone(member, "it has left the group")
+
+    def _note(self, member: Member, incarnation: int | None = None) -> None:
+        """A member has noted that this worker left; None: it notes nothing any more."""
+        for leaver, farewell in list(self._farewells.items()):
+            if incarnation in (None, leaver.info.incarnation):
+                farewell.unaware.discard(member)
+            if leaver.gone is not None and not farewell.unaware:
+                leaver.post(Frame(REPLY, farewell.request, {}, None, []))
+                del self._farewells[leaver]
 
     def _gone(self, member: Member, reason: str) -> None:
         with self._lock:
@@ -311,6 +346,7 @@ class Coordinator:
                     other.post(Frame(kind, 0, meta, None, []))
             if belonged:
                 self._miss(member, reason)
+            self._note(member)
             self._post(self._membership.advance())
             self._suspect()
             self._fewer.notify_all()

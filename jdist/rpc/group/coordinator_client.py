@@ -126,13 +126,18 @@ class CoordinatorClient:
             interval = options.heartbeat_interval
             self._pace = Pace(self._agent.timer, interval, self._beat, memory)
 
-    def leave(self, seconds: float) -> None:
-        """Tells the coordinator that this worker goes, and closes the channel."""
+    def leave(self, seconds: float, noted: bool = False) -> None:
+        """Tells the coordinator that this worker goes, and closes the channel.
+
+        Args:
+          seconds: To wait at most for the coordinator's answer.
+          noted: Whether to wait until all other members know that it left.
+        """
         self._left = True
         if self._pace is not None:
             self._pace.close()
         if self._shared.closed is None:
-            asked = self._ask("group.leave", {}, seconds, "shutdown")
+            asked = self._ask("group.leave", {"noted": noted}, seconds, "shutdown")
             await_done(asked, time.monotonic() + seconds)
         self._shared.close("this worker was shut down")
 
@@ -402,6 +407,8 @@ class CoordinatorClient:
         elif frame.kind in ("group.lost", "group.left"):
             peer_gone = directory.of_incarnation(meta["incarnation"])
             self._part(frame.kind, peer_gone, str(meta["reason"]))
+            if self.elastic and frame.kind == "group.left":
+                self._reply("group.noted", {"incarnation": meta["incarnation"]})
 
     def _reply(self, kind: str, meta: dict[str, Any]) -> None:
         """Answers the coordinator; not on the thread that reads."""

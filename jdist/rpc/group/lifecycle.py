@@ -18,12 +18,13 @@ from jdist.rpc.base.worker_info import MOST_WORKERS, WorkerInfo
 from jdist.rpc.calls import debug, device_maps, extensions, function_calls
 from jdist.rpc.calls.agent import Agent, current_agent
 from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.group import termination
 from jdist.rpc.group.coordinator import NAME, Coordinator
 from jdist.rpc.group.coordinator_client import CoordinatorClient, client_of
 from jdist.rpc.group.elastic_membership import ElasticMembership
 from jdist.rpc.group.fixed_membership import FixedMembership
 from jdist.rpc.group.rendezvous import KEY_VARIABLE, LAST_PORT, LOOPBACK
-from jdist.rpc.group.termination import wait_for_all
+from jdist.rpc.group.termination import wait_for_all, wait_until_idle
 from jdist.rpc.wire.channel import ChannelClosed, Transport
 from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
@@ -150,7 +151,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
       timeout: Seconds for a graceful end. By default there is no limit but that the
         others live, because a worker that only serves waits here for as long as they
         work: one that dies or freezes ends the wait, and so do calls that are still
-        under way a minute after their own deadlines.
+        under way a minute after their own deadlines. A call without a deadline is
+        waited for as long as it runs, and for five minutes where its caller waits for
+        an answer and its callee runs no such call, or the other way round.
 
     Raises:
       RpcError: RPC has not been initialized.
@@ -225,6 +228,7 @@ def make_agent(
     agent = Agent(info, transport, functions, options)
     function_calls.install(agent)
     debug.install(agent)
+    termination.install(agent)
     device_maps.install(agent)
     extensions.equip(agent)
     return agent
@@ -369,7 +373,7 @@ def _finish_alone(agent: Agent, deadline: Deadline) -> None:
     coordinator = client_of(agent).coordinator
     if coordinator is not None:
         coordinator.wait_for_leavers(deadline)
-    agent.outstanding.when_empty(deadline, lambda: None)
+    wait_until_idle(agent, deadline, lambda: None)
 
 
 def _report(leaks: list[str], options: RpcOptions) -> None:
@@ -384,12 +388,17 @@ def _report(leaks: list[str], options: RpcOptions) -> None:
 def _end(agent: Agent, patience: float) -> None:
     current.remove([agent])
     agent.ending = True
+    client, options = client_of(agent), agent.options
     try:
-        agent.group.leave(_LEAVING_SECONDS)
-        coordinator = client_of(agent).coordinator
-        if coordinator is not None:
-            coordinator.wait_until_alone(patience)
-            coordinator.close("it was shut down")
+        if patience and client.elastic:
+            # A frozen member is lost by then, and no longer has to note it.
+            seconds = options.heartbeat_timeout + options.heartbeat_interval
+            client.leave(seconds, noted=True)
+        else:
+            client.leave(_LEAVING_SECONDS)
+        if client.coordinator is not None:
+            client.coordinator.wait_until_alone(patience)
+            client.coordinator.close("it was shut down")
     finally:
         agent.references.close()
         agent.close()

@@ -15,20 +15,31 @@ begin a call, and all that could wait here.
 coordinator find out whether a collective can still become complete.
 """
 
-from collections.abc import Sequence, Set
+import time
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from jdist.rpc.base.deadline import Deadline
-from jdist.rpc.base.errors import WorkerLost
+from jdist.rpc.base.errors import RpcError, WorkerLost
+from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
+from jdist.rpc.calls.outstanding_calls import Entry
 from jdist.rpc.group.barrier_round import SHUTDOWN
 from jdist.rpc.group.membership import Answers, Member
 from jdist.rpc.wire.frame import Frame
 
-__all__ = ["Stalemate", "wait_for_all"]
+__all__ = ["Stalemate", "install", "wait_for_all", "wait_until_idle"]
 
 _PAUSE = 0.5
 """Seconds until workers that were busy are asked again."""
+
+_KIND = "calls without a deadline"
+_LOOK_SECONDS = 10.0
+_ANSWER_SECONDS = 5.0
+
+# A request is entered by its callee once it has arrived as a whole: the largest that
+# frames allow takes less than this over a network that is made for it.
+_ONE_SIDED_SECONDS = 240.0
 
 
 def wait_for_all(agent: Agent, names: Sequence[str], deadline: Deadline) -> None:
@@ -50,12 +61,102 @@ def wait_for_all(agent: Agent, names: Sequence[str], deadline: Deadline) -> None
     group.on_lost(lambda name, reason: agent.outstanding.wake())
     before = None
     while True:
-        begun = agent.outstanding.when_empty(deadline, check)
+        begun = wait_until_idle(agent, deadline, check)
         timeout = 0.0 if deadline.at is None else max(1e-3, deadline.remaining() or 0.0)
         counts = group.all_gather(begun, names, timeout, SHUTDOWN)
         if counts == before:
             return
         before = counts
+
+
+def wait_until_idle(agent: Agent, deadline: Deadline, check: Callable[[], None]) -> int:
+    """Waits until no call is under way on this worker, though others may begin.
+
+    A call without a deadline is waited for as long as both its workers know of it. If
+    only one does, a mistake has lost its answer or its end; then it counts as overdue.
+
+    Args:
+      agent: The worker.
+      deadline: Of the wait.
+      check: As for `OutstandingCalls.when_empty`.
+
+    Returns:
+      How many calls have ever begun here.
+
+    Raises:
+      RpcTimeout: Some still are under way at the deadline, or long overdue.
+    """
+    one_sided, begun = _OneSidedCalls(agent), time.monotonic()
+    while True:
+        until = time.monotonic() + _LOOK_SECONDS
+        count = agent.outstanding.when_empty(
+            deadline, check, one_sided.end_of, begun, until
+        )
+        if count is not None:
+            return count
+        one_sided.look()
+
+
+def install(agent: Agent) -> None:
+    """Has the worker answer other workers' `_OneSidedCalls`."""
+
+    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> list[int]:
+        with_caller = [
+            [entry for entry in entries if entry.peer == caller.name]
+            for entries in _endless(agent)
+        ]
+        return [len(entries) for entries in with_caller]
+
+    agent.register(_KIND, answer)
+
+
+def _endless(agent: Agent) -> tuple[list[Entry], list[Entry]]:
+    """The calls without a deadline that this worker awaits, and that it serves."""
+    sent, served = agent.outstanding.sent(), agent.outstanding.served()
+    return (
+        [one for one in sent if one.deadline.at is None and not one.has_answer],
+        [one for one in served if one.deadline.at is None],
+    )
+
+
+class _OneSidedCalls:
+    """Finds calls without a deadline that the worker on their other side has not.
+
+    Args:
+      agent: The worker that asks the others.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._ends: dict[Entry, float] = {}
+
+    def end_of(self, entry: Entry) -> float | None:
+        """The moment after which nothing waits for a call; None if it has none."""
+        at = entry.deadline.at
+        return self._ends.get(entry) if at is None else at
+
+    def look(self) -> None:
+        """Asks the other workers; an entry counts while all of them say the same."""
+        sent, served = _endless(self._agent)
+        asked = {}
+        for name in {entry.peer for entry in (*sent, *served)}:
+            try:
+                asked[name] = self._agent.call_async(
+                    name, _KIND, None, timeout=_ANSWER_SECONDS
+                )
+            except RpcError:
+                continue  # it is gone, which ends its calls
+        before, self._ends = self._ends, {}
+        for name, answer in asked.items():
+            try:
+                awaits, serves = answer.wait()
+            except RpcError:
+                continue  # it may be busy, frozen or gone: ask again
+            alone = [one for one in sent if one.peer == name and not serves]
+            alone += [one for one in served if one.peer == name and not awaits]
+            for entry in alone:
+                first = time.monotonic() + _ONE_SIDED_SECONDS
+                self._ends[entry] = before.get(entry, first)
 
 
 class Stalemate:

@@ -42,7 +42,7 @@ class RemoteModule:
     module_rref: RRef[Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments.
+        """Calls the module, and returns what it returns.
 
         Raises:
           RpcTimeout, WorkerLost: As `rpc_sync`.

@@ -159,7 +159,7 @@ def elastic_cluster(
       ...     info = cluster.join("second")
       ...     with rpc.use_worker("second"):
       ...         rpc.rpc_sync("first", max, args=(3, 5))
-      ...         rpc.shutdown()  # the others are told a moment later
+      ...         rpc.shutdown()  # all others know of it then
       5
     """
     options = RpcOptions() if options is None else options

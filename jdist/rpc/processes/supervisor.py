@@ -8,6 +8,7 @@ it: no orphan and no zombie stays.
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from jdist.rpc.processes.process_settings import ResolvedSettings
 GRACE = 5.0
 """Seconds between the request to end and the order."""
 
+_LOOK_SECONDS = 1.0
 _TRAMPOLINE = Path(__file__).with_name("trampoline.py")
 
 
@@ -108,6 +110,8 @@ class Child:
     def __init__(self, program: ProcessCommand) -> None:
         self.name = program.name
         self.ending: Ending | None = None
+        self._ended = threading.Lock()
+        self._ended.acquire()
         far, near = os.pipe()
         self._lifeline = open(near, "wb", buffering=0)  # noqa: SIM115 - until it ends
         try:
@@ -135,8 +139,16 @@ class Child:
         """Ends what is left of its group and releases its id; after `await_end`."""
         self.send(signal.SIGKILL)
         self.ending = Ending(self._process.wait())
+        self._ended.release()
         self._lifeline.close()
         return self.ending
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it is buried, at most so long."""
+        # Not a condition: Ctrl-C may keep its `wait` from taking the lock again. This
+        # lock it may leave taken, so that another waiter looks again after its seconds.
+        if self.ending is None and self._ended.acquire(timeout=seconds):
+            self._ended.release()
 
     def send(self, number: int) -> None:
         """Sends a signal to it and to all that it started."""
@@ -193,9 +205,8 @@ class Supervisor:
         self.failure: Child | None = None
         self._grace = grace
         self._ending = False
-        # Ctrl-C may leave a condition taken that is entered by `with`, but not a lock.
+        # Ctrl-C leaves no lock taken that is entered by `with`; a condition it may.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._watchers: list[threading.Thread] = []
 
     def start(self, program: ProcessCommand) -> Child | None:
@@ -219,10 +230,15 @@ class Supervisor:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until every process has ended; False if `timeout` seconds passed."""
-        if timeout is not None:  # Longer than three centuries Python refuses to wait.
-            timeout = min(timeout, threading.TIMEOUT_MAX)
-        with self._lock:
-            return self._changed.wait_for(self._all_ended, timeout)
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        for child in self.children:
+            while child.ending is None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                child.wait(min(left, _LOOK_SECONDS))
+        with self._lock:  # until it is noted which one failed first
+            return True
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ends all: a signal first, SIGKILL after the grace period; returns when done.
@@ -266,7 +282,6 @@ class Supervisor:
             is_first = ending.failed and not self._ending
             if is_first:
                 self.failure = child
-            self._changed.notify_all()
         if is_first:
             self.stop()
 
@@ -274,6 +289,3 @@ class Supervisor:
         for child in self.children:
             if child.ending is None:
                 child.send(number)
-
-    def _all_ended(self) -> bool:
-        return all(child.ending is not None for child in self.children)

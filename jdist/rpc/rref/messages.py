@@ -1,4 +1,4 @@
-"""What workers tell each other about references, as data.
+"""Messages of the reference protocol, and their form on the wire.
 
 A *fork* is one worker's share in a reference: it is what the owner counts. The *giver*
 of a fork is the worker that sent the reference in a call or an answer, the *receiver*
@@ -25,7 +25,7 @@ class Ref(NamedTuple):
     """A reference within a call or an answer: a fork on its way to its receiver.
 
     Attributes:
-      owner: Number of the worker that has the value.
+      owner: Incarnation of the worker that has the value.
       rref: Id of the reference, the same for all its forks.
       fork: Id of this fork; made by the giver.
       low_water_mark: All forks below it from this giver to this receiver have arrived.
@@ -51,7 +51,7 @@ class Accept(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """To the owner: nobody uses this fork any more."""
+    """To the owner: this fork is not in use any more."""
 
     rref: GloballyUniqueId
     fork: GloballyUniqueId
@@ -60,8 +60,9 @@ class Delete(NamedTuple):
 class Take(NamedTuple):
     """To the receiver: the call or answer with this fork was lost.
 
-    Whoever has not got it takes it now and drops it at once, so that the fork ends as
-    every other one does. Should the lost message arrive after all, it is refused.
+    A receiver that has not got the fork takes it now and drops it at once, so that it
+    ends as every other one does. Should the lost message arrive after all, it is
+    refused.
     """
 
     ref: Ref

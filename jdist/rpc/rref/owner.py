@@ -1,4 +1,4 @@
-"""What a worker owns and others hold: the counting side of the protocol."""
+"""The owner's side of the protocol: values of this worker and the forks that count."""
 
 import collections
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ class OwnedEntry:
     Attributes:
       owner_value: Where the value is or will be; opaque here.
       created: Whether its creation has begun; until then only the name is known.
-      holders: Number of the holder of each fork that is counted.
+      holders: Incarnation of the holder of each fork that is counted.
     """
 
     __slots__ = ("created", "holders", "owner_value")
@@ -28,11 +28,11 @@ class OwnedEntry:
 
 
 class Swept(NamedTuple):
-    """What is left after a worker's forks are no longer counted.
+    """Consequences of discounting all forks of a worker.
 
     Attributes:
-      freed: Cells that nobody holds now.
-      orphans: Cells whose value the worker would have created.
+      freed: Values without a holder.
+      orphans: Values that the worker would have created.
     """
 
     freed: list[Any]
@@ -46,7 +46,7 @@ class OwnedValues:
     the worker's own program refers to beyond that is Python's to count.
 
     Args:
-      me: Number of the worker.
+      me: Incarnation of the worker.
       new_owner_value: Makes the place for a value that is not there yet.
     """
 
@@ -72,7 +72,7 @@ class OwnedValues:
     def find(self, rref: GloballyUniqueId) -> OwnedEntry | None:
         """The entry, also of a value whose creation is still to come.
 
-        None when the value was freed: everybody who held it has dropped it or is lost.
+        None when the value was freed: all its holders have dropped it or are lost.
         """
         entry = self._entries.get(rref)
         if entry is None and self._may_come(rref):
@@ -95,7 +95,7 @@ class OwnedValues:
         holder: int,
         low_water_mark: int,
     ) -> OwnedEntry | None:
-        """Its creation was asked for by `holder`, who has the first fork.
+        """Its creation was asked for by `holder`, which has the first fork.
 
         None when that is no news: the request came before, or was aborted.
         """
@@ -135,7 +135,7 @@ class OwnedValues:
         self._gone.add(holder)
         swept = Swept([], [])
         for rref, entry in list(self._entries.items()):
-            for fork in [f for f, who in entry.holders.items() if who == holder]:
+            for fork in [f for f, one in entry.holders.items() if one == holder]:
                 del entry.holders[fork]
             if not entry.created and rref.created_on == holder:
                 entry.created = True

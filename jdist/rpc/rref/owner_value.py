@@ -1,4 +1,4 @@
-"""Where the owner has a value, or will have it, or the reason why there is none."""
+"""The place of a value on its owner: the value, an exception, or neither yet."""
 
 import contextvars
 from typing import Any
@@ -15,25 +15,25 @@ OwnerValue = Future[Any]
 
 
 def new_owner_value() -> OwnerValue:
-    """One that remembers nothing of the call in which it was made.
+    """A new place, outside the context of the running call.
 
-    It may live for long, and would keep that call's answer alive.
+    It may live for long, and that context would keep the call's answer alive.
     """
     return contextvars.Context().run(Future)
 
 
 def fill(owner_value: OwnerValue, value: Any) -> None:
-    """Puts the value in, unless it is too late: who waited was told so."""
+    """Completes it with the value; without effect after a failure."""
     _complete(owner_value, value, None)
 
 
 def fail(
     owner_value: OwnerValue, error: BaseException, worker: str, table: FunctionTable
 ) -> None:
-    """Puts in why there is no value.
+    """Completes it with the reason why there is no value.
 
-    The exception is one without frames: those of the function, and of all who called
-    it within this process, have references in them that would never be dropped.
+    The exception is one without frames: those of the function and of its
+    callers in this process hold references that would never be dropped.
 
     Args:
       owner_value: Not changed if it is completed.

@@ -1,7 +1,7 @@
-"""The protocol that keeps a value alive as long as anybody holds a reference to it.
+"""Distributed reference counting: keeps a value alive while a reference to it is held.
 
-This is all of its rules, as one state machine per worker without threads, clocks or
-sockets: methods are what happens, and each returns what is to be done about it.
+All rules of the protocol stand here, as one state machine per worker without threads,
+clocks or sockets: methods are events, and each returns the effects to be performed.
 
 Two guarantees carry it (torch's names):
 
@@ -9,7 +9,8 @@ Two guarantees carry it (torch's names):
 - G2. A fork is not dropped before every fork made of it is counted by the owner.
 
 Hence at any time each holder is counted itself, or descends by forks that are not yet
-counted from one that is; and the value is freed only when nobody is counted. In detail:
+counted from one that is; and the value is freed only when no holder is counted.
+In detail:
 
 - The owner counts a fork that it gives away from the moment at which it is given.
 - Another holder's gift is counted when its receiver has asked the owner (`Fork`), and
@@ -39,27 +40,27 @@ __all__ = ["Created", "Effects", "Freed", "Never", "Protocol", "Send", "Settled"
 
 
 class Send(NamedTuple):
-    """To be done: have `message` arrive at the worker numbered `to`, exactly once."""
+    """Effect: deliver `message` to the worker of incarnation `to`, exactly once."""
 
     to: int
     message: Message
 
 
 class Settled(NamedTuple):
-    """To be done: whoever waits for this fork to be counted goes on; see `failed`."""
+    """Effect: end the waits for this fork to be counted; see `failed`."""
 
     user_fork: UserFork
 
 
 class Never(NamedTuple):
-    """To be done: this value will not come, for this reason."""
+    """Effect: fail the waits for this value, for this reason."""
 
     owner_value: Any
     reason: str
 
 
 class Freed(NamedTuple):
-    """To be done: let go of this value."""
+    """Effect: let go of this value."""
 
     owner_value: Any
 
@@ -75,10 +76,10 @@ class Created(NamedTuple):
 
 
 class Protocol:
-    """One worker's part. Whoever has it locks it.
+    """The state machine of one worker; its user serializes all calls.
 
     Args:
-      me: Number of the worker. Workers are known by theirs, which never come again.
+      me: Incarnation of the worker.
       ids: Gives out the ids of references and forks; the caller's lock keeps the order.
       new_owner_value: Makes the place for a value that is not there yet.
     """
@@ -194,7 +195,7 @@ class Protocol:
         """A reference arrived: a fork of this worker's, or its own value's entry.
 
         None when the fork is not to be had any more: it came before, or it came home
-        and the value was freed, because the one who gave it is lost.
+        and the value was freed, because its giver is lost.
         """
         if not self._taken[giver].take(ref.fork.local_id, ref.low_water_mark):
             return None, []

@@ -47,7 +47,7 @@ _NOT_PLAIN = frozenset(("format", "format_map"))
 
 
 class Referrer(Protocol):
-    """What a method needs of a reference."""
+    """A reference, as far as a method needs it."""
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""

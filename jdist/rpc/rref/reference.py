@@ -81,7 +81,7 @@ class RRef(Generic[T]):
         if handle.user_fork is not None:
             handle.references.drop_with(self, handle.user_fork)
 
-    # --- who and where ---
+    # --- identity ---
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
@@ -298,8 +298,8 @@ def remote(
 ) -> RRef[Any]:
     """Has the worker `to` compute `func(*args, **kwargs)` and keep the result.
 
-    Returns at once, with a reference to the result. It can be used right away: whoever
-    needs the value waits until it is there.
+    Returns at once, with a reference to the result. It can be used right away:
+    `to_here` waits for the value.
 
     Args:
       to: Name, rank or WorkerInfo; it may be this worker itself.

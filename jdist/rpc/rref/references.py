@@ -44,7 +44,7 @@ _GATHERING = 0.01
 
 
 class Handle(NamedTuple):
-    """What an `RRef` is made of.
+    """The parts of an `RRef`.
 
     Attributes:
       references: Of the worker that has it.
@@ -75,7 +75,7 @@ class Handle(NamedTuple):
 
 
 class References:
-    """What one worker owns, uses, gives and takes.
+    """All references of one worker: of its own values, and of others' values.
 
     Args:
       agent: The worker.
@@ -217,7 +217,7 @@ class References:
 
         Raises:
           RpcError: It is not to be had: the message was given up by its sender, or the
-            value was freed because the one who gave it is lost.
+            value was freed because its giver is lost.
         """
         self._miss(ref.owner)
         with self._lock:
@@ -426,10 +426,10 @@ class References:
     def _held_by(self, holder: int | None) -> list[str]:
         """Forks that still count, of one worker or of all, in words."""
         return [
-            f"{rref} held by {self._name_of(who)!r} as {fork}"
+            f"{rref} held by {self._name_of(one)!r} as {fork}"
             for rref, entry in self._protocol.owned
-            for fork, who in entry.holders.items()
-            if holder in (None, who)
+            for fork, one in entry.holders.items()
+            if holder in (None, one)
         ]
 
     def _name_of(self, holder: int) -> str | int:

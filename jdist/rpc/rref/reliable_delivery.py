@@ -38,7 +38,7 @@ _FIRST_PAUSE = 0.01
 _log = logging.getLogger("jdist.rpc")
 
 
-class _Message(NamedTuple):
+class _QueuedMessage(NamedTuple):
     """A message and its callbacks; see `ReliableDelivery.send`."""
 
     kind: str
@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     to: int
     number: int
     kind: str
-    messages: Sequence[_Message]
+    messages: Sequence[_QueuedMessage]
 
 
 class ReliableDelivery:
@@ -109,7 +109,7 @@ class ReliableDelivery:
         """
         with self._lock:
             outbox = self._outboxes[to]
-            outbox.waiting.append(_Message(kind, row, answered, unreachable))
+            outbox.waiting.append(_QueuedMessage(kind, row, answered, unreachable))
             if outbox.sending or (gather and len(outbox.waiting) > 1):
                 return
             outbox.sending = not gather
@@ -243,7 +243,7 @@ class _Outbox:
     """Messages to one worker: those that wait, and batches without an answer."""
 
     def __init__(self) -> None:
-        self.waiting: list[_Message] = []
+        self.waiting: list[_QueuedMessage] = []
         self.sending = False
         # A plain dict takes long to find its first item after deletions.
         self.batches: collections.OrderedDict[int, _Batch] = collections.OrderedDict()
@@ -256,7 +256,7 @@ class _Outbox:
 
     def take(self, to: int) -> list[_Batch]:
         """The next messages that wait, by kind; they are unsettled from now on."""
-        by_kind: dict[str, list[_Message]] = {}
+        by_kind: dict[str, list[_QueuedMessage]] = {}
         for message in self.waiting[:_LARGEST_BATCH]:
             by_kind.setdefault(message.kind, []).append(message)
         del self.waiting[:_LARGEST_BATCH]
@@ -267,7 +267,7 @@ class _Outbox:
             batches.append(self.batches[self._last])
         return batches
 
-    def left(self) -> list[_Message]:
+    def left(self) -> list[_QueuedMessage]:
         """All messages without an answer."""
         sent = [
             message for batch in self.batches.values() for message in batch.messages
@@ -290,13 +290,13 @@ class _Inbox:
 
 
 def _answer(answers: Answers) -> Any:
-    """What one attempt gets: a future of its own, which is cancelled with it."""
+    """Answers for one attempt: as a future of its own, which is cancelled with it."""
     if isinstance(answers, Future):
         return answers.then(lambda done: done.value())
     return answers
 
 
-def _abandon(messages: Iterable[_Message]) -> None:
+def _abandon(messages: Iterable[_QueuedMessage]) -> None:
     for message in messages:
         if message.unreachable is not None:
             message.unreachable()

@@ -1,4 +1,4 @@
-"""What a worker gave to others and is not known to have arrived."""
+"""Forks that this worker gave to others and that were not acknowledged yet."""
 
 import collections
 from typing import NamedTuple
@@ -11,10 +11,10 @@ __all__ = ["GivenFork", "Unacknowledged"]
 
 
 class GivenFork(NamedTuple):
-    """A fork on its way.
+    """A fork in transit.
 
     Attributes:
-      receiver: Number of the worker that shall have it.
+      receiver: Incarnation of the receiver.
       rref: Id of the reference.
       fork: Id of the fork.
       parent: The giver's own fork, which has to outlive this; None where the giver is
@@ -28,7 +28,7 @@ class GivenFork(NamedTuple):
 
 
 class Unacknowledged:
-    """The forks under way from one worker, by receiver."""
+    """The forks in transit from one worker, by receiver."""
 
     def __init__(self) -> None:
         self._given: dict[GloballyUniqueId, GivenFork] = {}
@@ -51,7 +51,7 @@ class Unacknowledged:
         return given if given is not None and given.receiver == receiver else None
 
     def end(self, fork: GloballyUniqueId, receiver: int) -> GivenFork | None:
-        """It arrived, or was never sent; None when that is known."""
+        """Ends a fork that arrived or was never sent; None when it has ended before."""
         given = self.find(fork, receiver)
         if given is not None:
             del self._given[fork]
@@ -63,7 +63,7 @@ class Unacknowledged:
         return self._numbers[receiver].low_water_mark
 
     def sweep(self, receiver: int) -> list[GivenFork]:
-        """That worker is gone; what was on its way there."""
+        """Ends and returns all forks in transit to a worker that is gone."""
         self._numbers.pop(receiver, None)
         lost = [given for given in self._given.values() if given.receiver == receiver]
         for given in lost:

@@ -1,4 +1,4 @@
-"""What a worker holds of others: its own forks, until their owners were told."""
+"""The user's side of the protocol: forks of this worker, until their owners know."""
 
 from collections.abc import Iterator
 
@@ -14,10 +14,10 @@ class UserFork:
     were made of it are counted too: until then it is what keeps the value for them.
 
     Attributes:
-      owner: Number of the worker that has the value.
+      owner: Incarnation of the worker that has the value.
       rref: Id of the reference.
       fork: Id of this fork.
-      giver: Number of the worker from which it came; None for the creator's own.
+      giver: Incarnation of the worker from which it came; None for the creator's own.
       counted: Whether the owner is known to count it.
       failed: Why the owner never will, or is gone.
       dropped: Whether the program has no use for it any more.
@@ -46,12 +46,12 @@ class UserFork:
 
     @property
     def pending(self) -> bool:
-        """Whether nothing is known from the owner yet."""
+        """Whether the owner has not answered yet."""
         return not self.counted and self.failed is None
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be waited for."""
+        """Whether the owner may be told that it was dropped."""
         return self.dropped and not self.children and not self.pending
 
 
@@ -68,7 +68,7 @@ class UserForks:
         return iter(list(self._forks.values()))
 
     def add(self, user_fork: UserFork) -> UserFork:
-        """One more."""
+        """Enters a fork."""
         self._forks[user_fork.fork] = user_fork
         return user_fork
 
@@ -77,10 +77,10 @@ class UserForks:
         return self._forks.get(fork)
 
     def remove(self, user_fork: UserFork) -> None:
-        """It is over."""
+        """Forgets a fork that is over."""
         del self._forks[user_fork.fork]
 
     @property
     def pending(self) -> int:
-        """How many wait for their owner."""
+        """How many the owners have not confirmed."""
         return sum(user_fork.pending for user_fork in self._forks.values())

@@ -7,6 +7,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
+from jdist.rpc.calls.agent import current_agent
 from tests.rpc.elastic.common import greet, greet_all, infos, lost, who
 from tests.rpc.rref.common import (
     NOTHING,
@@ -60,6 +61,41 @@ def test_the_others_go_on(elastic):
     assert set(map(str, elastic.everywhere(lost).values())) == {"{}"}
     elastic.leave("worker1")
     elastic.everywhere(greet_all, ["worker0", "worker3"])
+
+
+def hold_news(name):
+    """This worker hears at once that another one left, and notes it later."""
+    group = current_agent().group
+    note = group._part
+
+    def held(*news):
+        assert gate(name).wait(60)
+        note(*news)
+
+    group._part = held
+
+
+def test_all_others_know_of_it_when_a_shutdown_returns(elastic):
+    """However late one of them gets to it."""
+    elastic.join("worker1")
+    elastic.join("worker2")
+    elastic.run("worker2", hold_news, "news")
+    leaving = elastic.begin_to_leave("worker1")
+    assert not leaving.done(0.3)
+    elastic.run("worker2", open_gate, "news")
+    leaving.result()
+    for name in elastic.names:
+        assert [info.id for info in elastic.run(name, infos)] == [0, 2]
+        with pytest.raises(rpc.WorkerLost, match=r"worker1.*it has left the group"):
+            elastic.run(name, rpc.rpc_sync, "worker1", who)
+
+
+def test_an_end_that_is_not_graceful_waits_for_no_others(elastic):
+    elastic.join("worker1")
+    elastic.join("worker2")
+    elastic.run("worker2", hold_news, "later")
+    elastic.leave("worker1", graceful=False)
+    elastic.run("worker2", open_gate, "later")
 
 
 def ask_old_and_new(old):

@@ -1,6 +1,7 @@
 """Workers of an elastic group die, freeze and are replaced; the coordinator is lost."""
 
 import signal
+import time
 
 import pytest
 
@@ -116,6 +117,21 @@ def test_a_frozen_worker_is_replaced_and_thaws(mortal):
     group.everywhere(greet_all, group.names)
     with pytest.raises(rpc.WorkerLost, match=r"worker1.* this worker itself gave"):
         group.hosts.run(1, rpc.shutdown)
+    group.end()
+
+
+def test_a_shutdown_waits_for_a_frozen_worker_until_that_is_lost(mortal):
+    """It cannot note that another one leaves."""
+    group = mortal(3, heartbeat_interval=0.2, heartbeat_timeout=2.0)
+    group.join("worker1")
+    group.join("worker2")
+    group.signal("worker2", signal.SIGSTOP)
+    group.names.remove("worker2")
+    begun = time.monotonic()
+    group.leave("worker1")
+    assert time.monotonic() - begun < 60
+    assert "worker2" in group.run("worker0", lost)
+    group.hosts.alive.discard(2)
     group.end()
 
 

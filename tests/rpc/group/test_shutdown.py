@@ -1,5 +1,6 @@
 """Ends: graceful ones wait for all that is under way, others for nobody."""
 
+import os
 import signal
 import threading
 import time
@@ -8,10 +9,12 @@ from typing import NamedTuple
 import pytest
 
 from jdist import rpc
-from jdist.rpc.base import current
 from jdist.rpc.base.deadline import NEVER, Deadline
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.calls import outstanding_calls
+from jdist.rpc.calls.agent import current_agent
+from jdist.rpc.calls.callee import ServedConnection
+from jdist.rpc.group import termination
 from tests.rpc import collectives
 from tests.rpc.collectives import SAME, each
 from tests.rpc.hosts import become_worker, names, results
@@ -135,28 +138,110 @@ class Leaked(NamedTuple):
     peer: str = "worker1"
     operation: Operation = Operation("rpc_sync", max)
     since: float = 0.0
+    has_answer: bool = False
 
 
-def leak_and_end(seconds):
-    """A graceful end without a limit of its own."""
+def be_impatient():
+    """Gives calls that nothing waits for a moment instead of minutes."""
     outstanding_calls._OVERDUE = 0.05
-    leaked = Leaked(Deadline(time.monotonic() + seconds, seconds))
-    current.worker().outstanding.send(leaked)
-    try:
-        return end_with_error(rpc.RpcTimeout, 0)
-    finally:
-        outstanding_calls._OVERDUE = 60.0
+    termination._LOOK_SECONDS = termination._ONE_SIDED_SECONDS = 0.02
 
 
-@pytest.mark.parametrize("seconds", [-1000.0, 0.1])
-def test_a_call_whose_end_was_lost_holds_nobody_for_ever(hosts, seconds):
+def be_patient():
+    outstanding_calls._OVERDUE = 60.0
+    termination._LOOK_SECONDS, termination._ONE_SIDED_SECONDS = 10.0, 240.0
+
+
+@pytest.fixture
+def impatient(hosts):
+    hosts.everywhere(be_impatient)
+    yield
+    hosts.everywhere(be_patient)
+
+
+def leak_and_end(seconds, side):
+    """A graceful end without a limit of its own."""
+    deadline = NEVER if seconds is None else Deadline(time.monotonic() + seconds, 1.0)
+    getattr(current_agent().outstanding, side)(Leaked(deadline))
+    return end_with_error(rpc.RpcTimeout, 0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("seconds", "side"),
+    [(-1000.0, "send"), (0.1, "send"), (None, "send"), (None, "serve")],
+)
+def test_a_call_whose_end_was_lost_holds_no_worker_for_ever(hosts, seconds, side):
     """Not the worker that has it, and not the others, which end in order."""
     hosts.everywhere(become_worker)
     others = [hosts.start(rank, rpc.shutdown) for rank in (0, 1, 2)]
-    text = hosts.run(3, leak_and_end, seconds)
+    text = hosts.run(3, leak_and_end, seconds, side)
     assert "still under way 0.05 seconds after their own deadlines" in text
-    assert "waiting for rpc_sync(max) of 'worker1' since" in text
+    assert "rpc_sync(max) of 'worker1' since" in text
     assert results(others) == [None] * 3
+
+
+def lose_the_next_answer():
+    """As a mistake of ours would: the call is over here, and its answer never goes."""
+    send = ServedConnection._send
+
+    def lose(self, execution, answer):
+        if "wait_at" not in str(execution.operation):
+            send(self, execution, answer)
+
+    ServedConnection._send = lose
+
+
+def begin_without_deadline(name):
+    rpc.rpc_async("worker0", wait_at, args=(name,), timeout=0)
+    rpc.rpc_sync("worker0", open_gate, args=(name,))
+
+
+def test_an_answer_that_was_lost_holds_no_worker_for_ever(fresh_hosts):
+    made = fresh_hosts(2)
+    made.everywhere(be_impatient)
+    made.everywhere(be_one_of_two)
+    made.run(0, lose_the_next_answer)
+    made.run(1, begin_without_deadline, "lost")
+    other = made.start(0, rpc.shutdown)
+    text = made.run(1, end_with_error, rpc.RpcTimeout, 0)
+    assert "waiting for rpc_async(wait_at) of 'worker0'" in text
+    assert other.result() is None
+
+
+def be_one_of_two():
+    rank = int(os.environ["RANK"])
+    return rpc.init_rpc(f"worker{rank}", world_size=2, allow=["tests"])
+
+
+def call_without_deadline(name, begin):
+    begin(name)
+    rpc.shutdown()
+
+
+def in_a_function(name):
+    rpc.rpc_async("worker1", begin_and_wait, args=(name,), timeout=0)
+    rpc.rpc_sync("worker1", has_begun, args=(name,))
+
+
+def in_a_callback(name):
+    future = rpc.rpc_async("worker1", add, args=(1, 2), timeout=0)
+    future.then(lambda done: begin_and_wait(name))
+    has_begun(name)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("begin", "where"), [(in_a_function, 1), (in_a_callback, 0)])
+def test_a_call_without_a_deadline_that_runs_is_waited_for(hosts, begin, where):
+    """However long that is."""
+    name = f"endless {begin.__name__}"
+    hosts.everywhere(become_worker)
+    ending = [hosts.start(0, call_without_deadline, name, begin)]
+    ending += [hosts.start(rank, rpc.shutdown) for rank in (2, 3)]
+    assert not any(task.done(0.5) for task in ending)
+    hosts.run(1, rpc.rpc_sync, f"worker{where}", open_gate, (name,))
+    ending.append(hosts.start(1, rpc.shutdown))
+    assert results(ending) == [None] * 4
 
 
 def test_a_call_without_a_deadline_is_waited_for():

@@ -1,0 +1,83 @@
+"""Schedules of one family for other numbers of micro-batches, and their policies."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from jdist.pipeline import Schedule, UpdatePolicy, schedules, split_drain, versions_used
+
+FAMILIES = {
+    "forward_only": lambda m: schedules.forward_only(3, m),
+    "gpipe": lambda m: schedules.gpipe(3, m, replicas=(1, 2, 1)),
+    "one_f_one_b": lambda m: schedules.one_f_one_b(2, m, replicas=(2, 1)),
+    "interleaved": lambda m: schedules.interleaved(2, m, chunks=3),
+    "looped_bfs": lambda m: schedules.looped_bfs(3, m, chunks=2),
+    "zero_bubble": lambda m: schedules.zero_bubble(3, m),
+    "zbv": lambda m: schedules.zbv(2, m),
+    "dualpipe_v": lambda m: schedules.dualpipe_v(2, m),
+    "pipedream": lambda m: schedules.pipedream(2, m, replicas=(2, 1), update_every=3),
+    "vertical_sync": lambda m: schedules.pipedream(3, m, policy="vertical_sync"),
+    "pipedream_2bw": lambda m: schedules.pipedream_2bw(3, m, update_every=4),
+    "pipedream_flush": lambda m: schedules.pipedream_flush(3, m, update_every=2),
+    "split_drain": lambda m: split_drain(schedules.gpipe(3, m)),
+    "synchronous": lambda m: schedules.pipedream(3, m).synchronous(),
+    "both": lambda m: split_drain(schedules.pipedream(3, m).synchronous()),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resized_is_made_anew(family):
+    """With all that a schedule promises, there and back, by pickle too."""
+    made, other = FAMILIES[family](4), FAMILIES[family](6)
+    for found in (made.resized(6), pickle.loads(pickle.dumps(made)).resized(6)):
+        assert found == other
+        for field in ("name", "activation_bound", "clock_bound", "forward_only"):
+            assert getattr(found, field) == getattr(other, field), field
+    assert made.resized(6).resized(4) == made
+    assert made.resized(4) is made
+
+
+def test_what_cannot_be_resized():
+    own = Schedule.of([["0F0", "0B0"]])
+    assert own.resized(1) is own
+    with pytest.raises(ValueError, match=r"must be the 1 that its actions were .*by a"):
+        own.resized(2)
+    with pytest.raises(ValueError, match=r"resized\(micro_batches=.*at least 1. Got 0"):
+        schedules.gpipe(2, 2).resized(0)
+    with pytest.raises(ValueError, match="at least 4, one per stage"):
+        schedules.dualpipe_v(2, 4).resized(3)
+
+
+def test_synchronous_keeps_the_actions():
+    made = schedules.pipedream(3, 5, replicas=(1, 2, 1))
+    found = made.synchronous()
+    assert found.columns == made.columns
+    assert found.update_policy is None
+    assert found.validate().resized(7).update_policy is None
+
+
+@pytest.mark.parametrize("rule", ["stashing", "vertical_sync", "2bw", "flush"])
+def test_one_version_at_all_stages(rule):
+    """What the policy says is what the versions show."""
+    make = {
+        "stashing": lambda n: schedules.pipedream(n, 30, update_every=n),
+        "vertical_sync": lambda n: schedules.pipedream(
+            n, 30, update_every=n, policy="vertical_sync"
+        ),
+        "2bw": lambda n: schedules.pipedream_2bw(n, 30),
+        "flush": lambda n: schedules.pipedream_flush(n, 30),
+    }[rule]
+    for n in (2, 3, 5):
+        schedule = make(n)
+        assert schedule.update_policy == UpdatePolicy(rule, n)
+        used = versions_used(schedule)
+        alike = bool(np.all(used == used[:1]))
+        assert schedule.update_policy.one_version == alike
+        assert used.max() > 3
+
+
+def test_policies_with_a_schedule_of_their_own():
+    for policy in ("2bw", "flush", "newest"):
+        with pytest.raises(ValueError, match=r"must be 'stashing' or 'vertical_sync'"):
+            schedules.pipedream(2, 4, policy=policy)
