@@ -93,13 +93,14 @@ class Halves:
       outputs: `(params, inputs, static) -> outputs`, of the same program.
       backward: `(fold, carry, given, params, residuals, d_outputs, layout) ->
         (fold(carry, d_params, given), d_inputs)`, `d_params` itself if there is no
-        fold. Here and below `fold` is static and the carry is donated.
+        fold. Here and below `fold` is static, and its carry is donated.
       first: `(params, residuals, d_outputs, layout) -> (d_inputs, rest)`; of the rest
         only what nothing else holds.
       second: `(fold, carry, given, rest, layout) -> fold(carry, d_params, given)`;
         without a fold those gradients that are not in the rest.
-      deferring: As `backward`, with a third result: of what is kept for `joined` only
-        what nothing else holds.
+      folding_backward, folding_second: The same with a fold.
+      deferring: As `folding_backward`, with a third result: of what is kept for
+        `joined` only what nothing else holds.
       joined: `(fold, carry, given, deferred, layout) -> fold(carry, d_params, given)`.
     """
 
@@ -134,9 +135,13 @@ class Halves:
         folding = {"static_argnums": (0, 6), "donate_argnums": 1}
         ending = {"static_argnums": (0, 4), "donate_argnums": 1}
         deferring, joined = _deferring_and_joined()
-        self.backward = compiled(_backward, **folding)
+        # Without a fold nothing is donated: JAX keeps the structure of arguments that
+        # may be, and with it the plan, for longer than the function.
+        self.backward = compiled(_backward, static_argnums=(0, 6))
+        self.second = compiled(_second, static_argnums=(0, 4))
+        self.folding_backward = compiled(_backward, **folding)
+        self.folding_second = compiled(_second, **ending)
         self.first = compiled(_first, static_argnums=3)
-        self.second = compiled(_second, **ending)
         self.deferring = compiled(deferring, **folding)
         self.joined = compiled(joined, **ending)
 

@@ -149,9 +149,8 @@ class Segment:
           TypeError: `residuals` is not what `forward` returned.
         """
         arguments = (params, residuals, d_outputs)
-        return self._pull_back(
-            "Segment.backward", "backward", arguments, fold or _NO_FOLD
-        )
+        half = "backward" if fold is None else "folding_backward"
+        return self._pull_back("Segment.backward", half, arguments, fold or _NO_FOLD)
 
     def backward_inputs(
         self, params: PyTree, residuals: Residuals, d_outputs: PyTree
@@ -190,7 +189,8 @@ class Segment:
           TypeError: `rest` is not what `backward_inputs` returned.
         """
         call = "Segment.backward_params"
-        second = self._home(call, rest, Rest).second
+        home = self._home(call, rest, Rest)
+        second = home.second if fold is None else home.folding_second
         finished: Any = []
         if fold is not None or None in rest.split.ready:
             try:
