@@ -25,7 +25,7 @@ class VerificationError(JdistError, AssertionError):
 
 
 class Unavailable(JdistError):
-    """What was asked for needs hardware or software that is not here.
+    """Hardware or software that the call needs is not here.
 
     A row of the equivalence matrix raises it to be skipped *by name*; the message
     says what is missing.

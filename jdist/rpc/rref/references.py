@@ -186,6 +186,7 @@ class References:
         self._watched.pop(user_fork.fork, None)
         self._unused.append(user_fork)
         if len(self._unused) == 1:
+            # At 1 the list was empty before: no other thread has made the appointment.
             # To tell owners of each by itself would cost as much as a call.
             self.agent.timer.later(GATHERING, self._drop_unused)
 
@@ -318,6 +319,8 @@ class References:
 
     def _do(self, event: Callable[[Protocol], Effects]) -> None:
         with self._lock:
+            # The state changes under the lock; effects, which may block, follow
+            # outside.
             effects = event(self._protocol)
         self._perform(effects)
 
