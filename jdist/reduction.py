@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._compat import tracks_varying_axes, varying_axes
-from jdist._errors import requirement
+from jdist._errors import check_choice, requirement
 from jdist._tree import (
     described,
     is_inexact,
@@ -75,9 +75,7 @@ class Partial(NamedTuple):
 
 def check_reduction(call: str, reduction: str) -> None:
     """Refuses a name that is not in `REDUCTIONS`."""
-    if reduction not in REDUCTIONS:
-        rule = f"must be one of {', '.join(map(repr, REDUCTIONS))}"
-        raise ValueError(requirement(f"{call}(reduction=...)", rule, repr(reduction)))
+    check_choice(f"{call}(reduction=...)", reduction, REDUCTIONS)
 
 
 # --- one shard's own part ---
