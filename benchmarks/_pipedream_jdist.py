@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks._pair import Job, Spent, timed
 from benchmarks._pipeline_jdist import WORKERS, examples, losses, stage_params, stages
 from jdist import optim, pipeline, rpc
-from jdist.pipeline.pipedream.stashed_run import StashedRun, VersionRule
+from jdist.pipeline.pipedream.stashed_stage import StashedStage, VersionRule
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
 
@@ -82,7 +82,7 @@ def _each(spent: Spent, count: int) -> Spent:
     return Spent(spent.elapsed / count, spent.processor / count)
 
 
-def _epochs(runtime: pipeline.PipeDream, rows: int) -> Callable[[int], Any]:
+def _epochs(runtime: pipeline.Pipeline, rows: int) -> Callable[[int], Any]:
     batch, states = examples(rows), [runtime.init(stage_params())]
 
     def epoch(length: int) -> Any:
@@ -132,21 +132,24 @@ class Alone:
             exists=lambda micro: micro < length,
             turn=0,
             replicas=1,
-            consistent=True,
         )
         plain = StageRun(self._stage, self._compiled, self._params, None, None, "mean")
-        run = StashedRun(plain, rule, SGD.init(self._params))
+        run = StashedStage(plain, rule, SGD.init(self._params))
         for i in range(length):
             self._pass(run, i)
-        return run.params
+        return run.run.params
 
-    def _pass(self, run: StashedRun, i: int) -> None:
-        ((name, output),) = run.forward(i, {self._stage.inputs[0]: self._input}).items()
+    def _pass(self, stashed: StashedStage, i: int) -> None:
+        stashed.begin_forward(i)
+        inputs, run = {self._stage.inputs[0]: self._input}, stashed.run
+        ((name, output),) = run.forward(i, inputs).items()
         d_output = self._cotangent
         if self._loss is not None:
             _, found, _ = self._loss.both({name: output}, self._target, self._weights)
             d_output = found[name]
         share = MicroBatchShare(np.float32(0), float(len(self._weights)))
+        stashed.begin_backward(i)
         d_inputs = run.backward(i, {name: d_output}, share, False)
+        stashed.end_backward(i)
         jax.block_until_ready(d_inputs)  # As the runtime does, which sends them.
-        run.update({}, 0)
+        stashed.update({}, 0)

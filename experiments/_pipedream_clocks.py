@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments._pair import can_pin
-from experiments._pipedream_runs import BATCH, METHODS, Network, batches_of
+from experiments._pipedream_runs import (
+    BATCH,
+    CONTROL,
+    METHODS,
+    Network,
+    batches_of,
+)
 from jdist import pipeline, rpc
 
 LIMIT = 900.0
@@ -32,9 +38,12 @@ def why_not(stages: int) -> str:
 
 # --- measured ---
 
+TIMED = tuple(name for name in METHODS if name != CONTROL)
+"""The control runs in one process alone."""
+
 
 def measured(
-    network: Network, seed: int, names: Sequence[str] = (*METHODS,), rounds: int = 5
+    network: Network, seed: int, names: Sequence[str] = TIMED, rounds: int = 5
 ) -> dict[str, list[float]]:
     """Seconds of each timed epoch: the slowest stage's; the methods take turns."""
     given = network, seed, names, rounds

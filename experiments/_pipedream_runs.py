@@ -6,7 +6,7 @@ order. GPipe, 1F1B and 2BW cut a batch into parts.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ import optax
 from flax import nnx
 
 from experiments._digits import data
+from experiments._unstashed import Unstashed
 from jdist import optim, pipeline
-from jdist.pipeline.pipedream.policy import Policy
 
 PARTS, BATCH = 4, 32
 STEPS = 1437 // BATCH  # of an epoch
@@ -117,7 +117,7 @@ def through(stages: Sequence[pipeline.Stage], params: Any, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flushing:
-    """UpdatePolicy of all stages together, when all parts of a batch are through."""
+    """An update of all stages together, when all parts of a batch are through."""
 
     schedule: Callable[[int], pipeline.Schedule]
     """For so many stages."""
@@ -147,9 +147,11 @@ class Flushing:
 class Asynchronous:
     """Each stage updates itself, and the pipeline drains after an epoch only."""
 
-    policy: Policy
+    policy: Literal["stashing", "vertical_sync", "2bw"]
     cut: int = 1
     """Micro-batches of a batch."""
+    stashed: bool = True
+    """Whether a backward pass uses the weights of its forward pass."""
 
     def parts(self, stages: int) -> int:
         """Micro-batches of a batch; one for each stage at least, if it is cut."""
@@ -157,6 +159,8 @@ class Asynchronous:
 
     def pipe(self, stages: Sequence[pipeline.Stage], rate: float, where: Any) -> Any:
         """A pipeline; `where` its workers are, as `PipeDream` takes it."""
+        if not self.stashed:
+            return Unstashed(stages, loss_of, optim.sgd(lr=rate))
         return pipeline.PipeDream(
             stages,
             loss_of,
@@ -183,7 +187,7 @@ METHODS: dict[str, Flushing | Asynchronous] = {
     "GPipe": Flushing(lambda n: pipeline.gpipe(n, PARTS)),
     FLUSH: Flushing(lambda n: pipeline.one_f_one_b(n, PARTS)),
     STASH: Asynchronous("stashing"),
-    CONTROL: Asynchronous("none"),
+    CONTROL: Asynchronous("stashing", stashed=False),
     "vertical sync": Asynchronous("vertical_sync"),
     "2BW": Asynchronous("2bw", PARTS),
 }

@@ -38,6 +38,7 @@ from experiments._pipedream_runs import (
     through,
 )
 from experiments._result import Claim, Picture, Result, Settings
+from experiments._unstashed import Unstashed
 from jdist import optim, pipeline, verify
 
 TOLERANCE = 0.02
@@ -103,7 +104,8 @@ def run(settings: Settings, progress: Progress) -> Result:
         for network in networks
     ]
     pinned = not settings.quick
-    reports = judged({STASH: "stashing", CONTROL: "none"}, settings.seed, pinned=pinned)
+    runtimes = {STASH: pipeline.PipeDream, CONTROL: Unstashed}
+    reports = judged(runtimes, settings.seed, pinned=pinned)
     return Result(
         claims=[
             *(claim for each in found for claim in claims(each)),
@@ -150,16 +152,16 @@ def investigated(
 
 
 def judged(
-    policies: Mapping[str, Any], seed: int, *, pinned: bool
+    runtimes: Mapping[str, Any], seed: int, *, pinned: bool
 ) -> dict[str, verify.Report]:
-    """Whether each policy's update is a gradient, at its forward passes' weights.
+    """Whether each runtime's update is a gradient, at its forward passes' weights.
 
     Versions are what runs of so many batches end with. The forward pass of update t met
     version t - (n - 1 - j) at stage j of n. The update itself is what the optimizer was
     given: a difference of parameters would carry their rounding.
 
     Args:
-      policies: By name.
+      runtimes: By name; each is made of stages, a loss and an optimizer.
       seed: Of parameters and batches.
       pinned: Whether the oracle is compared with finite differences, which takes as
         long as everything else.
@@ -179,10 +181,8 @@ def judged(
             lambda params, batch: loss_of(through(stages, params, batch["x"]), batch)
         )
         reports = {}
-        for name, policy in policies.items():
-            pipe = pipeline.PipeDream(
-                stages, loss_of, optimizer=remembering(), policy=policy
-            )
+        for name, runtime in runtimes.items():
+            pipe = runtime(stages, loss_of, optimizer=remembering())
             versions = [[jnp.asarray(own) for own in drawn]]
             for steps in range(1, count + 2):
                 state = pipe.init(versions[0])
@@ -291,7 +291,8 @@ def rows(found: Found) -> list[list[str]]:
     """One line per method."""
     table = [["method", "seeds", "accuracy", "simulated ms per epoch", "measured"]]
     for name, runs in found.runs.items():
-        shown = f"{1e3 * found.seconds[name]:.1f}" if found.measured else ""
+        timed = found.measured is not None and name in found.measured
+        shown = f"{1e3 * found.seconds[name]:.1f}" if timed else ""
         end = f"{found.accuracy(name)[-1]:.1%}"
         simulated = f"{1e3 * found.simulated[name]:.1f}"
         table.append([name, str(len(runs)), end, simulated, shown])

@@ -2,13 +2,13 @@
 
 from jdist._fit import Metrics, over_epoch
 from jdist.pipeline.checkpoint import PipelineCheckpoints
-from jdist.pipeline.pipedream.pipedream import PipeDream
+from jdist.pipeline.fit import fit
 from jdist.pipeline.pipedream.weight_stashing import (
     StashState,
     WeightStashing,
     with_weight_stashing,
 )
-from jdist.pipeline.pipeline import Pipeline
+from jdist.pipeline.pipeline import PipeDream, Pipeline
 from jdist.pipeline.plan import (
     Layer,
     Plan,
@@ -18,8 +18,7 @@ from jdist.pipeline.plan import (
     load_profile,
     partition,
 )
-from jdist.pipeline.run.fit import fit
-from jdist.pipeline.run.training import PipelineState
+from jdist.pipeline.run.update import PipelineState
 from jdist.pipeline.schedule import (
     Action,
     Schedule,

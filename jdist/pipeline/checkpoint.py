@@ -1,8 +1,8 @@
 """The trees of stages on disk: a folder for each stage, and in it one for each step.
 
 A step counts as saved once *all* stages of it are on disk. `save` returns then, and
-only then takes away what is too old: whoever is killed while it saves, and whichever
-stages were written by then, the last step that all stages have is there to resume from.
+only then deletes what is too old: whichever process is killed while it saves, the last
+step that all stages have is there to resume from.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +17,7 @@ from jdist._checkpoint import (
     Checkpoints,
     Closing,
     StepFolder,
+    check_keep,
     check_same,
     chosen,
     descriptions,
@@ -25,10 +26,10 @@ from jdist._checkpoint import (
 )
 from jdist._errors import requirement
 from jdist._fit import check_state
-from jdist._tree import named_leaves
+from jdist._tree import PyTree, named_leaves
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.stage_channels import Opened, StageChannels
-from jdist.pipeline.run.training import PipelineState
+from jdist.pipeline.run.update import PipelineState
 
 
 class Saved(NamedTuple):
@@ -49,10 +50,10 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, pipe: Pipeline) -> "Saved":
         """Of a pipeline: the first worker of a stage writes it."""
-        here = pipe.executor.places.own
+        here = pipe.communicator.places.own
         first = [min(workers) for workers in pipe.schedule.placement]
         written = [j for j, worker in enumerate(first) if worker in here]
-        return cls(len(pipe.stages), pipe.own, written, pipe.executor.opened)
+        return cls(len(pipe.stages), pipe.own, written, pipe.communicator.opened)
 
 
 class StageCheckpoints(Closing):
@@ -92,9 +93,7 @@ class StageCheckpoints(Closing):
         self._folders: dict[int, StepFolder] = {}
         try:
             with saved.opened("PipelineCheckpoints") as channels:
-                if keep is not None and keep < 1:
-                    call = "StageCheckpoints(keep=...)"
-                    raise ValueError(requirement(call, "must be 1 at least", keep))
+                check_keep("StageCheckpoints", keep)
                 for j in saved.own:
                     self._folders[j] = StepFolder(Path(folder) / f"stage{j}")
                 self._complete = self._found(channels)
@@ -106,7 +105,7 @@ class StageCheckpoints(Closing):
         """The steps that all stages have, in order."""
         return list(self._complete)
 
-    def save(self, step: int, trees: Mapping[int, Any]) -> None:
+    def save(self, step: int, trees: Mapping[int, PyTree]) -> None:
         """Writes the trees of this process; returns when all stages' are on disk.
 
         Args:
@@ -133,8 +132,8 @@ class StageCheckpoints(Closing):
         self._complete = kept
 
     def restore(
-        self, like: Mapping[int, Any], step: int | None = None
-    ) -> tuple[int, dict[int, Any]]:
+        self, like: Mapping[int, PyTree], step: int | None = None
+    ) -> tuple[int, dict[int, PyTree]]:
         """Reads trees.
 
         Args:
@@ -160,7 +159,7 @@ class StageCheckpoints(Closing):
         for folder in self._folders.values():
             folder.close()
 
-    def _write(self, stage: int, step: int, tree: Any) -> None:
+    def _write(self, stage: int, step: int, tree: PyTree) -> None:
         leaves = _leaves(tree)
         description = {"stages": self._saved.stages, "leaves": descriptions(leaves)}
         arrays = {path: words(jnp.asarray(x)) for path, x in leaves.items()}
@@ -180,7 +179,7 @@ class StageCheckpoints(Closing):
         for step in filter(old, folder.steps()):
             folder.delete(step)
 
-    def _read(self, stage: int, step: int, like: Any) -> Any:
+    def _read(self, stage: int, step: int, like: PyTree) -> Any:
         folder, leaves = self._folders[stage], _leaves(like)
         description = folder.description(step)
         if description["stages"] != self._saved.stages:
@@ -287,8 +286,8 @@ def _fields(state: PipelineState) -> dict[str, Any]:
     return {name: x for name, x in state._asdict().items() if name != "step"}
 
 
-def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, Any]:
-    """What belongs to each stage; what belongs to all is saved with each of them."""
+def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, PyTree]:
+    """The fields of each stage; those of all stages are saved with each of them."""
     return {
         j: {
             name: value[j] if isinstance(value, list) else value
@@ -298,16 +297,16 @@ def _by_stage(state: PipelineState, own: Collection[int]) -> dict[int, Any]:
     }
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def _leaves(tree: PyTree) -> dict[str, Any]:
     return {path: x for path, x in named_leaves(tree).items() if x is not None}
 
 
-def _on_host(leaf: Any) -> np.ndarray:
+def _on_host(leaf: PyTree) -> np.ndarray:
     like = jax.eval_shape(lambda: words(jnp.asarray(leaf)))
     return np.empty(like.shape, like.dtype)
 
 
-def _placed(found: Any, like: Any) -> Any:
+def _placed(found: Any, like: PyTree) -> Any:
     """On the device of `like`, if that was chosen: a place is part of a signature."""
     # A copy, because steps donate, and NumPy's memory is not JAX's to give away.
     array = jnp.array(found)

@@ -1,53 +1,54 @@
 """`Pipeline`: stages, a schedule and a place for each of them, run as one model."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jdist._checkpoint import Checkpoints
+from jdist._errors import requirement
 from jdist._fit import Metrics, check_state
-from jdist._tree import examples_in
+from jdist._tree import PyTree
 from jdist.optim import Optimizer
+from jdist.pipeline.pipedream.batch_stream import Supply
+from jdist.pipeline.pipedream.epoch import PassRecord
+from jdist.pipeline.pipedream.executor import CALL, EpochExecutor, EpochPart
+from jdist.pipeline.pipedream.policy import schedule_of_epoch
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.arguments import (
-    check_arguments,
+from jdist.pipeline.run.executor import (
+    CallInputs,
+    Executor,
+    ScheduleExecutor,
+    StagePrograms,
     check_not_traced,
-    key_given,
     trees_of,
 )
-from jdist.pipeline.run.compile_ahead import compile_ahead
-from jdist.pipeline.run.evaluation import EvaluationRun, Evaluator, draws
-from jdist.pipeline.run.executor import executor_for
 from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import MicroBatch, size_of_batch, split_batch
-from jdist.pipeline.run.shapes import Shapes
-from jdist.pipeline.run.stage_channels import StageChannels, moved
-from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.run.step import Step
-from jdist.pipeline.run.training import (
-    PipelineState,
-    optimizers_for,
-)
-from jdist.pipeline.run.transfer_log import Transfer
+from jdist.pipeline.run.micro_batch import size_of_batch
+from jdist.pipeline.run.stage_channels import Transfer, moved
+from jdist.pipeline.run.tied import tied_of
 from jdist.pipeline.run.update import (
-    NO_STATS,
-    GradientStats,
+    PipelineState,
+    StageOptimizers,
     StageUpdates,
-    StepResult,
-    joined,
-    loss_scale_of,
+    optimizers_for,
     started,
 )
+from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.spmd.one_program import one_program_on
+from jdist.pipeline.schedule.update_policy import UpdateRule
+from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.tied import Tied
 from jdist.pipeline.stages.wiring import wire
 from jdist.reduction import check_reduction
 
+__all__ = ["PipeDream", "Pipeline"]
 
+
+@final
 class Pipeline:
     """A model cut into stages, which work on micro-batches as a schedule says.
 
@@ -61,12 +62,14 @@ class Pipeline:
       loss_fn: `loss_fn(outputs, batch) -> losses`, one per example. `outputs` is the
         last stage's output, or a dict by name if there are several. It runs where the
         last stage runs, and of the batch only what it reads is sent there.
-      schedule: Who does what in which order; see `gpipe`, `one_f_one_b` and the others.
+      schedule: Which worker does what in which order; see `gpipe`, `one_f_one_b` and
+        the others. With one that updates as it goes, such as `pipedream`, there is
+        `train_epoch`; other calls then make no update among the passes.
       workers_or_devices: One for each worker of the schedule: devices of this process,
         or names of rpc's workers, each of which makes the same pipeline and calls it.
         By default all stages are on JAX's default device. Or a mesh with one axis of
         devices, of one process or several: then equal stages run as one SPMD program.
-      optimizer: For `train_step`: one of `jdist.optim` for all stages, or one each.
+      optimizer: For training: one of `jdist.optim` for all stages, or one each.
       max_norm: The gradient is scaled down to this norm, over all stages together.
       reduction: "mean", "sum", "max" or "min" over the examples of the batch.
       loss_inputs: Names of the values that the loss is given, if these are not the last
@@ -76,6 +79,10 @@ class Pipeline:
         out with a new first axis of micro-batches, on every worker. No gradient flows
         into it. What a stage has to say, it puts out as a value that is one of
         `loss_inputs`.
+
+    Attributes:
+      transfer_log: What this process sent in the last call, in order.
+      passes: What its workers did in the last `train_epoch`, with versions.
 
     Raises:
       ValueError: Stages and schedule do not fit, names do not match up, `reduction` is
@@ -114,36 +121,44 @@ class Pipeline:
         check_reduction("Pipeline", reduction)
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
-        self.transfer_log: list[Transfer] = []
+        self.transfer_log: Sequence[Transfer] = ()
+        self.passes: Sequence[PassRecord] = ()
         self.action_timer: ActionTimer | None = None
-        check_arguments(schedule, self.wiring.stages, reduction)
+        _check_arguments(schedule, self.wiring.stages, reduction)
         about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
         about += ", has_aux" if has_aux else ""
-        self.executor = executor_for(schedule, workers_or_devices, about)
-        self._places = self.executor.places
+        self.communicator = communicator_for(schedule, workers_or_devices, about)
+        self._places = self.communicator.places
         self._loss = PipelineLoss(
             loss_fn, self.wiring.loss_inputs, reduction, has_aux=has_aux
         )
-        self.one_program = one_program_on(
-            workers_or_devices, self.wiring, self._places, self._loss, max_norm
-        )
-        self._compiled = [
-            stage.compiled(self.wiring.from_batch(number), number)
-            for number, stage in enumerate(self.wiring.stages)
-        ]
-        self._evaluated = [
-            stage.evaluated(compiled, number)
-            for number, (stage, compiled) in enumerate(
-                zip(self.wiring.stages, self._compiled, strict=True)
-            )
-        ]
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._tied = Tied(self.stages)
-        self._shapes = Shapes(self.wiring, self.executor, self._loss)
-        self._evaluator = Evaluator(self.wiring, self._places, self._loss)
-        self._rehearsed: set[Any] = set()
-        self._compiled_ahead = False
+        # One program refuses stages that share parameters, in words of its own.
+        in_one = isinstance(workers_or_devices, Mesh)
+        self._tied = None if in_one else tied_of(self.stages)
+        self.executor = self._executor(workers_or_devices)
+
+    def _executor(self, where: object) -> Executor:
+        """The executor of the schedule at such places."""
+        programs = StagePrograms(self.wiring, self.communicator, self._loss)
+        if self.schedule.update_policy is not None:
+            if isinstance(where, Mesh):
+                rule = "must be devices or names of workers with a schedule that "
+                rule += "updates as it goes: a mesh is for one program, which updates "
+                rule += "all stages together"
+                call, remedy = "Pipeline(workers_or_devices=...)", "list(mesh.devices)"
+                remedy = f"Give {remedy}."
+                raise TypeError(requirement(call, rule, "a Mesh", remedy))
+            each = None if self._optimizer is None else self._optimizers.each
+            return EpochExecutor(programs, self._tied, each, self._max_norm)
+        if isinstance(where, Mesh):
+            return OneProgramExecutor(programs, where, self._max_norm is not None)
+        return ScheduleExecutor(programs, self._tied)
+
+    @cached_property
+    def _optimizers(self) -> StageOptimizers:
+        return StageOptimizers(optimizers_for(self._optimizer, len(self.stages)))
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -153,37 +168,29 @@ class Pipeline:
     @property
     def own(self) -> list[int]:
         """Numbers of the stages that run in this process."""
-        here = set(self._places.own)
-        placement = self.schedule.placement
-        return [j for j, workers in enumerate(placement) if here.intersection(workers)]
+        return list(self._places.stages)
 
-    @property
-    def _has_devices(self) -> bool:
-        """Whether its workers have devices that were given."""
-        return any(device is not None for device in self._places.devices)
-
-    def place(self, params: Sequence[Any]) -> list[Any]:
+    def place(self, params: Sequence[PyTree]) -> list[PyTree]:
         """The parameters (or states) of each stage, on its device.
 
         Those of a stage with several workers are on the first one's; None takes the
         place of stages that run in other processes.
         """
         params = trees_of("Pipeline.place(params)", params, len(self.stages))
-        if self._has_devices:
+        if any(device is not None for device in self._places.devices):
             check_not_traced("Pipeline.place(params)", params)
-        placed: list[Any] = [None] * len(self.stages)
-        for number in self.own:
-            device = self._places.devices[self._first(number)]
-            placed[number] = moved(params[number], device)
+        placed: list[PyTree] = [None] * len(self.stages)
+        for j, worker in self._places.stages.items():
+            placed[j] = moved(params[j], self._places.devices[worker])
         return placed
 
     def value_and_grad(
         self,
-        params: Sequence[Any],
-        batch: Mapping[str, Any],
+        params: Sequence[PyTree],
+        batch: Mapping[str, PyTree],
         weights: Any = None,
         *,
-        states: Sequence[Any] | None = None,
+        states: Sequence[PyTree] | None = None,
         key: Any = None,
     ) -> Any:
         """The loss of the batch, and the gradient of every stage's parameters.
@@ -218,8 +225,10 @@ class Pipeline:
           Exception: Whatever went wrong on another worker, with its name in a note. If
             this raises on one worker, it does on all; the next call is right again.
         """
-        with self.executor.opened("value_and_grad") as channels:
-            found = self._run(channels, params, batch, weights, states, key)
+        with self.communicator.opened("value_and_grad") as channels:
+            given = self._inputs(params, batch, weights, states, key)
+            found = self.executor.gradient(channels, given, None, self.action_timer)
+        self.transfer_log = found.transfers
         loss = (found.loss, found.aux) if self._loss.has_aux else found.loss
         if states is None:
             return loss, found.grads
@@ -227,8 +236,8 @@ class Pipeline:
 
     def init(
         self,
-        params: Sequence[Any],
-        states: Sequence[Any] | None = None,
+        params: Sequence[PyTree],
+        states: Sequence[PyTree] | None = None,
         key: Any = None,
     ) -> PipelineState:
         """The state before the first training step.
@@ -244,22 +253,20 @@ class Pipeline:
           ValueError, TypeError: No optimizer fits; or not one tree per stage. With tied
             parameters, which are compared, on all workers if on one.
         """
-        if not self._tied:
+        if self._tied is None:
             return self._initial(params, states, key)[0]
-        with self.executor.opened("init") as channels:
+        with self.communicator.opened("init") as channels:
             state, given = self._initial(params, states, key)
-            optimizers = optimizers_for(self._optimizer, len(self.stages))
-            self._tied.check(given, optimizers, channels)
+            self._tied.check(given, self._optimizers.each, channels)
         return state
 
     def _initial(
-        self, params: Sequence[Any], states: Sequence[Any] | None, key: Any
-    ) -> tuple[PipelineState, list[Any]]:
+        self, params: Sequence[PyTree], states: Sequence[PyTree] | None, key: Any
+    ) -> tuple[PipelineState, list[PyTree]]:
         """The state, and the parameters in full precision."""
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
-        optimizers = optimizers_for(self._optimizer, stages)
-        loss_scale_of(optimizers)
+        optimizers = self._optimizers.each
         placed = jax.tree.map(jnp.copy, self.place(params))
         copies, kept = list(placed), [None] * stages
         for j in self.own:
@@ -269,7 +276,7 @@ class Pipeline:
     def train_step(
         self,
         state: PipelineState,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, PyTree],
         weights: Any = None,
         **overrides: Any,
     ) -> tuple[PipelineState, Metrics]:
@@ -289,33 +296,102 @@ class Pipeline:
         Raises: what `value_and_grad` and `Optimizer.step` raise. Stages step together:
           if this raises on one worker, none has stepped.
         """
-        with self.executor.opened("train_step") as channels:
+        with self.communicator.opened("train_step") as channels:
             check_state("Pipeline.train_step(state)", state, PipelineState, "pipe")
-            optimizers = optimizers_for(self._optimizer, len(self.stages))
             step, key = state.step, state.key
             own = None if key is None else jax.random.fold_in(key, step)
             params, kept = list(state.params), list(state.opt_states)
-            update = StageUpdates(optimizers, params, kept, self._max_norm, overrides)
-            states = state.states
-            found = self._run(
-                channels, params, batch, weights, states, own, update, step
-            )
+            made_of = self._optimizers, params, kept, self._max_norm, overrides
+            update = StageUpdates(*made_of)
+            given = self._inputs(params, batch, weights, state.states, own, step)
+            found = self.executor.gradient(channels, given, update, self.action_timer)
             norm = None
             # From here on all workers have agreed to step.
-            for j in self.own:
-                stats = moved(found.stats, self._places.devices[self._first(j)])
+            for j, worker in self._places.stages.items():
+                stats = moved(found.stats, self._places.devices[worker])
                 params[j], kept[j], norm = update.apply(j, found.grads[j], stats)
+        self.transfer_log = found.transfers
         size = size_of_batch(batch, weights)
         metrics = Metrics(found.loss, *size, norm, found.aux)
         return PipelineState(step + 1, params, kept, found.states, key), metrics
 
+    def train_epoch(
+        self,
+        state: PipelineState,
+        batches: Iterable[PyTree],
+        weights: Iterable[PyTree] | None = None,
+        *,
+        checkpoints: Checkpoints[PipelineState] | None = None,
+        save_every: int | None = None,
+    ) -> tuple[PipelineState, Metrics]:
+        """Trains on the batches in order, each a micro-batch, and drains.
+
+        For a schedule that updates as it goes, such as `pipedream`: the stages update
+        while micro-batches are under way, as its `update_policy` says.
+
+        A batch is read when a forward pass needs it: of a generator no more are held
+        than are under way in the pipeline, and its length need not be known. With
+        workers in several processes each of them calls it with the same batches, which
+        may lack the entries that its stages and losses do not take.
+
+        Args:
+          state: From `init` or the epoch before. Nothing of it is donated.
+          batches: Named arrays, each `(examples, ...)`; or pairs of such a batch and
+            its weights. Numbers of examples may differ.
+          weights: Of the examples of each batch, as for `value_and_grad`; those of a
+            whole batch may be 0, but not those of all batches of an update.
+          checkpoints: Where the state is saved: after each `save_every` batches, and at
+            the end.
+          save_every: See there. The pipeline drains before it saves, as if there was a
+            call for each `save_every` batches: a run that goes on from a checkpoint
+            repeats every bit.
+
+        Returns:
+          The next state, with the newest weights, one step later for each time that the
+          pipeline has drained; and what the epoch found out. When it drains every stage
+          makes an update of every micro-batch: the last one has fewer micro-batches, if
+          `update_every` does not divide them.
+
+        Raises:
+          ValueError: The schedule is synchronous; the workers have read other batches
+            than each other, or more; there are none; `save_every` is less than 1, or
+            without `checkpoints`.
+          Exception: What `value_and_grad` raises, and what the iterator raises, on all
+            workers, with the name of the worker and the number of the batch in notes.
+        """
+        executor = self.executor
+        if not isinstance(executor, EpochExecutor):
+            rule = "must have a schedule that updates as it goes, such as `pipedream`"
+            remedy = "`train_step` makes one update of a batch, `fit` one of each."
+            raise ValueError(requirement(CALL, rule, repr(self.schedule), remedy))
+        held = [state]
+        del state  # Unless the caller keeps it, versions go when no batch needs them.
+        parts: list[EpochPart] = []
+        supply: Supply | None = None
+        while supply is None or supply.more():
+            with self.communicator.opened("train_epoch") as channels:
+                if supply is None:
+                    check_state(f"{CALL}(state)", held[0], PipelineState, "pipe")
+                    _check_saving(checkpoints, save_every)
+                    supply = Supply(batches, weights, CALL)
+                result = executor.train(
+                    channels, held.pop(), supply, save_every, self.action_timer
+                )
+            state, part, self.transfer_log, self.passes = result
+            held.append(state)
+            parts.append(part)
+            del result, state
+            if checkpoints is not None:
+                checkpoints.save(held[0])
+        return held.pop(), executor.metrics(parts)
+
     def evaluate(
         self,
-        params: Sequence[Any] | PipelineState,
-        batch: Mapping[str, Any],
+        params: Sequence[PyTree] | PipelineState,
+        batch: Mapping[str, PyTree],
         weights: Any = None,
         *,
-        states: Sequence[Any] | None = None,
+        states: Sequence[PyTree] | None = None,
         key: Any = None,
         outputs: bool = False,
     ) -> Metrics:
@@ -332,145 +408,180 @@ class Pipeline:
 
         Raises: what `value_and_grad` raises.
         """
-        call, stages = "Pipeline.evaluate", len(self.stages)
-        with self.executor.opened("evaluate") as channels:
+        with self.communicator.opened("evaluate") as channels:
             step = None
             if isinstance(params, PipelineState):
                 step, states, params = params.step, params.states, params.params
-            given = trees_of(f"{call}(states=...)", states, stages)
-            trees = trees_of(f"{call}(params)", params, stages)
-            if self.one_program is not None:
-                self.one_program.check_alone(call)
-            count = min(self.schedule.micro_batches, examples_in(batch, call))
-            parts = split_batch(batch, weights, count, self._loss.kind)
-            runs = self._runs(trees, given, key, self._loss.kind, EvaluationRun)
-            channels.identify(step, {}, [batch], parts, key)
-            read = self._shapes.read(channels, runs, parts[0].batch)
-            self.transfer_log, found = self._evaluator.run(
-                channels, runs, parts, read, outputs
-            )
-            self._shapes.agreed(read)
+            call = "Pipeline.evaluate"
+            given = self._inputs(params, batch, weights, states, key, step, call)
+            found, sent = self.executor.evaluate(channels, given, outputs)
+        self.transfer_log = sent
         return found
 
-    def _run(
+    def _inputs(
         self,
-        channels: StageChannels,
-        params: Sequence[Any],
-        batch: Mapping[str, Any],
+        params: Sequence[PyTree],
+        batch: Mapping[str, PyTree],
         weights: Any,
-        states: Sequence[Any] | None,
+        states: Sequence[PyTree] | None,
         key: Any,
-        update: StageUpdates | None = None,
         step: int | None = None,
-    ) -> StepResult:
-        """The passes of one call, upon which all workers have agreed."""
-        call = "Pipeline.value_and_grad"
+        call: str = "Pipeline.value_and_grad",
+    ) -> CallInputs:
+        """The arguments of a call, with a tree for each stage."""
         stages = len(self.stages)
-        given = trees_of(f"{call}(states=...)", states, stages)
+        kept = trees_of(f"{call}(states=...)", states, stages)
         trees = trees_of(f"{call}(params)", params, stages)
-        if self.one_program is not None:
-            found = self.one_program(trees, batch, weights, update)
-            if update is not None:
-                told = dict.fromkeys(self.own, found.stats)
-                self._rehearse(update, found.grads, told)
-            return found
-        count = self.schedule.micro_batches
-        parts = split_batch(batch, weights, count, self._loss.kind)
-        loss = self._loss
-        if update is not None and update.loss_scale is not None:
-            loss = loss.scaled(update.scale, sum(part.total for part in parts))
-        runs = self._runs(trees, given, key, loss.gradient_kind)
-        settings = {} if update is None else update.settings
-        channels.identify(step, settings, [batch], parts, key)
-        return self._step(channels, runs, parts, loss, update)
+        return CallInputs(trees, batch, weights, kept, key, step)
 
-    def _rehearse(
-        self,
-        update: StageUpdates,
-        grads: Sequence[Any],
-        told: Mapping[int, GradientStats],
-    ) -> None:
-        for j in self.own:
-            update.rehearse(j, grads[j], told.get(j, NO_STATS), self._rehearsed)
 
-    def _step(
-        self,
-        channels: StageChannels,
-        runs: Mapping[tuple[int, int], StageRun],
-        parts: Sequence[MicroBatch],
-        loss: PipelineLoss,
-        update: StageUpdates | None,
-    ) -> StepResult:
-        read = self._shapes.read(channels, runs, parts[0].batch)
-        given = self.wiring, self._places, runs, channels, loss, read, parts
-        self._compile_ahead(given, [len(part.weights) for part in parts])
-        step = Step(*given)
-        step.run(self.action_timer)
-        grads: list[Any] = [None] * len(self.stages)
-        for j in self.own:
-            unrounded = update is not None and update.unrounded(j)
-            grads[j] = step.gradient(self._first(j), j, unrounded)
-        params = {j: runs[self._first(j), j].params for j in self.own}
-        grads = self._tied.summed(params, grads, self._places, channels)
-        told: dict[int, GradientStats] = {}
-        if update is not None and update.together:
-            counted = {j: self._tied.counted(j, params[j], grads[j]) for j in self.own}
-            told = {j: update.stats(j, grads[j], own) for j, own in counted.items()}
-        if update is not None:
-            self._rehearse(update, grads, told)
-        left = step.states([part.total for part in parts])
-        after = [left.get(j) for j in range(len(self.stages))]
-        loss_of_all, aux, stats = step.agree(channels, told, (grads, after))
-        self._shapes.agreed(read)
-        self._compiled_ahead = True
-        self.transfer_log = step.transfers
-        together = joined(stats) if stats else NO_STATS
-        return StepResult(loss_of_all, grads, together, after, aux)
+def PipeDream(
+    stages: Sequence[Stage],
+    loss_fn: Callable[..., Any],
+    workers_or_devices: Sequence[str] | Sequence[jax.Device] | None = None,
+    *,
+    policy: UpdateRule = "stashing",
+    replicas: Sequence[int] | None = None,
+    update_every: int | None = None,
+    **options: Any,
+) -> Pipeline:
+    """A `Pipeline` with PipeDream's schedule of a policy, for `train_epoch`.
 
-    def _compile_ahead(self, given: tuple[Any, ...], sizes: Sequence[int]) -> None:
-        """Compiles the programs of several processes at the same time.
+    A micro-batch has a gradient and an update of its own (or `update_every` of them
+    have one together), and the pipeline drains at the end of an epoch only. So a
+    micro-batch meets weights that do not know of the ones before it yet. With n stages
+    numbered from 1, w_j(t) the weights of stage j after t updates, and w_j(t) = w_j(0)
+    for t < 0, an update of each policy is
 
-        Only until a step has succeeded on all of them: no process sees whether the
-        others have compiled for other shapes since, and all must take part.
+        stashing       w(t+1) = w(t) - lr grad f(w_1(t-n+1), w_2(t-n+2), .., w_n(t))
+        vertical_sync  w(t+1) = w(t) - lr grad f(w_1(t-n+1), .., w_n(t-n+1))
+        2bw            w(t+1) = w(t) - lr grad f(w(t-1))
+        flush          w(t+1) = w(t) - lr grad f(w(t))
 
-        Args:
-          given: The arguments of `Step`.
-          sizes: The number of examples of each micro-batch.
-        """
-        if not (self.executor.sees_all or self._compiled_ahead):
-            compile_ahead(*given, sizes=sizes)
+    and likewise for any optimizer. Every epoch counts from 0: its w(0) are the weights
+    that it begins with. `evaluate`, `value_and_grad` and `train_step` make no update
+    among the passes, and have as many micro-batches as there are workers.
 
-    def _first(self, stage: int) -> int:
-        """The first worker of this process that runs a stage."""
-        return min(set(self.schedule.placement[stage]).intersection(self._places.own))
+    Args:
+      stages: As for `Pipeline`; see `stages_from_modules`.
+      loss_fn: As for `Pipeline`.
+      workers_or_devices: As for `Pipeline`, but no mesh: one for each worker, stage by
+        stage.
+      policy: "stashing", "vertical_sync", "2bw" or "flush".
+      replicas: Workers of each stage, which take micro-batches in turn and update
+        together; None: one each. With "stashing" only.
+      update_every: Micro-batches of a worker per update (macro-batches): the gradient
+        is the mean (or sum) over all their examples. None: 1, or n for "2bw", which
+        needs n at least.
+      **options: Further arguments of `Pipeline`. A learning rate may be a schedule of
+        the stage's own updates. With a loss scale, which has to be a constant, each
+        stage skips those of its updates that overflow. `max_norm` and tied parameters
+        go with all policies but "stashing", whose updates cannot wait for all stages.
 
-    def _runs(
-        self,
-        params: Sequence[Any],
-        states: Sequence[Any],
-        key: Any,
-        kind: str,
-        made: type[StageRun] = StageRun,
-    ) -> dict[tuple[int, int], StageRun]:
-        if self._has_devices:
-            check_not_traced("Pipeline(.., devices)", params, states, key)
-        runs = {}
-        compiled = self._evaluated if made is EvaluationRun else self._compiled
-        for number in self.own:
-            stage, own = self.stages[number], None
-            if draws(stage) if made is EvaluationRun else stage.keyed:
-                own = jax.random.fold_in(key_given(key, number), number)
-            for worker in self.schedule.placement[number]:
-                if worker not in self._places.own:
-                    continue
-                device = self._places.devices[worker]
-                runs[worker, number] = made(
-                    stage,
-                    compiled[number],
-                    moved(params[number], device),
-                    moved(states[number], device),
-                    moved(own, device),
-                    kind,
-                    self.schedule.micro_batches == 1,
-                )
-        return runs
+    Raises:
+      ValueError, TypeError: What `Pipeline` raises; the policy is none of these, or
+        cannot have replicas.
+
+    Source:
+      Narayanan et al., PipeDream, SOSP 2019; Memory-Efficient Pipeline-Parallel DNN
+      Training, ICML 2021.
+
+    Example:
+      >>> import numpy as np
+      >>> from jdist import optim, pipeline
+      >>> stages = [
+      ...     pipeline.Stage(lambda w, x: x * w, ("x",), ("h",)),
+      ...     pipeline.Stage(lambda w, h: h * w, ("h",), ("y",)),
+      ... ]
+      >>> pipe = pipeline.PipeDream(
+      ...     stages, lambda y, batch: (y - 1) ** 2, optimizer=optim.sgd(lr=0.01)
+      ... )
+      >>> state = pipe.init([np.float32(0.5), np.float32(2.0)])
+      >>> batches = [{"x": np.array([1.0, 2.0], np.float32)}] * 4
+      >>> state, metrics = pipe.train_epoch(state, batches)
+      >>> metrics.losses.round(2)
+      array([0.5 , 0.49, 0.34, 0.23], dtype=float32)
+      >>> [p.version for p in pipe.passes if p.stage == 0 and p.kind == "B"]
+      [0, 0, 1, 2]
+    """
+    workers = len(stages) if replicas is None else sum(replicas)
+    made = schedule_of_epoch(policy, len(stages), workers, replicas, update_every)
+    return Pipeline(stages, loss_fn, made, workers_or_devices, **options)
+
+
+def _check_arguments(
+    schedule: Schedule, stages: Sequence[Stage], reduction: str
+) -> None:
+    """Refuses a schedule or a reduction that does not go with the stages.
+
+    Raises:
+      TypeError: It is no schedule, but its name, for example.
+      ValueError: It does not.
+    """
+    _check_no_name(schedule, len(stages))
+    _check_schedule(schedule, stages)
+    _check_joining(stages, reduction)
+
+
+def _check_no_name(schedule: object, stages: int) -> None:
+    """Refuses the name of a schedule, and the function that makes one.
+
+    Raises:
+      TypeError: It is no schedule.
+    """
+    if not isinstance(schedule, Schedule):
+        rule = "must be a Schedule"
+        remedy = (
+            f"Functions of jdist.pipeline make one: `one_f_one_b({stages}, 4)` is 1F1B "
+            "with 4 micro-batches; there are `gpipe`, `interleaved` and others."
+        )
+        raise TypeError(requirement("Pipeline(schedule)", rule, repr(schedule), remedy))
+
+
+def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
+    """Refuses a schedule that does not fit the stages.
+
+    Raises:
+      ValueError: It does not.
+    """
+    if schedule.stages != len(stages):
+        rule = f"must be one for the {len(stages)} stages"
+        got = f"one for {schedule.stages}"
+        raise ValueError(requirement("Pipeline(schedule)", rule, got))
+    schedule.validate()
+    if schedule.forward_only:
+        rule = "must have a backward pass for each forward pass"
+        raise ValueError(requirement("Pipeline(schedule)", rule, schedule.name))
+    for number, workers in enumerate(schedule.placement):
+        if len(workers) > schedule.micro_batches:
+            rule = f"must have a micro-batch for each worker of stage {number}"
+            got = f"{schedule.micro_batches} for the workers {workers}"
+            raise ValueError(requirement("Pipeline(schedule)", rule, got))
+
+
+def _check_joining(stages: Sequence[Stage], reduction: str) -> None:
+    """Refuses to join the weight gradients of an extreme, which few examples hold.
+
+    Raises:
+      ValueError: A stage asks for it.
+    """
+    joining = [j for j, stage in enumerate(stages) if stage.join_weight_gradients]
+    if joining and reduction in ("max", "min"):
+        rule = (
+            f"must be 'mean' or 'sum', because stage {joining[0]} joins weight "
+            "gradients: which micro-batches hold the extreme is known too late"
+        )
+        raise ValueError(requirement("Pipeline(reduction=...)", rule, repr(reduction)))
+
+
+def _check_saving(
+    checkpoints: Checkpoints[PipelineState] | None, save_every: int | None
+) -> None:
+    call = f"{CALL}(save_every=...)"
+    if save_every is None:
+        return
+    if checkpoints is None:
+        rule = "must come with the checkpoints where the state is saved"
+        raise ValueError(requirement(call, rule, "checkpoints=None"))
+    if save_every < 1:
+        raise ValueError(requirement(call, "must be 1 at least", save_every))

@@ -52,27 +52,27 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
       >>> float(loss), [f"{r.kind}{r.micro_batch}" for r in timeline.records()]
       (4.5, ['F0', 'F1', 'B0', 'B1'])
     """
-    if pipe.one_program is not None:
+    if not pipe.executor.runs_actions:
         rule = "must have workers or devices of their own, not a mesh"
         remedy = "One program does all actions: look at it with jax.profiler."
         raise ValueError(requirement("timed(pipe)", rule, "a mesh", remedy))
     pipe.action_timer = watch = ActionTimer()
-    before = pipe.executor.last
+    before = pipe.communicator.last
     try:
         result = step()
     except BaseException:
-        last = pipe.executor.last
+        last = pipe.communicator.last
         if last is not before and last is not None and last.failed:
             raise  # a call that failed has failed on all workers
         # The other workers are in a call or wait below: let it fail on all of them.
-        with pipe.executor.opened("timed"):
+        with pipe.communicator.opened("timed"):
             raise
     finally:
         pipe.action_timer = None
     # After this no worker computes, so that the first one answers at once.
-    pipe.executor.gather(None, "comparing clocks")
-    with pipe.executor.opened("timed") as channels:
-        offset = pipe.executor.clock_offset()
+    pipe.communicator.gather(None, "comparing clocks")
+    with pipe.communicator.opened("timed") as channels:
+        offset = pipe.communicator.clock_offset()
         own = [
             tuple(record._replace(start=record.start + offset, end=record.end + offset))
             for record in watch.records
@@ -80,12 +80,13 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         gathered = channels.agree((own, watch.held, watch.kept))
     held: dict[int, int] = {}
     for _, theirs, _ in gathered:
+        # A worker is in one process: nothing is overwritten.
         held |= theirs
     kept = [of_stages for _, _, of_stages in gathered]
     timeline = Timeline.from_records(
+        # Messages carry plain tuples.
         [Record(*record) for records, *_ in gathered for record in records],
         name=f"{pipe.schedule.name}, measured",
-        update_policy=pipe.schedule.update_policy,
     )
     bytes_held = tuple(float(held.get(w, 0)) for w in range(timeline.workers))
     return result, replace(

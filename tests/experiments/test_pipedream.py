@@ -9,7 +9,7 @@ from experiments import _pipedream_clocks as clocks
 from experiments import _pipedream_runs as runs_of
 from experiments import pipedream as job
 from jdist import pipeline
-from jdist.pipeline.pipedream.epoch import Pass
+from jdist.pipeline.pipedream.epoch import PassRecord
 
 NETWORK = job.FULL[1]  # of two stages
 FLUSH, STASH, CONTROL = runs_of.FLUSH, runs_of.STASH, runs_of.CONTROL
@@ -19,7 +19,9 @@ def passes(stale=0, held=0):
     """The last batch's backward pass at each stage, and what is too much there."""
     n = NETWORK.stages
     return [
-        Pass("B", j, j, 9, 9, 9 + n - 1 - j + stale, n - j + held) for j in range(n)
+        PassRecord("B", j, j, 9, 9, 9 + n - 1 - j + stale, n - j + held)
+        for j in range(n)
+        for j in range(n)
     ]
 
 

@@ -114,23 +114,22 @@ def version(policy, n, k, j, i):
     return max(0, VERSIONS[policy](n - 1 - j, n, k, i))
 
 
-def backward(old, new, batch, weights):
+def backward(used, batch, weights):
     """The gradient of the weighted sum of the losses, by hand and in NumPy.
 
     Args:
-      old: Parameters of all stages in the forward pass.
-      new: In the backward pass; the same ones, or it is no gradient.
+      used: Parameters of all stages.
     """
     inputs = [batch["x"]]
-    for each in old:
+    for each in used:
         inputs.append(np.tanh(inputs[-1] @ each["w"] + each["b"]))
     d_h = 2 * (inputs[-1] - batch["target"]) * weights[:, None]
     zeros, found = np.zeros(len(d_h)), []
-    for j in reversed(range(len(old))):
+    for j in reversed(range(len(used))):
         d_z = d_h * (1 - inputs[j + 1] ** 2)
         boom, spike = (batch.get(f"{kind}{j}", zeros) for kind in ("boom", "spike"))
         found.insert(0, {"w": inputs[j].T @ d_z, "b": d_z.sum(0) + boom @ d_h})
-        d_h = d_z @ new[j]["w"].T + (spike * d_h.sum(-1))[:, None]
+        d_h = d_z @ used[j]["w"].T + (spike * d_h.sum(-1))[:, None]
     return found
 
 
@@ -206,10 +205,9 @@ def serial(
         history[j].append(after)
 
     for i, (batch, own) in enumerate(zip(batches, weights, strict=True)):
-        old = met("stashing" if policy == "none" else policy, i)
-        new = met("flush", i) if policy == "none" else old
+        used = met(policy, i)
         factor = scale / own.sum() if scale and own.any() else 1.0
-        for j, found in enumerate(backward(old, new, batch, own * factor)):
+        for j, found in enumerate(backward(used, batch, own * factor)):
             due[j].append(({x: g / factor for x, g in found.items()}, own.sum()))
         for j in range(n):
             if len(due[j]) == k * workers[j] or i == len(batches) - 1:

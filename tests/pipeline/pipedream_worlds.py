@@ -18,7 +18,7 @@ from tests.pipeline.pipedream_rules import (
 )
 from tests.rpc.hosts import names
 
-POLICIES = {"stashing": 1, "vertical_sync": 1, "2bw": 3, "flush": 2, "none": 1}
+POLICIES = {"stashing": 1, "vertical_sync": 1, "2bw": 3, "flush": 2}
 """With how many micro-batches per update."""
 SCALE = 1024.0
 HALF_BOOM = 6e4

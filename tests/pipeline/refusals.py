@@ -173,7 +173,7 @@ def one_sided(pipe, call, state, batch, weights, at):
 
 
 def meets_others(pipe, call, state, batch, weights, at):
-    pipe.executor.gather(at, "PipelineCheckpoints.save")
+    pipe.communicator.gather(at, "PipelineCheckpoints.save")
 
 
 def raises_forward(pipe, call, state, batch, weights, at):

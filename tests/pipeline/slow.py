@@ -61,7 +61,7 @@ def impatient(pipe, names):
     if names is None:
         yield
         return
-    pipe.executor.gather(None, "the beginning")
+    pipe.communicator.gather(None, "the beginning")
     before = rpc.get_rpc_timeout()
     rpc.set_rpc_timeout(TIMEOUT)
     try:

@@ -1,5 +1,8 @@
 """The gradient of a pipeline: its segments' to the bit, and the whole batch's."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -365,3 +368,39 @@ def test_optimizers_that_do_not_fit(optimizer, kind, message):
     pipe = pipeline.Pipeline(stages(), losses, schedule, optimizer=optimizer)
     with pytest.raises(kind, match=message):
         pipe.init(params)
+
+
+def test_a_warm_step_passes_through_few_files():
+    """What a reader has to open to follow one training step."""
+    stages = [
+        pipeline.Stage(lambda w, x: jnp.tanh(x @ w), ("x",), ("h",)),
+        pipeline.Stage(lambda w, h: h @ w, ("h",), ("y",)),
+    ]
+    pipe = pipeline.Pipeline(
+        stages,
+        lambda y, batch: ((y - batch["target"]) ** 2).sum(-1),
+        pipeline.one_f_one_b(2, 3),
+        optimizer=optim.sgd(lr=0.1),
+    )
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((1, 2), (2, 1))]
+    batch = {
+        "x": np.float32(rng.normal(size=(6, 1))),
+        "target": np.ones((6, 1), np.float32),
+    }
+    state, files = pipe.init(params), set()
+    for _ in range(2):
+        state, _ = pipe.train_step(state, batch)
+
+    def note(frame, event, argument):
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        pipe.train_step(state, batch)
+    finally:
+        sys.setprofile(None)
+    home = str(Path(pipeline.__file__).parents[1])
+    own = sorted(file for file in files if file.startswith(home))
+    assert len(own) <= 15, own

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline.run import buckets
+from jdist.pipeline.run import replicas
 from jdist.pipeline.run.stage_channels import InProcessChannels
 from jdist.pipeline.run.step import Step
 from jdist.pipeline.run.worker_channels import WorkerChannels
@@ -154,7 +154,7 @@ def test_a_gradient_travels_in_buckets(threads, monkeypatch):
         put(channels, tag, worker, value)
 
     monkeypatch.setattr(WorkerChannels, "put", noted)
-    monkeypatch.setattr(buckets, "LIMIT", 8)
+    monkeypatch.setattr(replicas, "LIMIT", 8)
     found = threads.everywhere(worlds.two_by_two, threads.names)
     for rank, own in enumerate([(0,), (0,), (1, 2), (1, 2)]):
         for stage in own:

@@ -12,27 +12,26 @@ micro-batch that only some of them have.
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, final
 
 import jax
 import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.pipeline.pipedream.batch_stream import BatchStream
 from jdist.pipeline.pipedream.joint_update import JointUpdate
-from jdist.pipeline.pipedream.stashed_run import StashedRun
+from jdist.pipeline.pipedream.stashed_stage import StashedStage
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.auxiliary import Entries, merged, stacked
-from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, ValueChannels
-from jdist.pipeline.run.step import Actions, Step
+from jdist.pipeline.run.loss import Entries, merged, stacked
+from jdist.pipeline.run.stage_channels import MessageTag, StageChannels
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.step import Actions, Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.open_schedule import OpenActions, OpenSchedule
-from jdist.pipeline.stages.wiring import StageWiring
 from jdist.reduction import Partial
 
-_CALL = "PipeDream.train_epoch"
+_CALL = "Pipeline.train_epoch"
 
 AHEAD = 32
 """Micro-batches whose losses may still be computed while another one is read. JAX
@@ -40,7 +39,7 @@ starts computations before devices are free: it would read what none can take ye
 
 
 class PassRecord(NamedTuple):
-    """What a worker did, and with which weights.
+    """A pass that a worker did, and the version of the weights that it used.
 
     Versions are numbered from the beginning of the epoch: version v is what v updates
     have made of the weights that it began with.
@@ -66,7 +65,7 @@ class PassRecord(NamedTuple):
 
 
 class EpochReport(NamedTuple):
-    """What a process has found out in an epoch, for all others.
+    """The findings of one process in an epoch, for all others.
 
     Attributes:
       found: Of its micro-batches the weighted sum of the losses, the sum of the
@@ -83,7 +82,7 @@ class EpochReport(NamedTuple):
 
 
 class EpochPlan(NamedTuple):
-    """What is done in an epoch.
+    """The micro-batches and updates of an epoch.
 
     Attributes:
       stream: The micro-batches.
@@ -98,16 +97,13 @@ class EpochPlan(NamedTuple):
     joint: JointUpdate | None
 
 
+@final
 class EpochStep(Step):
-    """What the workers of this process do in one epoch, or in a part of one.
+    """The passes and updates of one epoch, or of a part of one.
 
     Args:
-      wiring: Which value goes where.
-      places: Who runs which stage for which micro-batch, and on what device.
-      runs: By worker and stage, of the workers of this process.
-      channels: Brings values to other stages.
-      loss: The loss function.
-      read: The entries of the batch that the loss reads.
+      given: What it works on; its micro-batches are those of the plan.
+      stashed: The stages by worker and stage, with versions of their weights.
       plan: The micro-batches, and what is done with them.
 
     Attributes:
@@ -116,20 +112,16 @@ class EpochStep(Step):
 
     def __init__(
         self,
-        wiring: StageWiring,
-        places: Places,
-        runs: Mapping[tuple[int, int], StashedRun],
-        channels: ValueChannels,
-        loss: PipelineLoss,
-        read: tuple[str, ...],
+        given: StepInputs,
+        stashed: Mapping[tuple[int, int], StashedStage],
         plan: EpochPlan,
     ) -> None:
-        super().__init__(wiring, places, runs, channels, loss, read, plan.stream)
+        super().__init__(given)
         self.passes: list[PassRecord] = []
-        self._stashed = runs
+        self._stashed = stashed
         self._stream, self._schedule, self._every, self._joint = plan
         self._computing: deque[tuple[int, Any]] = deque()
-        self._found: dict[int, Any] = {}
+        self._found: dict[int, PyTree] = {}
         self._shared: Counter[tuple[int, int]] = Counter()
         self._ends: dict[int, int] = {}
         self._end_told = False
@@ -138,15 +130,16 @@ class EpochStep(Step):
         """See `Step`; then the drain: stages make the updates that are left."""
         super().run(action_timer)
         self._tell_end()
-        for (worker, stage), run in self._stashed.items():
-            if run.grown and self._shared[worker, stage] == run.contributed:
+        for (worker, stage), stashed in self._stashed.items():
+            shared = self._shared[worker, stage]
+            if stashed.grown and shared == stashed.contributed:
                 self._share(worker, stage)
-        for (worker, stage), run in self._stashed.items():
-            while run.contributed < self._count(stage):
+        for (worker, stage), stashed in self._stashed.items():
+            while stashed.contributed < self._count(stage):
                 self._update(worker, stage)
-        for (worker, stage), run in self._stashed.items():
-            while run.held and self._joint is not None:
-                self._joint.make(worker, stage, run)
+        for (worker, stage), stashed in self._stashed.items():
+            while stashed.held and self._joint is not None:
+                self._joint.make(worker, stage, stashed)
 
     # --- the batches ---
 
@@ -198,7 +191,7 @@ class EpochStep(Step):
     # --- what is found out ---
 
     def agree_on_epoch(
-        self, channels: StageChannels, more: bool, computed: Any
+        self, channels: StageChannels, more: bool, computed: PyTree
     ) -> tuple[Any, Any, Any]:
         """Ends the epoch on all workers, or on none.
 
@@ -225,7 +218,7 @@ class EpochStep(Step):
         values, weights, aux = merged([each.found for each in told])
         return values, weights, aux
 
-    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         self._computing.append((micro, (found.value, found.weight, aux)))
         self._fetch(AHEAD)
 
@@ -244,22 +237,34 @@ class EpochStep(Step):
         late = [tag for tag in due if not self._channels.has(tag, worker)]
         return late or super()._missing(worker, action)
 
-    def _do(self, worker: int, action: Action) -> Any:
+    def _do(self, worker: int, action: Action) -> PyTree:
         kind, stage, micro = action
         if self._full(worker, stage):
             self._update(worker, stage)
-        run = self._stashed[worker, stage]
-        while kind == "F" and run.stash.version < run.version(micro):
+        stashed = self._stashed[worker, stage]
+        while kind == "F" and stashed.stash.version < stashed.version(micro):
             assert self._joint is not None
-            self._joint.make(worker, stage, run)
-        newest = run.stash.version
+            self._joint.make(worker, stage, stashed)
+        newest = stashed.stash.version
         computed = super()._do(worker, action)
         if kind == "B":
             self._stream.forget(micro)  # All its forward passes are done.
-        used = run.used[micro] if kind == "F" else run.used.pop(micro)
-        held = len(run.stash.kept)
+        used = stashed.used[micro] if kind == "F" else stashed.used.pop(micro)
+        held = len(stashed.stash.kept)
         self.passes.append(PassRecord(kind, worker, stage, micro, used, newest, held))
-        return computed
+        return computed, stashed.arrays()
+
+    def _forward(self, worker: int, run: StageRun, action: Action) -> PyTree:
+        self._stashed[worker, action.stage].begin_forward(action.micro_batch)
+        return super()._forward(worker, run, action)
+
+    def _backward(
+        self, worker: int, run: StageRun, action: Action, split: bool
+    ) -> None:
+        stashed = self._stashed[worker, action.stage]
+        stashed.begin_backward(action.micro_batch)
+        super()._backward(worker, run, action, split)
+        stashed.end_backward(action.micro_batch)
 
     # --- updates ---
 
@@ -272,23 +277,23 @@ class EpochStep(Step):
 
     def _share(self, worker: int, stage: int) -> None:
         """The stage's other workers get what this one contributes to an update."""
-        run = self._stashed[worker, stage]
+        stashed = self._stashed[worker, stage]
         self._shared[worker, stage] += 1
-        for other in self._replicas(worker, stage):
-            tag = MessageTag("G", run.contributed, "", stage, worker)
-            self._channels.put(tag, other, run.partial())
+        for other in self._places.replicas(worker, stage):
+            tag = MessageTag("G", stashed.contributed, "", stage, worker)
+            self._channels.put(tag, other, stashed.run.partial())
 
     def _full(self, worker: int, stage: int) -> bool:
         """Whether a worker has contributed all it has to, and not updated yet."""
-        run = self._stashed[worker, stage]
-        if run.grown == self._every:
+        stashed = self._stashed[worker, stage]
+        if stashed.grown == self._every:
             return True
-        if not run.grown or not self._schedule.has_ended(worker):
+        if not stashed.grown or not self._schedule.has_ended(worker):
             return False
-        return run.grown == self._contributions(stage, run.contributed)[worker]
+        return stashed.grown == self._contributions(stage, stashed.contributed)[worker]
 
     def _due(self, worker: int, stage: int) -> list[MessageTag]:
-        """What others contribute to the next update."""
+        """The contributions of other workers to the next update."""
         number = self._stashed[worker, stage].contributed
         return [
             MessageTag("G", number, "", stage, other)
@@ -297,11 +302,11 @@ class EpochStep(Step):
         ]
 
     def _due_together(self, worker: int, action: Action) -> list[MessageTag]:
-        """What other stages tell before an update that a forward pass needs."""
-        run = self._stashed[worker, action.stage]
+        """The messages of other stages before an update that a forward pass needs."""
+        stashed = self._stashed[worker, action.stage]
         if self._joint is None or action.kind != "F":
             return []
-        numbers = range(run.stash.version, run.version(action.micro_batch))
+        numbers = range(stashed.stash.version, stashed.version(action.micro_batch))
         awaited = [self._joint.awaited(action.stage, number) for number in numbers]
         return [tag for tags in awaited for tag in tags]
 
@@ -311,13 +316,13 @@ class EpochStep(Step):
             while not self._channels.has(tag, worker):
                 self._channels.wait({tag: "an update"} | self._unheard())
             others[tag.sender] = self._channels.take(tag, worker)
-        run = self._stashed[worker, stage]
+        stashed = self._stashed[worker, stage]
         if self._joint is None:
-            run.update(others, worker)
+            stashed.update(others, worker)
         else:
-            number = run.contributed
-            run.hold(others, worker)
-            self._joint.tell(worker, stage, number, run)
+            number = stashed.contributed
+            stashed.hold(others, worker)
+            self._joint.tell(worker, stage, number, stashed)
 
     def _contributions(self, stage: int, number: int) -> Counter[int]:
         """How many micro-batches each worker contributes to an update of a stage."""

@@ -9,29 +9,34 @@ the first stage's backward pass at every update, which is a flush.
 """
 
 from collections.abc import Sequence
+from typing import final
 
 from jdist._errors import requirement
-from jdist.pipeline.pipedream.policy import Policy
-from jdist.pipeline.pipedream.stashed_run import StashedRun
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
+from jdist.pipeline.pipedream.stashed_stage import StashedStage
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    Places,
+    ValueChannels,
+    receive,
+)
+from jdist.pipeline.run.tied import Tied
 from jdist.pipeline.run.update import square_of, sum_of_squares
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.tied import Tied
-
-SAME_VERSION: tuple[Policy, ...] = ("flush", "2bw", "vertical_sync")
-"""Policies under which a micro-batch meets one version at all stages."""
 
 
 def check_together(
-    stages: Sequence[Stage], policy: str, max_norm: float | None, scaled: bool
+    stages: Sequence[Stage],
+    policy: UpdatePolicy,
+    max_norm: float | None,
+    scaled: bool,
 ) -> None:
     """Refuses what stages would have to do together, and cannot under a policy.
 
     Args:
       stages: The stages.
-      policy: See `PipeDream`.
-      max_norm: See there.
+      policy: The schedule's.
+      max_norm: As for `Pipeline`.
       scaled: Whether the loss is.
 
     Raises:
@@ -40,38 +45,39 @@ def check_together(
     tied = [number for number, stage in enumerate(stages) if stage.tied]
     asked: list[tuple[str, str, object]] = []
     if max_norm is not None:
-        asked.append(("PipeDream(max_norm=...)", "be None", max_norm))
+        asked.append(("Pipeline(max_norm=...)", "be None", max_norm))
     if tied:
         first = f"stage {tied[0]} with {dict(stages[tied[0]].tied)}"
-        asked.append(("PipeDream(stages)", "not be tied", first))
+        asked.append(("Pipeline(stages)", "not be tied", first))
     for call, without, got in asked:
-        if len(stages) > 1 and policy not in SAME_VERSION:
-            rule = f"must {without} with the policy {policy!r}: an update would wait "
-            rule += "for the gradients of all stages, which update at different times"
-            shown = ", ".join(map(repr, SAME_VERSION))
-            remedy = f"Use one of the policies {shown}, or Pipeline."
+        if len(stages) > 1 and not policy.one_version:
+            rule = f"must {without} with the policy {policy.rule!r}: an update would "
+            rule += "wait for the gradients of all stages, which update at different "
+            rule += "times"
+            remedy = "Use 'flush', '2bw' or 'vertical_sync', or a synchronous schedule."
             raise ValueError(requirement(call, rule, got, remedy))
         if scaled:
             rule = f"must {without} with a loss scale: each stage skips its own "
             rule += "updates, so that what they have in common would part"
-            remedy = "Use bfloat16, which needs no scale, or Pipeline, whose stages "
-            remedy += "skip together."
+            remedy = "Use bfloat16, which needs no scale, or a synchronous schedule, "
+            remedy += "whose stages skip together."
             raise ValueError(requirement(call, rule, got, remedy))
     if len(asked) == 2:
         rule = "must be None with tied parameters: the norm would be known one "
         rule += "exchange after the sums"
-        remedy = "Use Pipeline, which has both."
-        call = "PipeDream(max_norm=...)"
+        remedy = "Use a synchronous schedule, which has both."
+        call = "Pipeline(max_norm=...)"
         raise ValueError(requirement(call, rule, max_norm, remedy))
 
 
+@final
 class JointUpdate:
-    """What stages tell each other of their gradients before an update.
+    """The exchange between stages before an update that depends on all of them.
 
     Args:
       tied: The parameters that stages share.
       max_norm: To which the gradient of all stages is clipped; None: it is not.
-      places: Who runs what.
+      places: The worker of each stage.
       channels: Brings the parts to the other stages.
     """
 
@@ -80,35 +86,37 @@ class JointUpdate:
         tied: Tied,
         max_norm: float | None,
         places: Places,
-        channels: StageChannels,
+        channels: ValueChannels,
     ) -> None:
         self._tied = tied
         self._max_norm = max_norm
         self._places = places
         self._channels = channels
 
-    def tell(self, worker: int, stage: int, number: int, run: StashedRun) -> None:
+    def tell(self, worker: int, stage: int, number: int, stashed: StashedStage) -> None:
         """Tells the others a stage's part of an update, which it has just got.
 
         Args:
           worker: Of the stage.
           stage: Its number.
           number: Of the update.
-          run: The stage; the gradient is the one that it holds last.
+          stashed: The stage; the gradient is the one that it holds last.
         """
-        for name, part in self._tied.parts(stage, run.params, run.held[-1]).items():
+        for name, part in self._tied.parts(
+            stage, stashed.run.params, stashed.held[-1]
+        ).items():
             tag = MessageTag("T", number, name, stage, worker)
             for other in self._tied.stages(name):
                 if other != stage:
                     self._channels.put(tag, self._worker(other), part)
         if self._max_norm is not None:
             tag = MessageTag("N", number, "", stage, worker)
-            square = square_of(run.held[-1])
+            square = square_of(stashed.held[-1])
             for other in self._others(stage):
                 self._channels.put(tag, self._worker(other), square)
 
     def awaited(self, stage: int, number: int) -> list[MessageTag]:
-        """What a stage needs of the others for an update."""
+        """The messages of other stages that an update needs."""
         found = [
             MessageTag("T", number, name, other, self._worker(other))
             for name in self._tied.names(stage)
@@ -122,26 +130,26 @@ class JointUpdate:
             ]
         return found
 
-    def make(self, worker: int, stage: int, run: StashedRun) -> None:
+    def make(self, worker: int, stage: int, stashed: StashedStage) -> None:
         """Makes the next update of a stage, of the gradient that it holds longest.
 
         Args:
           worker: Of the stage.
           stage: Its number.
-          run: The stage.
+          stashed: The stage.
         """
-        grads, square = run.held[0], None
+        grads, square = stashed.held[0], None
         told = {
             (tag.name, tag.stage): receive(
                 self._channels, tag, worker, "an update of all stages"
             )
-            for tag in self.awaited(stage, run.stash.version)
+            for tag in self.awaited(stage, stashed.stash.version)
         }
         if self._max_norm is not None:
             squares = {j: told["", j] for j in self._others(stage)}
             squares[stage] = square_of(grads)
             square = sum_of_squares([squares[j] for j in sorted(squares)])
-        own = self._tied.parts(stage, run.params, grads)
+        own = self._tied.parts(stage, stashed.run.params, grads)
         parts = {
             name: [
                 own[name] if j == stage else told[name, j]
@@ -149,8 +157,8 @@ class JointUpdate:
             ]
             for name in own
         }
-        grads = self._tied.with_sums(stage, run.params, grads, parts)
-        run.update_held(grads, square, self._max_norm)
+        grads = self._tied.with_sums(stage, stashed.run.params, grads, parts)
+        stashed.update_held(grads, square, self._max_norm)
 
     def _others(self, stage: int) -> list[int]:
         return [j for j in range(self._places.loss) if j != stage]

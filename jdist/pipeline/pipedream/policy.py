@@ -1,19 +1,18 @@
 """PipeDream's policies: which weights a micro-batch meets, as an epoch's schedule."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 from jdist._errors import requirement
 from jdist.pipeline.schedule.schedule import Schedule
+from jdist.pipeline.schedule.update_policy import UpdateRule
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.schedules.pipedream_2bw import pipedream_2bw
 from jdist.pipeline.schedules.pipedream_flush import pipedream_flush
 
-Policy = Literal["stashing", "vertical_sync", "2bw", "flush", "none"]
-
 
 def schedule_of_epoch(
-    policy: Policy,
+    policy: UpdateRule,
     n: int,
     m: int,
     replicas: Sequence[int] | None,
@@ -36,10 +35,10 @@ def schedule_of_epoch(
       >>> schedule_of_epoch("2bw", 3, 12, None, None).update_policy
       UpdatePolicy(rule='2bw', every=3)
     """
-    if policy not in get_args(Policy):
-        rule = f"must be one of {', '.join(map(repr, get_args(Policy)))}"
+    if policy not in get_args(UpdateRule):
+        rule = f"must be one of {', '.join(map(repr, get_args(UpdateRule)))}"
         raise ValueError(requirement("PipeDream(policy=...)", rule, policy))
-    if policy in ("stashing", "none"):
+    if policy == "stashing":
         every = 1 if update_every is None else update_every
         return pipedream(n, m, replicas=replicas, update_every=every)
     if replicas is not None and any(count != 1 for count in replicas):

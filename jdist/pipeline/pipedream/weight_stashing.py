@@ -6,7 +6,7 @@ that a version is a reference and not a copy: k versions cost k times the weight
 differ, and nothing where they do not.
 
 Version v is what v updates have made of the first weights. There is no version below 0:
-who asks for one gets w(0), as in the first steps of the published rule.
+a request for one gets w(0), as in the first steps of the published rule.
 
     stash = with_weight_stashing(optim.adam(), versions=3)
     state = stash.init(params)
@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.optim import Optimizer
-from jdist.pipeline.run.training import optimizers_for
+from jdist.pipeline.run.update import optimizers_for
 from jdist.pipeline.schedule.actions import check_counts
 
 
@@ -38,8 +39,8 @@ class StashState(NamedTuple):
     """
 
     version: int
-    kept: dict[int, Any]
-    opt_state: Any
+    kept: dict[int, PyTree]
+    opt_state: PyTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class WeightStashing:
     optimizer: Optimizer
     versions: int
 
-    def init(self, params: Any) -> StashState:
+    def init(self, params: PyTree) -> StashState:
         """Version 0. Refers to the parameters, and never donates them."""
         return StashState(0, {0: params}, self.optimizer.init(params))
 
@@ -84,7 +85,7 @@ class WeightStashing:
             raise ValueError(requirement(call, rule, version, remedy))
         return state.kept[version]
 
-    def step(self, grads: Any, state: StashState, **overrides: Any) -> StashState:
+    def step(self, grads: PyTree, state: StashState, **overrides: Any) -> StashState:
         """An update of the newest version, which becomes another version.
 
         No version is donated, since a micro-batch may be using it; the optimizer's
@@ -106,7 +107,11 @@ class WeightStashing:
         return self.append(state, params, opt_state, last)
 
     def append(
-        self, state: StashState, params: Any, opt_state: Any, needed: Collection[int]
+        self,
+        state: StashState,
+        params: PyTree,
+        opt_state: PyTree,
+        needed: Collection[int],
     ) -> StashState:
         """A version that was made elsewhere becomes the newest.
 
@@ -179,6 +184,10 @@ def with_weight_stashing(optimizer: Optimizer, versions: int) -> WeightStashing:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _stepped(
-    optimizer: Optimizer, params: Any, grads: Any, opt_state: Any, overrides: Any
+    optimizer: Optimizer,
+    params: PyTree,
+    grads: PyTree,
+    opt_state: PyTree,
+    overrides: Any,
 ) -> tuple[Any, Any]:
     return optimizer.step(params, grads, opt_state, **overrides)

@@ -11,94 +11,73 @@ a user's callbacks, or keep a loop that waits for convergence from ever ending.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 
 from jdist._compat import Ahead
-from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import MicroBatches
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import MessageTag, ValueChannels
-from jdist.pipeline.run.stage_run import StageRun, join
-from jdist.pipeline.run.step import ListedActions, Step
+from jdist._tree import PyTree
+from jdist.pipeline.run.stage_channels import MessageTag, Places, ValueChannels
+from jdist.pipeline.run.stage_run import join
+from jdist.pipeline.run.step import ListedActions, Step, StepInputs
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.array_spec import ArraySpec
-from jdist.pipeline.stages.wiring import StageWiring
 from jdist.reduction import Partial
 
 
-def compile_ahead(
-    wiring: StageWiring,
-    places: Places,
-    runs: Mapping[tuple[int, int], StageRun],
-    channels: ValueChannels,
-    loss: PipelineLoss,
-    read: tuple[str, ...],
-    parts: MicroBatches,
-    *,
-    sizes: Sequence[int],
-) -> None:
+def compile_ahead(given: StepInputs, sizes: Sequence[int]) -> None:
     """Compiles what the workers of this process will call in a step.
 
     Every process of the pipeline calls it, because shapes travel between them. A
     program that turns out not to match is compiled when it is called.
 
     Args:
-      wiring: As for `Step`, like all others but `sizes`.
-      places: Who runs which stage.
-      runs: Of which nothing changes.
-      channels: Bring shapes to other stages.
-      loss: The loss function.
-      read: The entries of the batch that it reads.
-      parts: The micro-batches.
+      given: What the step will work on; nothing of it changes.
       sizes: The number of examples of each micro-batch of the schedule.
     """
     ahead = Ahead()
-    rehearsal = _Rehearsal(
-        wiring,
-        places,
-        {place: run.through(ahead) for place, run in runs.items()},
-        _ShapeChannels(channels, places),
-        loss.through(ahead),
-        read,
-        parts,
+    runs = {place: run.through(ahead) for place, run in given.runs.items()}
+    shown = given._replace(
+        runs=runs,
+        channels=_ShapeChannels(given.channels, given.places),
+        loss=given.loss.through(ahead),
     )
-    rehearsal.rehearse(ahead, sizes)
+    schedule = given.places.schedule
+    stand_ins = representatives(schedule, sizes)
+    _Rehearsal(shown, ahead, frozenset(stand_ins)).run()
+    for (worker, stage), run in runs.items():
+        # Joined weight gradients are one program for all micro-batches together.
+        own = schedule.owner[stage] == worker
+        run.finish_like([stand_ins[i] for i in own.nonzero()[0]])
     ahead.compile()
 
 
+@final
 class _Rehearsal(Step):
-    """A step whose stages and loss are given shapes and return shapes."""
+    """A step whose stages and loss are given shapes and return shapes.
 
-    def rehearse(self, ahead: Ahead, sizes: Sequence[int]) -> None:
-        """Goes through the actions of micro-batches that stand for all.
+    Args:
+      given: What it works on.
+      ahead: Traces compiled functions.
+      chosen: The micro-batches that it goes through.
+    """
 
-        Args:
-          ahead: Traces compiled functions.
-          sizes: See `compile_ahead`.
-        """
-        self._invoke = ahead
-        stand_ins = representatives(self._places.schedule, sizes)
-        self._chosen = frozenset(stand_ins)
-        self.run()
-        for (worker, stage), run in self._runs.items():
-            # Joined weight gradients are one program for all micro-batches together.
-            own = self._places.schedule.owner[stage] == worker
-            run.finish_like([stand_ins[i] for i in own.nonzero()[0]])
+    def __init__(self, given: StepInputs, ahead: Ahead, chosen: frozenset[int]) -> None:
+        super().__init__(given, ahead)
+        self._chosen = chosen
 
     def _actions(self, worker: int) -> ListedActions:
-        actions = self._places.schedule.actions(worker)
+        actions = self._places.actions[worker]
         return ListedActions([a for a in actions if a.micro_batch in self._chosen])
 
     def _passed_back(self, worker: int, stage: int) -> None:
         """No gradient is finished, and none exchanged."""
 
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
+        self._invoke(join, found, found, self._loss.kind)
+
     def _note(self, *transfer: Any) -> None:
         """No value is transferred."""
-
-    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
-        self._invoke(join, found, found, self._loss.kind)
 
 
 def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
@@ -123,7 +102,7 @@ def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
 
 
 class _Shape(NamedTuple):
-    """What another process is told of an array."""
+    """The shape of an array in a message to another process."""
 
     shape: tuple[int, ...]
     weak_type: bool
@@ -137,7 +116,7 @@ class _ShapeChannels:
 
     Args:
       channels: Those of the call.
-      places: Who runs what.
+      places: The worker of each stage.
     """
 
     def __init__(self, channels: ValueChannels, places: Places) -> None:
@@ -145,7 +124,7 @@ class _ShapeChannels:
         self._channels = channels
         self._places = places
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `ValueChannels`."""
         if worker not in self._places.own:
             value = jax.tree.map(_packed, value)

@@ -5,69 +5,83 @@ the states as training left them.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import final
 
 import jax
 import jax.numpy as jnp
 
-from jdist._fit import Metrics
-from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import MicroBatch
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import StageChannels
-from jdist.pipeline.run.stage_run import StageRun, fold
-from jdist.pipeline.run.step import Step
-from jdist.pipeline.run.transfer_log import Transfer
+from jdist._tree import PyTree
+from jdist.pipeline.run.stage_channels import Places, StageChannels
+from jdist.pipeline.run.stage_run import StageRun, join
+from jdist.pipeline.run.step import ListedActions, Step, StepInputs, agreed_loss
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.stage import Stage
-from jdist.pipeline.stages.wiring import StageWiring
+from jdist.reduction import Partial
 
 
-class EvaluationRun(StageRun):
-    """The forward passes of one stage, of which nothing is kept."""
-
-    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The outputs by name."""
-        given = tuple([inputs[name] for name in self._stage.inputs])
-        key = None if self._key is None else fold(self._key, micro)
-        returned, _ = self._compiled.outputs(self.params, self.state, given, key)
-        return self._stage.named(returned)
-
-
-def draws(stage: Stage) -> bool:
-    """Whether a stage takes a key in evaluation, too."""
-    return stage.keyed and stage.in_evaluation is None
-
-
+@final
 class EvaluationStep(Step):
-    """One pass over a batch.
+    """The forward passes of one batch.
 
-    Attributes:
-      kept: By micro-batch, what the loss was given; None to keep nothing.
+    Args:
+      given: What it works on; its schedule has forward passes alone.
+      keep: Whether what the loss is given is kept.
     """
 
-    kept: dict[int, dict[str, Any]] | None = None
+    def __init__(self, given: StepInputs, keep: bool) -> None:
+        super().__init__(given)
+        self._losses: dict[int, Partial] = {}
+        self._aux: dict[int, PyTree] = {}
+        self._kept: dict[int, dict[str, PyTree]] | None = {} if keep else None
 
-    def _differentiate_loss(self, worker: int, micro: int) -> None:
+    def _actions(self, worker: int) -> ListedActions:
+        return ListedActions(self._places.actions[worker])
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        raise AssertionError("a schedule of forward passes has no backward pass")
+
+    def _outputs(
+        self, run: StageRun, micro: int, inputs: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
+        return run.outputs(micro, inputs)
+
+    def _lose(self, worker: int, micro: int) -> Partial:
         """The losses of a micro-batch alone."""
         values, entries = self._taken_by_loss(worker, micro)
         part = self._parts[micro]
         passes = self._loss.passes(part.batch, self._read)
         found, aux = passes.losses(values, entries, part.weights)
         self._add_loss(worker, micro, found, aux)
-        if self.kept is not None:
-            self.kept[micro] = values
+        if self._kept is not None:
+            self._kept[micro] = values
+        return found
 
-    def outputs(self) -> Any:
-        """What was kept, all micro-batches as one."""
-        if not self.kept:
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
+        if self._loss.has_aux:
+            self._aux[micro] = aux
+        before = self._losses.get(worker)
+        kind = self._loss.kind
+        self._losses[worker] = found if before is None else join(before, found, kind)
+
+    def agree(self, channels: StageChannels) -> tuple[jax.Array, PyTree, PyTree]:
+        """The loss, the auxiliary outputs, and what the loss was given, if it is kept.
+
+        Args:
+          channels: The call that the step is made in, which ends with it.
+        """
+        loss, aux, _ = agreed_loss(
+            channels, self._places, self._loss, self._losses, self._aux, {}, self._kept
+        )
+        return loss, aux, self._joined_outputs()
+
+    def _joined_outputs(self) -> PyTree:
+        """The inputs of the loss that were kept, all micro-batches as one."""
+        if not self._kept:
             return None
-        parts = [self.kept[micro] for micro in sorted(self.kept)]
+        parts = [self._kept[micro] for micro in sorted(self._kept)]
         home = jax.tree.leaves(parts[0])[0].sharding
         found = jax.tree.map(
-            lambda *rows: _joined([jax.device_put(x, home) for x in rows]),
-            *parts,
+            lambda *rows: _joined([jax.device_put(x, home) for x in rows]), *parts
         )
         return found if len(found) > 1 else next(iter(found.values()))
 
@@ -75,45 +89,6 @@ class EvaluationStep(Step):
 def _joined(rows: Sequence[jax.Array]) -> jax.Array:
     """The examples of all micro-batches; one number each of what has no examples."""
     return jnp.concatenate(rows) if rows[0].ndim else jnp.stack(rows)
-
-
-class Evaluator:
-    """Runs a pipeline's forward passes.
-
-    Args:
-      wiring: Which value goes where.
-      places: Of the pipeline.
-      loss: The loss function.
-    """
-
-    def __init__(self, wiring: StageWiring, places: Places, loss: PipelineLoss) -> None:
-        self._wiring = wiring
-        self._places = places
-        self._loss = loss
-        self._forward: dict[int, Places] = {}
-
-    def run(
-        self,
-        channels: StageChannels,
-        runs: Mapping[tuple[int, int], StageRun],
-        parts: Sequence[MicroBatch],
-        read: tuple[str, ...],
-        outputs: bool,
-    ) -> tuple[list[Transfer], Metrics]:
-        """What was sent, and what was found; see `Step` and `Pipeline.evaluate`."""
-        if len(parts) not in self._forward:
-            self._forward[len(parts)] = forward_places(self._places, len(parts))
-        places = self._forward[len(parts)]
-        step = EvaluationStep(
-            self._wiring, places, runs, channels, self._loss, read, parts
-        )
-        step.kept = {} if outputs else None
-        step.run()
-        examples = sum(len(part.weights) for part in parts)
-        weight = sum(part.given for part in parts)
-        loss, aux, _ = step.agree(channels, {}, step.kept)
-        found = Metrics(loss, examples, weight, aux=aux, outputs=step.outputs())
-        return step.transfers, found
 
 
 def forward_places(places: Places, micro_batches: int) -> Places:

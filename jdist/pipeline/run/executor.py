@@ -1,201 +1,369 @@
-"""Executors: all workers in this process, or one of them in each.
+"""Executors: the ways in which the calls of a pipeline are run.
 
-The program of a step is one (`Step`); an executor says which workers are here, and how
-values get to the others.
+An executor is given checked arguments, within a call that all processes of the pipeline
+make. `ScheduleExecutor` runs the actions of a schedule one by one, over devices or over
+rpc's workers. The executors of asynchronous epochs (`pipedream`) and of the whole
+pipeline as one SPMD program (`spmd`) stand behind the same interface.
 """
 
-import contextlib
-import functools
-import hashlib
-import itertools
-import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
 
+from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist.pipeline.run.action_timer import clock_offset
-from jdist.pipeline.run.places import Places, places_on
-from jdist.pipeline.run.stage_channels import InProcessChannels, StageChannels, ending
-from jdist.pipeline.run.worker_channels import CLOCK, WorkerChannels, mailbox_of
-from jdist.pipeline.schedule.schedule import Schedule
-from jdist.rpc.extension import Agent, current_agent
+from jdist._fit import Metrics
+from jdist._tree import PyTree, examples_in
+from jdist.pipeline.run.action_timer import ActionTimer
+from jdist.pipeline.run.compile_ahead import compile_ahead
+from jdist.pipeline.run.evaluation import EvaluationStep, forward_places
+from jdist.pipeline.run.loss import PipelineLoss
+from jdist.pipeline.run.micro_batch import MicroBatchSource, split_batch
+from jdist.pipeline.run.shapes import check_shapes
+from jdist.pipeline.run.stage_channels import (
+    Communicator,
+    Places,
+    StageChannels,
+    Transfer,
+    moved,
+)
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.step import BatchStep, StepInputs
+from jdist.pipeline.run.tied import Tied
+from jdist.pipeline.run.update import (
+    NO_STATS,
+    GradientStats,
+    StageUpdates,
+    StepResult,
+    joined,
+)
+from jdist.pipeline.stages.wiring import StageWiring
 
 
-class Executor(Protocol):
-    """Where the workers of a pipeline are."""
+class CallInputs(NamedTuple):
+    """The arguments of a call of a pipeline.
 
-    @property
-    def places(self) -> Places:
-        """Who runs what."""
+    Attributes:
+      params: One tree per stage; those of stages of other processes are not read.
+      batch: Named arrays.
+      weights: Of the examples, or None.
+      states: One per stage, None where there is none.
+      key: The PRNG key of the call, or None.
+      step: Of the training state that the parameters belong to; None without one.
+    """
 
-    @property
-    def sees_all(self) -> bool:
-        """Whether all workers are in this process."""
+    params: Sequence[PyTree]
+    batch: Mapping[str, PyTree]
+    weights: Any
+    states: Sequence[PyTree]
+    key: Any = None
+    step: int | None = None
 
-    @property
-    def last(self) -> StageChannels | None:
-        """The last call that was begun."""
 
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
-        """Begins a call that all processes of the pipeline make; see `Opened`.
+class Executor(ABC):
+    """Runs the calls of a pipeline.
+
+    Attributes:
+      runs_actions: Whether the actions of the schedule are run one by one, so that they
+        can be timed and their transfers logged.
+    """
+
+    runs_actions = True
+
+    @abstractmethod
+    def gradient(
+        self,
+        channels: StageChannels,
+        given: CallInputs,
+        update: StageUpdates | None = None,
+        timer: ActionTimer | None = None,
+    ) -> StepResult:
+        """The loss of a batch and the gradients of this process's stages.
 
         Args:
-          kind: The public method. What it is given is looked at inside.
+          channels: The call, upon which all processes agree at the end.
+          given: What it is given.
+          update: The updates that follow, if any; their stages then take no gradient
+            that they refuse.
+          timer: Times the actions.
 
-        Raises:
-          ValueError: Before the first call: the pipelines are not alike.
-          WorkerLost, RpcTimeout: Not all processes came to the first call.
+        Raises: what `Pipeline.value_and_grad` raises.
         """
 
-    def gather(self, value: Any, purpose: str) -> list[Any]:
-        """What every process of the pipeline gave, once all have: a call of its own.
+    @abstractmethod
+    def evaluate(
+        self, channels: StageChannels, given: CallInputs, outputs: bool
+    ) -> tuple[Metrics, list[Transfer]]:
+        """The loss of a batch by forward passes alone, and what was sent.
 
-        Raises:
-          WorkerLost: A worker will not come.
-          RpcTimeout: Nor did it within the default timeout; the message names it.
-          ValueError: It is in another call.
-        """
-
-    def clock_offset(self) -> float:
-        """What to add to this process's `time.perf_counter` for the first worker's.
-
-        Raises:
-          WorkerLost: That worker is gone.
-          RpcTimeout: It does not answer.
+        Args:
+          channels: As for `gradient`.
+          given: Likewise.
+          outputs: Whether what the loss is given is wanted.
         """
 
 
-class InProcess:
-    """All workers in this process, each with a device."""
-
-    sees_all = True
-
-    def __init__(self, places: Places) -> None:
-        self.places = places
-        self.last: StageChannels | None = None
-        self._calls = itertools.count()
-
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
-        """See `Executor`."""
-        self.last = InProcessChannels(self.places.devices, next(self._calls))
-        return ending(self.last)
-
-    def gather(self, value: Any, purpose: str) -> list[Any]:
-        """See `Executor`."""
-        return [value]
-
-    def clock_offset(self) -> float:
-        """See `Executor`: it is the same."""
-        return 0.0
-
-
-class Workers:
-    """One worker of rpc per process, or per thread of a local cluster.
+@final
+class StagePrograms:
+    """The compiled stages of this process, checked and compiled once for all calls.
 
     Args:
-      agent: This one.
-      schedule: The schedule.
-      names: Of all, by rank in the schedule.
-      about: What else must be the same on all workers.
+      wiring: Which value goes where.
+      communicator: Of the pipeline's processes.
+      loss: The loss function.
     """
-
-    sees_all = False
 
     def __init__(
-        self, agent: Agent, schedule: Schedule, names: Sequence[str], about: str
+        self, wiring: StageWiring, communicator: Communicator, loss: PipelineLoss
     ) -> None:
-        own = names.index(agent.info.name)
-        devices: list[jax.Device | None] = [None] * len(names)
-        devices[own] = agent.options.device
-        self.places = Places(schedule, devices, (own,))
-        self._agent = agent
-        self._names = names
-        self._leader = min(schedule.placement[0])
-        self._about = about
-        self._pipeline = mailbox_of(agent).new_pipeline(names)
-        self.last: StageChannels | None = None
-        self._calls = itertools.count()
-        self._met = False
+        self.wiring = wiring
+        self.places: Places = communicator.places
+        self.loss = loss
+        self._sees_all = communicator.sees_all
+        self._has_devices = any(device is not None for device in self.places.devices)
+        stages = list(enumerate(wiring.stages))
+        self._compiled = [
+            stage.compiled(wiring.from_batch(number), number)
+            for number, stage in stages
+        ]
+        self._evaluated = [stage.evaluated(self._compiled[j], j) for j, stage in stages]
+        self._read: dict[Any, tuple[str, ...]] = {}
+        self._compiled_ahead = False
 
-    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
-        """See `Executor`."""
-        if not self._met:
-            self._meet()
-            self._met = True
-        address = (self._pipeline, next(self._calls))
-        own = self.places.own[0]
-        self.last = WorkerChannels(
-            self._agent, self._names, own, self._leader, address, kind
+    def runs(
+        self,
+        given: CallInputs,
+        kind: str,
+        *,
+        single: bool,
+        of_means: bool = False,
+        evaluated: bool = False,
+    ) -> dict[tuple[int, int], StageRun]:
+        """The stages of this process for one call, by worker and stage.
+
+        Args:
+          given: What the call is given.
+          kind: The reduction of the gradients.
+          single: As for `StageRun`.
+          of_means: As for `StageRun`.
+          evaluated: Whether they run what evaluation calls.
+        """
+        if self._has_devices:
+            trees = given.params, given.states, given.key
+            check_not_traced("Pipeline(.., devices)", *trees)
+        runs = {}
+        compiled = self._evaluated if evaluated else self._compiled
+        for j in self.places.stages:
+            stage, key = self.wiring.stages[j], None
+            if stage.keyed and not (evaluated and stage.in_evaluation is not None):
+                key = jax.random.fold_in(key_given(given.key, j), j)
+            for worker in self.places.schedule.placement[j]:
+                if worker not in self.places.own:
+                    continue
+                device = self.places.devices[worker]
+                runs[worker, j] = StageRun(
+                    stage,
+                    compiled[j],
+                    moved(given.params[j], device),
+                    moved(given.states[j], device),
+                    moved(key, device),
+                    kind,
+                    single,
+                    of_means,
+                )
+        return runs
+
+    def inputs(
+        self,
+        channels: StageChannels,
+        runs: Mapping[tuple[int, int], StageRun],
+        parts: MicroBatchSource,
+        loss: PipelineLoss | None = None,
+    ) -> StepInputs:
+        """The inputs of a step, after a check of their shapes where they are new.
+
+        Between processes they are checked until a call has succeeded on all of them
+        (`agreed`): no process sees that others' shapes change, and all must take part.
+
+        Args:
+          channels: The call.
+          runs: What `runs` returned.
+          parts: The micro-batches.
+          loss: With its scale; None for the pipeline's own.
+
+        Raises: what `check_shapes` raises.
+        """
+        batch = parts[0].batch
+        trees = {j: (run.params, run.state) for (_, j), run in runs.items()}
+        signature = None
+        if self._sees_all:
+            leaves, structure = jax.tree.flatten((trees, dict(batch)))
+            kinds = [(np.shape(x), str(jnp.result_type(x))) for x in leaves]
+            signature = tuple(kinds), structure
+        read = self._read.get(signature)
+        if read is None:
+            checked = self.wiring, self.places, channels, self.loss, trees, batch
+            read = check_shapes(*checked)
+            if self._sees_all:
+                self._read[signature] = read
+        own_loss = self.loss if loss is None else loss
+        return StepInputs(
+            self.wiring, self.places, runs, channels, own_loss, read, parts
         )
-        return ending(self.last)
 
-    def gather(self, value: Any, purpose: str) -> list[Any]:
-        """See `Executor`."""
-        with self.opened(purpose) as channels:
-            return channels.agree(value)
+    def compile_ahead(self, given: StepInputs, sizes: Sequence[int]) -> None:
+        """Compiles the programs of several processes at the same time.
 
-    def clock_offset(self) -> float:
-        """See `Executor`."""
-        first = self._names[0]
-        if first == self._agent.info.name:
-            return 0.0
-        ask = functools.partial(self._agent.call, first, CLOCK, None)
-        return clock_offset(ask, time.perf_counter)
+        Until a step has succeeded on all of them, for the same reason as above.
 
-    def _meet(self) -> None:
-        """Waits for all workers; their calls are counted from here on."""
-        schedule = self.places.schedule
-        mine = f"{schedule!r} as {self._pipeline}, {self._about}"
-        digest = hashlib.sha256(repr(_plain(schedule)).encode()).hexdigest()[:8]
-        found = self._agent.group.all_gather(
-            f"{mine}, actions {digest}", self._names, -1, "Pipeline"
-        )
-        if len({*found.values()}) > 1:
-            rule = "must be the same on all workers, made in the same order"
-            shown = "; ".join(f"{name}: {found[name]}" for name in self._names)
-            raise ValueError(requirement("Pipeline(schedule)", rule, shown))
+        Args:
+          given: What the step works on.
+          sizes: The number of examples of each micro-batch of the schedule.
+        """
+        if not (self._sees_all or self._compiled_ahead):
+            compile_ahead(given, sizes)
+
+    def agreed(self, read: tuple[str, ...], *, compiled: bool) -> None:
+        """A call has succeeded on all processes.
+
+        Args:
+          read: The entries of the batch that the loss reads.
+          compiled: Whether `compile_ahead` was part of it.
+        """
+        if not self._sees_all:
+            self._read[None] = read
+        self._compiled_ahead |= compiled
 
 
-def _plain(schedule: Schedule) -> list[Any]:
-    columns = schedule.columns
-    arrays = columns.first, columns.kind, columns.stage, columns.micro_batch
-    return [schedule.placement, *(array.tolist() for array in arrays)]
-
-
-def executor_for(
-    schedule: Schedule,
-    workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None,
-    about: str = "",
-) -> Executor:
-    """The executor that the places ask for.
+@final
+class ScheduleExecutor(Executor):
+    """Runs the actions of a schedule, over devices or over rpc's workers.
 
     Args:
-      schedule: The schedule.
-      workers_or_devices: See `Pipeline`.
-      about: What else must be the same on all workers, for the error's text.
+      programs: The compiled stages.
+      tied: Parameters that stages share; None: there are none.
+    """
+
+    def __init__(self, programs: StagePrograms, tied: Tied | None) -> None:
+        self._programs = programs
+        self._tied = tied
+        self._checked: set[Any] = set()
+        self._forward: dict[int, Places] = {}
+
+    def gradient(
+        self,
+        channels: StageChannels,
+        given: CallInputs,
+        update: StageUpdates | None = None,
+        timer: ActionTimer | None = None,
+    ) -> StepResult:
+        """See `Executor`."""
+        programs, places = self._programs, self._programs.places
+        count, loss = places.schedule.micro_batches, programs.loss
+        parts = split_batch(given.batch, given.weights, count, loss.kind)
+        if update is not None and update.loss_scale is not None:
+            loss = loss.scaled(update.scale, sum(part.total for part in parts))
+        runs = programs.runs(given, loss.gradient_kind, single=count == 1)
+        settings = {} if update is None else update.settings
+        channels.identify(given.step, settings, [given.batch], parts, given.key)
+        inputs = programs.inputs(channels, runs, parts, loss)
+        programs.compile_ahead(inputs, [len(part.weights) for part in parts])
+        step = BatchStep(inputs)
+        step.run(timer)
+        grads: list[PyTree] = [None] * places.loss
+        for j in places.stages:
+            unrounded = update is not None and update.unrounded[j]
+            grads[j] = step.gradient(j, unrounded)
+        params = {j: runs[worker, j].params for j, worker in places.stages.items()}
+        if self._tied is not None:
+            grads = self._tied.summed(params, grads, places, channels)
+        told = {} if update is None else self._stats(update, params, grads)
+        states = step.states()
+        loss_of_all, aux, stats = step.agree(channels, told, (grads, states))
+        programs.agreed(inputs.read, compiled=True)
+        together = joined(stats) if stats else NO_STATS
+        return StepResult(loss_of_all, grads, together, states, aux, step.transfers)
+
+    def _stats(
+        self, update: StageUpdates, params: Mapping[int, PyTree], grads: list[PyTree]
+    ) -> dict[int, GradientStats]:
+        """The statistics of this process's stages; refuses what cannot be updated."""
+        told = {}
+        for j in params:
+            if update.together:
+                counted = grads[j]
+                if self._tied is not None:
+                    counted = self._tied.counted(j, params[j], grads[j])
+                told[j] = update.stats(j, grads[j], counted)
+            update.check(j, grads[j], told.get(j, NO_STATS), self._checked)
+        return told
+
+    def evaluate(
+        self, channels: StageChannels, given: CallInputs, outputs: bool
+    ) -> tuple[Metrics, list[Transfer]]:
+        """See `Executor`."""
+        programs, kind = self._programs, self._programs.loss.kind
+        examples = examples_in(given.batch, "Pipeline.evaluate")
+        count = min(programs.places.schedule.micro_batches, examples)
+        parts = split_batch(given.batch, given.weights, count, kind)
+        runs = programs.runs(given, kind, single=False, evaluated=True)
+        channels.identify(given.step, {}, [given.batch], parts, given.key)
+        inputs = programs.inputs(channels, runs, parts)
+        if count not in self._forward:
+            self._forward[count] = forward_places(programs.places, count)
+        step = EvaluationStep(inputs._replace(places=self._forward[count]), outputs)
+        step.run()
+        weight = sum(part.given for part in parts)
+        loss, aux, kept = step.agree(channels)
+        programs.agreed(inputs.read, compiled=False)
+        return Metrics(loss, examples, weight, aux=aux, outputs=kept), step.transfers
+
+
+# --- what a call is refused for ---
+
+
+def trees_of(
+    argument: str, trees: Sequence[PyTree] | None, stages: int
+) -> list[PyTree]:
+    """A tree for each stage; None for each if none were given.
 
     Raises:
-      ValueError: There is not one place for each worker; a name is no worker of the
-        group, or not one of them is this worker; a mesh does not fit the schedule.
+      ValueError: There is not one for each stage.
     """
-    call = "Pipeline(workers_or_devices=...)"
-    if workers_or_devices is None:
-        devices: list[jax.Device | None] = [None] * schedule.workers
-        return InProcess(Places(schedule, devices, range(schedule.workers)))
-    if isinstance(workers_or_devices, Mesh):
-        return InProcess(places_on(schedule, workers_or_devices))
-    given = list(workers_or_devices)
-    if len(given) != schedule.workers:
-        rule = f"must be one for each of the {schedule.workers} workers"
-        raise ValueError(requirement(call, rule, given))
-    if not all(isinstance(place, str) for place in given):
-        return InProcess(Places(schedule, given, range(schedule.workers)))
-    agent = current_agent()
-    known = [info.name for info in agent.group.workers()]
-    if agent.info.name not in given or not {*given} <= {*known}:
-        rule = f"must be workers of the group, {agent.info.name!r} among them"
-        raise ValueError(requirement(call, rule, given, f"The group has {known}."))
-    return Workers(agent, schedule, given, about)
+    if trees is None:
+        return [None] * stages
+    if not isinstance(trees, list | tuple) or len(trees) != stages:
+        rule = f"must be a list of {stages} trees, one per stage"
+        size = f" of {len(trees)}" if isinstance(trees, list | tuple) else ""
+        raise ValueError(requirement(argument, rule, f"a {type(trees).__name__}{size}"))
+    return list(trees)
+
+
+def key_given(key: Any, stage: int) -> Any:
+    """The key.
+
+    Raises:
+      ValueError: There is none.
+    """
+    if key is None:
+        rule = f"must be given, because stage {stage} takes a PRNG key"
+        raise ValueError(requirement("Pipeline.value_and_grad(key=...)", rule, "None"))
+    return key
+
+
+def check_not_traced(call: str, *trees: PyTree) -> None:
+    """Refuses a transformation around a pipeline that has devices of its own.
+
+    Raises:
+      ValueError: The call is inside `jax.jit`, `jax.grad` or another one.
+    """
+    # Inside `jit` even an array of zeros is traced.
+    if any(is_traced(leaf) for leaf in jax.tree.leaves((trees, jnp.zeros(())))):
+        rule = "must be called outside of jax.jit, jax.grad and other transformations: "
+        rule += "its stages are on devices that it chooses, and compiled for them"
+        remedy = "Call it as it is; without devices or a mesh it may be inside jit."
+        raise ValueError(requirement(call, rule, "traced arrays", remedy))

@@ -1,4 +1,4 @@
-"""What the workers of a pipeline must agree on before a value of one serves another.
+"""The identity of a call, on which all workers agree before they exchange values.
 
 Workers pair their calls by counting them. Counting alone pairs a training step with an
 evaluation, or batch t with batch t + 1, where one worker has left a call out; so every
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.pipeline.run.micro_batch import MicroBatch
 
 SAMPLE = 1024
@@ -23,7 +24,7 @@ SAMPLE = 1024
 
 
 class CallIdentity(NamedTuple):
-    """What a call is; equal on all workers that make it together.
+    """Method, step, sizes and checksums of a call; equal on all its workers.
 
     Attributes:
       kind: The public method, such as "train_step".
@@ -39,10 +40,10 @@ class CallIdentity(NamedTuple):
     step: int | None = None
     examples: int | None = None
     micro_batches: int | None = None
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, PyTree] = MappingProxyType({})
     checksums: Mapping[str, int] = MappingProxyType({})
 
-    def plain(self) -> list[Any]:
+    def plain(self) -> list[PyTree]:
         """The fields, made of what the metadata of a message can carry."""
         return [*self[:4], dict(self.settings), dict(self.checksums)]
 
@@ -86,7 +87,7 @@ class CallIdentity(NamedTuple):
 
 def sized(
     identity: CallIdentity,
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Mapping[str, PyTree]],
     parts: Sequence[MicroBatch],
     key: Any = None,
 ) -> CallIdentity:
@@ -133,7 +134,7 @@ def chained(checksums: Mapping[str, int], part: MicroBatch) -> dict[str, int]:
     return found
 
 
-def _add_entries(checksums: dict[str, int], batch: Mapping[str, Any]) -> None:
+def _add_entries(checksums: dict[str, int], batch: Mapping[str, PyTree]) -> None:
     for name, entry in batch.items():
         for leaf in jax.tree.leaves(entry):
             _add(checksums, f"entry {name!r}", leaf)

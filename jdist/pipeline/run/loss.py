@@ -2,18 +2,19 @@
 
 import copy
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist import reduction
 from jdist._compat import default_device, trace, without_unread
 from jdist._errors import requirement
-from jdist._tree import merge, split_inexact
+from jdist._tree import PyTree, merge, split_inexact
 from jdist.pipeline.run.stage_channels import moved
-from jdist.pipeline.stages.array_spec import ArraySpec, is_spec, specs_of
+from jdist.pipeline.stages.array_spec import ArraySpec, describe, specs_of
 from jdist.reduction import Partial
 from jdist.segment.internal import (
     PATIENCE_WITH_MODELS,
@@ -28,7 +29,7 @@ from jdist.segment.internal import (
 
 
 class LossPasses(NamedTuple):
-    """What is compiled of a loss function.
+    """The compiled functions of a loss function.
 
     Attributes:
       both: `(values, entries, weights)` to the losses' partial without a gradient, the
@@ -37,12 +38,12 @@ class LossPasses(NamedTuple):
       losses: `(values, entries, weights)` to the partial and the auxiliary outputs.
     """
 
-    both: Callable[..., tuple[Partial, dict[str, Any], Any]]
+    both: Callable[..., tuple[Partial, dict[str, PyTree], Any]]
     losses: Callable[..., tuple[Partial, Any]]
 
 
 class _Compiled:
-    """What is compiled of one loss function, for all pipelines that have it.
+    """The programs of one loss function, for all pipelines that have it.
 
     Args:
       fn: The loss function.
@@ -68,15 +69,15 @@ class _Compiled:
         names: tuple[str, ...],
         kind: str,
         has_aux: bool,
-        unread: Mapping[str, Any],
+        unread: tuple[ArraySpec, ...],
+        structure: Any,
     ) -> LossPasses:
         """See `PipelineLoss.passes`."""
-        leaves, structure = jax.tree.flatten(unread, is_leaf=is_spec)
-        options = (names, kind, has_aux, tuple(leaves), structure)
+        options = (names, kind, has_aux, unread, structure)
         made = self._passes.get(options)
         if made is None:
             VERSIONS.note(_CACHE.user, self._contents, options, PATIENCE_WITH_MODELS)
-            made = _compiled(self.fn, names, kind, has_aux, leaves, structure)
+            made = _compiled(self.fn, *options)
             self._passes[options] = made
         return made
 
@@ -107,6 +108,7 @@ class PipelineLoss:
         self._names = names
         self._factor: Any = None
         self._invoke: Invoke = call_now
+        self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
         self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))
         self.kind = kind
@@ -143,7 +145,9 @@ class PipelineLoss:
         made._invoke = invoke
         return made
 
-    def entries_read(self, values: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    def entries_read(
+        self, values: PyTree, batch: Mapping[str, PyTree]
+    ) -> tuple[str, ...]:
         """Names of the entries of the batch that the losses depend on.
 
         Args:
@@ -153,7 +157,7 @@ class PipelineLoss:
         names = sorted(batch)
         entries = {name: batch[name] for name in names}
 
-        def losses_of(entries: Any, values: Any) -> Any:
+        def losses_of(entries: PyTree, values: PyTree) -> Any:
             return _called(self._compiled.fn, self._names, values, entries)
 
         program, _ = self._unchanged(lambda: trace(losses_of, entries, values))
@@ -166,19 +170,22 @@ class PipelineLoss:
             start += size
         return tuple(found)
 
-    def passes(self, batch: Mapping[str, Any], read: tuple[str, ...]) -> LossPasses:
+    def passes(self, batch: Mapping[str, PyTree], read: tuple[str, ...]) -> LossPasses:
         """Compiled passes for micro-batches of these shapes.
 
         Args:
           batch: A micro-batch, or its shapes.
           read: What `entries_read` found.
         """
-        unread = {
-            name: specs_of(entry) for name, entry in batch.items() if name not in read
-        }
+        entries = {name: x for name, x in batch.items() if name not in read}
+        leaves, structure = jax.tree.flatten(entries)
+        shapes = tuple([(x.shape, x.dtype) for x in leaves])
+        unread = self._unread.get(shapes)
+        if unread is None:
+            unread = self._unread[shapes] = tuple(map(specs_of, leaves))
 
         def passes() -> LossPasses:
-            made_of = self._names, self.kind, self.has_aux, unread
+            made_of = self._names, self.kind, self.has_aux, unread, structure
             return self._compiled.passes(*made_of)
 
         def both(*given: Any) -> Any:
@@ -200,7 +207,7 @@ class PipelineLoss:
             return run()
 
     def _with_factor(self, made: LossPasses) -> LossPasses:
-        def both(values: Any, entries: Any, weights: Any) -> Any:
+        def both(values: PyTree, entries: PyTree, weights: Any) -> Any:
             # With several workers for the last stage the loss is on several devices.
             factor = moved(self._factor, _device_of(values))
             return made.both(values, entries, weights, factor)
@@ -208,7 +215,7 @@ class PipelineLoss:
         return made._replace(both=both)
 
 
-def _device_of(values: Any) -> Any:
+def _device_of(values: PyTree) -> Any:
     """The device of the first array, or of what its shape stands for."""
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, jax.Array):
@@ -220,7 +227,7 @@ def _device_of(values: Any) -> Any:
 
 
 def _called(
-    fn: Callable[..., Any], names: tuple[str, ...], values: Any, batch: Any
+    fn: Callable[..., Any], names: tuple[str, ...], values: PyTree, batch: PyTree
 ) -> Any:
     try:
         return fn(values[names[0]] if len(names) == 1 else values, batch)
@@ -242,10 +249,12 @@ def _compiled(
     names: tuple[str, ...],
     kind: str,
     has_aux: bool,
-    unread: list[ArraySpec],
+    unread: tuple[ArraySpec, ...],
     structure: Any,
 ) -> LossPasses:
-    def losses_of(values: Any, entries: Any, weights: Any) -> tuple[jax.Array, Any]:
+    def losses_of(
+        values: PyTree, entries: PyTree, weights: Any
+    ) -> tuple[jax.Array, Any]:
         # What it does not read is not sent to it; here it only has its shape.
         blanks = [kind.blank() for kind in unread]
         batch = {**jax.tree.unflatten(structure, blanks), **entries}
@@ -255,8 +264,8 @@ def _compiled(
         return found, aux
 
     def both(
-        values: Any, entries: Any, weights: Any, factor: Any = None
-    ) -> tuple[Partial, dict[str, Any], Any]:
+        values: PyTree, entries: PyTree, weights: Any, factor: Any = None
+    ) -> tuple[Partial, dict[str, PyTree], Any]:
         floating, fixed = split_inexact(values)
         found, pull_back, aux = jax.vjp(
             lambda v: losses_of(merge(v, fixed), entries, weights),
@@ -274,7 +283,7 @@ def _compiled(
         part = Partial(value, None, weight)
         return part, reduction.scaled(d_values, rounding), aux
 
-    def losses(values: Any, entries: Any, weights: Any) -> tuple[Partial, Any]:
+    def losses(values: PyTree, entries: PyTree, weights: Any) -> tuple[Partial, Any]:
         found, aux = losses_of(values, entries, weights)
         value, _, weight = reduction.seeds(found, weights, kind)
         return Partial(value, None, weight), aux
@@ -283,7 +292,7 @@ def _compiled(
 
 
 def _with_aux(found: Any) -> tuple[Any, Any]:
-    """What a loss function with auxiliary outputs returned.
+    """The losses and the auxiliary outputs that a loss function returned.
 
     Raises:
       ValueError: It is not a pair.
@@ -296,3 +305,72 @@ def _with_aux(found: Any) -> tuple[Any, Any]:
         raise ValueError(requirement(call, rule, got))
     losses, aux = found
     return losses, aux
+
+
+# --- auxiliary outputs ---
+
+Entries = tuple[list[int], Any]
+"""Numbers of micro-batches, and a tree whose leaves have an entry for each of them."""
+
+
+def stacked(
+    found: Mapping[int, PyTree], stack: Callable[[Sequence[PyTree]], Any]
+) -> Entries | None:
+    """Trees as one, each leaf with a new first axis.
+
+    Args:
+      found: By number of the micro-batch; None if there are none.
+      stack: `jnp.stack`, or `np.stack` for arrays on the host.
+
+    Raises:
+      ValueError: They are not alike in structure, shapes and dtypes.
+
+    Example:
+      >>> stacked({0: {"hits": np.int32(3)}, 1: {"hits": np.int32(5)}}, np.stack)
+      ([0, 1], {'hits': array([3, 5], dtype=int32)})
+    """
+    if not found:
+        return None
+    numbers = sorted(found)
+    trees = [found[number] for number in numbers]
+    first = _shapes(trees[0])
+    for number, tree in zip(numbers, trees, strict=True):
+        if _shapes(tree) != first:
+            rule = "must return auxiliary outputs of the same shapes for all "
+            rule += f"micro-batches, as for the first, {describe(trees[0])}"
+            got = f"{describe(tree)} for micro-batch {number}"
+            remedy = "Reduce what has a row for each example, or make the batch "
+            remedy += "divisible by the number of micro-batches."
+            call = "loss_fn(outputs, batch)"
+            raise ValueError(requirement(call, rule, got, remedy))
+    return numbers, jax.tree.map(lambda *entries: stack(entries), *trees)
+
+
+def merged(parts: Sequence[Entries | None]) -> Any:
+    """The entries of all processes, in the order of the micro-batches; None for none.
+
+    Args:
+      parts: What `stacked` made in each process.
+
+    Example:
+      >>> parts = [([0, 2], np.array([5, 7])), None, ([1], np.array([6]))]
+      >>> merged(parts)
+      array([5, 6, 7])
+    """
+    there = [part for part in parts if part is not None]
+    if len(there) < 2:
+        return there[0][1] if there else None
+    order = np.argsort(np.concatenate([numbers for numbers, _ in there]))
+    return jax.tree.map(
+        lambda *rows: _sorted(rows, order), *(tree for _, tree in there)
+    )
+
+
+def _shapes(tree: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _sorted(rows: Sequence[PyTree], order: np.ndarray) -> Any:
+    where: Any = np if all(isinstance(row, np.ndarray) for row in rows) else jax.numpy
+    return where.concatenate(rows)[order]

@@ -2,14 +2,14 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 
 
 class MicroBatch(NamedTuple):
@@ -24,19 +24,19 @@ class MicroBatch(NamedTuple):
     """
 
     number: int
-    batch: dict[str, Any]
+    batch: dict[str, PyTree]
     weights: np.ndarray
     total: float
     given: float
 
 
-class MicroBatches(Protocol):
+class MicroBatchSource(Protocol):
     """Micro-batches by their numbers: a list of them, or those of a `BatchStream`."""
 
     def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
-def split_batch(batch: Any, weights: Any, count: int, kind: str) -> list[MicroBatch]:
+def split_batch(batch: PyTree, weights: Any, count: int, kind: str) -> list[MicroBatch]:
     """Cuts a batch into `count` micro-batches, as equal as they can be.
 
     Where the examples do not divide, the first ones have one more. No example is added
@@ -156,7 +156,7 @@ def check_sum(weights: Sequence[np.ndarray], call: str) -> None:
         raise ValueError(requirement(f"{call}(weights=...)", rule, largest, remedy))
 
 
-def _weighted(number: int, batch: Any, weights: np.ndarray) -> MicroBatch:
+def _weighted(number: int, batch: PyTree, weights: np.ndarray) -> MicroBatch:
     total = _total(weights)
     return MicroBatch(number, batch, weights, total, total)
 
@@ -170,7 +170,7 @@ def _total(weights: np.ndarray) -> float:
 Bounds = tuple[tuple[int, int], ...]
 
 
-def _cut(array: Any, bounds: Bounds) -> Sequence[Any]:
+def _cut(array: Any, bounds: Bounds) -> Sequence[PyTree]:
     """Its parts; those of a JAX array by one call, which costs what one slice does."""
     if isinstance(array, jax.Array):
         return _cut_compiled(array, bounds)
@@ -182,7 +182,7 @@ def _cut_compiled(array: jax.Array, bounds: Bounds) -> list[jax.Array]:
     return [array[start:end] for start, end in bounds]
 
 
-def micro_batch_of(number: int, batch: Any, weights: Any, call: str) -> MicroBatch:
+def micro_batch_of(number: int, batch: PyTree, weights: Any, call: str) -> MicroBatch:
     """A batch that is one micro-batch as it is; its weights may all be 0.
 
     Args:
@@ -197,7 +197,7 @@ def micro_batch_of(number: int, batch: Any, weights: Any, call: str) -> MicroBat
     return _weighted(number, batch, checked)
 
 
-def _examples(batch: Any, call: str) -> int:
+def _examples(batch: PyTree, call: str) -> int:
     if not isinstance(batch, dict):
         rule = "must be a dict of named arrays, from which stages and loss take theirs"
         got = f"a {type(batch).__name__}"
@@ -205,7 +205,7 @@ def _examples(batch: Any, call: str) -> int:
     return examples_in(batch, call)
 
 
-def size_of_batch(batch: Any, weights: Any) -> tuple[int, float]:
+def size_of_batch(batch: PyTree, weights: Any) -> tuple[int, float]:
     """The examples of a batch that can be cut, and the sum of their weights."""
     examples = len(jax.tree.leaves(batch)[0])
     if weights is None:
@@ -243,3 +243,16 @@ def check_weights(
         rule = "must not all be zero"
         raise ValueError(requirement(call, rule, f"{examples} zeros"))
     return found
+
+
+def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> Any:
+    """An entry of the batch.
+
+    Raises:
+      ValueError: It is neither there nor put out by a stage.
+    """
+    if name in batch:
+        return batch[name]
+    rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
+    got = f"a batch of {sorted(batch)}"
+    raise ValueError(requirement("Pipeline(stages)", rule, got))

@@ -1,82 +1,28 @@
 """Shape inference of a pipeline, which checks its values before the first step."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, abbreviated
-from jdist.pipeline.run.executor import Executor
+from jdist._tree import PyTree
 from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, receive
-from jdist.pipeline.run.stage_run import StageRun
-from jdist.pipeline.stages.array_spec import is_spec, specs_of
+from jdist.pipeline.run.micro_batch import entry_of
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    Places,
+    ValueChannels,
+    receive,
+)
+from jdist.pipeline.stages.array_spec import describe, is_spec, specs_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
-
-
-class Shapes:
-    """The check of a pipeline's values, made once for all steps of equal shapes.
-
-    Between processes it is made in the first step that succeeds and then never again: a
-    process does not see a change of shapes in others, and all must agree on whether
-    shapes are exchanged.
-
-    Args:
-      wiring: The source and the consumers of every value.
-      executor: The workers and their places.
-      loss: The loss function.
-    """
-
-    def __init__(
-        self, wiring: StageWiring, executor: Executor, loss: PipelineLoss
-    ) -> None:
-        self._wiring = wiring
-        self._executor = executor
-        self._loss = loss
-        self._checked: dict[Hashable, tuple[str, ...]] = {}
-
-    def read(
-        self,
-        channels: StageChannels,
-        runs: Mapping[tuple[int, int], StageRun],
-        batch: Mapping[str, PyTree],
-    ) -> tuple[str, ...]:
-        """The entries of the batch that the loss reads; checks shapes that are new.
-
-        Between processes they are new until `agreed` was called. Returns and raises
-        what `check_shapes` does.
-        """
-        trees = {j: (runs[w, j].params, runs[w, j].state) for w, j in runs}
-        leaves, structure = jax.tree.flatten((trees, dict(batch)))
-        specs = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
-        # Other processes do not see a change of shapes here: one check for all steps.
-        signature = (specs, structure) if self._executor.sees_all else None
-        if signature in self._checked:
-            return self._checked[signature]
-        places = self._executor.places
-        found = check_shapes(self._wiring, places, channels, self._loss, trees, batch)
-        if self._executor.sees_all:
-            self._checked[signature] = found
-        return found
-
-    def agreed(self, read: tuple[str, ...]) -> None:
-        """Records that the step has succeeded on all workers.
-
-        Args:
-          read: The result of `read` in that step.
-        """
-        if not self._executor.sees_all:
-            self._checked[None] = read
 
 
 def check_shapes(
     wiring: StageWiring,
     places: Places,
-    channels: StageChannels,
+    channels: ValueChannels,
     loss: PipelineLoss,
     trees: Mapping[int, tuple[PyTree, PyTree]],
     batch: Mapping[str, PyTree],
@@ -108,6 +54,7 @@ def check_shapes(
         inputs = _given(wiring, places, channels, batch, number)
         returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
+            # Shapes that can be sent, to workers in this process as well.
             packed = specs_of(value)
             for taker in wiring.consumers[number][name]:
                 tag = MessageTag("S", 0, name, taker, worker)
@@ -118,7 +65,7 @@ def check_shapes(
 def _read(
     wiring: StageWiring,
     places: Places,
-    channels: StageChannels,
+    channels: ValueChannels,
     loss: PipelineLoss,
     batch: Mapping[str, PyTree],
 ) -> tuple[str, ...]:
@@ -128,6 +75,7 @@ def _read(
     tag = MessageTag("S", 0, "", places.loss, first)
     if first in workers:
         given = _given(wiring, places, channels, batch, places.loss)
+        # Traced once, on one worker; the answer is the same on all.
         read = loss.entries_read(given, batch)
         for worker in places.schedule.placement[-1]:
             channels.put(tag, worker, read)
@@ -139,7 +87,7 @@ def _read(
 def _given(
     wiring: StageWiring,
     places: Places,
-    channels: StageChannels,
+    channels: ValueChannels,
     batch: Mapping[str, PyTree],
     number: int,
 ) -> dict[str, PyTree]:
@@ -154,19 +102,6 @@ def _given(
         packed = receive(channels, tag, worker, f"shapes of {name!r}")
         found[name] = jax.tree.map(lambda spec: spec.struct, packed, is_leaf=is_spec)
     return found
-
-
-def entry_of(batch: Mapping[str, PyTree], name: str, taker: str) -> PyTree:
-    """An entry of the batch.
-
-    Raises:
-      ValueError: It is neither in the batch nor an output of a stage.
-    """
-    if name in batch:
-        return batch[name]
-    rule = f"must put out {name!r}, or the batch have it, because {taker} takes it"
-    got = f"a batch of {sorted(batch)}"
-    raise ValueError(requirement("Pipeline(stages)", rule, got))
 
 
 def outputs_of(
@@ -192,7 +127,9 @@ def outputs_of(
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
     try:
+        # Abstract: nothing is compiled or computed.
         returned = jax.eval_shape(stage.fn, params, *given)
+    # What JAX raises for shapes and dtypes that do not fit.
     except (TypeError, ValueError) as error:
         shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
         rule = f"must fit together: stage {number} cannot take {shown}"
@@ -213,6 +150,7 @@ def outputs_of(
 
 
 def _check_state(number: int, before: PyTree, after: PyTree) -> None:
+    # The next micro-batch is given the new state, by the same compiled function.
     if describe(before) != describe(after):
         rule = f"must leave a state like the one it was given, at stage {number} "
         raise ValueError(
@@ -220,31 +158,3 @@ def _check_state(number: int, before: PyTree, after: PyTree) -> None:
                 "Stage(stateful=True)", rule + describe(before), describe(after)
             )
         )
-
-
-def describe(value: PyTree) -> str:
-    """Dtypes and shapes of a value as text.
-
-    Example:
-      >>> import numpy as np
-      >>> describe({"h": np.zeros((3, 5), np.float32)})
-      "{'h': float32[3,5]}"
-    """
-    shown = jax.tree.map(
-        lambda x: _Shown(abbreviated(x)),
-        jax.eval_shape(lambda: value) if not _is_abstract(value) else value,
-    )
-    return str(shown)
-
-
-class _Shown(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _is_abstract(value: PyTree) -> bool:
-    return any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)
-    )

@@ -1,22 +1,114 @@
-"""A call of a pipeline's workers: how values get from stage to stage, and how it ends.
+"""Where the stages of a pipeline are, and how values get from one to another.
 
-Within a process values are there at once, between processes they are messages. See
-`jdist.pipeline.run.worker_channels` for the protocol.
+`Places` says which worker runs a stage, and on which device. A `Communicator` opens the
+calls that all processes of a pipeline make together; the `StageChannels` of a call
+bring its values to the stages that take them. Within a process a value is there when it
+is sent; between processes it is a message (`worker_channels`).
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.pipeline.run.micro_batch import MicroBatch
+from jdist.pipeline.schedule.actions import Action
+from jdist.pipeline.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The worker of each stage and micro-batch, and its device.
+
+    Attributes:
+      schedule: The schedule, whose workers have ranks.
+      devices: Of each worker; None for JAX's default one.
+      own: Ranks of the workers that are in this process.
+    """
+
+    schedule: Schedule
+    devices: Sequence[jax.Device | None]
+    own: Sequence[int]
+
+    @property
+    def loss(self) -> int:
+        """In the place of a stage: the loss, which is where the last stage is."""
+        return len(self.schedule.placement)
+
+    @cached_property
+    def actions(self) -> dict[int, list[Action]]:
+        """The actions of the workers of this process, in order."""
+        return {worker: self.schedule.actions(worker) for worker in self.own}
+
+    @cached_property
+    def stages(self) -> dict[int, int]:
+        """The stages that run in this process, each with its first worker here."""
+        rows = enumerate(self.schedule.placement)
+        here = {j: {*workers}.intersection(self.own) for j, workers in rows}
+        return {j: min(workers) for j, workers in here.items() if workers}
+
+    def replicas(self, worker: int, stage: int) -> list[int]:
+        """The other workers of a stage, by rank."""
+        workers = self.schedule.placement[stage]
+        return sorted(other for other in workers if other != worker)
+
+    def worker(self, stage: int, micro_batch: int) -> int:
+        """The rank of the worker of a stage, or of the loss, for a micro-batch."""
+        workers = self.schedule.placement[min(stage, self.loss - 1)]
+        return workers[micro_batch % len(workers)]
+
+    def check(self, name: str, entry: PyTree, worker: int, taker: int) -> None:
+        """Refuses an entry of the batch that was put elsewhere than where it is taken.
+
+        Raises:
+          ValueError: So it was. Arrays that are not committed to a device, such as
+            NumPy's, are moved.
+        """
+        device = self.devices[worker]
+        if device is None:
+            return
+        for leaf in jax.tree.leaves(entry):
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                continue
+            if leaf.devices() != {device}:
+                who = "the loss" if taker == self.loss else f"stage {taker}"
+                rule = f"must have {name!r} on {device}, where {who} takes it"
+                got = f"{name!r} on {', '.join(sorted(map(str, leaf.devices())))}"
+                remedy = "Put it there with jax.device_put, or pass a NumPy array."
+                call = "Pipeline.value_and_grad(batch)"
+                raise ValueError(requirement(call, rule, got, remedy))
+
+
+def places_on(schedule: Schedule, mesh: Mesh) -> Places:
+    """The workers of a schedule on the devices of a mesh, in order.
+
+    Raises:
+      ValueError: The mesh has not one axis as long as there are workers, or no device
+        of this process.
+    """
+    call = "Pipeline(mesh)"
+    if mesh.devices.shape != (schedule.workers,):
+        rule = f"must have one axis, of the schedule's {schedule.workers} workers"
+        raise ValueError(requirement(call, rule, dict(mesh.shape)))
+    devices = list(mesh.devices)
+    here = jax.process_index()
+    own = [rank for rank, one in enumerate(devices) if one.process_index == here]
+    if not own:
+        rule = "must have a device of each process that calls it"
+        raise ValueError(requirement(call, rule, f"{devices} in process {here}"))
+    return Places(schedule, devices, own)
 
 
 class MessageTag(NamedTuple):
-    """What tells a value under way from all others of its step.
+    """The tag of a value under way, which no other value of its call has.
 
     Attributes:
       kind: "F" for a value, "B" for a cotangent ("f" and "b" for their shapes, before
@@ -39,6 +131,28 @@ class MessageTag(NamedTuple):
     sender: int
 
 
+class Transfer(NamedTuple):
+    """A value, or its cotangent, that went from one stage to another.
+
+    Attributes:
+      step: Number of the call of the pipeline.
+      micro_batch: Number of the micro-batch.
+      name: Of the value.
+      source: The stage that sent it; -1 for the batch.
+      destination: The stage that took it; the number of stages for the loss.
+      cotangent: Whether it is the cotangent of the value, on its way back.
+      nbytes: Its size.
+    """
+
+    step: int
+    micro_batch: int
+    name: str
+    source: int
+    destination: int
+    cotangent: bool
+    nbytes: int
+
+
 class ValueChannels(Protocol):
     """Bring values to the workers that take them.
 
@@ -48,7 +162,7 @@ class ValueChannels(Protocol):
 
     number: int
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """Sends a value to a worker; does not wait until it is there."""
 
     def has(self, tag: MessageTag, worker: int) -> bool:
@@ -80,8 +194,8 @@ class StageChannels(ValueChannels, Protocol):
     def identify(
         self,
         step: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-        batches: Iterable[Mapping[str, Any]] = (),
+        settings: Mapping[str, PyTree] | None = None,
+        batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
@@ -98,7 +212,7 @@ class StageChannels(ValueChannels, Protocol):
           Exception: Another worker has refused the call, or was given something else.
         """
 
-    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+    def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """Ends the call on all workers, or on none.
 
         Args:
@@ -131,6 +245,50 @@ def receive(channels: ValueChannels, tag: MessageTag, worker: int, purpose: str)
     return channels.take(tag, worker)
 
 
+class Communicator(Protocol):
+    """The processes of a pipeline, which make its calls together."""
+
+    @property
+    def places(self) -> Places:
+        """The worker of each stage and micro-batch."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether all workers are in this process."""
+
+    @property
+    def last(self) -> StageChannels | None:
+        """The last call that was begun."""
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+        """Begins a call that all processes of the pipeline make; see `Opened`.
+
+        Args:
+          kind: The public method. What it is given is looked at inside.
+
+        Raises:
+          ValueError: Before the first call: the pipelines are not alike.
+          WorkerLost, RpcTimeout: Not all processes came to the first call.
+        """
+
+    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
+        """The values of all processes of the pipeline: a call of its own.
+
+        Raises:
+          WorkerLost: A worker will not come.
+          RpcTimeout: Nor did it within the default timeout; the message names it.
+          ValueError: It is in another call.
+        """
+
+    def clock_offset(self) -> float:
+        """The first worker's `time.perf_counter` minus this process's.
+
+        Raises:
+          WorkerLost: That worker is gone.
+          RpcTimeout: It does not answer.
+        """
+
+
 class InProcessChannels:
     """All workers are in this process: a value is there as soon as it is sent.
 
@@ -150,14 +308,14 @@ class InProcessChannels:
     def identify(
         self,
         step: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-        batches: Iterable[Mapping[str, Any]] = (),
+        settings: Mapping[str, PyTree] | None = None,
+        batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
         """See `StageChannels`: there is no other process to compare with."""
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `StageChannels`."""
         self._arrived[tag, worker] = moved(value, self._devices[worker])
 
@@ -179,7 +337,7 @@ class InProcessChannels:
         got = f"workers that wait for each other at {', '.join(waiting.values())}"
         raise ValueError(requirement("Pipeline(schedule)", rule, got))
 
-    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+    def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`; does not wait for arrays, which one process need not."""
         return [value]
 
@@ -205,7 +363,35 @@ def alone(kind: str) -> contextlib.AbstractContextManager[StageChannels]:
     return ending(InProcessChannels())
 
 
-def moved(value: Any, device: jax.Device | None) -> Any:
+class LocalCommunicator:
+    """All workers of the pipeline in this process.
+
+    Args:
+      places: The device of each worker.
+    """
+
+    sees_all = True
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.last: StageChannels | None = None
+        self._calls = itertools.count()
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+        """See `Communicator`."""
+        self.last = InProcessChannels(self.places.devices, next(self._calls))
+        return ending(self.last)
+
+    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
+        """See `Communicator`."""
+        return [value]
+
+    def clock_offset(self) -> float:
+        """See `Communicator`: it is the same."""
+        return 0.0
+
+
+def moved(value: PyTree, device: jax.Device | None) -> Any:
     """The arrays of a value on a device; None for wherever they are.
 
     `device_put` takes 30 us also where nothing is to be done.

@@ -6,14 +6,14 @@ process run the same compiled functions in the same order.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
 from jdist import reduction
 from jdist._compat import is_traced
-from jdist._tree import add_trees, is_none, split_inexact, wide_dtype
+from jdist._tree import PyTree, add_trees, is_none, split_inexact, wide_dtype
 from jdist.pipeline.stages.stage import Stage
 from jdist.reduction import Partial
 from jdist.segment import Segment
@@ -27,17 +27,18 @@ from jdist.segment.internal import (
 
 
 class MicroBatchShare(NamedTuple):
-    """What a micro-batch counts for in the gradient of the batch.
+    """The share of a micro-batch in the gradient of the batch.
 
     Attributes:
       value: For max and min its extreme loss; 0 otherwise.
       weight: The sum of its weights; for max and min the number of its extremes.
     """
 
-    value: Any
+    value: PyTree
     weight: Any
 
 
+@final
 class StageRun:
     """The passes of one stage, and its gradient as it grows.
 
@@ -49,9 +50,12 @@ class StageRun:
       key: A PRNG key of this step and stage, if it takes keys.
       kind: The reduction.
       single: Whether its gradient is that of a single micro-batch.
+      of_means: Whether each micro-batch's cotangents are those of its own mean, so that
+        its gradient is weighted where it is added.
 
     Attributes:
       params: As above.
+      kind: Likewise.
       state: What the last forward pass left behind.
       live: Numbers of the micro-batches whose backward pass is still to come.
     """
@@ -60,21 +64,23 @@ class StageRun:
         self,
         stage: Stage,
         compiled: Segment,
-        params: Any,
+        params: PyTree,
         state: Any,
         key: Any,
         kind: str,
         single: bool = False,
+        of_means: bool = False,
     ) -> None:
         self.params = params
         self.state = state
         self._stage = stage
         self._compiled = compiled
         self._key = key
-        self._kind = kind
+        self.kind = kind
         self._single = single
-        self._add: Callable[..., Partial] = _ADD[kind]
-        self._residuals: dict[int, Any] = {}
+        self._of_means = of_means
+        self._add: Callable[..., Partial] = added_mean if of_means else _ADD[kind]
+        self._residuals: dict[int, PyTree] = {}
         self._returns: Callable[..., Any] = tuple
         self._rests: dict[int, tuple[Any, MicroBatchShare]] = {}
         self._deferred: dict[int, Deferred] = {}
@@ -86,17 +92,16 @@ class StageRun:
         Args:
           invoke: See `Segment.through`; what it returns takes the place of arrays.
         """
-        made = StageRun(
+        return StageRun(
             self._stage,
             self._compiled.through(invoke),
             self.params,
             self.state,
             self._key,
-            self._kind,
+            self.kind,
             self._single,
+            self._of_means,
         )
-        made._add = self._add
-        return made
 
     @property
     def live(self) -> list[int]:
@@ -104,8 +109,8 @@ class StageRun:
         return sorted(set().union(*self._kept))
 
     @property
-    def _kept(self) -> tuple[dict[int, Any], ...]:
-        """What waits for something of the backward pass, by micro-batch."""
+    def _kept(self) -> tuple[dict[int, PyTree], ...]:
+        """Arrays that wait for a part of the backward pass, by micro-batch."""
         return self._residuals, self._rests, self._deferred
 
     def arrays(self) -> Any:
@@ -126,25 +131,40 @@ class StageRun:
         arrays = [x for x in jax.tree.leaves(kept) if isinstance(x, jax.Array)]
         return {id(x): x.nbytes for x in arrays if id(x) not in own}
 
-    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def forward(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The outputs by name."""
-        key = None if self._key is None else fold(self._key, micro)
-        given = tuple([inputs[name] for name in self._stage.inputs])
-        (returned, self.state), residuals = self._compiled.forward(
-            self.params, self.state, given, key
-        )
+        given = self._given(micro, inputs)
+        (returned, self.state), residuals = self._compiled.forward(*given)
         # Outputs are not kept: they belong to the stages that take them.
         self._residuals[micro] = residuals
         self._returns = getattr(type(returned), "_make", type(returned))
+        return self._named(returned)
+
+    def outputs(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """The outputs by name, where no backward pass follows; nothing is kept."""
+        returned, _ = self._compiled.outputs(*self._given(micro, inputs))
         return self._stage.named(returned)
+
+    def _given(self, micro: int, inputs: Mapping[str, PyTree]) -> tuple[Any, ...]:
+        """The arguments of the segment."""
+        key = None if self._key is None else fold(self._key, micro)
+        values = tuple([inputs[name] for name in self._stage.inputs])
+        return self.params, self.state, values, key
+
+    def _named(self, returned: Any) -> dict[str, PyTree]:
+        names = self._stage.outputs
+        # Their number was checked when the shapes were.
+        return dict(
+            zip(names, [returned] if len(names) == 1 else returned, strict=True)
+        )
 
     def backward(
         self,
         micro: int,
-        cotangents: Mapping[str, Any],
+        cotangents: Mapping[str, PyTree],
         share: MicroBatchShare,
         split: bool,
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """The cotangents of the inputs by name, None where none flows.
 
         Args:
@@ -171,8 +191,8 @@ class StageRun:
             return dict.fromkeys(self._stage.inputs)
         return dict(zip(self._stage.inputs, d_inputs, strict=True))
 
-    def _begun(self, share: MicroBatchShare, d_outputs: Any) -> Partial | None:
-        """What the gradient grows from; None if there is nothing to add it to."""
+    def _begun(self, share: MicroBatchShare, d_outputs: PyTree) -> Partial | None:
+        """The zero that gradients are added to; None for a single micro-batch."""
         if self._single:
             return None
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
@@ -180,7 +200,7 @@ class StageRun:
         bound = next(filter(_is_committed, others), None)
         kinds = tuple([jax.typeof(x) for x in (*leaves, *share)])
         places = tuple([_place(x, bound) for x in (*leaves, *share)])
-        return _nothing(kinds, structure, places, self._kind)()
+        return _nothing(kinds, structure, places, self.kind)()
 
     def backward_params(self, micro: int) -> None:
         """The other half of a split backward pass, if it is not for `finish`."""
@@ -212,7 +232,7 @@ class StageRun:
         """The partial that those of several workers make, by rank."""
         # By rank, so that all of them get the same bits.
         return functools.reduce(
-            lambda a, b: join(a, b, self._kind), (found[r] for r in sorted(found))
+            lambda a, b: join(a, b, self.kind), (found[r] for r in sorted(found))
         )
 
     def finished(self, joined: Partial, unrounded: bool = False) -> Any:
@@ -224,10 +244,10 @@ class StageRun:
             has the dtypes of the parameters.
         """
         if unrounded:
-            return _unrounded(joined, self._kind)
+            return _unrounded(joined, self.kind)
         leaves, structure = jax.tree.flatten(split_inexact(self.params)[0])
         dtypes = tuple([str(jnp.result_type(leaf)) for leaf in leaves])
-        return _finished(joined, dtypes, structure, self._kind)
+        return _finished(joined, dtypes, structure, self.kind)
 
     def clear(self) -> None:
         """The gradient so far has been used; the next one grows from nothing."""
@@ -239,7 +259,7 @@ class StageRun:
         assert self._partial is not None
         return self._partial
 
-    def _cotangent(self, cotangents: Mapping[str, Any]) -> Any:
+    def _cotangent(self, cotangents: Mapping[str, PyTree]) -> Any:
         names = self._stage.outputs
         if len(names) == 1:
             return cotangents[names[0]], None
@@ -253,7 +273,7 @@ def fold(key: Any, number: Any) -> Any:
 
 
 def added(
-    kind: str, so_far: Partial | None, d_params: Any, share: MicroBatchShare
+    kind: str, so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
 ) -> Partial:
     """The gradient with another micro-batch's; earlier ones come first in the sum."""
     wide = jax.tree.map(lambda g: g.astype(wide_dtype(g.dtype)), d_params)
@@ -265,6 +285,21 @@ def added(
         # say, would be passed through as it is; the next addition donates it.
         return jax.lax.optimization_barrier(own)
     return reduction.combine(so_far, own, kind)
+
+
+def added_mean(
+    so_far: Partial | None, d_params: PyTree, share: MicroBatchShare
+) -> Partial:
+    """The gradient with that of another micro-batch's mean, times what it weighs.
+
+    In full precision: 16 bits hold a mean times a loss scale, but not any sum.
+    """
+
+    def of_sum(mean: jax.Array) -> jax.Array:
+        wide = mean.astype(wide_dtype(mean.dtype))
+        return wide * jnp.asarray(share.weight, wide.dtype)
+
+    return added("mean", so_far, jax.tree.map(of_sum, d_params), share)
 
 
 def _or_nothing(own: Any, so_far: Any) -> Any:

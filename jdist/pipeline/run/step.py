@@ -1,4 +1,4 @@
-"""One step of a pipeline: the actions of the workers that are in this process.
+"""The steps of a pipeline: the actions of the workers of this process, in order.
 
 With several workers a single thread walks through their lists and starts whatever has
 its inputs: JAX returns from a computation before it is done, so that all devices are
@@ -7,85 +7,86 @@ busy. With one worker the same loop waits for what the other processes send.
 
 import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
-from jdist._tree import add_trees
+from jdist._tree import PyTree, add_trees
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.run.auxiliary import merged, stacked
-from jdist.pipeline.run.buckets import buckets_of, whole
-from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import MicroBatches
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.replica_state import joined_state
-from jdist.pipeline.run.shapes import entry_of
+from jdist.pipeline.run.loss import PipelineLoss, merged, stacked
+from jdist.pipeline.run.micro_batch import MicroBatchSource, entry_of
+from jdist.pipeline.run.replicas import (
+    joined_gradient,
+    joined_states,
+    share_gradient,
+)
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
+    Places,
     StageChannels,
+    Transfer,
     ValueChannels,
     moved,
-    receive,
 )
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
-from jdist.pipeline.run.transfer_log import Transfer, size_of
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
 from jdist.segment.internal import Invoke, call_now
 
 
-class Step:
-    """What the workers of this process do in one step.
+class StepInputs(NamedTuple):
+    """The stages, micro-batches and channels of one step.
 
-    Args:
+    Attributes:
       wiring: Which value goes where.
-      places: Who runs which stage for which micro-batch, and on what device.
+      places: The worker of each stage and micro-batch, and its device.
       runs: By worker and stage, of the workers of this process.
-      channels: Brings values to other stages.
+      channels: Bring values to other stages.
       loss: The loss function; it runs where the last stage runs.
       read: The entries of the batch that the loss reads.
       parts: The micro-batches.
+    """
+
+    wiring: StageWiring
+    places: Places
+    runs: Mapping[tuple[int, int], StageRun]
+    channels: ValueChannels
+    loss: PipelineLoss
+    read: tuple[str, ...]
+    parts: MicroBatchSource
+
+
+class Step(ABC):
+    """Walks through the actions of this process's workers, and passes values on.
+
+    Args:
+      given: What it works on.
+      invoke: Calls compiled functions; see `Segment.through`.
 
     Attributes:
       transfers: What was sent from here, in order.
-      losses: Of the workers of this process that run the last stage, so far.
     """
 
-    def __init__(
-        self,
-        wiring: StageWiring,
-        places: Places,
-        runs: Mapping[tuple[int, int], StageRun],
-        channels: ValueChannels,
-        loss: PipelineLoss,
-        read: tuple[str, ...],
-        parts: MicroBatches,
-    ) -> None:
+    def __init__(self, given: StepInputs, invoke: Invoke = call_now) -> None:
         self.transfers: list[Transfer] = []
-        self.losses: dict[int, Partial] = {}
-        self._invoke: Invoke = call_now
-        self._aux: dict[int, Any] = {}
-        self._wiring = wiring
-        self._places = places
-        self._runs = runs
-        self._channels = channels
-        self._loss = loss
-        self._read = read
-        self._parts = parts
-        last = wiring.source[places.loss]
+        self._wiring, self._places, self._runs = given[:3]
+        self._channels, self._loss, self._read, self._parts = given[3:]
+        self._invoke = invoke
+        self._from_batch = [
+            [name for name, where in source.items() if where == BATCH]
+            for source in self._wiring.source
+        ]
         self._sources_of_loss = {
-            name: source for name, source in last.items() if source != BATCH
-        }
-        owner = places.schedule.owner
-        self._left = {
-            (worker, stage): int((owner[stage] == worker).sum())
-            for worker, stage in runs
+            name: source
+            for name, source in self._wiring.source[self._places.loss].items()
+            if source != BATCH
         }
 
     def run(self, action_timer: ActionTimer | None = None) -> None:
@@ -122,12 +123,12 @@ class Step:
                 if waiting:  # Else it came since it was looked for.
                     self._channels.wait(waiting)
 
+    @abstractmethod
     def _actions(self, worker: int) -> "Actions":
-        """What a worker of this process does."""
-        return ListedActions(self._places.schedule.actions(worker))
+        """The actions of a worker of this process, in order."""
 
     def _waiting(self, lists: Mapping[int, "Actions"]) -> dict[MessageTag, str]:
-        """What the next actions wait for; nothing if one of them need not."""
+        """The values that the next actions wait for; empty if one of them can start."""
         waiting: dict[MessageTag, str] = {}
         for worker, actions in lists.items():
             action = actions.next()
@@ -145,12 +146,11 @@ class Step:
         needed = self._needed_forward if action.kind == "F" else self._taken_by
         return [tag for tag in needed(action) if not self._channels.has(tag, worker)]
 
-    def _do(self, worker: int, action: Action) -> Any:
+    def _do(self, worker: int, action: Action) -> PyTree:
         """Starts an action; what it computes beside what its stage keeps."""
         run = self._runs[worker, action.stage]
         if action.kind == "F":
-            outputs = self._forward(worker, run, action)
-            return outputs, self.losses.get(worker)
+            return self._forward(worker, run, action)
         split = self._is_split(action)
         if action.kind == "B":
             self._backward(worker, run, action, split)
@@ -164,136 +164,38 @@ class Step:
         schedule = self._places.schedule
         return bool(schedule.split[action.stage, action.micro_batch])
 
+    @abstractmethod
     def _passed_back(self, worker: int, stage: int) -> None:
         """The gradient of a stage has grown by another micro-batch's."""
-        self._left[worker, stage] -= 1
-        if not self._left[worker, stage]:
-            self._runs[worker, stage].finish()
-            self._share_gradient(worker, stage)
 
-    # --- what several workers have to join ---
-
-    def gradient(self, worker: int, stage: int, unrounded: bool = False) -> Any:
-        """The finished gradient of a stage, over all workers that run it.
-
-        Args:
-          worker: One of this process that runs the stage.
-          stage: Its number.
-          unrounded: As for `StageRun.finished`.
-        """
-        run, replicas = self._runs[worker, stage], self._replicas(worker, stage)
-        own = run.partial()
-        if not replicas:
-            return run.finished(own, unrounded)
-        sums = []
-        for number, bucket in enumerate(buckets_of(own)):
-            found = {worker: bucket}
-            for other in replicas:
-                tag = MessageTag("G", number, "", stage, other)
-                found[other] = self._last(worker, tag)
-            sums.append(run.joined(found))
-        return run.finished(whole(sums, own), unrounded)
-
-    def agree(
-        self, channels: StageChannels, stats: Mapping[int, Any], computed: Any
-    ) -> tuple[Any, Any, list[Any]]:
-        """Ends the step on all workers, or on none.
-
-        Args:
-          channels: The call that the step is made in.
-          stats: What each stage of this process has to tell all workers.
-          computed: What the step leaves behind; see `StageChannels.agree`.
-
-        Returns:
-          The loss of the whole batch, over all workers that run the last stage; the
-          auxiliary outputs of its micro-batches; and the stats of every stage that has
-          some, in order.
-
-        Raises: what `StageChannels.agree` raises.
-        """
-        here = self._places.devices[self._places.own[0]]
-        # Those of several workers of the last stage are on several devices.
-        mine = self.losses, stats, stacked(moved(self._aux, here), jnp.stack)
-        told = channels.agree(mine, (mine, computed))
-        losses: dict[int, Partial] = {}
-        stages: dict[int, Any] = {}
-        entries = []
-        for some, of_stages, aux in moved(told, here):
-            losses |= some
-            stages = of_stages | stages  # Of replicas, what the first one tells.
-            entries.append(aux)
-        found = [losses[worker] for worker in sorted(losses)]
-        joined = functools.reduce(lambda a, b: join(a, b, self._loss.kind), found)
-        loss = _finished(joined, self._loss.kind)
-        return loss, merged(entries), [stages[j] for j in sorted(stages)]
-
-    def _share_gradient(self, worker: int, stage: int) -> None:
-        """Its last backward pass is done: the others that run the stage get its sum."""
-        replicas = self._replicas(worker, stage)
-        buckets = buckets_of(self._runs[worker, stage].partial()) if replicas else []
-        for number, bucket in enumerate(buckets):
-            for other in replicas:
-                tag = MessageTag("G", number, "", stage, worker)
-                self._channels.put(tag, other, bucket)
-
-    def states(self, totals: Sequence[float]) -> dict[int, Any]:
-        """What the stages of this process are left with, over all their workers.
-
-        Args:
-          totals: Of the weights of each micro-batch.
-        """
-        for (worker, stage), run in self._runs.items():
-            if run.state is None:
-                continue
-            for other in self._replicas(worker, stage):
-                self._channels.put(self._state_of(worker, stage), other, run.state)
-        found: dict[int, Any] = {}
-        for (worker, stage), run in sorted(self._runs.items(), key=_place):
-            replicas = self._replicas(worker, stage)
-            if stage in found or run.state is None or not replicas:
-                found.setdefault(stage, run.state)
-                continue
-            own = {worker: run.state}
-            for other in replicas:
-                own[other] = self._last(worker, self._state_of(other, stage))
-            weights = dict.fromkeys(own, 0.0)
-            for micro, total in enumerate(totals):
-                weights[self._places.worker(stage, micro)] += float(total)
-            ranks = sorted(own)
-            found[stage] = joined_state(
-                [own[w] for w in ranks], [weights[w] for w in ranks]
-            )
-        return found
-
-    def _state_of(self, worker: int, stage: int) -> MessageTag:
-        return MessageTag("G", -1, "state", stage, worker)
-
-    def _replicas(self, worker: int, stage: int) -> list[int]:
-        workers = sorted(self._places.schedule.placement[stage])
-        return [other for other in workers if other != worker]
-
-    def _last(self, worker: int, tag: MessageTag) -> Any:
-        return receive(self._channels, tag, worker, "the end of the step")
+    @abstractmethod
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
+        """The loss of a micro-batch, and its auxiliary outputs, are computed."""
 
     # --- forward ---
 
-    def _forward(self, worker: int, run: StageRun, action: Action) -> dict[str, Any]:
+    def _forward(self, worker: int, run: StageRun, action: Action) -> PyTree:
         _, stage, micro = action
         inputs = {
             tag.name: self._channels.take(tag, worker) for tag in self._inputs(action)
         }
-        for name in self._wiring.from_batch(stage):
+        for name in self._from_batch[stage]:
             inputs[name] = self._entry(worker, micro, name, stage)
-        outputs = run.forward(micro, inputs)
+        outputs = self._outputs(run, micro, inputs)
         last = self._places.loss
         for name, value in outputs.items():
             for taker in self._wiring.consumers[stage][name]:
                 self._send("F", worker, micro, name, stage, taker, value)
-        if stage == last - 1:
-            self._differentiate_loss(worker, micro)
-        return outputs
+        lost = self._lose(worker, micro) if stage == last - 1 else None
+        return outputs, lost
 
-    def _differentiate_loss(self, worker: int, micro: int) -> None:
+    def _outputs(
+        self, run: StageRun, micro: int, inputs: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
+        """The outputs of a stage, by name."""
+        return run.forward(micro, inputs)
+
+    def _lose(self, worker: int, micro: int) -> Partial:
         """The losses of a micro-batch; their cotangents start the way back."""
         last, part = self._places.loss, self._parts[micro]
         values, entries = self._taken_by_loss(worker, micro)
@@ -306,15 +208,16 @@ class Step:
         for name in self._sources_of_loss:
             d_value = d_values[name]
             self._send_back(worker, micro, name, last, (d_value, share))
+        return found
 
     def _taken_by_loss(
         self, worker: int, micro: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The values that the loss is given, and the entries that it reads."""
         last = self._places.loss
         values = {
             name: self._entry(worker, micro, name, last)
-            for name in self._wiring.from_batch(last)
+            for name in self._from_batch[last]
         }
         for name, source in self._sources_of_loss.items():
             sender = self._places.worker(source, micro)
@@ -323,22 +226,13 @@ class Step:
         entries = {name: self._entry(worker, micro, name, last) for name in self._read}
         return values, entries
 
-    def _add_loss(self, worker: int, micro: int, found: Partial, aux: Any) -> None:
-        """The losses so far, and what the loss function puts out beside them."""
-        if self._loss.has_aux:
-            self._aux[micro] = aux
-        before = self.losses.get(worker)
-        if before is not None:
-            found = self._invoke(join, before, found, self._loss.kind)
-        self.losses[worker] = found
-
     # --- backward ---
 
     def _backward(
         self, worker: int, run: StageRun, action: Action, split: bool
     ) -> None:
         _, stage, micro = action
-        received: dict[str, list[Any]] = {}
+        received: dict[str, list[PyTree]] = {}
         for tag in self._taken_by(action):
             cotangent, share = self._channels.take(tag, worker)
             received.setdefault(tag.name, []).append(cotangent)
@@ -351,7 +245,7 @@ class Step:
                 self._send_back(worker, micro, name, stage, (cotangent, share))
 
     def _send_back(
-        self, worker: int, micro: int, name: str, taker: int, value: Any
+        self, worker: int, micro: int, name: str, taker: int, value: PyTree
     ) -> None:
         source = self._wiring.source[taker][name]
         self._send("B", worker, micro, name, taker, source, value)
@@ -366,7 +260,7 @@ class Step:
         name: str,
         source: int,
         taker: int,
-        value: Any,
+        value: PyTree,
     ) -> None:
         self._note(micro, name, source, taker, value, kind == "B")
         stage = taker if kind == "F" else source
@@ -387,10 +281,11 @@ class Step:
         name: str,
         source: int,
         taker: int,
-        value: Any,
+        value: PyTree,
         cotangent: bool,
     ) -> None:
-        size = size_of(value[0] if cotangent else value)
+        arrays = jax.tree.leaves(value[0] if cotangent else value)
+        size = sum(array.nbytes for array in arrays)
         self.transfers.append(
             Transfer(self._channels.number, micro, name, source, taker, cotangent, size)
         )
@@ -404,7 +299,7 @@ class Step:
         ]
 
     def _needed_forward(self, action: Action) -> list[MessageTag]:
-        """What a forward pass waits for; the last stage's, for the loss's inputs too.
+        """The inputs of a forward pass; at the last stage those of the loss, too.
 
         Those of the loss that the last stage puts out are there when it is done.
         """
@@ -429,8 +324,126 @@ class Step:
         ]
 
 
+@final
+class BatchStep(Step):
+    """The step of a synchronous schedule: one gradient of all micro-batches.
+
+    Args:
+      given: What it works on.
+    """
+
+    def __init__(self, given: StepInputs) -> None:
+        super().__init__(given)
+        self._losses: dict[int, Partial] = {}
+        self._aux: dict[int, PyTree] = {}
+        owner = self._places.schedule.owner
+        self._left = {
+            (worker, stage): int((owner[stage] == worker).sum())
+            for worker, stage in self._runs
+        }
+
+    def _actions(self, worker: int) -> "ListedActions":
+        return ListedActions(self._places.actions[worker])
+
+    def _passed_back(self, worker: int, stage: int) -> None:
+        self._left[worker, stage] -= 1
+        if not self._left[worker, stage]:
+            run = self._runs[worker, stage]
+            run.finish()
+            # The others get it while this worker goes on with its other stages.
+            if len(self._places.schedule.placement[stage]) > 1:
+                own = run.partial()
+                share_gradient(self._channels, self._places, worker, stage, own)
+
+    def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
+        if self._loss.has_aux:
+            self._aux[micro] = aux
+        before = self._losses.get(worker)
+        kind = self._loss.kind
+        self._losses[worker] = found if before is None else join(before, found, kind)
+
+    def gradient(self, stage: int, unrounded: bool) -> PyTree:
+        """The finished gradient of a stage of this process, over all its workers.
+
+        Args:
+          stage: Its number.
+          unrounded: As for `StageRun.finished`.
+        """
+        worker = self._places.stages[stage]
+        run, places = self._runs[worker, stage], self._places
+        if len(places.schedule.placement[stage]) == 1:
+            return run.finished(run.partial(), unrounded)
+        joined = joined_gradient(self._channels, places, worker, stage, run)
+        return run.finished(joined, unrounded)
+
+    def states(self) -> list[PyTree]:
+        """The state that each stage of this process is left with; None elsewhere."""
+        places = self._places
+        if max(map(len, places.schedule.placement)) == 1:
+            left = {j: self._runs[w, j].state for j, w in places.stages.items()}
+        else:
+            totals = [
+                self._parts[i].total for i in range(places.schedule.micro_batches)
+            ]
+            left = joined_states(self._channels, places, self._runs, totals)
+        return [left.get(j) for j in range(places.loss)]
+
+    def agree(
+        self, channels: StageChannels, stats: Mapping[int, PyTree], computed: PyTree
+    ) -> tuple[jax.Array, PyTree, list[PyTree]]:
+        """Ends the step on all workers, or on none; see `agreed_loss`."""
+        return agreed_loss(
+            channels, self._places, self._loss, self._losses, self._aux, stats, computed
+        )
+
+
+def agreed_loss(
+    channels: StageChannels,
+    places: Places,
+    loss: PipelineLoss,
+    losses: Mapping[int, Partial],
+    aux: Mapping[int, PyTree],
+    stats: Mapping[int, PyTree],
+    computed: PyTree,
+) -> tuple[jax.Array, PyTree, list[PyTree]]:
+    """Ends a step on all workers, or on none.
+
+    Args:
+      channels: The call that the step is made in.
+      places: Who runs what.
+      loss: The loss function.
+      losses: By worker of this process that runs the last stage.
+      aux: Auxiliary outputs by micro-batch, of those workers.
+      stats: What each stage of this process has to tell all workers.
+      computed: What the step leaves behind; see `StageChannels.agree`.
+
+    Returns:
+      The loss of the whole batch, over all workers that run the last stage; the
+      auxiliary outputs of its micro-batches; and the stats of every stage that has
+      some, in order.
+
+    Raises: what `StageChannels.agree` raises.
+    """
+    here = places.devices[places.own[0]]
+    # Those of several workers of the last stage are on several devices.
+    entries = stacked(moved(aux, here), jnp.stack) if loss.has_aux else None
+    mine = losses, stats, entries
+    told = moved(channels.agree(mine, (mine, computed)), here)
+    of_all: dict[int, Partial] = {}
+    stages: dict[int, PyTree] = {}
+    for some, of_stages, _ in told:
+        of_all |= some
+        stages = of_stages | stages  # Of replicas, what the first one tells.
+    joined = functools.reduce(
+        lambda a, b: join(a, b, loss.kind),
+        [of_all[worker] for worker in sorted(of_all)],
+    )
+    found = merged([entries for *_, entries in told]) if loss.has_aux else None
+    return _finished(joined, loss.kind), found, [stages[j] for j in sorted(stages)]
+
+
 class Actions(Protocol):
-    """What one worker has still to do, in order."""
+    """The actions that are left to one worker, in order."""
 
     def next(self) -> Action | None:
         """The next action; None if all are done."""
@@ -473,11 +486,7 @@ def _naming(worker: int, action: Action) -> Iterator[None]:
         raise
 
 
-def _place(item: tuple[tuple[int, int], Any]) -> tuple[int, int]:
-    return item[0]
-
-
-def summed(cotangents: Sequence[Any], invoke: Invoke = call_now) -> Any:
+def summed(cotangents: Sequence[PyTree], invoke: Invoke = call_now) -> Any:
     """The sum over all consumers of a value, the first ones first; None for none."""
     flowing = [cotangent for cotangent in cotangents if cotangent is not None]
     if not flowing:

@@ -1,4 +1,4 @@
-"""The update of every stage: together where it must be, and alone for the rest.
+"""The training state and its update: together where it must be, else by stage.
 
 Two things depend on the gradients of all stages, wherever they are: the norm to which
 they are clipped, and whether one of them has overflowed. With a loss scale
@@ -13,19 +13,50 @@ The scale is taken off in `Optimizer.step`, in float32. Norms are those without 
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist.optim import DynamicLossScale, Optimizer, all_finite, compute_copies
+from jdist._tree import PyTree
+from jdist.optim import (
+    DynamicLossScale,
+    Optimizer,
+    all_finite,
+    check_optimizer,
+    compute_copies,
+)
 from jdist.optim.internal import check_overrides, scaled, shrinking, square, sum_of
+from jdist.pipeline.run.stage_channels import Transfer
+
+
+class PipelineState(NamedTuple):
+    """All that one step hands to the next; made by `Pipeline.init`.
+
+    Every field but `step` and `key` has one entry per stage, None for those that run in
+    other processes.
+    """
+
+    step: int
+    """Steps taken."""
+
+    params: list[PyTree]
+    """The parameters of each stage, on its device."""
+
+    opt_states: list[PyTree]
+    """The state of each stage's optimizer."""
+
+    states: list[PyTree]
+    """The states of stateful stages; None for the others."""
+
+    key: Any = None
+    """The PRNG key of the whole run, which does not change, or None."""
 
 
 class GradientStats(NamedTuple):
-    """What a stage tells all others of its gradient, or what all of them amount to.
+    """Statistics of one stage's gradient, or of all stages' together.
 
     Attributes:
       square: The sum of |g|^2, with the loss scale; None without clipping.
@@ -37,11 +68,11 @@ class GradientStats(NamedTuple):
 
 
 NO_STATS = GradientStats(None, None)
-"""Of a stage that needs not know of the others' gradients."""
+"""Of stages whose updates do not depend on each other."""
 
 
 class StepResult(NamedTuple):
-    """What the passes of one step have found.
+    """The result of the passes of one step.
 
     Attributes:
       loss: Of the batch.
@@ -49,47 +80,75 @@ class StepResult(NamedTuple):
       stats: Of all stages' gradients together, as far as it is asked for.
       states: What stateful stages of this process were left with.
       aux: Auxiliary outputs of the loss function; see `Metrics`.
+      transfers: What this process sent.
     """
 
     loss: jax.Array
-    grads: list[Any]
+    grads: list[PyTree]
     stats: GradientStats
-    states: list[Any]
-    aux: Any = None
+    states: list[PyTree]
+    aux: PyTree = None
+    transfers: Sequence[Transfer] = ()
 
 
-class StageUpdates:
-    """The optimizers of all stages, and what they start from in one step.
+@final
+class StageOptimizers:
+    """One optimizer for each stage, and what a step asks of them.
 
     Args:
-      optimizers: One for each stage.
+      each: By stage.
+
+    Attributes:
+      each: By stage.
+      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
+      unrounded: By stage, whether its gradient is for masters, which take it as it was
+        added up.
+
+    Raises:
+      ValueError: The stages scale the loss differently.
+    """
+
+    def __init__(self, each: Sequence[Optimizer]) -> None:
+        self.each = each
+        self.loss_scale = loss_scale_of(each)
+        self.unrounded = [optimizer.precision is not None for optimizer in each]
+
+
+@final
+class StageUpdates:
+    """The updates of one step, and what they start from.
+
+    Args:
+      optimizers: Of all stages.
       params: Of each stage; None for those of other processes.
       opt_states: Likewise.
       max_norm: Of the gradient of all stages; None: it is not clipped.
       overrides: Of the optimizers' numbers, for this step.
 
     Attributes:
-      loss_scale: How the loss is scaled, the same in all stages; None: it is not.
+      loss_scale: As for `StageOptimizers`.
+      unrounded: Likewise.
 
     Raises:
-      ValueError: The stages scale the loss differently; a number breaks its rule.
+      ValueError: A number breaks its rule.
       TypeError: An override is no numeric hyperparameter of one of the optimizers.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
-        params: Sequence[Any],
-        opt_states: Sequence[Any],
+        optimizers: StageOptimizers,
+        params: Sequence[PyTree],
+        opt_states: Sequence[PyTree],
         max_norm: float | None,
-        overrides: Mapping[str, Any],
+        overrides: Mapping[str, PyTree],
     ) -> None:
-        self.loss_scale = loss_scale_of(optimizers)
-        self._optimizers = optimizers
+        self.loss_scale = optimizers.loss_scale
+        self.unrounded = optimizers.unrounded
+        self._optimizers = optimizers.each
         self._params = params
         self._opt_states = opt_states
         self._max_norm = max_norm
-        for one in optimizers:
+        for one in optimizers.each if overrides else ():
             check_overrides(f"{one.name}.step", one.hyperparameters, overrides)
         # On the host: every stage takes them to its own device.
         self._overrides = {
@@ -99,7 +158,7 @@ class StageUpdates:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What of it must be the same on all workers: this step's numbers."""
+        """This step's numbers, which must be the same on all workers."""
         return {
             name: str(np.asarray(number)) for name, number in self._overrides.items()
         }
@@ -111,19 +170,11 @@ class StageUpdates:
 
     @property
     def scale(self) -> Any:
-        """What the loss is multiplied by; 1 where the last stage is elsewhere."""
+        """The loss scale; 1 where the last stage is in another process."""
         return scale_in(self._opt_states)
 
-    def unrounded(self, stage: int) -> bool:
-        """Whether a stage's gradient is for masters, which take it as it was added up.
-
-        Args:
-          stage: Its number.
-        """
-        return self._optimizers[stage].precision is not None
-
-    def stats(self, stage: int, grads: Any, counted: Any) -> GradientStats:
-        """What one stage has to tell.
+    def stats(self, stage: int, grads: PyTree, counted: Any) -> GradientStats:
+        """The statistics of one stage's gradient, for all others.
 
         Args:
           stage: Its number.
@@ -137,10 +188,10 @@ class StageUpdates:
             else _all_finite(self._params[stage], grads, self._opt_states[stage]),
         )
 
-    def rehearse(
-        self, stage: int, grads: Any, stats: GradientStats, known: set[Any]
+    def check(
+        self, stage: int, grads: PyTree, stats: GradientStats, known: set[Any]
     ) -> None:
-        """Traces one stage's step, so that what it refuses is refused before any steps.
+        """Traces one stage's step, so that it refuses before any stage has stepped.
 
         Args:
           stage: Its number.
@@ -159,7 +210,7 @@ class StageUpdates:
             known.add(step)
 
     def apply(
-        self, stage: int, grads: Any, stats: GradientStats
+        self, stage: int, grads: PyTree, stats: GradientStats
     ) -> tuple[Any, Any, Any]:
         """One stage's step; its parameters and the optimizer's state are donated.
 
@@ -173,7 +224,9 @@ class StageUpdates:
         """
         return _update(*self._given(stage, grads, stats))
 
-    def _given(self, stage: int, grads: Any, stats: GradientStats) -> tuple[Any, ...]:
+    def _given(
+        self, stage: int, grads: PyTree, stats: GradientStats
+    ) -> tuple[Any, ...]:
         """The arguments of `_update`."""
         return (
             self._optimizers[stage],
@@ -186,7 +239,35 @@ class StageUpdates:
         )
 
 
-def started(optimizer: Optimizer, params: Any) -> tuple[Any, Any]:
+def optimizers_for(
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    stages: int,
+    call: str = "Pipeline(optimizer=...)",
+) -> list[Optimizer]:
+    """One optimizer for each stage; `call` is named in errors.
+
+    Raises:
+      ValueError: None was given, or not one for each stage.
+      TypeError: Something is no optimizer.
+    """
+    if optimizer is None:
+        rule = "must be given for training"
+        raise ValueError(requirement(call, rule, "None"))
+    found: list[PyTree] = [optimizer] * stages
+    # An optax transformation is a tuple, of two functions.
+    if isinstance(optimizer, Sequence) and not hasattr(optimizer, "update"):
+        found = list(optimizer)
+    else:
+        check_optimizer(call, optimizer)
+    if len(found) != stages:
+        rule = f"must be one optimizer, or one for each of the {stages} stages"
+        raise ValueError(requirement(call, rule, f"{len(found)} of them"))
+    for one in found:
+        check_optimizer(call, one)
+    return found
+
+
+def started(optimizer: Optimizer, params: PyTree) -> tuple[Any, Any]:
     """One stage's parameters as they are computed with, and its optimizer's state.
 
     Args:
@@ -227,20 +308,20 @@ def static_loss_scale_of(optimizers: Sequence[Optimizer]) -> DynamicLossScale | 
     if found is not None and (found.growth_factor, found.backoff_factor) != (1, 1):
         rule = "must scale the loss by a constant: each stage skips its own updates, "
         rule += "so that copies of a scale that follows overflows would part"
-        remedy = "Give a number, loss_scale=1024.0 for example; or use Pipeline, whose "
-        remedy += "stages skip together."
-        call = "PipeDream(optimizer=...)"
+        remedy = "Give a number, loss_scale=1024.0 for example; or a synchronous "
+        remedy += "schedule, whose stages skip together."
+        call = "Pipeline(optimizer=...)"
         raise ValueError(requirement(call, rule, found, remedy))
     return found
 
 
-def scale_in(opt_states: Sequence[Any]) -> Any:
-    """What the loss is multiplied by; 1 where the last stage is elsewhere."""
+def scale_in(opt_states: Sequence[PyTree]) -> Any:
+    """The loss scale; 1 where the last stage is in another process."""
     last = opt_states[-1]
     return 1.0 if last is None else last.loss_scale.scale
 
 
-def skipped_in(opt_states: Sequence[Any]) -> list[Any]:
+def skipped_in(opt_states: Sequence[PyTree]) -> list[PyTree]:
     """How many updates each stage has skipped in all; None for stages elsewhere."""
     return [None if each is None else each.loss_scale.skipped for each in opt_states]
 
@@ -257,7 +338,7 @@ def joined(stats: Sequence[GradientStats]) -> GradientStats:
 
 
 @jax.jit
-def square_of(grads: Any) -> jax.Array:
+def square_of(grads: PyTree) -> jax.Array:
     """The sum of |g|^2 over one stage's gradient; 0 for a stage without one."""
     squares = [square(leaf) for leaf in jax.tree.leaves(grads)]
     return sum_of([jnp.zeros((), jnp.float32), *squares])
@@ -273,12 +354,12 @@ _all_finite = jax.jit(all_finite)
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 3))
 def _update(
     optimizer: Optimizer,
-    params: Any,
-    grads: Any,
-    opt_state: Any,
+    params: PyTree,
+    grads: PyTree,
+    opt_state: PyTree,
     stats: GradientStats,
     max_norm: float | None,
-    overrides: dict[str, Any],
+    overrides: dict[str, PyTree],
 ) -> tuple[Any, Any, jax.Array | None]:
     norm = None
     if stats.square is not None and max_norm is not None:

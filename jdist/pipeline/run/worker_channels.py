@@ -23,6 +23,9 @@ It gives up once nothing has been done for that long on any worker that is in th
 """
 
 import contextlib
+import functools
+import hashlib
+import itertools
 import logging
 import math
 import threading
@@ -33,12 +36,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
+from jdist._errors import requirement
+from jdist._tree import PyTree
+from jdist.pipeline.run.action_timer import clock_offset
 from jdist.pipeline.run.identity import CallIdentity, sized
 from jdist.pipeline.run.micro_batch import MicroBatch
-from jdist.pipeline.run.stage_channels import MessageTag
+from jdist.pipeline.run.stage_channels import (
+    Communicator,
+    LocalCommunicator,
+    MessageTag,
+    Places,
+    StageChannels,
+    ending,
+    places_on,
+)
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.rpc import Future, RpcError, RpcTimeout, WorkerInfo, WorkerLost
-from jdist.rpc.extension import Agent, describe, rebuild
+from jdist.rpc.extension import Agent, current_agent, describe, rebuild
 
 CLOCK = "pipeline.clock"
 """Kind of the request that asks what a worker's clock shows."""
@@ -75,7 +91,7 @@ class CallFailure(NamedTuple):
 
 
 class PipelineMailbox:
-    """What has arrived for the pipelines of one worker.
+    """Values and news that have arrived for the pipelines of one worker.
 
     Args:
       agent: The worker.
@@ -99,9 +115,9 @@ class PipelineMailbox:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.arrived: dict[Address, dict[MessageTag, Any]] = {}
-        self.identities: dict[Address, dict[str, list[Any]]] = {}
+        self.identities: dict[Address, dict[str, list[PyTree]]] = {}
         self.failures: dict[Address, CallFailure] = {}
-        self.decisions: dict[str, tuple[int, list[Any]]] = {}
+        self.decisions: dict[str, tuple[int, list[PyTree]]] = {}
         self.lost: dict[str, str] = {}
         self.done: dict[str, int] = {}
         self.under_way: dict[str, tuple[int, float | None]] = {}
@@ -122,19 +138,19 @@ class PipelineMailbox:
             self._pipelines[among] += 1
             return f"pipeline {self._pipelines[among]} of {among}"
 
-    def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def _receive(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
         pipeline, number, tag, value = body
         with self.lock:
             if self._note(caller, (pipeline, number), meta):
                 found = self.arrived.setdefault((pipeline, number), {})
                 found[MessageTag(*tag)] = value
 
-    def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def _hear(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
         with self.lock:
             self._note(caller, tuple(body), meta)
 
-    def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, Any]) -> bool:
-        """What the sender of a message does; whether the call is not over here."""
+    def _note(self, caller: WorkerInfo, address: Any, meta: dict[str, PyTree]) -> bool:
+        """Notes the call of a message's sender; False if it is over here."""
         pipeline, number = address
         if number <= self.done.get(pipeline, -1):
             return False
@@ -143,7 +159,7 @@ class PipelineMailbox:
         self.changed.notify_all()
         return True
 
-    def _fail(self, caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> None:
+    def _fail(self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]) -> None:
         pipeline, number, described = body
         error = rebuild(described, self._functions)
         self.fail((pipeline, number), CallFailure(error, told=True))
@@ -156,9 +172,9 @@ class PipelineMailbox:
                 self.changed.notify_all()
 
     def _give_up(
-        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
-    ) -> list[Any] | None:
-        """What was decided; None if nothing was, and now will not be."""
+        self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]
+    ) -> list[PyTree] | None:
+        """The decision; None if there was none, and then there will be none."""
         pipeline, number, _ = body
         with self.lock:
             last, told = self.decisions.get(pipeline, (-1, []))
@@ -168,7 +184,7 @@ class PipelineMailbox:
             return None
 
     def _rested(
-        self, caller: WorkerInfo, body: Any, meta: dict[str, Any]
+        self, caller: WorkerInfo, body: Any, meta: dict[str, PyTree]
     ) -> float | None:
         """For how long this worker has waited in a call; None if it is not in it.
 
@@ -273,8 +289,8 @@ class WorkerChannels:
     def identify(
         self,
         step: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-        batches: Iterable[Mapping[str, Any]] = (),
+        settings: Mapping[str, PyTree] | None = None,
+        batches: Iterable[Mapping[str, PyTree]] = (),
         parts: Sequence[MicroBatch] = (),
         key: Any = None,
     ) -> None:
@@ -289,7 +305,7 @@ class WorkerChannels:
 
     # --- values ---
 
-    def put(self, tag: MessageTag, worker: int, value: Any) -> None:
+    def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `StageChannels`.
 
         On a CPU this thread waits for the value and sends it before the next action
@@ -455,14 +471,14 @@ class WorkerChannels:
 
     # --- the end ---
 
-    def agree(self, value: Any, computed: Any = None) -> list[Any]:
+    def agree(self, value: PyTree, computed: PyTree = None) -> list[PyTree]:
         """See `StageChannels`."""
         jax.block_until_ready(computed)
         told = self._lead(value) if self._own == self._leader else self._vote(value)
         self._over = True
         return told
 
-    def _lead(self, value: Any) -> list[Any]:
+    def _lead(self, value: PyTree) -> list[PyTree]:
         """Collects the votes, decides, and tells all."""
         votes = {self._own: value}
         while len(votes) < len(self._names):
@@ -481,7 +497,7 @@ class WorkerChannels:
             self.put(_decision_of(self._own), rank, told)
         return told
 
-    def _vote(self, value: Any) -> list[Any]:
+    def _vote(self, value: PyTree) -> list[PyTree]:
         """Tells the leader that this worker's part is done; what was decided."""
         decision = _decision_of(self._leader)
         self._voted = True  # It may be on its way from here on, whatever is raised.
@@ -496,7 +512,7 @@ class WorkerChannels:
                 raise
         return list(told)
 
-    def _give_up(self, error: BaseException) -> list[Any] | None:
+    def _give_up(self, error: BaseException) -> list[PyTree] | None:
         """Asks the leader to give the call up; what it has decided, if it has."""
         failure = self._mailbox.failures.get(self._address)
         if failure is not None and failure.told:
@@ -527,17 +543,90 @@ class WorkerChannels:
         self._mailbox.end(self._address)
 
     def _tell_others(self, kind: str, body: Any) -> None:
-        """Tells all who are there; a worker that is not reached finds out by itself."""
+        """Tells the other workers; one that is not reached finds out by itself."""
         self._ask_others(kind, body)
 
     def _ask_others(self, kind: str, body: Any) -> dict[str, Future[Any]]:
-        """The answers of all who are there, by name."""
+        """The answers of the other workers that are alive, by name."""
         names = [self._names[rank] for rank in self._others()]
         return {
             name: self._agent.call_async(name, kind, body, self._limit, self._meta)
             for name in names
             if name not in self._mailbox.lost and not self._agent.closed
         }
+
+
+class WorkerCommunicator:
+    """One worker of rpc per process, or per thread of a local cluster.
+
+    Args:
+      agent: This one.
+      schedule: The schedule.
+      names: Of all, by rank in the schedule.
+      about: What else must be the same on all workers.
+    """
+
+    sees_all = False
+
+    def __init__(
+        self, agent: Agent, schedule: Schedule, names: Sequence[str], about: str
+    ) -> None:
+        own = names.index(agent.info.name)
+        devices: list[jax.Device | None] = [None] * len(names)
+        devices[own] = agent.options.device
+        self.places = Places(schedule, devices, (own,))
+        self._agent = agent
+        self._names = names
+        self._leader = min(schedule.placement[0])
+        self._about = about
+        self._pipeline = mailbox_of(agent).new_pipeline(names)
+        self.last: StageChannels | None = None
+        self._calls = itertools.count()
+        self._met = False
+
+    def opened(self, kind: str) -> contextlib.AbstractContextManager[StageChannels]:
+        """See `Communicator`."""
+        if not self._met:
+            self._meet()
+            self._met = True
+        address = (self._pipeline, next(self._calls))
+        own = self.places.own[0]
+        self.last = WorkerChannels(
+            self._agent, self._names, own, self._leader, address, kind
+        )
+        return ending(self.last)
+
+    def gather(self, value: PyTree, purpose: str) -> list[PyTree]:
+        """See `Communicator`."""
+        with self.opened(purpose) as channels:
+            return channels.agree(value)
+
+    def clock_offset(self) -> float:
+        """See `Communicator`."""
+        first = self._names[0]
+        if first == self._agent.info.name:
+            return 0.0
+        ask = functools.partial(self._agent.call, first, CLOCK, None)
+        return clock_offset(ask, time.perf_counter)
+
+    def _meet(self) -> None:
+        """Waits for all workers; their calls are counted from here on."""
+        schedule = self.places.schedule
+        mine = f"{schedule!r} as {self._pipeline}, {self._about}"
+        digest = hashlib.sha256(repr(_plain(schedule)).encode()).hexdigest()[:8]
+        found = self._agent.group.all_gather(
+            f"{mine}, actions {digest}", self._names, -1, "Pipeline"
+        )
+        if len({*found.values()}) > 1:
+            rule = "must be the same on all workers, made in the same order"
+            shown = "; ".join(f"{name}: {found[name]}" for name in self._names)
+            raise ValueError(requirement("Pipeline(schedule)", rule, shown))
+
+
+def _plain(schedule: Schedule) -> list[PyTree]:
+    columns = schedule.columns
+    arrays = columns.first, columns.kind, columns.stage, columns.micro_batch
+    return [schedule.placement, *(array.tolist() for array in arrays)]
 
 
 def _vote_of(rank: int) -> MessageTag:
@@ -557,3 +646,39 @@ _KINDS |= {
     "V": "the vote",
     "D": "the decision",
 }
+
+
+def communicator_for(
+    schedule: Schedule,
+    workers_or_devices: Sequence[str] | Sequence[jax.Device] | Mesh | None,
+    about: str = "",
+) -> Communicator:
+    """The communicator for the places that a pipeline is given.
+
+    Args:
+      schedule: The schedule.
+      workers_or_devices: See `Pipeline`.
+      about: What else must be the same on all workers, for the error's text.
+
+    Raises:
+      ValueError: There is not one place for each worker; a name is no worker of the
+        group, or not one of them is this worker; a mesh does not fit the schedule.
+    """
+    call = "Pipeline(workers_or_devices=...)"
+    if workers_or_devices is None:
+        devices: list[jax.Device | None] = [None] * schedule.workers
+        return LocalCommunicator(Places(schedule, devices, range(schedule.workers)))
+    if isinstance(workers_or_devices, Mesh):
+        return LocalCommunicator(places_on(schedule, workers_or_devices))
+    given = list(workers_or_devices)
+    if len(given) != schedule.workers:
+        rule = f"must be one for each of the {schedule.workers} workers"
+        raise ValueError(requirement(call, rule, given))
+    if not all(isinstance(place, str) for place in given):
+        return LocalCommunicator(Places(schedule, given, range(schedule.workers)))
+    agent = current_agent()
+    known = [info.name for info in agent.group.workers()]
+    if agent.info.name not in given or not {*given} <= {*known}:
+        rule = f"must be workers of the group, {agent.info.name!r} among them"
+        raise ValueError(requirement(call, rule, given, f"The group has {known}."))
+    return WorkerCommunicator(agent, schedule, given, about)

@@ -1,1 +1,3 @@
 """A whole pipeline as one SPMD program."""
+
+__all__: list[str] = []

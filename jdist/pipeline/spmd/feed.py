@@ -1,8 +1,8 @@
-"""What an SPMD program takes from the batch, laid out over the devices.
+"""The inputs of an SPMD program from the batch, laid out over the devices.
 
 One program needs micro-batches of one shape: shorter ones repeat their last example
-with weight 0. And it needs arrays of one shape on all devices: where nobody looks at
-them they are blanks, made once.
+with weight 0. And it needs arrays of one shape on all devices: on devices that
+do not read them they are blanks, made once.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._tree import examples_in
+from jdist._tree import PyTree, examples_in
 from jdist.pipeline.run.micro_batch import split_batch
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.stage_channels import moved
+from jdist.pipeline.run.stage_channels import Places, moved
 from jdist.pipeline.stages.array_spec import ArraySpec
 
 
@@ -43,7 +42,7 @@ class Lots(NamedTuple):
         return bool(self.order[-1, -1] == self.order.size - 1)
 
 
-def lots(batch: Any, weights: Any, count: int, kind: str) -> Lots:
+def lots(batch: PyTree, weights: Any, count: int, kind: str) -> Lots:
     """Cuts a batch as `split_batch` does, and pads it.
 
     Raises: what `split_batch` raises.
@@ -74,7 +73,7 @@ class Spread:
     """Lays arrays out over the devices of a pipeline, as one array each.
 
     Args:
-      places: Who runs what.
+      places: The worker of each stage.
       mesh: The devices, along one axis.
     """
 
@@ -83,7 +82,7 @@ class Spread:
         self._sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
         self._blanks: dict[tuple[int, ArraySpec], jax.Array] = {}
 
-    def together(self, parts: Sequence[Any]) -> jax.Array:
+    def together(self, parts: Sequence[PyTree]) -> jax.Array:
         """One array of the parts on this process's devices, which are not copied.
 
         Args:

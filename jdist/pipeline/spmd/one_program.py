@@ -8,7 +8,7 @@ of them, and all call the program with the same batch.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._compat import map_shards
 from jdist._errors import requirement
-from jdist._tree import is_none
-from jdist.pipeline.run.arguments import check_not_traced
-from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.shapes import entry_of
+from jdist._fit import Metrics
+from jdist._tree import PyTree, is_none
+from jdist.pipeline.run.action_timer import ActionTimer
+from jdist.pipeline.run.executor import (
+    CallInputs,
+    Executor,
+    ScheduleExecutor,
+    StagePrograms,
+    check_not_traced,
+)
+from jdist.pipeline.run.micro_batch import entry_of
+from jdist.pipeline.run.stage_channels import StageChannels, Transfer
 from jdist.pipeline.run.update import GradientStats, StageUpdates, StepResult
 from jdist.pipeline.spmd.feed import Lots, Spread, lots
 from jdist.pipeline.spmd.program import Feed, Model, run
@@ -34,103 +41,107 @@ from jdist.pipeline.spmd.rules import (
 )
 from jdist.pipeline.spmd.table import tabulate
 from jdist.pipeline.stages.array_spec import ArraySpec
-from jdist.pipeline.stages.wiring import StageWiring
 
 
-class OneProgram:
-    """Runs all stages of a pipeline as one program; see `Pipeline`.
+@final
+class OneProgramExecutor(Executor):
+    """Runs all stages of a pipeline as one program.
 
     Args:
-      wiring: Which value goes where.
-      places: Who runs what; the devices are those of the mesh.
+      programs: The stages; the devices of their places are those of the mesh.
       mesh: A device for each worker.
-      loss: The loss function.
       with_square: Whether |g|^2 over all stages is wanted.
 
     Raises:
-      ValueError: The stages, or the shares of the workers, are not equal.
+      ValueError: The stages, or the shares of the workers, are not equal; or the loss
+        has auxiliary outputs.
     """
 
-    def __init__(
-        self,
-        wiring: StageWiring,
-        places: Places,
-        mesh: Mesh,
-        loss: PipelineLoss,
-        with_square: bool,
-    ) -> None:
+    runs_actions = False
+
+    def __init__(self, programs: StagePrograms, mesh: Mesh, with_square: bool) -> None:
+        wiring, places = programs.wiring, programs.places
+        if programs.loss.has_aux:
+            rule = "must be False where one program runs all stages"
+            call = "Pipeline(has_aux=...)"
+            raise ValueError(requirement(call, rule, True, _REMEDY))
         check_stages(wiring)
         check_shares(places.schedule)
         self._places = places
         self._stages = wiring.stages
         self._compiled = wiring.stages[0].compiled(frozenset(), "SPMD")
         self._mesh = mesh
-        self._loss = loss
+        self._loss = programs.loss
         self._with_square = with_square
         self._table = tabulate(places.schedule)
         self._spread = Spread(places, mesh)
         self._programs: dict[Any, _Program] = {}
+        self._checked: set[Any] = set()
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._everywhere = jax.jit(lambda rows: rows, out_shardings=everywhere)
+        # Forward passes alone are run one by one, on the same devices.
+        self._in_evaluation = ScheduleExecutor(programs, None)
 
-    def __call__(
+    def gradient(
         self,
-        params: Sequence[Any],
-        batch: Any,
-        weights: Any,
-        update: StageUpdates | None,
+        channels: StageChannels,
+        given: CallInputs,
+        update: StageUpdates | None = None,
+        timer: ActionTimer | None = None,
     ) -> StepResult:
-        """The loss of a batch and the gradients of this process's stages.
+        """See `Executor`.
 
-        Raises: what `Pipeline.value_and_grad` raises; ValueError if the optimizers
-          scale the loss.
+        Raises:
+          ValueError: The optimizers scale the loss.
         """
         if update is not None and update.loss_scale is not None:
             rule = "must not scale the loss where one program runs all stages"
-            remedy = (
-                "Give a list of devices, or names of workers, in place of the mesh."
-            )
-            call = "Pipeline(optimizer=...)"
-            got = f"{update.loss_scale}"
-            raise ValueError(requirement(call, rule, got, remedy))
-        masters = update.unrounded if update is not None else lambda stage: False
-        unrounded = any(map(masters, range(len(self._stages))))
-        program, arguments = self._prepared(params, batch, weights, unrounded)
+            call, got = "Pipeline(optimizer=...)", f"{update.loss_scale}"
+            raise ValueError(requirement(call, rule, got, _REMEDY))
+        masters = [False] * len(self._stages) if update is None else update.unrounded
+        called = given.params, given.batch, given.weights, any(masters)
+        program, arguments = self._prepared(*called)
         loss, grads, square = program.run(*arguments)
-        found: list[Any] = [None] * len(self._stages)
+        found: list[PyTree] = [None] * len(self._stages)
+        stats = GradientStats(_here(square, 0), None)
         for index, rank in enumerate(self._places.own):
             for chunk, stage in enumerate(self._table.stages[rank]):
                 own = _like(_here(grads[chunk], index), program.shapes)
-                found[stage] = own if masters(stage) else _rounded(own, program.shapes)
-        stats = GradientStats(_here(square, 0), None)
+                own = own if masters[stage] else _rounded(own, program.shapes)
+                found[stage] = own
+                if update is not None:
+                    update.check(stage, own, stats, self._checked)
         return StepResult(_here(loss, 0), found, stats, [None] * len(found))
 
-    def lower(
-        self, params: Sequence[Any], batch: Any, weights: Any = None
-    ) -> jax.stages.Lowered:
-        """The program, for a look at what is compiled and what it needs."""
-        program, arguments = self._prepared(params, batch, weights)
-        return program.run.lower(*arguments)
-
-    def check_alone(self, call: str) -> None:
-        """Refuses what only a process with all the devices can do.
+    def evaluate(
+        self, channels: StageChannels, given: CallInputs, outputs: bool
+    ) -> tuple[Metrics, list[Transfer]]:
+        """See `Executor`.
 
         Raises:
-          ValueError: Other processes have some of them.
+          ValueError: Other processes have some of the devices.
         """
         if len(self._places.own) < self._places.schedule.workers:
             rule = "must be called where one process has all devices of the mesh"
             got = f"the devices of workers {list(self._places.own)} alone"
             remedy = "Evaluate by a pipeline over rpc's workers."
-            raise ValueError(requirement(call, rule, got, remedy))
+            raise ValueError(requirement("Pipeline.evaluate", rule, got, remedy))
+        return self._in_evaluation.evaluate(channels, given, outputs)
+
+    def lower(
+        self, params: Sequence[PyTree], batch: PyTree, weights: Any = None
+    ) -> jax.stages.Lowered:
+        """The program, for a look at what is compiled and what it needs."""
+        program, arguments = self._prepared(params, batch, weights)
+        return program.run.lower(*arguments)
 
     def _prepared(
         self,
-        params: Sequence[Any],
-        batch: Any,
+        params: Sequence[PyTree],
+        batch: PyTree,
         weights: Any,
         unrounded: bool = False,
-    ) -> tuple["_Program", tuple[list[Any], Feed]]:
+    ) -> tuple["_Program", tuple[list[PyTree], Feed]]:
         check_not_traced("Pipeline(.., mesh)", params, batch, weights)
         count = self._places.schedule.micro_batches
         cut = lots(batch, weights, count, self._loss.kind)
@@ -142,12 +153,12 @@ class OneProgram:
         ]
         return program, (whole, self._feed(batch, cut, program.read))
 
-    def _by_chunk(self, own: Mapping[int, Any]) -> list[list[Any]]:
+    def _by_chunk(self, own: Mapping[int, PyTree]) -> list[list[PyTree]]:
         """For each chunk the parameters of this process's workers."""
         stages = self._table.stages[self._places.own].T
         return [[own[int(j)] for j in chunk] for chunk in stages]
 
-    def _feed(self, batch: Any, cut: Lots, read: Sequence[str]) -> Feed:
+    def _feed(self, batch: PyTree, cut: Lots, read: Sequence[str]) -> Feed:
         spread, end = self._spread, len(self._stages)
 
         def entry(name: str, taker: int) -> Any:
@@ -169,7 +180,7 @@ class OneProgram:
     # --- once for all batches of equal shapes ---
 
     def _program(
-        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+        self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, unrounded: bool
     ) -> "_Program":
         leaves, structure = jax.tree.flatten((own, batch))
         kinds = tuple([(np.shape(x), str(jnp.result_type(x))) for x in leaves])
@@ -181,7 +192,7 @@ class OneProgram:
         return self._programs[signature]
 
     def _made(
-        self, own: Mapping[int, Any], batch: Any, cut: Lots, unrounded: bool
+        self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots, unrounded: bool
     ) -> "_Program":
         shapes = {j: jax.tree.map(_shape, tree) for j, tree in own.items()}
         check_params(shapes)
@@ -203,7 +214,7 @@ class OneProgram:
             unrounded,
         )
 
-        def on_device(params: Sequence[Any], feed: Feed) -> Any:
+        def on_device(params: Sequence[PyTree], feed: Feed) -> Any:
             given = [_like(tree, shapes[number]) for tree in params]
             loss, grads, square = run(model, given, feed)
             return loss, jax.tree.map(jnp.atleast_1d, grads), square
@@ -212,7 +223,7 @@ class OneProgram:
         mapped = map_shards(on_device, self._mesh, (each, each), (same, each, same))
         return _Program(read, shapes[number], jax.jit(mapped))
 
-    def _agree(self, own: Mapping[int, Any], batch: Any, cut: Lots) -> None:
+    def _agree(self, own: Mapping[int, PyTree], batch: PyTree, cut: Lots) -> None:
         """Before each step: what differs between processes would abort or hang them."""
         processes = [device.process_index for device in self._mesh.devices.flat]
         if len({*processes}) == 1:
@@ -228,28 +239,11 @@ class OneProgram:
         )
 
 
-def one_program_on(
-    where: Any,
-    wiring: StageWiring,
-    places: Places,
-    loss: PipelineLoss,
-    max_norm: float | None,
-) -> OneProgram | None:
-    """The program, if the pipeline is given a mesh; else None.
-
-    Raises: what `OneProgram` raises; ValueError if the loss has auxiliary outputs.
-    """
-    if not isinstance(where, Mesh):
-        return None
-    if loss.has_aux:
-        rule = "must be False where one program runs all stages"
-        remedy = "Give a list of devices, or names of workers, in place of the mesh."
-        raise ValueError(requirement("Pipeline(has_aux=...)", rule, True, remedy))
-    return OneProgram(wiring, places, where, loss, max_norm is not None)
+_REMEDY = "Give a list of devices, or names of workers, in place of the mesh."
 
 
 class _Program(NamedTuple):
-    """What is compiled for batches and parameters of some shapes.
+    """The program for batches and parameters of some shapes.
 
     Attributes:
       read: The entries of the batch that the loss reads.
@@ -271,7 +265,7 @@ def _kind(x: Any, cut: Lots) -> ArraySpec:
     return ArraySpec((*cut.order.shape, *x.shape[1:]), str(jnp.result_type(x)))
 
 
-def _like(tree: Any, shapes: Any) -> Any:
+def _like(tree: PyTree, shapes: Any) -> Any:
     """Scalars again what crosses the program's border with an axis of one."""
     return jax.tree.map(
         lambda x, shape: x if x is None or shape.shape else x.reshape(()),
@@ -281,7 +275,7 @@ def _like(tree: Any, shapes: Any) -> Any:
     )
 
 
-def _rounded(tree: Any, shapes: Any) -> Any:
+def _rounded(tree: PyTree, shapes: Any) -> Any:
     """A gradient in the dtypes of its parameters."""
     return jax.tree.map(
         lambda x, shape: None if x is None else x.astype(shape.dtype),
@@ -291,6 +285,6 @@ def _rounded(tree: Any, shapes: Any) -> Any:
     )
 
 
-def _here(tree: Any, index: int) -> Any:
+def _here(tree: PyTree, index: int) -> Any:
     """The part of arrays that is on this process's device of that number."""
     return jax.tree.map(lambda x: x.addressable_data(index), tree)

@@ -1,13 +1,13 @@
-"""What one device does in the SPMD form of a pipeline: a loop over the clocks.
+"""The program of one device in the SPMD form of a pipeline: a loop over clocks.
 
     at each clock    what the tables say: F, loss, B, or W of one micro-batch
                      then messages to the workers that are `distance` further on
 
-All devices run the same program, and each turns to its own actions. A conditional
-would be the natural form, but its branches have to hand on what they do not touch, the
-sums of gradients for instance, and may copy it. A loop of no turn or one does the same,
-and what it carries stays where it is. Collectives stand outside of what only some
-devices do: whether messages travel at a clock is the same on all of them.
+All devices run the same program, and each selects its own actions. `lax.cond` may copy
+operands that a branch passes through unchanged, such as sums of gradients. A loop of
+zero or one iterations has the same effect and updates its carry in place. Collectives
+stand outside of these loops: whether messages travel at a clock is the same on all
+devices.
 
 Between a forward pass and its backward pass lie the segment's residuals, which hold no
 parameter and nothing made of parameters only, in slots that were assigned ahead.
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import reduction
-from jdist._tree import is_none, split_inexact, wide_dtype
+from jdist._tree import PyTree, is_none, split_inexact, wide_dtype
 from jdist.optim.internal import square, sum_of
 from jdist.pipeline.run.loss import LossPasses
 from jdist.pipeline.run.stage_run import MicroBatchShare
@@ -33,13 +33,13 @@ from jdist.segment import Residuals, Rest, Segment
 
 
 class Feed(NamedTuple):
-    """What comes from the batch: on every device arrays of the same shapes, and on
+    """The inputs from the batch: on every device arrays of the same shapes, and on
     those that need it the numbers."""
 
-    values: Any
+    values: PyTree
     """The first stage's input, `(micro_batches, rows, ...)`."""
-    entries: dict[str, Any]
-    """What the loss reads, likewise."""
+    entries: dict[str, PyTree]
+    """The entries that the loss reads, likewise."""
     weights: jax.Array
     """Of the examples, `(micro_batches, rows)`; 0 where a row is padding."""
     totals: jax.Array
@@ -47,23 +47,23 @@ class Feed(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """What stages send each other."""
+    """A message from stage to stage."""
 
-    value: Any
+    value: PyTree
     """A stage's output, or the cotangent of one."""
     share: MicroBatchShare | None
     """Beside a cotangent, for max and min: what its micro-batch counts for."""
 
 
 class State(NamedTuple):
-    """What a device carries from clock to clock."""
+    """The carry of the loop over the clocks."""
 
     mail: StageMessage
-    """What waits for its action, by slot; in the last one what is to be sent."""
+    """Values that wait for their action, by slot; the last one is to be sent."""
     activations: list[jax.Array]
     """The residuals of forward passes, by slot."""
     rests: tuple[list[jax.Array], MicroBatchShare | None]
-    """What split backward passes have left, by slot."""
+    """The rests of split backward passes, by slot."""
     partials: list[Partial]
     """The gradient so far of each of the device's stages."""
     loss: Partial
@@ -71,7 +71,7 @@ class State(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is the same on all devices and at all clocks.
+    """The constants of the program, on all devices and at all clocks.
 
     Attributes:
       table: The schedule.
@@ -101,9 +101,9 @@ class Model(NamedTuple):
 
 
 def run(
-    model: Model, params: Sequence[Any], feed: Feed
-) -> tuple[jax.Array, list[Any], jax.Array | None]:
-    """What one device does; to be mapped over the mesh.
+    model: Model, params: Sequence[PyTree], feed: Feed
+) -> tuple[jax.Array, list[PyTree], jax.Array | None]:
+    """Runs one device's part of the program; to be mapped over the mesh.
 
     Args:
       model: See there.
@@ -136,7 +136,7 @@ def run(
     return reduction.finish(loss, model.kind, None)[0], grads, squares
 
 
-def _square(model: Model, grads: Sequence[Any]) -> jax.Array:
+def _square(model: Model, grads: Sequence[PyTree]) -> jax.Array:
     """Added in the order of the stages."""
     nothing = jnp.zeros((), jnp.float32)
     own = [sum_of([nothing, *map(square, jax.tree.leaves(g))]) for g in grads]
@@ -150,7 +150,7 @@ class _Device:
     """The actions of a device, each from state to state."""
 
     def __init__(
-        self, model: Model, params: Sequence[Any], feed: Feed, rank: jax.Array
+        self, model: Model, params: Sequence[PyTree], feed: Feed, rank: jax.Array
     ) -> None:
         self._model = model
         self._params = params
@@ -193,11 +193,11 @@ class _Device:
         """For max and min a stage must know which micro-batches hold the extreme."""
         return self._model.kind in ("max", "min")
 
-    def _passes(self, value: Any) -> Any:
-        """What each kind of action leaves, for its shapes."""
+    def _passes(self, value: PyTree) -> Any:
+        """The results of each kind of action, for their shapes."""
         segment, own = self._model.segment, self._params[0]
         residuals = segment.forward(own, None, (value,), None)[1]
-        rest: list[Any] = []
+        rest: list[PyTree] = []
         if INPUTS in self._model.table.kinds:
             found = segment.backward_inputs(own, residuals, (value, None))[1]
             rest = found.computed
@@ -287,7 +287,7 @@ class _Device:
         state: State,
         at: Row,
         chunk: int,
-        d_own: Any,
+        d_own: PyTree,
         share: MicroBatchShare | None,
     ) -> State:
         """Earlier micro-batches first: the order of sums is the schedule's."""
@@ -330,7 +330,7 @@ def when(
     return jax.lax.fori_loop(jnp.int32(0), turns, turn, state)
 
 
-def put(slots: Any, slot: jax.Array, value: Any) -> Any:
+def put(slots: Any, slot: jax.Array, value: PyTree) -> Any:
     """The slots with a value in one of them."""
     return jax.tree.map(
         lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, slot, 0), slots, value
@@ -344,11 +344,13 @@ def take(slots: Any, slot: jax.Array) -> Any:
     )
 
 
-def _empty(value: Any, count: int) -> Any:
+def _empty(value: PyTree, count: int) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), value)
 
 
-def _answered(state: State, at: Row, d_inputs: Any, cotangent: StageMessage) -> State:
+def _answered(
+    state: State, at: Row, d_inputs: PyTree, cotangent: StageMessage
+) -> State:
     """The cotangent of the stage's input is its message; zeros where none flows."""
     _, (d_value,), _ = d_inputs
     value = jax.tree.map(
@@ -365,7 +367,7 @@ def _share_of(total: jax.Array) -> MicroBatchShare:
     return MicroBatchShare(jnp.zeros_like(total), total)
 
 
-def _partial(d_own: Any, share: MicroBatchShare) -> Partial:
+def _partial(d_own: PyTree, share: MicroBatchShare) -> Partial:
     return Partial(share.value, jax.tree.map(_wide, d_own), share.weight)
 
 

@@ -1,15 +1,15 @@
-"""What one program for all stages needs: stages that are equal."""
+"""The rules of one program for all stages: the stages must be equal."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact
-from jdist.pipeline.run.shapes import describe, outputs_of
+from jdist._tree import PyTree, is_inexact
+from jdist.pipeline.run.shapes import outputs_of
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.stages.array_spec import specs_of
+from jdist.pipeline.stages.array_spec import describe, specs_of
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.segment.internal import contents_of
@@ -84,7 +84,7 @@ def check_shares(schedule: Schedule) -> None:
         raise ValueError(requirement(call, rule, f"{shares}", _REMEDY))
 
 
-def check_params(params: Mapping[int, Any]) -> None:
+def check_params(params: Mapping[int, PyTree]) -> None:
     """Refuses parameters that differ between the stages of this process.
 
     Args:
@@ -101,7 +101,7 @@ def check_params(params: Mapping[int, Any]) -> None:
             _refuse(f"have parameters like those of stage {first}, {expected}", got)
 
 
-def check_value(number: int, stage: Stage, params: Any, value: Any) -> None:
+def check_value(number: int, stage: Stage, params: PyTree, value: PyTree) -> None:
     """Refuses a stage that does not put out what it takes.
 
     Args:

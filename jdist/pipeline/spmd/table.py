@@ -28,7 +28,7 @@ NOTHING = -1
 
 
 class Row(NamedTuple):
-    """What workers do at each clock: int32, `(clocks, workers)`, -1 for nothing.
+    """All workers' actions at each clock: int32, `(clocks, workers)`, -1 for nothing.
 
     In a program one worker's numbers at one clock, as JAX's arrays.
     """
@@ -85,7 +85,7 @@ class Table:
 
 
 class _Messages(NamedTuple):
-    """What passes between stages: by whom and at which clock it is made and used."""
+    """Messages between stages: the worker and the clock of each end."""
 
     sender: np.ndarray
     made: np.ndarray

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import PyTree
+from jdist._tree import PyTree, abbreviated
+
+__all__ = ["ArraySpec", "describe", "is_spec", "specs_of"]
 
 # JAX offers no public list of them, and no way from a dtype's name to the dtype.
 _GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -83,3 +85,24 @@ def _key_like(name: str) -> _KeyLike | None:
 def is_spec(value: object) -> bool:
     """Whether it is one; for `is_leaf`, because a tuple is a tree to JAX."""
     return isinstance(value, ArraySpec)
+
+
+def describe(value: PyTree) -> str:
+    """Dtypes and shapes of a value, for error messages.
+
+    Example:
+      >>> import numpy as np
+      >>> describe({"h": np.zeros((3, 5), np.float32)})
+      "{'h': float32[3,5]}"
+    """
+    leaves = jax.tree.leaves(value)
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        value = jax.eval_shape(lambda: value)
+    return str(jax.tree.map(lambda x: _Unquoted(abbreviated(x)), value))
+
+
+class _Unquoted(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

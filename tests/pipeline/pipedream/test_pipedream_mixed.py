@@ -57,7 +57,6 @@ def masters_of(state):
         ("vertical_sync", 1, momentum, None),
         ("2bw", 3, adam, None),
         ("flush", 2, momentum, None),
-        ("none", 1, momentum, None),
     ],
 )
 def test_each_stage_skips_its_own_updates(policy, k, change, replicas):
@@ -198,9 +197,7 @@ def test_memory_is_that_of_the_versions(monkeypatch):
     assert seen == {(j, kept) for j in range(3) for kept in range(1, 4 - j)}
 
 
-@pytest.mark.parametrize(
-    "policy", ["stashing", "vertical_sync", "2bw", "flush", "none"]
-)
+@pytest.mark.parametrize("policy", ["stashing", "vertical_sync", "2bw", "flush"])
 def test_a_scale_that_follows_overflows_is_refused(policy):
     dynamic = optim.with_master_weights(
         optim.sgd(), compute_dtype=jnp.float16, loss_scale=optim.DynamicLossScale()

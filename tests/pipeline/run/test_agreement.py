@@ -49,17 +49,17 @@ def test_a_worker_that_gives_up_before_the_decision_ends_the_call_for_all(thread
 
     def body():
         pipe, rank = made(NAMES), own_rank()
-        pipe.executor.gather(None, "first")
+        pipe.communicator.gather(None, "first")
         rpc.set_rpc_timeout(0.2 if rank == 1 else 60.0)
         try:
             if rank == 0:
                 assert gave_up.wait(60.0)
-            with pipe.executor.opened("second") as channels:
+            with pipe.communicator.opened("second") as channels:
                 channels.agree(rank)
         except rpc.RpcTimeout as error:
             gave_up.set()
             rpc.set_rpc_timeout(60.0)
-            return str(error), pipe.executor.gather(rank, "third")
+            return str(error), pipe.communicator.gather(rank, "third")
 
     for text, third in outcomes(threads, body):
         assert "'worker1' waited more than 0.2 s in second, call 1" in text
@@ -78,11 +78,11 @@ def test_a_worker_that_gives_up_after_the_decision_is_told(threads, monkeypatch)
 
     def body():
         pipe, rank = made(NAMES), own_rank()
-        pipe.executor.gather(None, "first")
+        pipe.communicator.gather(None, "first")
         rpc.set_rpc_timeout(0.5)
-        found = pipe.executor.gather(10 + rank, "second")
+        found = pipe.communicator.gather(10 + rank, "second")
         rpc.set_rpc_timeout(60.0)
-        return found, pipe.executor.gather(rank, "third")
+        return found, pipe.communicator.gather(rank, "third")
 
     monkeypatch.setattr(PipelineMailbox, "_receive", losing)
     assert outcomes(threads, body) == [([10, 11, 12], [0, 1, 2])] * 3
@@ -130,10 +130,10 @@ def test_a_step_takes_one_vote_and_one_decision_of_each_worker(threads, monkeypa
     def body():
         pipe = made(NAMES)
         state, _ = pipe.train_step(start(pipe), *batch_of(0))
-        pipe.executor.gather(None, "between")
+        pipe.communicator.gather(None, "between")
         if own_rank() == 0:
             ends.clear()
-        pipe.executor.gather(None, "counted")
+        pipe.communicator.gather(None, "counted")
         pipe.train_step(state, *batch_of(1))
 
     monkeypatch.setattr(WorkerChannels, "put", noted)
@@ -198,11 +198,11 @@ def test_an_update_is_traced_once(monkeypatch):
     pipe = made(optimizer=optim.sgd(lr=rate))
     state, _ = pipe.train_step(start(pipe), *batch_of(0))
     assert len(traced) == 3
-    rehearse, looked = StageUpdates.rehearse, []
+    check, looked = StageUpdates.check, []
     monkeypatch.setattr(
         StageUpdates,
-        "rehearse",
-        lambda *given: (looked.append(given[1]), rehearse(*given)),
+        "check",
+        lambda *given: (looked.append(given[1]), check(*given)),
     )
     pipe.train_step(state, *batch_of(1))
     assert (len(traced), looked) == (3, [0, 1, 2])
@@ -300,9 +300,9 @@ def test_a_disk_that_fails_for_one(threads, tmp_path, monkeypatch):
             with pytest.raises(OSError, match="no space left"):
                 saved.save(state)
             before = saved.latest()
-            pipe.executor.gather(None, "all have failed")
+            pipe.communicator.gather(None, "all have failed")
             full.clear()
-            pipe.executor.gather(None, "there is space")
+            pipe.communicator.gather(None, "there is space")
             saved.save(state)
             like = state._replace(opt_states=[None] * 3) if own_rank() == 2 else state
             with pytest.raises(ValueError, match="stage 2"):
@@ -325,7 +325,7 @@ def test_a_timed_step_that_one_worker_does_not_make(threads):
 
         with pytest.raises(Planted, match="before the step"):
             pipeline.timed(pipe, step)
-        pipe.executor.gather(None, "all are here")
+        pipe.communicator.gather(None, "all are here")
         return float(pipe.evaluate(state, *batch_of(0)).loss)
 
     assert len({*outcomes(threads, body)}) == 1

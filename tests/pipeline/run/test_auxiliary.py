@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jdist import optim, pipeline
-from jdist.pipeline.run.auxiliary import merged, stacked
+from jdist.pipeline.run.loss import merged, stacked
 from tests.pipeline import aux_worlds as worlds
 from tests.pipeline import models
 from tests.pipeline.aux_worlds import expected, made, problem

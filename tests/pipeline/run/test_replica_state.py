@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline
-from jdist.pipeline.run.replica_state import joined_state
+from jdist.pipeline.run.replicas import joined_state
 from tests.pipeline import trained, worlds
 
 SIZES = [2, 2, 2, 1]

@@ -22,7 +22,6 @@ CASES = [
     ("2bw", 3, None, 4),
     ("flush", 4, None, 3),
     ("flush", 3, None, 1),
-    ("none", 3, (1, 2, 1), 2),
 ]
 
 

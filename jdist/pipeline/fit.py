@@ -6,15 +6,16 @@ from typing import Any
 from rich.console import Console
 
 from jdist._fit import Metrics, check_save_every, fitted, pair
+from jdist._tree import PyTree
 from jdist.pipeline.checkpoint import PipelineCheckpoints
 from jdist.pipeline.pipeline import Pipeline
-from jdist.pipeline.run.training import PipelineState
+from jdist.pipeline.run.update import PipelineState
 
 
 def fit(
     pipe: Pipeline,
     state: PipelineState,
-    batches: Iterable[Any],
+    batches: Iterable[PyTree],
     *,
     total: int | None = None,
     checkpoints: PipelineCheckpoints | None = None,
@@ -59,7 +60,7 @@ def fit(
       >>> state.step, round(pipeline.over_epoch(found).loss, 3)
       (3, 9.844)
     """
-    with pipe.executor.opened("fit") as channels:
+    with pipe.communicator.opened("fit") as channels:
         check_save_every(save_every)
         saves = save_every if checkpoints is not None else 0
         channels.identify(None, {"save_every": saves})
@@ -97,7 +98,7 @@ def _next(supply: Iterator[Any], pipe: Pipeline) -> tuple[Any, Any] | None:
         if given is not _END:
             return pair(given)
     except BaseException:
-        with pipe.executor.opened("train_step"):
+        with pipe.communicator.opened("train_step"):
             raise
-    pipe.executor.gather(None, "the end of fit")
+    pipe.communicator.gather(None, "the end of fit")
     return None

@@ -1,20 +1,20 @@
-"""One stage on one worker during an epoch: passes with versions, and its updates."""
+"""Weight stashing at work: the versions and updates of one stage during an epoch."""
 
 import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
 from jdist import reduction
-from jdist._tree import wide_dtype
+from jdist._tree import PyTree
 from jdist.optim import Optimizer
 from jdist.optim.internal import scaled, shrinking
 from jdist.pipeline.pipedream.weight_stashing import StashState, WeightStashing
-from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, added
+from jdist.pipeline.run.stage_run import StageRun
 from jdist.reduction import Partial
 
 
@@ -24,15 +24,9 @@ class VersionRule(NamedTuple):
     Attributes:
       stashing: The optimizer, and how many versions it keeps.
       version: The version that a micro-batch meets here, by its number.
-      exists: Whether there may be a micro-batch of a number: it was
-        not looked for in vain.
+      exists: Whether there may be a micro-batch of a number, as far as is known.
       turn: Number of the first micro-batch of this worker.
       replicas: Workers of the stage, which take micro-batches in turn.
-      consistent: Whether a backward pass uses what its forward pass used. Otherwise it
-        takes the newest weights with the other's activations, which is no gradient.
-      scaled: Whether what comes back is of a micro-batch's mean, times a loss scale,
-        which the optimizer takes off.
-      single: Whether each update is made of a single micro-batch of this worker.
     """
 
     stashing: WeightStashing
@@ -40,36 +34,34 @@ class VersionRule(NamedTuple):
     exists: Callable[[int], bool]
     turn: int
     replicas: int
-    consistent: bool
-    scaled: bool = False
-    single: bool = False
 
 
-class StashedRun(StageRun):
-    """The passes of one stage, each with its version of the weights.
+@final
+class StashedStage:
+    """A stage on one worker, with the versions of its weights and its optimizer.
+
+    Before each pass it gives the stage the version that the micro-batch uses.
 
     Args:
-      plain: The stage on its worker, with version 0 of its parameters.
+      run: The passes of the stage, with version 0 of its parameters.
       rule: Which version when.
       opt_state: Of its optimizer; donated by the first update.
 
     Attributes:
+      run: As above.
       stash: All versions that are kept, and the optimizer's state.
       grown: Micro-batches in the gradient so far.
       held: Gradients of updates that are complete here, and not made yet.
-      used: By micro-batch under way, the version that its last pass has used.
+      used: By micro-batch under way, the version that it uses.
     """
 
-    def __init__(self, plain: StageRun, rule: VersionRule, opt_state: Any) -> None:
-        made_of = plain._stage, plain._compiled, plain.params, plain.state
-        super().__init__(*made_of, plain._key, plain._kind, rule.single)
-        self.stash = StashState(0, {0: plain.params}, opt_state)
+    def __init__(self, run: StageRun, rule: VersionRule, opt_state: PyTree) -> None:
+        self.run = run
+        self.stash = StashState(0, {0: run.params}, opt_state)
         self.grown = 0
-        self.held: deque[Any] = deque()
+        self.held: deque[PyTree] = deque()
         self.used: dict[int, int] = {}
         self._rule = rule
-        if rule.scaled and plain._kind == "mean":
-            self._add = _weighted
         self._to_come = rule.turn
 
     @property
@@ -78,40 +70,29 @@ class StashedRun(StageRun):
         return self.stash.version + len(self.held)
 
     def version(self, micro: int) -> int:
-        """The version that a micro-batch meets here."""
+        """The version that a micro-batch uses here."""
         return self._rule.version(micro)
 
-    def arrays(self) -> Any:
-        """See `StageRun`; and all versions."""
-        return super().arrays(), self.stash.kept, self.stash.opt_state, self.held
+    def arrays(self) -> PyTree:
+        """All arrays of the stage at the moment, but keys."""
+        kept = self.stash.kept, self.stash.opt_state, self.held
+        return self.run.arrays(), kept
 
-    def forward(self, micro: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """See `StageRun`."""
+    def begin_forward(self, micro: int) -> None:
+        """Gives the stage the version that a micro-batch uses."""
         self.used[micro] = self.version(micro)
         self._load(self.used[micro])
-        return super().forward(micro, inputs)
 
-    def backward(
-        self,
-        micro: int,
-        cotangents: Mapping[str, Any],
-        share: MicroBatchShare,
-        split: bool,
-    ) -> dict[str, Any]:
-        """See `StageRun`. Versions that are not needed any more are forgotten."""
-        newest = self.stash.version
-        if not self._rule.consistent:
-            self.used[micro] = newest
-            residuals = self._residuals[micro]
-            # Taken apart and put together, they do not know whose they are.
-            self._residuals[micro] = jax.tree.map(lambda x: x, residuals)
+    def begin_backward(self, micro: int) -> None:
+        """Gives the stage the version that the forward pass has used."""
         self._load(self.used[micro])
-        d_inputs = super().backward(micro, cotangents, share, split)
+
+    def end_backward(self, micro: int) -> None:
+        """Forgets the versions that no micro-batch needs any more."""
         self.grown += 1
         self._to_come = micro + self._rule.replicas
         self.stash = self._rule.stashing.release(self.stash, self._needed())
-        self._load(newest)
-        return d_inputs
+        self._load(self.stash.version)
 
     def update(self, others: Mapping[int, Partial], rank: int) -> None:
         """The next version, from the gradients of all workers of the stage.
@@ -124,7 +105,7 @@ class StashedRun(StageRun):
         stashing = self._rule.stashing
         before = stashing.load_new_params(self.stash)
         params, opt_state = _updated(
-            stashing.optimizer, before, joined, self.stash.opt_state, self._kind
+            stashing.optimizer, before, joined, self.stash.opt_state, self.run.kind
         )
         self._append(params, opt_state)
 
@@ -136,10 +117,11 @@ class StashedRun(StageRun):
           rank: Likewise.
         """
         joined = self._joined(others, rank)
-        self.held.append(_divided(self._optimizer, self.params, joined, self._kind))
+        made_of = self._optimizer, self.run.params, joined, self.run.kind
+        self.held.append(_divided(*made_of))
         return self.held[-1]
 
-    def update_held(self, grads: Any, square: Any, max_norm: float | None) -> None:
+    def update_held(self, grads: PyTree, square: Any, max_norm: float | None) -> None:
         """The next version, from the gradient that was held longest.
 
         Args:
@@ -157,21 +139,19 @@ class StashedRun(StageRun):
         return self._rule.stashing.optimizer
 
     def _joined(self, others: Mapping[int, Partial], rank: int) -> Partial:
-        found = {**others, rank: self.partial()} if self.grown else others
-        joined = self.joined(found)
-        self.clear()
+        found = {**others, rank: self.run.partial()} if self.grown else others
+        joined = self.run.joined(found)
+        self.run.clear()
         self.grown = 0
         return joined
 
-    def _append(self, params: Any, opt_state: Any) -> None:
+    def _append(self, params: PyTree, opt_state: PyTree) -> None:
         stashing, needed = self._rule.stashing, self._needed()
         self.stash = stashing.append(self.stash, params, opt_state, needed)
         self._load(self.stash.version)
 
     def _needed(self) -> set[int]:
         """Versions that are there, and that some micro-batch will still use."""
-        if not self._rule.consistent:
-            return set()
         needed: set[int] = set()
         for micro in itertools.count(self._to_come, self._rule.replicas):
             # They do not decrease: what comes later needs versions that come later.
@@ -181,32 +161,19 @@ class StashedRun(StageRun):
         raise AssertionError("a count has no end")
 
     def _load(self, version: int) -> None:
-        self.params = self._rule.stashing.load_old_params(self.stash, version)
-
-
-def _weighted(so_far: Partial | None, d_params: Any, share: MicroBatchShare) -> Partial:
-    """The gradient with that of another micro-batch's mean, times what it weighs.
-
-    In full precision: 16 bits hold a mean times the scale, but not any sum.
-    """
-
-    def of_sum(mean: jax.Array) -> jax.Array:
-        wide = mean.astype(wide_dtype(mean.dtype))
-        return wide * jnp.asarray(share.weight, wide.dtype)
-
-    return added("mean", so_far, jax.tree.map(of_sum, d_params), share)
+        self.run.params = self._rule.stashing.load_old_params(self.stash, version)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
 def _updated(
-    optimizer: Optimizer, params: Any, part: Partial, opt_state: Any, kind: str
+    optimizer: Optimizer, params: PyTree, part: Partial, opt_state: PyTree, kind: str
 ) -> tuple[Any, Any]:
     """The division and the step in one: each array is read once."""
     grads = _finished(optimizer, params, part, kind)
     return optimizer.step(params, grads, opt_state)
 
 
-def _finished(optimizer: Optimizer, params: Any, part: Partial, kind: str) -> Any:
+def _finished(optimizer: Optimizer, params: PyTree, part: Partial, kind: str) -> Any:
     rounded_as = params if optimizer.precision is None else part.gradient
     return reduction.finish(part, kind, rounded_as)[1]
 
@@ -217,9 +184,9 @@ _divided = functools.partial(jax.jit, static_argnums=(0, 3))(_finished)
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _clipped(
     optimizer: Optimizer,
-    params: Any,
-    grads: Any,
-    opt_state: Any,
+    params: PyTree,
+    grads: PyTree,
+    opt_state: PyTree,
     square: Any,
     max_norm: float | None,
 ) -> tuple[Any, Any]:

@@ -8,50 +8,42 @@ same step of them: the copies stay equal, bit for bit.
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from jdist._errors import requirement
-from jdist._tree import path_of, wide_dtype
+from jdist._tree import PyTree, path_of, wide_dtype
 from jdist.optim import Optimizer
-from jdist.pipeline.run.places import Places
-from jdist.pipeline.run.shapes import describe
-from jdist.pipeline.run.stage_channels import MessageTag, StageChannels, moved, receive
-from jdist.pipeline.stages.array_spec import specs_of
+from jdist.pipeline.run.stage_channels import (
+    MessageTag,
+    Places,
+    StageChannels,
+    ValueChannels,
+    moved,
+    receive,
+)
+from jdist.pipeline.stages.array_spec import describe, specs_of
 from jdist.pipeline.stages.stage import Stage
 
 _CALL = "Stage(tied=...)"
 
 
+@final
 class Tied:
-    """Which parameters are shared, as the stages say.
+    """The parameters that stages share; made by `tied_of`.
 
     Args:
-      stages: All of them, in order.
-
-    Raises:
-      ValueError: Only one stage has a parameter of some name.
+      groups: By name, the path of each stage's copy.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        groups: dict[str, dict[int, str]] = {}
-        for number, stage in enumerate(stages):
-            for path, name in stage.tied.items():
-                groups.setdefault(name, {})[number] = path
-        for name, group in groups.items():
-            if len(group) < 2:
-                rule = f"must have the name {name!r} at two stages or more"
-                raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
+    def __init__(self, groups: Mapping[str, Mapping[int, str]]) -> None:
         self._groups = groups
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
 
     def check(
         self,
-        params: Sequence[Any],
+        params: Sequence[PyTree],
         optimizers: Sequence[Optimizer],
         channels: StageChannels,
     ) -> None:
@@ -83,7 +75,7 @@ class Tied:
         ]
         told = channels.agree(mine)
         reports = sorted((report for some in told for report in some), key=_order)
-        first: dict[str, Any] = {}
+        first: dict[str, PyTree] = {}
         for name, stage, copy, complaint in reports:
             if complaint:
                 raise ValueError(complaint)
@@ -91,11 +83,11 @@ class Tied:
 
     def summed(
         self,
-        params: Mapping[int, Any],
-        grads: list[Any],
+        params: Mapping[int, PyTree],
+        grads: list[PyTree],
         places: Places,
-        channels: StageChannels,
-    ) -> list[Any]:
+        channels: ValueChannels,
+    ) -> list[PyTree]:
         """The gradients, with the sum over all copies in the place of each copy's.
 
         Args:
@@ -107,11 +99,9 @@ class Tied:
         Raises:
           ValueError: A path is unknown, or copies differ in shape or dtype.
         """
-        if not self._groups:
-            return grads
         found = list(grads)
         parts = {j: self.parts(j, tree, grads[j]) for j, tree in params.items()}
-        sums: dict[int, dict[str, list[Any]]] = {j: {} for j in params}
+        sums: dict[int, dict[str, list[PyTree]]] = {j: {} for j in params}
         for name, group in self._groups.items():
             own = {j: parts[j][name] for j in group if j in params}
             told = self._exchanged(name, own, places, channels) if own else {}
@@ -129,7 +119,7 @@ class Tied:
         """The stages that share what has this name, in order."""
         return list(self._groups[name])
 
-    def parts(self, stage: int, params: Any, gradient: Any) -> dict[str, Any]:
+    def parts(self, stage: int, params: PyTree, gradient: PyTree) -> dict[str, PyTree]:
         """A stage's gradients of its copies, by name.
 
         Args:
@@ -149,7 +139,11 @@ class Tied:
         return found
 
     def with_sums(
-        self, stage: int, params: Any, gradient: Any, parts: Mapping[str, Sequence[Any]]
+        self,
+        stage: int,
+        params: PyTree,
+        gradient: PyTree,
+        parts: Mapping[str, Sequence[PyTree]],
     ) -> Any:
         """A stage's gradient, with the sum over all copies in the place of its own.
 
@@ -172,8 +166,8 @@ class Tied:
                 leaves[i] = total[below]
         return structure.unflatten(leaves)
 
-    def counted(self, stage: int, params: Any, gradient: Any) -> Any:
-        """What of a stage's gradient the norm counts: a shared one at its first stage.
+    def counted(self, stage: int, params: PyTree, gradient: PyTree) -> Any:
+        """The leaves of a gradient that the norm counts: shared ones at one stage.
 
         Args:
           stage: Its number.
@@ -189,8 +183,12 @@ class Tied:
         return leaves
 
     def _exchanged(
-        self, name: str, own: Mapping[int, Any], places: Places, channels: StageChannels
-    ) -> dict[int, Any]:
+        self,
+        name: str,
+        own: Mapping[int, PyTree],
+        places: Places,
+        channels: ValueChannels,
+    ) -> dict[int, PyTree]:
         """The parts of all stages of a group."""
         placement = places.schedule.placement
         group = self._groups[name]
@@ -215,7 +213,27 @@ class Tied:
         return parts
 
 
-def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]:
+def tied_of(stages: Sequence[Stage]) -> Tied | None:
+    """The parameters that stages share; None if they share none.
+
+    Args:
+      stages: All of them, in order.
+
+    Raises:
+      ValueError: Only one stage has a parameter of some name.
+    """
+    groups: dict[str, dict[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for path, name in stage.tied.items():
+            groups.setdefault(name, {})[number] = path
+    for name, group in groups.items():
+        if len(group) < 2:
+            rule = f"must have the name {name!r} at two stages or more"
+            raise ValueError(requirement(_CALL, rule, f"stage {min(group)} alone"))
+    return Tied(groups) if groups else None
+
+
+def _described(params: PyTree, stage: int, path: str) -> tuple[dict[str, PyTree], str]:
     """ArraySpec and digest of every leaf of a copy, by name; and what is wrong."""
     try:
         found = _indices(_structure(params), stage, path)
@@ -230,7 +248,7 @@ def _described(params: Any, stage: int, path: str) -> tuple[dict[str, Any], str]
     return copy, ""
 
 
-def _structure(tree: Any) -> Any:
+def _structure(tree: PyTree) -> Any:
     return jax.tree.structure(tree)
 
 
@@ -250,7 +268,7 @@ def _indices(structure: Any, stage: int, path: str) -> dict[str, int]:
     return found
 
 
-def _order(report: Sequence[Any]) -> tuple[str, int]:
+def _order(report: Sequence[PyTree]) -> tuple[str, int]:
     name, stage, *_ = report
     return name, stage
 
@@ -280,7 +298,7 @@ def _check_alike(first: int, kinds: Any, stage: int, others: Any) -> None:
 
 
 @jax.jit
-def _sum(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _sum(parts: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
     """Their sum, the first stage's first, in 32 bits at least; rounded once."""
 
     def added(*copies: jax.Array) -> jax.Array:

@@ -1,0 +1,310 @@
+"""The executor of asynchronous epochs: stages update while micro-batches are there."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._fit import Metrics
+from jdist._tree import PyTree
+from jdist.optim import Optimizer
+from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
+from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, PassRecord
+from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
+from jdist.pipeline.pipedream.stashed_stage import StashedStage, VersionRule
+from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
+from jdist.pipeline.run.action_timer import ActionTimer
+from jdist.pipeline.run.executor import (
+    CallInputs,
+    Executor,
+    ScheduleExecutor,
+    StagePrograms,
+)
+from jdist.pipeline.run.loss import stacked
+from jdist.pipeline.run.micro_batch import MicroBatch
+from jdist.pipeline.run.replicas import joined_states
+from jdist.pipeline.run.stage_channels import StageChannels, Transfer, moved
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.tied import Tied
+from jdist.pipeline.run.update import (
+    PipelineState,
+    StageUpdates,
+    StepResult,
+    scale_in,
+    skipped_in,
+    static_loss_scale_of,
+)
+from jdist.pipeline.schedule.open_schedule import OpenSchedule
+
+CALL = "Pipeline.train_epoch"
+
+
+class EpochPart(NamedTuple):
+    """The losses of a part of an epoch, up to a drain.
+
+    Attributes:
+      values: By micro-batch, the weighted sums of the losses.
+      weights: By micro-batch, the sums of the weights.
+      aux: See `Metrics`.
+      skipped: See `Metrics`.
+    """
+
+    values: np.ndarray
+    weights: np.ndarray
+    aux: PyTree
+    skipped: list[int | None] | None
+
+
+class EpochResult(NamedTuple):
+    """The result of a part of an epoch.
+
+    Attributes:
+      state: The next training state.
+      part: What was found.
+      transfers: What this process sent.
+      passes: What its workers did, with versions.
+    """
+
+    state: PipelineState
+    part: EpochPart
+    transfers: Sequence[Transfer]
+    passes: Sequence[PassRecord]
+
+
+@final
+class EpochExecutor(Executor):
+    """Runs epochs of an asynchronous schedule, of any number of micro-batches.
+
+    A gradient of one batch, and its evaluation, are those of the same actions with no
+    update among them.
+
+    Args:
+      programs: The compiled stages.
+      tied: Parameters that stages share; None: there are none.
+      optimizers: One for each stage; None: it cannot train.
+      max_norm: As for `Pipeline`.
+
+    Raises:
+      ValueError: The reduction is neither mean nor sum; stages would have to update
+        together, or scale the loss, as the schedule's policy does not let them.
+    """
+
+    def __init__(
+        self,
+        programs: StagePrograms,
+        tied: Tied | None,
+        optimizers: Sequence[Optimizer] | None,
+        max_norm: float | None,
+    ) -> None:
+        kind, schedule = programs.loss.kind, programs.places.schedule
+        assert schedule.update_policy is not None
+        if kind not in ("mean", "sum"):
+            rule = "must be 'mean' or 'sum' with a schedule that updates as it goes"
+            raise ValueError(requirement("Pipeline(reduction=...)", rule, kind))
+        self._scaled = _is_scaled(programs, optimizers)
+        self._policy = schedule.update_policy
+        stages = programs.wiring.stages
+        check_together(stages, self._policy, max_norm, self._scaled)
+        self._schedule = schedule
+        self._programs = programs
+        self._tied = tied
+        self._optimizers = optimizers
+        self._max_norm = max_norm
+        self._synchronous = ScheduleExecutor(programs, tied)
+
+    def gradient(
+        self,
+        channels: StageChannels,
+        given: CallInputs,
+        update: StageUpdates | None = None,
+        timer: ActionTimer | None = None,
+    ) -> StepResult:
+        """See `Executor`."""
+        return self._synchronous.gradient(channels, given, update, timer)
+
+    def evaluate(
+        self, channels: StageChannels, given: CallInputs, outputs: bool
+    ) -> tuple[Metrics, list[Transfer]]:
+        """See `Executor`."""
+        return self._synchronous.evaluate(channels, given, outputs)
+
+    def train(
+        self,
+        channels: StageChannels,
+        state: PipelineState,
+        supply: Supply,
+        limit: int | None,
+        timer: ActionTimer | None = None,
+    ) -> EpochResult:
+        """Trains on the next batches, each a micro-batch, and drains.
+
+        Args:
+          channels: The call, upon which all processes agree at the end.
+          state: Of which nothing is donated.
+          supply: The batches.
+          limit: How many of them at most; None: all.
+          timer: Times the actions.
+        """
+        programs, places = self._programs, self._programs.places
+        stream = self._stream(supply, limit)
+        stream.reaches(0)
+        schedule = OpenSchedule(self._schedule, stream)
+        step, key = state.step, state.key
+        own = None if key is None else jax.random.fold_in(key, step)
+        self._identify(channels, step, supply, limit, stream, own)
+        given = CallInputs(state.params, {}, None, state.states, own)
+        runs = programs.runs(
+            given,
+            programs.loss.kind,
+            single=self._policy.every == 1,
+            of_means=self._scaled and programs.loss.kind == "mean",
+        )
+        stashed = self._stashed(schedule, runs, state.opt_states)
+        loss, skipped = programs.loss, None
+        if self._scaled:
+            loss = loss.scaled(scale_in(state.opt_states), None)
+            skipped = skipped_in(state.opt_states)
+        # Unless the caller keeps it, its arrays go when no micro-batch needs them.
+        del state, given
+        # The first batch stands for all: those after it are not read yet.
+        first = programs.inputs(channels, runs, _OneForAll(stream[0]), loss)
+        programs.compile_ahead(first, [0] * places.schedule.micro_batches)
+        if not self._takes(0):
+            stream.forget(0)
+        joint = None
+        if self._max_norm is not None or self._tied is not None:
+            tied = self._tied or Tied({})
+            joint = JointUpdate(tied, self._max_norm, places, channels)
+        plan = EpochPlan(stream, schedule, self._policy.every, joint)
+        epoch = EpochStep(first._replace(parts=stream), stashed, plan)
+        epoch.run(timer)
+        states = joined_states(channels, places, runs, stream.totals)
+        left = [stage.arrays() for stage in stashed.values()]
+        more = limit is not None and supply.more()
+        values, weights, aux = epoch.agree_on_epoch(channels, more, left)
+        programs.agreed(first.read, compiled=True)
+        params, opt_states, kept = ([None] * places.loss for _ in range(3))
+        for j, worker in places.stages.items():
+            params[j] = stashed[worker, j].run.params
+            opt_states[j] = stashed[worker, j].stash.opt_state
+            kept[j] = states[j]
+        if skipped is not None:
+            pairs = zip(skipped_in(opt_states), skipped, strict=True)
+            skipped = [None if a is None else int(a) - int(b) for a, b in pairs]
+        after = PipelineState(step + 1, params, opt_states, kept, key)
+        part = EpochPart(values, weights, aux, skipped)
+        return EpochResult(after, part, epoch.transfers, epoch.passes)
+
+    def metrics(self, parts: Sequence[EpochPart]) -> Metrics:
+        """The metrics of an epoch, from all its parts."""
+        values = np.concatenate([part.values for part in parts])
+        weights = np.concatenate([part.weights for part in parts])
+        starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
+        firsts = [jax.tree.map(lambda rows: rows[0], part.aux) for part in parts]
+        stacked(dict(zip(starts, firsts, strict=False)), np.stack)  # if they are alike
+        aux = jax.tree.map(
+            lambda *rows: np.concatenate(rows), *(part.aux for part in parts)
+        )
+        skipped = None
+        if self._scaled:
+            columns = zip(*(part.skipped or [] for part in parts), strict=True)
+            skipped = [None if c[0] is None else sum(c) for c in columns]
+        if self._programs.loss.kind == "sum":
+            return Metrics(float(values.sum()), aux=aux, losses=values, skipped=skipped)
+        means = np.divide(
+            values, weights, out=np.full_like(values, np.nan), where=weights > 0
+        )
+        loss = float(values.sum() / weights.sum())
+        return Metrics(loss, aux=aux, losses=means, skipped=skipped)
+
+    def _stream(self, supply: Supply, limit: int | None) -> BatchStream:
+        places, every = self._programs.places, self._policy.every
+        return BatchStream(
+            supply,
+            limit,
+            self._programs.loss.kind,
+            {every * len(workers) for workers in places.schedule.placement},
+            lambda micro: micro == 0 or self._takes(micro),
+            len(places.own) < places.schedule.workers,
+            CALL,
+        )
+
+    def _takes(self, micro: int) -> bool:
+        """Whether a worker of this process has a pass for a micro-batch."""
+        places = self._programs.places
+        takers = {places.worker(stage, micro) for stage in range(places.loss)}
+        return not takers.isdisjoint(places.own)
+
+    def _identify(
+        self,
+        channels: StageChannels,
+        step: int,
+        supply: Supply,
+        limit: int | None,
+        stream: BatchStream,
+        key: Any,
+    ) -> None:
+        """Compares the first batch; the rest is compared when the epoch ends."""
+        first = stream[0]
+        settings = {
+            "first of": "a stream" if supply.count is None else supply.count,
+            "schedule": f"{self._schedule.name} with {self._policy}",
+        }
+        if limit is not None:
+            settings["save_every"] = limit
+        channels.identify(step, settings, [first.batch], [first], key)
+
+    def _stashed(
+        self,
+        schedule: OpenSchedule,
+        runs: dict[tuple[int, int], StageRun],
+        opt_states: Sequence[PyTree],
+    ) -> dict[tuple[int, int], StashedStage]:
+        """The stages of this process with their optimizers, by worker and stage."""
+        if self._optimizers is None:
+            rule = "must be given for training"
+            raise ValueError(requirement("Pipeline(optimizer=...)", rule, "None"))
+        places, stashed = self._programs.places, {}
+        for (worker, j), run in runs.items():
+            workers = places.schedule.placement[j]
+            rule_of_stage = VersionRule(
+                with_weight_stashing(
+                    self._optimizers[j], int(schedule.kept[j, worker])
+                ),
+                functools.partial(schedule.version, j),
+                functools.partial(schedule.may_have, worker),
+                workers.index(worker),
+                len(workers),
+            )
+            # A copy for each worker, because an update donates it.
+            there = moved(opt_states[j], places.devices[worker])
+            own = jax.tree.map(jnp.copy, there)
+            stashed[worker, j] = StashedStage(run, rule_of_stage, own)
+        return stashed
+
+
+@final
+class _OneForAll:
+    """Micro-batches of which one stands for all."""
+
+    def __init__(self, part: MicroBatch) -> None:
+        self._part = part
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return self._part
+
+
+def _is_scaled(programs: StagePrograms, optimizers: Sequence[Optimizer] | None) -> bool:
+    """Whether the loss is scaled; refuses what stages cannot do by themselves then."""
+    if optimizers is None or static_loss_scale_of(optimizers) is None:
+        return False
+    for number, stage in enumerate(programs.wiring.stages):
+        if stage.join_weight_gradients and programs.loss.kind == "mean":
+            rule = "must not join weight gradients with a loss scale: those of each "
+            rule += "micro-batch are weighted before they are added"
+            raise ValueError(requirement("Pipeline(stages)", rule, f"stage {number}"))
+    return True
