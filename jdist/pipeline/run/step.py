@@ -108,6 +108,7 @@ class Step(ABC):
                     if self._missing(worker, action):
                         left = True
                         break
+                    # Before it is done: an error in it must not repeat it.
                     actions.advance()
                     with _naming(worker, action):
                         if action_timer is None:
@@ -118,6 +119,7 @@ class Step(ABC):
                     moved_on = True
             if not left:
                 return
+            # Values of other processes are waited for only if nothing can start.
             if not moved_on:
                 waiting = self._waiting(lists)
                 if waiting:  # Else it came since it was looked for.
