@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments._digits import Task, digits
+from experiments._replicas import replicas_identical
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim, verify
 
@@ -236,15 +237,6 @@ def mean_of_means(task: Task) -> Callable[..., tuple[jax.Array, Any]]:
         return gradient(params, batch, np.concatenate(shares).astype(np.float32))
 
     return mistaken
-
-
-def replicas_identical(tree: Any) -> bool:
-    """Whether all devices hold the same bits of every leaf."""
-    for leaf in jax.tree.leaves(tree):
-        first, *others = (np.asarray(s.data).tobytes() for s in leaf.addressable_shards)
-        if any(other != first for other in others):
-            return False
-    return True
 
 
 # --- what is claimed, and shown ---

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments._digits import Task, digits
+from experiments._replicas import replicas_identical
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim, verify
 
@@ -176,15 +177,6 @@ def early_end(streams: list[list[Any]]) -> str:
 def length(tree: Any) -> float:
     """The global norm."""
     return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
-
-
-def replicas_identical(tree: Any) -> bool:
-    """Whether all devices hold the same bits of every leaf."""
-    for leaf in jax.tree.leaves(tree):
-        first, *others = (np.asarray(s.data).tobytes() for s in leaf.addressable_shards)
-        if any(other != first for other in others):
-            return False
-    return True
 
 
 # --- what is claimed, and shown ---

@@ -46,16 +46,26 @@ Seconds = dict[str, list[float]]
 
 
 class Plan(NamedTuple):
-    """How often each thing is done in one visit of a contender."""
+    """How often each thing is done in one visit of a contender.
+
+    Attributes:
+      small: Synchronous echoes of nine numbers.
+      asynchronous: The same, begun before the first one is waited for.
+      large: Echoes of each large size.
+      visits: Of each contender.
+      variants: Whether torch is also visited with jdist's process settings, and jdist
+        without polling.
+    """
 
     small: int
     asynchronous: int
     large: int
     visits: int
+    variants: bool = True
 
 
 FULL = Plan(small=2000, asynchronous=3000, large=12, visits=3)
-QUICK = Plan(small=50, asynchronous=100, large=2, visits=1)
+QUICK = Plan(small=50, asynchronous=100, large=2, visits=1, variants=False)
 
 
 def run(settings: Settings, progress: Progress) -> Result:
@@ -92,8 +102,10 @@ def echo(value: Any) -> Any:
 
 def ours(plan: Plan) -> dict[str, Seconds]:
     """jdist: NumPy arrays, then JAX arrays; and small ones without polling."""
-    found = rpc.spawn(_ours, (plan,), nprocs=2, pin=1)[0]
-    return found | rpc.spawn(_sleeping, (plan,), nprocs=2, pin=1)[0]
+    found: dict[str, Seconds] = rpc.spawn(_ours, (plan,), nprocs=2, pin=1)[0]
+    if plan.variants:
+        found |= rpc.spawn(_sleeping, (plan,), nprocs=2, pin=1)[0]
+    return found
 
 
 def _ours(rank: int, plan: Plan) -> dict[str, Seconds]:
@@ -126,7 +138,8 @@ def _sleeping(rank: int, plan: Plan) -> dict[str, Seconds]:
 def torchs(plan: Plan) -> dict[str, Seconds]:
     """torch.distributed.rpc over TensorPipe, as shipped and with our settings."""
     found = {}
-    for name, settings in ((TORCH, None), (SAME, rpc.ProcessSettings())):
+    forms = {TORCH: None, SAME: rpc.ProcessSettings()}
+    for name, settings in list(forms.items())[: None if plan.variants else 1]:
         with tempfile.TemporaryDirectory() as folder:
             arguments = (plan, f"{folder}/store")
             found[name] = rpc.spawn(

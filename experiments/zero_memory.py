@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from experiments._digits import digits
+from experiments._replicas import replicas_identical
 from experiments._result import Claim, Picture, Result, Settings
 from jdist import data_parallel, optim
 
@@ -153,14 +154,6 @@ def by_device(tree: Any, mesh: Mesh) -> list[int]:
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
     return list(held.values())
-
-
-def replicas_identical(tree: Any) -> bool:
-    """Whether all devices hold the same bits of every leaf."""
-    return all(
-        len({np.asarray(s.data).tobytes() for s in leaf.addressable_shards}) == 1
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def restores(state: Any, params: Any, count: int) -> bool:

@@ -18,6 +18,19 @@ import jax.numpy as jnp
 from jdist._errors import Unavailable, extra, requirement
 from jdist._tree import described
 
+__all__ = [
+    "Checkpoints",
+    "Closing",
+    "StepFolder",
+    "check_keep",
+    "check_same",
+    "chosen",
+    "descriptions",
+    "struct_of",
+    "unworded",
+    "words",
+]
+
 Arrays = Mapping[str, Mapping[str, Any]]
 """By the name of a group, which can be left unread, and by name within it."""
 
@@ -184,6 +197,16 @@ def _orbax() -> Any:
         raise Unavailable(
             f"checkpoints need orbax-checkpoint: {extra('checkpoint')}"
         ) from error
+
+
+def check_keep(call: str, keep: int | None) -> None:
+    """Refuses to keep no checkpoint at all; None keeps all.
+
+    Raises:
+      ValueError: `keep` is less than 1.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(requirement(f"{call}(keep=...)", "must be 1 at least", keep))
 
 
 def chosen(call: str, steps: list[int], step: int | None) -> int:

@@ -7,6 +7,7 @@ failed, or hardware that is not there. All derive from `JdistError`.
 
 import json
 import shlex
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -25,7 +26,7 @@ class VerificationError(JdistError, AssertionError):
 
 
 class Unavailable(JdistError):
-    """What was asked for needs hardware or software that is not here.
+    """Hardware or software that the call needs is not here.
 
     A row of the equivalence matrix raises it to be skipped *by name*; the message
     says what is missing.
@@ -74,3 +75,19 @@ def requirement(call: str, rule: str, got: object, remedy: str = "") -> str:
     shown = got if isinstance(got, str) else repr(got)
     message = f"`{call}` {rule}. Got {shown}."
     return f"{message} {remedy}" if remedy else message
+
+
+def check_choice(call: str, value: object, known: Iterable[object]) -> None:
+    """Refuses what is not one of a few names.
+
+    Args:
+      call: Function and argument, as for `requirement`.
+      value: What was given.
+      known: The names, in the order in which the message lists them.
+
+    Raises:
+      ValueError: It is none of them.
+    """
+    if value not in (known := tuple(known)):
+        rule = f"must be one of {', '.join(map(repr, known))}"
+        raise ValueError(requirement(call, rule, repr(value)))

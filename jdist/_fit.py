@@ -103,6 +103,7 @@ def over_epoch(found: Sequence[Metrics], reduction: str = "mean") -> Metrics:
     weights = [float(part.weight) for part in found]
     losses = [float(part.loss) for part in found]
     if reduction == "mean":
+        # Each loss is a mean over its batch: the weights make it the mean over all.
         pairs = zip(weights, losses, strict=True)
         loss = sum(weight * loss for weight, loss in pairs) / sum(weights)
     else:

@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._compat import tracks_varying_axes, varying_axes
-from jdist._errors import requirement
+from jdist._errors import check_choice, requirement
 from jdist._tree import (
     described,
     is_inexact,
@@ -59,7 +59,7 @@ REDUCTIONS = ("mean", "sum", "max", "min")
 
 
 class Partial(NamedTuple):
-    """What one shard, micro-batch or replica contributes to the batch's gradient."""
+    """The contribution of a shard, micro-batch or replica to the batch's gradient."""
 
     value: jax.Array
     """Scalar, float32 or wider: S w l, or the extreme loss of the examples here."""
@@ -75,9 +75,7 @@ class Partial(NamedTuple):
 
 def check_reduction(call: str, reduction: str) -> None:
     """Refuses a name that is not in `REDUCTIONS`."""
-    if reduction not in REDUCTIONS:
-        rule = f"must be one of {', '.join(map(repr, REDUCTIONS))}"
-        raise ValueError(requirement(f"{call}(reduction=...)", rule, repr(reduction)))
+    check_choice(f"{call}(reduction=...)", reduction, REDUCTIONS)
 
 
 # --- one shard's own part ---
@@ -258,7 +256,7 @@ def scaled(gradient: Any, factor: jax.Array | None) -> Any:
 def _entering(
     cotangents: jax.Array, dtype: Any, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What the backward pass is given, and what its result is multiplied by."""
+    """The seeds of the backward pass, and the factor of its result."""
     if reduction not in ("max", "min"):
         return rounded(cotangents, dtype)
     power = _reciprocal_power(jnp.maximum(jnp.sum(cotangents), 1))
@@ -322,7 +320,7 @@ def aligned(part: Partial, reduction: str, axis_name: Hashable) -> Partial:
 
 
 def share(gradient: jax.Array, total: jax.Array, reduction: str) -> jax.Array:
-    """What a replica's part of one leaf adds to the finished gradient."""
+    """The summand of one replica in a leaf of the finished gradient."""
     return gradient if reduction == "sum" else _scaled(jnp.divide, gradient, total)
 
 

@@ -1,4 +1,4 @@
-"""The only part that knows JAX versions and what is not plain public API.
+"""Versions of JAX, and its interfaces that are not plain public API.
 
 Everything else in jdist uses names that JAX documents. What differs between the
 supported releases (0.10.2 and newer), or is reachable but undocumented, is wrapped

@@ -50,7 +50,7 @@ class Ahead:
 
 
 def _place(leaf: Any) -> Sharding | None:
-    """What an array is committed to, or will be."""
+    """The sharding to which an array is committed, or will be."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
     if isinstance(leaf, jax.Array) and leaf.committed:

@@ -1,4 +1,4 @@
-"""Programs as data: what `jdist.segment` is made of.
+"""Traced programs as data: evaluating, cutting and rewriting them.
 
 Tested in `tests/segment/test_programs.py`.
 """
@@ -108,7 +108,7 @@ def trace_context() -> Any:
 
 
 def parts_of_wrapped(value: Any) -> list[Any]:
-    """What a `WRAPPED_FUNCTION` is made of, functions among it."""
+    """The parts of a `WRAPPED_FUNCTION`, functions among them."""
     return [value.f, value.f_transformed, *value.transforms]
 
 
@@ -153,7 +153,7 @@ def _evaluate_rewritten(
 
 
 def _opened(equation: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-    """What a plain jit call computes; "pjit" was its name before 0.7."""
+    """A function that computes a plain jit call; "pjit" was its name before 0.7."""
     details = equation.params
     if equation.primitive.name not in ("jit", "pjit"):
         return None

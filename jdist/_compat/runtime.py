@@ -57,7 +57,7 @@ def distributed_client() -> Any:
 
 
 def abandon_distributed() -> None:
-    """Makes this process forget `jax.distributed`, so that its exit waits for nobody.
+    """Makes this process forget `jax.distributed`, so that its exit waits for no other.
 
     At exit JAX waits for all processes to get there, which they never will if they are
     inside a collective with this one. The destructors of its objects would wait too,
@@ -85,7 +85,7 @@ def placed(
     multiple of 64 bytes is taken over on CPU.
 
     Args:
-      array: In C order and of the machine's byte order; nobody writes to it any more.
+      array: In C order and of the machine's byte order; not to be written to any more.
       device: The result is committed to it; None for the default, not committed.
       weak: Whether the type yields to others in promotion, as a Python number's does.
 

@@ -159,8 +159,8 @@ def _tell(supervisor: Supervisor, relay: Relay, then: str = "") -> None:
 def _interrupts() -> Iterator[None]:
     """Within it the signals that ask a program to end raise `Interrupted`.
 
-    One that is ignored (as under nohup) stays so; but where whoever started us ignores
-    SIGCHLD, nobody could learn how a worker ended.
+    One that is ignored (as under nohup) stays so; but where the program that started us
+    ignores SIGCHLD, it could not be learned how a worker ended.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:

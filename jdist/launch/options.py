@@ -18,6 +18,8 @@ from jdist.rpc.extension import (
     share_out,
 )
 
+__all__ = ["cluster_key", "parse"]
+
 DESCRIPTION = """\
 Starts N workers on this machine, with torchrun's environment variables. The first that
 fails ends the others; its traceback is printed last and its exit code returned.
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_meeting(parser: argparse.ArgumentParser) -> None:
-    """Who takes part, and where they meet."""
+    """Options for the number of workers, and where they meet."""
     add, count, port = parser.add_argument, _between(1, 2**16), _between(1, LAST_PORT)
     add(
         *("--nproc", "--nproc-per-node", "--nproc_per_node"),
@@ -114,7 +116,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
-    """What becomes of the workers and of what they write."""
+    """Options for failures and output."""
     add = parser.add_argument
     add(
         *("--max-restarts", "--max_restarts"),
@@ -139,7 +141,7 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """How the processes are set up before JAX starts."""
+    """Options for the processes' settings."""
     add = parser.add_argument
     add(
         "--pin",

@@ -1,8 +1,8 @@
 """Passing on what the workers write: to the terminal, to a file, and to memory.
 
 Two threads per worker read its output and its errors line by line. Whatever happens to
-the places that lines go to, reading goes on: a worker must never block because nobody
-takes what it writes.
+the places that lines go to, reading goes on: a worker must never block because its
+output is not taken.
 """
 
 import io
@@ -19,6 +19,8 @@ from rich.console import Console
 
 from jdist.rpc.extension import Child
 
+__all__ = ["InterruptFolder", "Relay", "Sink", "last_traceback"]
+
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _KEPT_LINES = 400
 _FEW_LINES = 20
@@ -26,11 +28,11 @@ _LONGEST_LINE = 2**16
 _PATIENCE = 5.0
 _TRACEBACK = "Traceback (most recent call last):"
 _INTERRUPTED = ("KeyboardInterrupt", "jdist.rpc.base.errors.WorkerLost:")
+# gloo prints it for every group in which all is well, and has no setting for that.
 _CONNECTED = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
     r"Expected number of connected peer ranks is : \1"
 )
-"""gloo prints it for every group in which all is well, and has no setting for that."""
 _LINKS = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -55,7 +57,7 @@ class Sink:
         while data and self.refusal is None:
             try:
                 written = self.file.write(data)
-                if written is None:  # A terminal that somebody set to non-blocking.
+                if written is None:  # a terminal that was set to non-blocking
                     select.select([], [self.file], [])
                 data = data[written or 0 :]
             except (OSError, ValueError) as error:  # ValueError: it was closed.
@@ -129,7 +131,7 @@ class Relay:
         self._folding = True
 
     def repeat_last_words(self, child: Child) -> None:
-        """Shows the end of its errors again: the last traceback if there is one."""
+        """Shows the end of a worker's errors again: its last traceback, if any."""
         words = last_traceback(self._kept.get(child.name, ()))
         with self._lock:
             self._errors.write("".join(f"{line}\n" for line in words).encode())
@@ -139,7 +141,7 @@ class Relay:
         return self._logs[child.name].name if child.name in self._logs else ""
 
     def complaints(self) -> list[str]:
-        """What could not be written to the end, and why."""
+        """The files that could not be written to the end, and why."""
         logs = (*self._earlier, *self._logs.values())
         sinks = (self._output, self._errors, *logs)
         return [f"{sink.name}: {sink.refusal}" for sink in sinks if sink.refusal]

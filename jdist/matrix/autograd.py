@@ -43,6 +43,7 @@ def _row(forward: Forward, mode: Any, loss_fn: LossFn, reduction: str) -> Candid
         parts = [jax.tree.map(lambda x, c=cut: x[c], batch) for cut in _cuts(count)]
         weights = jnp.ones(count) if weights is None else jnp.asarray(weights)
         variable = autograd.variable(params)
+        # A cluster for each gradient: rows of other families make workers of their own.
         with (
             precision_of_caller(),
             _registered(loss_fn) as number,
@@ -77,6 +78,7 @@ def _over_workers(number: int, params: Variable, parts: list[PyTree]) -> Any:
 
 
 def _through_workers(number: int, params: Variable, parts: list[PyTree]) -> Any:
+    # Recorded, because a variable does not travel; its value does, with its history.
     return rpc.rpc_sync(1, _onwards, args=(1, number, params.recorded(), parts))
 
 

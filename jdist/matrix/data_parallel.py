@@ -121,6 +121,7 @@ def _join(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
             [jax.tree.map(lambda x, part=part: x[part], (batch, weights))]
             for part in parts[:-1]
         ]
+        # A replica without a batch takes part with weight 0.
         joined = Join([*streams, []], where, rows=max(sizes), weighted=True)
         (shards,) = joined
         return _recorded(*step(step.init(params), *shards))
@@ -154,6 +155,7 @@ def _shards(
 
 def _sizes(examples: int, replicas: int) -> tuple[int, ...]:
     """All sizes different, the last shard empty: 11 over 4 is (7, 3, 1, 0)."""
+    # Odd numbers from the back, so that no two shards weigh the same.
     sizes = [0] * replicas
     for rank in range(replicas - 2, 0, -1):
         sizes[rank] = min(2 * (replicas - 2 - rank) + 1, examples - sum(sizes))

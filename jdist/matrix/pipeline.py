@@ -107,6 +107,7 @@ def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candid
             ThreadPoolExecutor(len(names)) as threads,
         ):
             found = list(threads.map(on_worker, names))
+        # Each worker returns the gradients of its own stage, None for the others.
         own = [grads[number] for number, (_, grads) in enumerate(found)]
         return found[0][0], _whole(own, jax.tree.structure(params))
 
@@ -194,6 +195,7 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
         floating, fixed = split_inexact(params)
         leaves, structure = jax.tree.flatten(floating)
         examples = examples_in(batch, "candidate")
+        # Inputs of a pipeline have rows, hence a copy for each example.
         zeros = [np.zeros((examples, *x.shape), x.dtype) for x in leaves]
         owned = [
             {

@@ -1,4 +1,4 @@
-"""Hyperparameters: what each must satisfy, and the value it has at one step.
+"""Hyperparameters: their rules, and their values at one step.
 
 A numeric hyperparameter is a Python number, a scalar array (traced or not), or a
 *schedule*: a function of the number of steps that the leaf has taken so far, such as
@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
@@ -28,7 +29,7 @@ Number: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a number must satisfy: in words, and as a test."""
+    """A condition on a number: in words, and as a test."""
 
     says: str
     holds: Callable[[Any], Any]
@@ -75,7 +76,7 @@ class Hyperparameter:
             name = f"{self.name}[{index}]"
             _check_number(f"{call}({name}=...)", self.rules[index], entry)
 
-    def at(self, call: str, value: Any, count: jax.Array, dtype: Any) -> Any:
+    def at(self, call: str, value: Any, count: jax.Array, dtype: DTypeLike) -> Any:
         """The value at one step: schedules called, arrays in the leaf's precision."""
         if not self.rules:
             return value
@@ -118,7 +119,7 @@ def resolved(
     specs: Mapping[str, Hyperparameter],
     overrides: Mapping[str, Any],
     count: jax.Array,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> SimpleNamespace:
     """All hyperparameters of one leaf at one step, by name."""
     return SimpleNamespace(
@@ -129,7 +130,7 @@ def resolved(
     )
 
 
-def _at(value: Any, count: jax.Array, dtype: Any) -> Any:
+def _at(value: Any, count: jax.Array, dtype: DTypeLike) -> Any:
     if callable(value):
         value = value(count)
     if isinstance(value, np.generic):

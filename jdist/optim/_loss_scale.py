@@ -50,7 +50,7 @@ class DynamicLossScale:
 
 
 class Precision(NamedTuple):
-    """What an optimizer with masters was told."""
+    """The arguments of `with_master_weights` that an optimizer carries."""
 
     compute_dtype: Any
     """Of the compute copies."""

@@ -1,4 +1,4 @@
-"""The form that all optimizers share, and the driver that applies a rule per leaf.
+"""The interface of all optimizers, and the driver that applies a rule per leaf.
 
 An `Optimizer` is a pair of pure functions over whole trees. Most are made by
 `leafwise` out of two small functions over one array each:
@@ -27,10 +27,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jdist._compat import alike, is_traced
 from jdist._errors import requirement
-from jdist._tree import described, is_inexact, is_none, path_of, wide_dtype
+from jdist._tree import PyTree, described, is_inexact, is_none, path_of, wide_dtype
 from jdist.optim._hyperparameters import (
     Hyperparameter,
     check_overrides,
@@ -44,7 +45,7 @@ class Update(NamedTuple):
     """How one parameter moves: p <- p * (1 - decay) + delta."""
 
     delta: jax.Array
-    """What is added; shape and dtype of the parameter."""
+    """The summand; shape and dtype of the parameter."""
 
     decay: Any = 0
     """The fraction by which it shrinks first, a scalar: decoupled weight decay, which
@@ -91,7 +92,7 @@ class Optimizer:
     loss_factor: Callable[[Any], jax.Array] | None = None
     precision: Precision | None = None
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         """The state before the first step.
 
         Args:
@@ -112,8 +113,8 @@ class Optimizer:
         return _settled(self.init_tree(params), params)
 
     def step(
-        self, params: Any, grads: Any, state: Any, **overrides: Any
-    ) -> tuple[Any, Any]:
+        self, params: PyTree, grads: PyTree, state: PyTree, **overrides: Any
+    ) -> tuple[PyTree, PyTree]:
         """One step: pure, so it may be jitted, vmapped, sharded and donated to.
 
         Args:
@@ -139,9 +140,9 @@ class Optimizer:
         return self.step_tree(params, grads, state, overrides)
 
     def updates(
-        self, params: Any, grads: Any, state: Any, **overrides: Any
-    ) -> tuple[Any, Any]:
-        """What `step` would add to each parameter, and the new state.
+        self, params: PyTree, grads: PyTree, state: PyTree, **overrides: Any
+    ) -> tuple[PyTree, PyTree]:
+        """The updates that `step` would add to the parameters, and the new state.
 
         The update itself, and not the difference of new and old parameters, which is
         rounded to the spacing of their numbers. Added, it gives what `step` returns;
@@ -172,7 +173,7 @@ class Optimizer:
         _check_gradients(self.name, params, grads, self.precision is not None)
         return self.step_tree(params, grads, state, overrides, updates=True)
 
-    def scale_loss(self, loss: jax.Array, state: Any) -> jax.Array:
+    def scale_loss(self, loss: jax.Array, state: PyTree) -> jax.Array:
         """The loss to differentiate: times the loss scale, if the state holds one.
 
         Args:
@@ -233,19 +234,19 @@ def leafwise(
     rule = _Rule(name, specs, state_structure, step_leaf)
     call = f"{name}.step"
 
-    def init_tree(params: Any) -> Any:
+    def init_tree(params: PyTree) -> PyTree:
         return jax.tree.map(
             lambda p: _init_one(init_leaf, jnp.asarray(p)) if is_inexact(p) else None,
             params,
         )
 
     def step_tree(
-        params: Any,
-        grads: Any,
-        state: Any,
+        params: PyTree,
+        grads: PyTree,
+        state: PyTree,
         overrides: Mapping[str, Any],
         updates: bool = False,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         check_overrides(call, specs, overrides)
         structure: Any
         pairs, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -277,7 +278,7 @@ class _Rule:
         path: str,
         param: Any,
         grad: Any,
-        state: Any,
+        state: PyTree,
         overrides: Mapping[str, Any],
         updates: bool,
     ) -> tuple[Any, Any]:
@@ -305,7 +306,7 @@ class _Rule:
         return _left(found, param), jax.tree.map(_left, new, state)
 
 
-def check_optimizer(argument: str, given: Any) -> None:
+def check_optimizer(argument: str, given: PyTree) -> None:
     """Refuses what is no `Optimizer`, and says how to make one of it.
 
     Args:
@@ -350,8 +351,8 @@ def count_zero() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
-def matching(call: str, argument: str, params: Any, tree: Any) -> list[Any]:
-    """What stands in `tree` in the place of each leaf of `params`, None included.
+def matching(call: str, argument: str, params: PyTree, tree: PyTree) -> list[Any]:
+    """The subtrees of `tree` in the places of the leaves of `params`, None included.
 
     Raises:
       ValueError: `tree` has not the structure of `params`.
@@ -368,7 +369,7 @@ def matching(call: str, argument: str, params: Any, tree: Any) -> list[Any]:
         raise ValueError(requirement(f"{call}({argument}=...)", rule, got)) from error
 
 
-def _check_gradients(name: str, params: Any, grads: Any, masters: bool) -> None:
+def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) -> None:
     leaves = matching(f"{name}.step", "grads", params, grads)
     for (keys, param), grad in zip(
         jax.tree.leaves_with_path(params), leaves, strict=True
@@ -384,7 +385,7 @@ def _check_gradients(name: str, params: Any, grads: Any, masters: bool) -> None:
             raise ValueError(requirement(argument, rule, described(grad)))
 
 
-def _widens(dtype: Any, other: Any) -> bool:
+def _widens(dtype: DTypeLike, other: Any) -> bool:
     """Whether every number of one floating dtype is one of the other, of its kind."""
     kinds = (jnp.floating, jnp.complexfloating)
     alike = any(all(jnp.issubdtype(d, k) for d in (dtype, other)) for k in kinds)
@@ -411,7 +412,7 @@ def _left(new: jax.Array, old: jax.Array) -> jax.Array:
     return new.astype(old.dtype)
 
 
-def _init_one(init_leaf: InitLeaf, param: jax.Array) -> Any:
+def _init_one(init_leaf: InitLeaf, param: jax.Array) -> PyTree:
     if not jnp.issubdtype(param.dtype, jnp.complexfloating):
         return _placed(init_leaf(param), param)
     real = _entered(param)
@@ -423,7 +424,7 @@ def _init_one(init_leaf: InitLeaf, param: jax.Array) -> Any:
     )
 
 
-def _placed(state: Any, param: jax.Array) -> Any:
+def _placed(state: PyTree, param: jax.Array) -> Any:
     """Arrays laid out as their parameter is; scalars where a step will leave them.
 
     Zeros do not follow from the parameter, so that a compiler which is told nothing
@@ -440,8 +441,8 @@ def _placed(state: Any, param: jax.Array) -> Any:
     return jax.tree.map(lambda s: s if s.ndim else jax.device_put(s, place), state)
 
 
-def _settled(state: Any, params: Any) -> Any:
-    """What no parameter has placed, such as optax's counts, where all parameters are.
+def _settled(state: PyTree, params: PyTree) -> PyTree:
+    """The state, its unplaced arrays (optax's counts, say) moved beside the parameters.
 
     An array that a checkpoint has restored is tied to its devices: a count on the first
     one alone could not meet parameters on a mesh.

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 from jdist._compat import is_traced, tracks_varying_axes, varying_axes
 from jdist._errors import requirement
-from jdist._tree import is_inexact, named_leaves, wide_dtype
+from jdist._tree import PyTree, is_inexact, named_leaves, wide_dtype
 
 TORCH_EPS = 1e-6
 
 
 def clip_by_global_norm(
-    grads: Any, max_norm: float | jax.Array, axis_name: Hashable | None = None
-) -> tuple[Any, jax.Array]:
+    grads: PyTree, max_norm: float | jax.Array, axis_name: Hashable | None = None
+) -> tuple[PyTree, jax.Array]:
     """Scales gradients down together, so that their norm is at most `max_norm`.
 
     Args:

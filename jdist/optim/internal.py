@@ -1,4 +1,4 @@
-"""What other parts of jdist may use of the optimizers, beside the face.
+"""The face of the optimizers for other parts of jdist, beside the public one.
 
 Where the leaves of a model are in several places (stages of a pipeline, owners of
 remote parameters) the norm is made of the squares that each place sums up, and each

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.optim._hyperparameters import Hyperparameter
 from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
@@ -57,7 +58,7 @@ def by_label(
     """
     _check_optimizers(optimizers)
 
-    def labels_for(params: Any) -> list[str]:
+    def labels_for(params: PyTree) -> list[str]:
         tree = labels(params) if callable(labels) else labels
         found = matching("by_label", "labels", params, tree)
         for label in found:
@@ -66,7 +67,7 @@ def by_label(
                 raise ValueError(requirement("by_label(labels=...)", rule, label))
         return found
 
-    def init_tree(params: Any) -> Any:
+    def init_tree(params: PyTree) -> PyTree:
         found = labels_for(params)
         return {
             label: opt.init_tree(_only(label, found, params, params))
@@ -74,12 +75,12 @@ def by_label(
         }
 
     def step_tree(
-        params: Any,
-        grads: Any,
-        state: Any,
+        params: PyTree,
+        grads: PyTree,
+        state: PyTree,
         overrides: Mapping[str, Any],
         **form: bool,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         found = labels_for(params)
         if not isinstance(state, Mapping) or set(state) != set(optimizers):
             rule = "must be what `init` or the last step returned"
@@ -118,7 +119,7 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
             raise ValueError(requirement(argument, rule, opt.name, remedy))
 
 
-def _only(label: str, found: list[str], params: Any, tree: Any) -> Any:
+def _only(label: str, found: list[str], params: PyTree, tree: PyTree) -> PyTree:
     """`tree` with None in the place of every parameter of another label."""
     structure: Any = jax.tree.structure(params)
     leaves = structure.flatten_up_to(tree)

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jdist._errors import requirement
-from jdist._tree import is_inexact, named_leaves, wide_dtype
+from jdist._tree import PyTree, is_inexact, named_leaves, wide_dtype
 from jdist.optim._loss_scale import (
     DynamicLossScale,
     LossScaleState,
@@ -49,7 +50,7 @@ class MasterState(NamedTuple):
     """None without a loss scale."""
 
 
-def compute_copies(params: Any, dtype: Any) -> Any:
+def compute_copies(params: PyTree, dtype: DTypeLike) -> PyTree:
     """Parameters rounded to the dtype of the computation; other leaves as they are.
 
     Args:
@@ -69,7 +70,7 @@ def compute_copies(params: Any, dtype: Any) -> Any:
 def with_master_weights(
     opt: Optimizer,
     *,
-    compute_dtype: Any = jnp.bfloat16,
+    compute_dtype: DTypeLike = jnp.bfloat16,
     loss_scale: float | DynamicLossScale | None = None,
     axis_name: Hashable | None = None,
 ) -> Optimizer:
@@ -116,7 +117,7 @@ def with_master_weights(
     _check_arguments(call, opt, compute_dtype)
     scaling = scaling_of(call, loss_scale)
 
-    def init_tree(params: Any) -> MasterState:
+    def init_tree(params: PyTree) -> MasterState:
         masters = jax.tree.map(_master, params)
         scale = None
         if scaling is not None:
@@ -125,12 +126,12 @@ def with_master_weights(
         return MasterState(masters, opt.init_tree(masters), scale)
 
     def step_tree(
-        params: Any,
-        grads: Any,
+        params: PyTree,
+        grads: PyTree,
         state: MasterState,
         overrides: Mapping[str, Any],
         updates: bool = False,
-    ) -> tuple[Any, MasterState]:
+    ) -> tuple[PyTree, MasterState]:
         _check_state(call, state)
         _check_copies(call, params, compute_dtype)
         scale, elsewhere = state.loss_scale, True
@@ -164,7 +165,7 @@ def with_master_weights(
     )
 
 
-def all_finite(params: Any, grads: Any, state: MasterState) -> jax.Array:
+def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
     """Whether a step would find these gradients finite, once the scale is off them.
 
     Args:
@@ -183,7 +184,7 @@ def all_finite(params: Any, grads: Any, state: MasterState) -> jax.Array:
     return _all_finite(_wide_gradients(params, grads, state), None)
 
 
-def _check_arguments(call: str, opt: Any, compute_dtype: Any) -> None:
+def _check_arguments(call: str, opt: Any, compute_dtype: jnp.dtype) -> None:
     check_optimizer(f"{call}(opt=...)", opt)
     if not jnp.issubdtype(compute_dtype, jnp.floating):
         argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
@@ -204,14 +205,14 @@ def _master(param: Any) -> jax.Array | None:
     return jnp.array(param, dtype=wide_dtype(jnp.result_type(param)), copy=True)
 
 
-def _check_state(call: str, state: Any) -> None:
+def _check_state(call: str, state: PyTree) -> None:
     if not isinstance(state, MasterState):
         rule = "must be what `init` or the last step returned"
         got = type(state).__name__
         raise ValueError(requirement(f"{call}.step(state=...)", rule, got))
 
 
-def _check_copies(call: str, params: Any, dtype: Any) -> None:
+def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:
     for path, leaf in named_leaves(params).items():
         if _is_real(leaf) and jnp.result_type(leaf) != dtype:
             got = f"{jnp.result_type(leaf)} at {path}"
@@ -220,7 +221,7 @@ def _check_copies(call: str, params: Any, dtype: Any) -> None:
             raise ValueError(requirement(f"{call}.step(params=...)", rule, got, remedy))
 
 
-def _wide_gradients(params: Any, grads: Any, state: MasterState) -> Any:
+def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree:
     """Gradients of the masters: widened, then divided by the loss scale."""
     masters, scale = state.masters, state.loss_scale
 
@@ -236,7 +237,7 @@ def _wide_gradients(params: Any, grads: Any, state: MasterState) -> Any:
     return structure.unflatten(widened(grad, master) for grad, master in pairs)
 
 
-def _moved(params: Any, grads: Any, masters: Any, updates: bool) -> Any:
+def _moved(params: PyTree, grads: PyTree, masters: PyTree, updates: bool) -> PyTree:
     """New compute copies; where the gradient was None, the old one itself.
 
     As updates what leads from the old copies to the masters, which add up there.
@@ -260,7 +261,7 @@ def _moved(params: Any, grads: Any, masters: Any, updates: bool) -> Any:
     return structure.unflatten(one(*triple) for triple in triples)
 
 
-def _all_finite(grads: Any, axis_name: Hashable | None) -> jax.Array:
+def _all_finite(grads: PyTree, axis_name: Hashable | None) -> jax.Array:
     finite = jnp.array(True)
     for leaf in jax.tree.leaves(grads):
         finite &= jnp.all(jnp.isfinite(leaf))

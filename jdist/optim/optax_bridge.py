@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import Unavailable, requirement
-from jdist._tree import is_inexact, merge, path_of, split_inexact, wide_dtype
+from jdist._tree import PyTree, is_inexact, merge, path_of, split_inexact, wide_dtype
 from jdist.optim._optimizer import Optimizer, check_optimizer, matching
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
         raise Unavailable("`as_optax` needs optax: pip install optax.") from error
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[Any, Any]:
         if params is None:
             argument = f"as_optax({opt.name}).update(params=...)"
@@ -64,7 +64,7 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
     return optax.GradientTransformationExtraArgs(lambda p: _flat(opt.init(p)), update)
 
 
-def _flat(state: Any) -> tuple[Any, ...]:
+def _flat(state: PyTree) -> tuple[PyTree, ...]:
     """A state's arrays, without its structure, which the parameters determine.
 
     The structure is a tree like the parameters with the algorithm's state in the place
@@ -105,16 +105,16 @@ def from_optax(
         raise TypeError(requirement("from_optax(tx=...)", rule, tx))
     call = "from_optax(tx).step"
 
-    def init_tree(params: Any) -> Any:
+    def init_tree(params: PyTree) -> PyTree:
         return tx.init(split_inexact(params)[0])
 
     def step_tree(
-        params: Any,
-        grads: Any,
-        state: Any,
+        params: PyTree,
+        grads: PyTree,
+        state: PyTree,
         overrides: Mapping[str, Any],
         updates: bool = False,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         for name in overrides:
             if name not in extra_args:
                 rule = "takes only the arguments that were named in extra_args"
@@ -133,7 +133,7 @@ def from_optax(
     return Optimizer("from_optax", init_tree, step_tree)
 
 
-def _floating_gradients(call: str, params: Any, grads: Any) -> Any:
+def _floating_gradients(call: str, params: PyTree, grads: PyTree) -> PyTree:
     """The gradients of floating leaves, None elsewhere; none may be missing."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     kept = []

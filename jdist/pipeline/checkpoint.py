@@ -17,6 +17,7 @@ from jdist._checkpoint import (
     Checkpoints,
     Closing,
     StepFolder,
+    check_keep,
     check_same,
     chosen,
     descriptions,
@@ -92,9 +93,7 @@ class StageCheckpoints(Closing):
         self._folders: dict[int, StepFolder] = {}
         try:
             with saved.opened("PipelineCheckpoints") as channels:
-                if keep is not None and keep < 1:
-                    call = "StageCheckpoints(keep=...)"
-                    raise ValueError(requirement(call, "must be 1 at least", keep))
+                check_keep("StageCheckpoints", keep)
                 for j in saved.own:
                     self._folders[j] = StepFolder(Path(folder) / f"stage{j}")
                 self._complete = self._found(channels)

@@ -80,9 +80,11 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
         gathered = channels.agree((own, watch.held, watch.kept))
     held: dict[int, int] = {}
     for _, theirs, _ in gathered:
+        # A worker is in one process: nothing is overwritten.
         held |= theirs
     kept = [of_stages for _, _, of_stages in gathered]
     timeline = Timeline.from_records(
+        # Messages carry plain tuples.
         [Record(*record) for records, *_ in gathered for record in records],
         name=f"{pipe.schedule.name}, measured",
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdist._tree import PyTree
 from jdist.segment._lookup.cache import PATIENCE, VERSIONS
 from jdist.segment._lookup.contents import Contents
 from jdist.segment._lookup.program_key import identity_of
@@ -37,7 +38,7 @@ Invoke = Callable[..., Any]
 """`invoke(function, *arguments)`: calls a compiled function, or stands in for that."""
 
 
-def call_now(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_now(function: Callable[..., Any], *arguments: PyTree) -> Any:
     """The `Invoke` that calls."""
     return function(*arguments)
 
@@ -157,7 +158,7 @@ class Halves:
         return None
 
     def call(
-        self, invoke: Invoke, half: str, params: Any, inputs: Any, static: Static
+        self, invoke: Invoke, half: str, params: PyTree, inputs: PyTree, static: Static
     ) -> Any:
         """Calls `forward` or `outputs`, here or where the program is compiled."""
         signature = None
@@ -174,7 +175,7 @@ class Halves:
         self._elsewhere[signature] = home
         return home.call(invoke, half, params, inputs, static)
 
-    def _program(self, params: Any, inputs: Any, static: Static) -> TracedProgram:
+    def _program(self, params: PyTree, inputs: PyTree, static: Static) -> TracedProgram:
         """The function's program, if these are the halves where it is compiled.
 
         Raises:
@@ -193,7 +194,7 @@ class Halves:
         VERSIONS.note_sizes(self._user, self._contents, self._label, kinds)
         return program
 
-    def _run_forward(self, params: Any, inputs: Any, static: Static) -> Any:
+    def _run_forward(self, params: PyTree, inputs: PyTree, static: Static) -> Any:
         program = self._program(params, inputs, static)
         planned = plan(program.run, params, inputs, self._policy, self.owner)
         # The derivative rules have run, and may have brought something in.
@@ -201,7 +202,7 @@ class Halves:
         outputs, computed = _differentiable(planned, program.run, params, inputs)
         return outputs, Residuals(planned, computed)
 
-    def _run_outputs(self, params: Any, inputs: Any, static: Static) -> Any:
+    def _run_outputs(self, params: PyTree, inputs: PyTree, static: Static) -> Any:
         return self._program(params, inputs, static).run(params, *inputs)
 
 
@@ -210,7 +211,7 @@ def _compiled(
 ) -> Callable[..., Any]:
     """A half, compiled under the function's name, which shows in profiles."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: PyTree) -> Any:
         return half(*arguments)
 
     run.__name__ = f"{name}_{half.__name__.removeprefix('_run_').lstrip('_')}"
@@ -219,11 +220,11 @@ def _compiled(
 
 def _backward(
     fold: FoldFunction | None,
-    carry: Any,
-    given: Any,
-    params: Any,
+    carry: PyTree,
+    given: PyTree,
+    params: PyTree,
     residuals: Residuals,
-    d_outputs: Any,
+    d_outputs: PyTree,
     layout: Layout,
 ) -> Any:
     kept = residuals.arrays
@@ -235,7 +236,9 @@ def _backward(
     return d_params, d_inputs
 
 
-def _first(params: Any, residuals: Residuals, d_outputs: Any, layout: Layout) -> Any:
+def _first(
+    params: PyTree, residuals: Residuals, d_outputs: PyTree, layout: Layout
+) -> Any:
     kept = residuals.arrays
     parts = split(gradient(residuals.plan, kept, params, d_outputs))
     leaves = jax.tree.leaves((params, kept, d_outputs))
@@ -244,7 +247,7 @@ def _first(params: Any, residuals: Residuals, d_outputs: Any, layout: Layout) ->
 
 
 def _second(
-    fold: FoldFunction | None, carry: Any, given: Any, rest: Rest, layout: Layout
+    fold: FoldFunction | None, carry: PyTree, given: PyTree, rest: Rest, layout: Layout
 ) -> Any:
     finished = rest.split.finish(rest.arrays, layout)
     if fold is None:
@@ -259,11 +262,11 @@ def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
 
     def deferring(
         fold: FoldFunction,
-        carry: Any,
-        given: Any,
-        params: Any,
+        carry: PyTree,
+        given: PyTree,
+        params: PyTree,
         residuals: Residuals,
-        d_outputs: Any,
+        d_outputs: PyTree,
         layout: Layout,
     ) -> Any:
         planned, kept = residuals.plan, residuals.arrays
@@ -276,11 +279,11 @@ def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
 
     def joined(
         fold: FoldFunction,
-        carry: Any,
-        given: Any,
+        carry: PyTree,
+        given: PyTree,
         deferred: list[Deferred],
         layout: Layout,
-    ) -> Any:
+    ) -> PyTree:
         calls = [each.arrays for each in deferred]
         return fold(carry, deferred[0].split.joined(calls, layout), given)
 
@@ -288,7 +291,7 @@ def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
 
 
 def _differentiable(
-    planned: ForwardPlan, fn: Callable[..., Any], params: Any, inputs: Any
+    planned: ForwardPlan, fn: Callable[..., Any], params: PyTree, inputs: PyTree
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs the forward program so that its outputs differentiate as `fn` does.
 

@@ -1,4 +1,4 @@
-"""What is kept between the halves of a segment: whose, and how to read it.
+"""Values kept between the halves of a segment: their owner, and how to read them.
 
 All classes are pytrees. Their arrays are children, and the program that reads them is
 part of the structure, so that `jax.jit` finds the compiled backward pass by it. Which
@@ -21,7 +21,7 @@ from jax.sharding import (
 
 from jdist._compat import is_traced
 from jdist._errors import requirement
-from jdist._tree import path_of
+from jdist._tree import PyTree, path_of
 from jdist.segment._programs import backward
 from jdist.segment._programs.backward import Layout
 from jdist.segment._programs.deferred import Deferral
@@ -33,7 +33,7 @@ Version = tuple[Callable[[], Any], ...]
 
 @jax.tree_util.register_pytree_node_class
 class Residuals:
-    """What one forward pass keeps for its backward pass: a pytree of arrays.
+    """Values that one forward pass keeps for its backward pass: a pytree of arrays.
 
     It may pass through `jax.jit`, be stored, or moved between devices. It refers to the
     arrays of the caller that it can use, and holds no parameter nor anything computed
@@ -56,7 +56,7 @@ class Residuals:
 
     @property
     def owner(self) -> object:
-        """What tells these residuals from those of other functions."""
+        """An object that only residuals of the same function share."""
         return self.plan.owner
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], ForwardPlan]:
@@ -72,8 +72,8 @@ class Residuals:
 Parts = TypeVar("Parts", Split, Deferral)
 
 
-class _Waiting(Generic[Parts]):
-    """What one part of a backward pass leaves for another: a pytree of arrays.
+class _Pending(Generic[Parts]):
+    """Values that one part of a backward pass leaves for another: a pytree of arrays.
 
     It refers to parameters, residuals and cotangents that are needed, and holds what
     was computed and would otherwise be computed again.
@@ -90,7 +90,7 @@ class _Waiting(Generic[Parts]):
 
     @property
     def owner(self) -> object:
-        """What tells it from those of other functions."""
+        """An object that only values of the same function share."""
         return self.split.gradient.plan.owner
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Parts]:
@@ -104,8 +104,8 @@ class _Waiting(Generic[Parts]):
 
 
 @jax.tree_util.register_pytree_node_class
-class Rest(_Waiting[Split]):
-    """What `backward_inputs` leaves for `backward_params`: a pytree of arrays."""
+class Rest(_Pending[Split]):
+    """The result of `backward_inputs` for `backward_params`: a pytree of arrays."""
 
     __slots__ = ()
 
@@ -137,14 +137,14 @@ class Rest(_Waiting[Split]):
 
 
 @jax.tree_util.register_pytree_node_class
-class Deferred(_Waiting[Deferral]):
-    """What `backward_deferring` leaves for `join_deferred`: a pytree of arrays."""
+class Deferred(_Pending[Deferral]):
+    """The result of `backward_deferring` for `join_deferred`: a pytree of arrays."""
 
     __slots__ = ()
 
 
 def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] | None:
-    """What `backward` would return for the inputs, if that is among `cotangents`.
+    """The inputs' cotangents, if they are some of the outputs' and need no program.
 
     Args:
       residuals: Of a segment without parameters, whose inputs are arrays.
@@ -233,7 +233,7 @@ def refuse_origin(call: str, value: Any, kind: type) -> NoReturn:
     raise ValueError(requirement(argument, rule, "that of another segment"))
 
 
-def check_version(call: str, params: Any, version: Version | None) -> None:
+def check_version(call: str, params: PyTree, version: Version | None) -> None:
     """Refuses parameters that are not the objects of the forward pass.
 
     What a transformation has put in their place cannot be told apart, and passes.
@@ -286,5 +286,5 @@ def explain_deleted(call: str, error: Exception, trees: Mapping[str, Any]) -> No
                 raise ValueError(message) from error
 
 
-def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
+def _leaves_by_path(tree: PyTree) -> list[tuple[str, Any]]:
     return [(path_of(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.segment._halves import Fold, Halves, Invoke, call_now
 from jdist.segment._lookup.cache import PATIENCE, PATIENCE_WITH_MODELS, FunctionCache
 from jdist.segment._lookup.contents import Contents, value_of
@@ -68,7 +69,7 @@ class Segment:
         """
         return Segment(self.fn, self._halves, self._static, self._own, invoke)
 
-    def forward(self, params: Any, *inputs: Any) -> tuple[Any, Residuals]:
+    def forward(self, params: PyTree, *inputs: PyTree) -> tuple[PyTree, Residuals]:
         """Runs the function and keeps what its backward pass needs.
 
         Args:
@@ -102,7 +103,7 @@ class Segment:
         version, layout = version_of(leaves[:given]), layout_of(leaves[:arguments])
         return outputs, Residuals(plan, kept, version, layout)
 
-    def outputs(self, params: Any, *inputs: Any) -> Any:
+    def outputs(self, params: PyTree, *inputs: PyTree) -> PyTree:
         """The outputs of `forward` alone, where no backward pass follows.
 
         Args and errors are those of `forward`. It runs the program that `forward`
@@ -115,12 +116,12 @@ class Segment:
 
     def backward(
         self,
-        params: Any,
+        params: PyTree,
         residuals: Residuals,
-        d_outputs: Any,
+        d_outputs: PyTree,
         *,
         fold: Fold | None = None,
-    ) -> tuple[Any, tuple[Any, ...]]:
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Pulls the cotangents of the outputs back to parameters and inputs.
 
         Args:
@@ -153,8 +154,8 @@ class Segment:
         )
 
     def backward_inputs(
-        self, params: Any, residuals: Residuals, d_outputs: Any
-    ) -> tuple[tuple[Any, ...], Rest]:
+        self, params: PyTree, residuals: Residuals, d_outputs: PyTree
+    ) -> tuple[tuple[PyTree, ...], Rest]:
         """The half of `backward` that others wait for.
 
         Args and errors are those of `backward`.
@@ -172,7 +173,7 @@ class Segment:
         arrays = _gathered(found, arguments, d_inputs)
         return d_inputs, Rest(found.split, arrays, residuals.layout)
 
-    def backward_params(self, rest: Rest, *, fold: Fold | None = None) -> Any:
+    def backward_params(self, rest: Rest, *, fold: Fold | None = None) -> PyTree:
         """The other half: the gradients of the parameters.
 
         Args:
@@ -201,7 +202,7 @@ class Segment:
             return finished
         return rest.split.gradients(rest.arrays, finished)
 
-    def _call(self, half: str, params: Any, inputs: Any, static: Static) -> Any:
+    def _call(self, half: str, params: PyTree, inputs: PyTree, static: Static) -> Any:
         given = self._invoke, half, params, inputs, static
         try:
             return self._halves.call(*given)
@@ -249,8 +250,12 @@ class Segment:
 
 
 def backward_deferring(
-    segment: Segment, params: Any, residuals: Residuals, d_outputs: Any, fold: Fold
-) -> tuple[Any, tuple[Any, ...], Deferred]:
+    segment: Segment,
+    params: PyTree,
+    residuals: Residuals,
+    d_outputs: PyTree,
+    fold: Fold,
+) -> tuple[PyTree, tuple[PyTree, ...], Deferred]:
     """`Segment.backward` without the products that end gradients of parameters.
 
     Such gradients are None in what the fold is given; `join_deferred` computes them,
@@ -271,7 +276,7 @@ def backward_deferring(
     return carry, d_inputs, Deferred(found.split, arrays, residuals.layout)
 
 
-def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) -> Any:
+def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) -> PyTree:
     """Folds the gradients that many calls have put off, summed over the calls.
 
     Calls of equal shapes are one product each; for every set of shapes, in the order of

@@ -1,4 +1,4 @@
-"""What other parts of jdist may use of segments, beside the face.
+"""The face of segments for other parts of jdist, beside the public one.
 
 No user's names: they may change between any two versions. Distributed autograd compiles
 the functions that it records, and pipelines their losses, through the same two caches

@@ -71,6 +71,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jdist._tree import wide_dtype
 
@@ -80,7 +81,7 @@ BLIND = 1 / 8
 
 
 class Limit(NamedTuple):
-    """What a leaf is held against; float64, of the leaf's shape or a scalar."""
+    """The limit of a leaf's differences; float64, of the leaf's shape or a scalar."""
 
     bound: Any
     """The largest difference that rounding explains."""
@@ -90,7 +91,7 @@ class Limit(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What was measured of a leaf, per entry; each a sum over examples.
+    """Measured sums over examples, for each entry of a leaf.
 
     Attributes:
       total: The exact gradient g.
@@ -107,7 +108,7 @@ class Sums(NamedTuple):
     variance: Any
 
 
-def unit_roundoff(dtype: Any) -> float:
+def unit_roundoff(dtype: DTypeLike) -> float:
     """The largest relative error of one rounding to nearest: 2^-24 for float32.
 
     Example:
@@ -134,7 +135,7 @@ def confidence(entries: int, draws: float = math.inf) -> float:
     return math.sqrt(draws * math.expm1(squared / draws))
 
 
-def bound(dtype: Any, entries: int, terms: int, scale: Any) -> np.ndarray:
+def bound(dtype: DTypeLike, entries: int, terms: int, scale: Any) -> np.ndarray:
     """The largest difference that the rounding of a sum explains: A alone.
 
     Args:
@@ -152,7 +153,7 @@ def bound(dtype: Any, entries: int, terms: int, scale: Any) -> np.ndarray:
 
 
 def measured_bound(
-    dtype: Any, sums: Sums, terms: int, draws: int, accumulation: Any
+    dtype: DTypeLike, sums: Sums, terms: int, draws: int, accumulation: DTypeLike
 ) -> Limit:
     """The whole bound, from what was measured.
 
@@ -183,7 +184,7 @@ def measured_bound(
     return Limit(np.where(np.isnan(allowed), np.inf, allowed), size)
 
 
-def accumulated(dtype: Any, accumulation: Any) -> Any:
+def accumulated(dtype: DTypeLike, accumulation: DTypeLike | None) -> Any:
     """The dtype in which a sum of `dtype` is accumulated.
 
     Args:
@@ -195,7 +196,7 @@ def accumulated(dtype: Any, accumulation: Any) -> Any:
     return jnp.dtype(accumulation)
 
 
-def flushes(dtype: Any) -> bool:
+def flushes(dtype: DTypeLike) -> bool:
     """Whether numbers below the smallest normal one may be flushed to zero.
 
     float16 and narrower are computed in float32 and rounded, so their subnormal numbers
@@ -204,7 +205,7 @@ def flushes(dtype: Any) -> bool:
     return bool(jnp.finfo(dtype).nexp >= 8)
 
 
-def _flushed(dtype: Any) -> float:
-    """What one operation can lose near zero."""
+def _flushed(dtype: DTypeLike) -> float:
+    """The largest error of one operation near zero."""
     info = jnp.finfo(dtype)
     return float(info.smallest_normal if flushes(dtype) else info.smallest_subnormal)

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._tree import is_inexact, named_leaves
+from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.bound import BLIND, Limit, bound
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.report import LeafReport, Report, looseness
 
 
 def compare(
-    reference: Any,
-    candidate: Any,
+    reference: PyTree,
+    candidate: PyTree,
     terms: Any = None,
     scale: Any = None,
     *,
@@ -162,7 +162,7 @@ def _numeric(
 
 
 def _assumed(leaf: np.ndarray | None, terms: Any, scale: Any) -> Limit | None:
-    """What a leaf is held against where nothing was measured."""
+    """The limit of a leaf of which nothing was measured."""
     if leaf is None or not is_inexact(leaf):
         return None
     if scale is None:
@@ -187,7 +187,7 @@ def _says_nothing(expected: np.ndarray, limit: Limit) -> str:
     )
 
 
-def ulp_distance(first: Any, second: Any) -> np.ndarray:
+def ulp_distance(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """How many representable numbers lie between two arrays of one floating dtype.
 
     Adjacent numbers are 1 apart, and so are -0 and +0. Complex numbers: the larger
@@ -216,7 +216,7 @@ def ulp_distance(first: Any, second: Any) -> np.ndarray:
     return np.where((low < 0) & (high >= 0), across, exact.astype(np.float64))
 
 
-def _per_leaf(values: Any, like: Any, name: str, default: Any) -> Mapping[str, Any]:
+def _per_leaf(values: Any, like: PyTree, name: str, default: Any) -> Mapping[str, Any]:
     paths = named_leaves(like)
     if values is None:
         return dict.fromkeys(paths, default)

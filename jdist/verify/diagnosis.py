@@ -1,4 +1,4 @@
-"""What a wrong leaf looks like, in words: the usual mistakes have known shapes."""
+"""Words for a wrong leaf: the usual mistakes are recognised by their numbers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -6,30 +6,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jdist._errors import requirement
-from jdist._tree import examples_in, named_leaves
+from jdist._tree import PyTree, examples_in, named_leaves
 from jdist.verify.compare import compare_leaves
 from jdist.verify.measure import Measured, measurer
-from jdist.verify.oracle import REDUCERS, differentiated, reduced
+from jdist.verify.oracle import REDUCERS, LossFn, differentiated, reduced
 from jdist.verify.report import LeafReport, Report, looseness
 
 LOSS = "(loss)"
+
+Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
+"""`candidate(params, batch) -> (loss, gradient)`."""
 
 # By how much the draws are multiplied before anything is condemned.
 SECOND_LOOK = 16
 
 
 def gradients(
-    loss_fn: Callable[[Any, Any], jax.Array],
-    params: Any,
-    batch: Any,
-    candidates: Mapping[str, Callable[[Any, Any], Any]],
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    candidates: Mapping[str, Candidate],
     *,
     weights: Any = None,
     reduction: str = "mean",
     seed: int | None = 0,
-    accumulation: Any = None,
+    accumulation: DTypeLike | None = None,
 ) -> Report:
     """Judges ways to compute a loss and its gradient against `jax.value_and_grad`.
 
@@ -83,10 +87,10 @@ def gradients(
 
 
 def judge(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: LossFn,
     *,
     reduction: str = "mean",
-    accumulation: Any = None,
+    accumulation: DTypeLike | None = None,
 ) -> Callable[..., Report]:
     """A judge of one loss that can be called again and again, compiled once.
 
@@ -121,9 +125,9 @@ def judge(
     measure = measurer(loss_fn, reduction, accumulation)
 
     def judged(
-        params: Any,
-        batch: Any,
-        candidates: Mapping[str, Callable[[Any, Any], Any]],
+        params: PyTree,
+        batch: PyTree,
+        candidates: Mapping[str, Candidate],
         *,
         weights: Any = None,
         seed: int | None = 0,
@@ -146,7 +150,7 @@ def judge(
     return judged
 
 
-def check_options(reduction: str, accumulation: Any) -> None:
+def check_options(reduction: str, accumulation: DTypeLike | None) -> None:
     """Refuses unknown ones."""
     if reduction not in REDUCERS:
         rule = f"must be one of {', '.join(map(repr, REDUCERS))}"
@@ -158,7 +162,7 @@ def check_options(reduction: str, accumulation: Any) -> None:
         raise ValueError(requirement("gradients(accumulation=...)", rule, got))
 
 
-def _is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: DTypeLike) -> bool:
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:
@@ -183,10 +187,10 @@ def _rows(
 
 
 def _call(
-    name: str, candidate: Callable[[Any, Any], Any], params: Any, batch: Any
+    name: str, candidate: Candidate, params: PyTree, batch: PyTree
 ) -> tuple[Any, Any]:
     try:
-        result = candidate(params, batch)
+        result: Any = candidate(params, batch)
     except Exception as error:
         error.add_note(f"raised by the candidate {name!r} of verify.gradients")
         raise
@@ -198,9 +202,9 @@ def _call(
 
 
 def check_arguments(
-    loss_fn: Callable[[Any, Any], jax.Array],
-    params: Any,
-    batch: Any,
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
     candidates: Mapping[str, Any],
     weights: Any,
     reduction: str,

@@ -1,4 +1,4 @@
-"""Measures what the bound needs: the terms of each sum, their magnitudes and errors.
+"""Measures the terms of each sum, their magnitudes and rounding errors.
 
 The gradient program of one example is traced once, in the user's own settings. It is
 then run on each example alone, as it is and in float64, in lockstep (`lockstep`): once
@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.typing import DTypeLike
 
 from jdist._compat import double_precision
-from jdist._tree import examples_in, is_inexact, named_leaves
+from jdist._tree import PyTree, examples_in, is_inexact, named_leaves
 from jdist.verify.bound import (
     Limit,
     Sums,
@@ -30,7 +31,7 @@ from jdist.verify.bound import (
     unit_roundoff,
 )
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
-from jdist.verify.oracle import differentiated, finite_differences
+from jdist.verify.oracle import LossFn, differentiated, finite_differences
 from jdist.verify.report import OracleCheck
 
 # Rounding moves an example's float64 loss by about 1e-15; a batch statistic by 1e-2.
@@ -45,7 +46,7 @@ MAGNIFIED = 2.0**24
 
 
 class Measured(NamedTuple):
-    """What is known of a problem before any candidate is judged."""
+    """Measurements of a problem, made before any candidate is judged."""
 
     limits: dict[str, Limit | None]
     """By the path of each leaf of the parameters; None where there is no gradient."""
@@ -74,14 +75,14 @@ class _Collected(NamedTuple):
 
 
 def measurer(
-    loss_fn: Callable[[Any, Any], jax.Array], reduction: str, accumulation: Any
+    loss_fn: LossFn, reduction: str, accumulation: DTypeLike | None
 ) -> Callable[..., Measured]:
     """Builds the measurement of one loss; its compiled parts are kept between calls."""
     programs = _LossPrograms(loss_fn, accumulation)
     check = finite_differences(loss_fn, reduction)
 
     def measure(
-        params: Any, batch: Any, weights: Any, seed: int | None, more: int = 1
+        params: PyTree, batch: PyTree, weights: Any, seed: int | None, more: int = 1
     ) -> Measured:
         """Measures the bounds, and pins the oracle unless `seed` is None.
 
@@ -122,13 +123,11 @@ class _ExampleSums(NamedTuple):
 class _LossPrograms:
     """The programs of one loss, traced in the user's settings, run in lockstep."""
 
-    def __init__(
-        self, loss_fn: Callable[[Any, Any], jax.Array], accumulation: Any
-    ) -> None:
+    def __init__(self, loss_fn: LossFn, accumulation: DTypeLike | None) -> None:
         self._accumulation = accumulation
         self._unmeasured: dict[ClosedJaxpr, set[str]] = {}
 
-        def summed(params: Any, batch: Any) -> jax.Array:
+        def summed(params: PyTree, batch: PyTree) -> jax.Array:
             return jnp.sum(loss_fn(params, batch))
 
         # They trace where they are called, and keep what they traced.
@@ -137,14 +136,14 @@ class _LossPrograms:
         self._run_losses = jax.jit(self._together, static_argnums=(0, 2))
         self._run_gradients = jax.jit(self._by_example, static_argnums=0)
 
-    def losses(self, params: Any, batch: Any) -> _Losses:
+    def losses(self, params: PyTree, batch: PyTree) -> _Losses:
         """Losses of the whole batch in float64, and the dtype that the user sees."""
         program = self._losses_of.trace(params, batch).jaxpr
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             _, exact = self._run_losses(program, jax.tree.leaves((params, batch)), None)
         return _Losses(np.asarray(exact), program.out_avals[0].dtype)
 
-    def blur(self, params: Any, batch: Any) -> float:
+    def blur(self, params: PyTree, batch: PyTree) -> float:
         """The largest rounding error of a loss in the dtype that is judged."""
         program = self._losses_of.trace(params, batch).jaxpr
         leaves, factor = jax.tree.leaves((params, batch)), _magnified(program)
@@ -155,7 +154,7 @@ class _LossPrograms:
             return float(jnp.maximum(own, jnp.max(jnp.abs(perturbed - exact)) / factor))
 
     def gradients(
-        self, params: Any, batch: Any, shares: np.ndarray, draws: int
+        self, params: PyTree, batch: PyTree, shares: np.ndarray, draws: int
     ) -> _ExampleSums:
         """The sums over examples, and each example's own loss.
 
@@ -184,7 +183,12 @@ class _LossPrograms:
         return losses.rounded, losses.wide
 
     def _by_example(
-        self, program: ClosedJaxpr, params: Any, batch: Any, shares: Any, draws: Any
+        self,
+        program: ClosedJaxpr,
+        params: PyTree,
+        batch: PyTree,
+        shares: Any,
+        draws: Any,
     ) -> tuple[_Collected, jax.Array]:
         """One example and one draw at a time, so that memory does not grow with them.
 
@@ -204,13 +208,13 @@ class _LossPrograms:
             noise = Perturbation(amplitude, seed, self._accumulation, missed)
             return run(program, jax.tree.leaves((params, row)), noise)
 
-        def step(at: Any, state: Any) -> Any:
+        def step(at: Any, state: PyTree) -> PyTree:
             index, draw = at // (draws + 1), at % (draws + 1)
             # Of an example that does not count, nothing but its loss is wanted.
             idle = (draw > 0) & (shares.reshape(-1)[index] == 0)
             return jax.lax.cond(idle, lambda *_: state, advance, index, draw, state)
 
-        def advance(index: Any, draw: Any, state: Any) -> Any:
+        def advance(index: Any, draw: Any, state: PyTree) -> Any:
             sums, exact, losses = state
             pairs = evaluate(index, draw)
             share = shares.reshape(-1)[index]
@@ -280,12 +284,12 @@ def _narrow(jaxpr: Any) -> bool:
 
 
 def _limits(
-    params: Any,
-    loss_dtype: Any,
+    params: PyTree,
+    loss_dtype: DTypeLike,
     sums: _Collected,
     terms: int,
     draws: int,
-    accumulation: Any,
+    accumulation: DTypeLike | None,
 ) -> tuple[Limit, dict[str, Limit | None]]:
     leaves = named_leaves(params)
     dtypes = [loss_dtype, *(x.dtype for x in leaves.values() if is_inexact(x))]
@@ -301,8 +305,8 @@ def _limits(
     return found[0], limits
 
 
-def _accumulates(params: Any, accumulation: Any) -> tuple[str, ...]:
-    """What was taken for granted of 16-bit sums, where there are any."""
+def _accumulates(params: PyTree, accumulation: DTypeLike | None) -> tuple[str, ...]:
+    """A note on how 16-bit sums are taken to be accumulated, where there are any."""
     dtypes = [x.dtype for x in jax.tree.leaves(params) if is_inexact(x)]
     narrow = sorted({d.name for d in dtypes if accumulated(d, None) != d})
     if not narrow:
@@ -351,7 +355,7 @@ def _shares(
     return ties / ties.sum(), (note,)
 
 
-def _leading(batch: Any) -> int:
+def _leading(batch: PyTree) -> int:
     """The number of terms behind a scalar loss: its examples, where that is plain."""
     lengths = {np.shape(leaf)[:1] for leaf in named_leaves(batch).values()}
     return (

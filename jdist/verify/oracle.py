@@ -29,10 +29,13 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from jdist._compat import double_precision
 from jdist._errors import requirement
-from jdist._tree import merge, split_inexact
+from jdist._tree import PyTree, merge, split_inexact
 from jdist.verify.bound import confidence
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run
 from jdist.verify.report import OracleCheck
+
+LossFn = Callable[[PyTree, PyTree], jax.Array]
+"""`loss_fn(params, batch)`: losses, shape `(examples,)`, or a scalar."""
 
 REDUCERS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "mean": lambda losses, w: jnp.sum(w * losses) / jnp.sum(w),
@@ -42,9 +45,7 @@ REDUCERS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def reduced(
-    loss_fn: Callable[[Any, Any], jax.Array], reduction: str
-) -> Callable[[Any, Any, Any], jax.Array]:
+def reduced(loss_fn: LossFn, reduction: str) -> Callable[[Any, Any, Any], jax.Array]:
     """The scalar loss as a function `(params, batch, weights)`.
 
     Args:
@@ -55,7 +56,7 @@ def reduced(
       ValueError: On calling: losses that are neither a scalar nor one per weight.
     """
 
-    def scalar(params: Any, batch: Any, weights: Any) -> jax.Array:
+    def scalar(params: PyTree, batch: PyTree, weights: Any) -> jax.Array:
         losses = loss_fn(params, batch)
         shape = jnp.shape(losses)
         if shape == ():
@@ -74,10 +75,10 @@ def reduced(
 
 def differentiated(
     fn: Callable[..., jax.Array],
-) -> Callable[..., tuple[jax.Array, Any]]:
+) -> Callable[..., tuple[jax.Array, PyTree]]:
     """`jax.value_and_grad` in the first argument; None where a leaf is not floating."""
 
-    def value_and_gradient(params: Any, *rest: Any) -> tuple[jax.Array, Any]:
+    def value_and_gradient(params: PyTree, *rest: PyTree) -> tuple[jax.Array, PyTree]:
         trainable, fixed = split_inexact(params)
         return jax.value_and_grad(lambda t: fn(merge(t, fixed), *rest))(trainable)
 
@@ -118,19 +119,19 @@ class Slopes(NamedTuple):
 
 
 def finite_differences(
-    loss_fn: Callable[[Any, Any], jax.Array], reduction: str
+    loss_fn: LossFn, reduction: str
 ) -> Callable[[Any, Any, Any, int], OracleCheck]:
     """Builds `check(params, batch, weights, seed)`; what it compiles is kept."""
     scalar = reduced(loss_fn, reduction)
     value_of, gradient_of = jax.jit(scalar), jax.jit(partial(_pulled_back, scalar))
     foreign: dict[ClosedJaxpr, set[str]] = {}
 
-    def noting(value: ClosedJaxpr, *rest: Any) -> Slopes:
+    def noting(value: ClosedJaxpr, *rest: PyTree) -> Slopes:
         return _slopes(foreign.setdefault(value, set()), value, *rest)
 
     slopes_of = jax.jit(noting, static_argnums=(0, 1))
 
-    def check(params: Any, batch: Any, weights: Any, seed: int) -> OracleCheck:
+    def check(params: PyTree, batch: PyTree, weights: Any, seed: int) -> OracleCheck:
         """Holds the reference against differences at up to `POINTS` points."""
         given = jax.tree.map(jnp.asarray, (params, batch, weights))
         value = value_of.trace(*given).jaxpr
@@ -153,8 +154,11 @@ def finite_differences(
 
 
 def _pulled_back(
-    scalar: Callable[..., jax.Array], cotangent: jax.Array, params: Any, *rest: Any
-) -> Any:
+    scalar: Callable[..., jax.Array],
+    cotangent: jax.Array,
+    params: PyTree,
+    *rest: PyTree,
+) -> PyTree:
     """The gradient, times a cotangent.
 
     It is an input, so that what depends on it alone, the 1 / n of a mean, is not a
@@ -169,7 +173,7 @@ def _slopes(
     missed: set[str],
     value: ClosedJaxpr,
     gradient: ClosedJaxpr,
-    given: Any,
+    given: PyTree,
     seed: jax.Array,
 ) -> Slopes:
     """Differentiates along a random direction, at a random point aside."""
@@ -200,7 +204,7 @@ def _slopes(
     return Slopes(sum(parts, jnp.float64(0)), losses)
 
 
-def _surroundings(params: Any, seed: jax.Array) -> tuple[Any, Any]:
+def _surroundings(params: PyTree, seed: jax.Array) -> tuple[PyTree, PyTree]:
     """A point next to the parameters and a direction, both in float64."""
     trainable, _ = split_inexact(params)
     wide = jax.tree.map(_wide, trainable)
@@ -219,7 +223,7 @@ def _surroundings(params: Any, seed: jax.Array) -> tuple[Any, Any]:
     return near, jax.tree.map(lambda d: typical * d / np.sqrt(count), toward)
 
 
-def _paired(given: Any, moved: Any) -> list[Any]:
+def _paired(given: PyTree, moved: PyTree) -> list[Any]:
     """Arguments as they are, the parameters' wide sides at another point."""
     params, *rest = given
     trainable, fixed = split_inexact(params)
@@ -281,7 +285,7 @@ def _wide(leaf: jax.Array) -> jax.Array:
     return leaf.astype(jnp.complex128 if jnp.iscomplexobj(leaf) else jnp.float64)
 
 
-def _noise(key: jax.Array, like: Any) -> Any:
+def _noise(key: jax.Array, like: PyTree) -> PyTree:
     """A tree of normal numbers, each leaf with a key of its own."""
     leaves, structure = jax.tree.flatten(like)
     keys = jax.random.split(key, len(leaves))

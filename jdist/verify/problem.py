@@ -11,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jdist._errors import JdistError, requirement
+from jdist._tree import PyTree
 from jdist.verify.gradients import gradients
 from jdist.verify.report import Report
 
@@ -156,7 +158,7 @@ def _as_problem(specification: str, found: Any) -> Problem:
     raise ValueError(requirement(specification, rule, got))
 
 
-def standard(dtype: Any) -> Problem:
+def standard(dtype: DTypeLike) -> Problem:
     """The small problem behind the equivalence matrix: everything that can go wrong.
 
     A matrix used twice, once transposed; a parameter never used; a logarithm of the
@@ -185,7 +187,7 @@ def standard(dtype: Any) -> Problem:
     return Problem(_standard_loss, params, batch, weights=weights)
 
 
-def _standard_loss(params: Any, batch: Any) -> jax.Array:
+def _standard_loss(params: PyTree, batch: PyTree) -> jax.Array:
     hidden = jnp.tanh(jnp.log(batch["x"]) @ params["shared"] + params["bias"][None, :])
     scores = jax.nn.log_softmax((hidden @ params["shared"].T) @ params["readout"])
     own = jnp.take_along_axis(scores, batch["label"][:, None], axis=1)[:, 0]

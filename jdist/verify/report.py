@@ -1,4 +1,4 @@
-"""What the judge found: one row per leaf, a verdict, tables and JSON."""
+"""The judge's findings: one row per leaf, a verdict, tables and JSON."""
 
 import json
 from collections.abc import Iterable

@@ -25,17 +25,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
 
 from jdist._compat import double_precision
 from jdist._errors import requirement
-from jdist._tree import is_inexact, named_leaves
+from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.bound import EXTRA, Limit, confidence, unit_roundoff
 from jdist.verify.compare import compare_leaves
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.gradients import check_arguments, check_options
 from jdist.verify.lockstep import Perturbation, PrecisionPair, run, wide_of
 from jdist.verify.measure import measurer
-from jdist.verify.oracle import differentiated, reduced
+from jdist.verify.oracle import LossFn, differentiated, reduced
 from jdist.verify.report import LeafReport, Report
 
 # How many other right trainers are followed.
@@ -46,7 +47,7 @@ State = tuple[Any, Any]
 
 
 def step(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: LossFn,
     update: Callable[[Any, Any, Any], State],
     state: State,
     batches: Sequence[Any],
@@ -54,7 +55,7 @@ def step(
     *,
     weights: Sequence[Any] | None = None,
     reduction: str = "mean",
-    accumulation: Any = None,
+    accumulation: DTypeLike | None = None,
 ) -> Report:
     """Judges trainers by their parameters after one or several optimizer steps.
 
@@ -125,7 +126,7 @@ def step(
 
 
 class _Taken(NamedTuple):
-    """What the reference's step started from."""
+    """The start of one of the reference's steps."""
 
     state: State
     gradient: Any
@@ -174,7 +175,7 @@ def _move(
 
 @partial(jax.jit, static_argnums=0)
 def _moved(
-    programs: tuple[ClosedJaxpr, ClosedJaxpr], taken: _Taken, others: Any, seed: Any
+    programs: tuple[ClosedJaxpr, ClosedJaxpr], taken: _Taken, others: PyTree, seed: Any
 ) -> list[jax.Array]:
     differentiate, update = programs
     state_leaves = jax.tree.leaves(taken.state)
@@ -230,7 +231,7 @@ def _limits(
     others: list[np.ndarray],
     steps: int,
 ) -> tuple[dict[str, Limit | None], dict[str, np.ndarray]]:
-    """What each leaf is held against, and its exact step."""
+    """The limit of each leaf, and its exact step."""
     values = iter(others)
     limits: dict[str, Limit | None] = {}
     moves: dict[str, np.ndarray] = {}

@@ -56,12 +56,12 @@ def test_the_next_pass_works(replicas):
         wait_until(lambda: counts()["num_current_backward_passes"] == 0)
 
 
-def test_a_mailbox_is_never_left_busy():
-    mailbox, number, ran = StepQueue(None), 0, []
-    while interrupt(number, mailbox.put, lambda: ran.append("interrupted")):
-        assert Outcome(mailbox.put, lambda: ran.append("next")).get()
+def test_a_step_queue_is_never_left_busy():
+    steps, number, ran = StepQueue(None), 0, []
+    while interrupt(number, steps.put, lambda: ran.append("interrupted")):
+        assert Outcome(steps.put, lambda: ran.append("next")).get()
         assert ran.pop() == "next"
-        mailbox, number = StepQueue(None), number + 1
+        steps, number = StepQueue(None), number + 1
     assert number > 5
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_quick(folder, *names, timeout=280):
+def run_quick(folder, *names):
     """Runs `python -m experiments NAME .. --quick` in a process of its own."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     return subprocess.run(
         [sys.executable, "-m", "experiments", *names, "--quick", "--out", str(folder)],
-        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=plain,
+        capture_output=True, text=True, timeout=280, cwd=ROOT, env=plain,
     )  # fmt: skip
 
 

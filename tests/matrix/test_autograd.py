@@ -2,19 +2,15 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jdist import verify
 from jdist.matrix.autograd import rows
 from jdist.verify.matrix import judge
 
-# All others are judged by `python -m jdist.verify` itself.
-CELLS = [("mean", "float32"), ("max", "float64")]
 
-
-@pytest.mark.parametrize(("reduction", "dtype"), CELLS)
-def test_every_row_is_right(reduction, dtype):
-    (cells,) = judge(rows(), [reduction], [dtype])
+def test_every_row_is_right():
+    """For an extreme; a test of `python -m jdist.verify` judges the mean."""
+    (cells,) = judge(rows(), ["max"], ["float64"])
     assert len(cells) == 5
     for cell in cells:
         assert cell.skipped == ""

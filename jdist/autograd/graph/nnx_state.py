@@ -1,16 +1,19 @@
-"""Flax NNX modules as arguments: what would freeze their state is refused.
+"""The state of Flax NNX modules that are arguments of pure functions.
 
 A pure function is compiled, and gets a copy of a module for each call. What the call
 changes in it (a dropout layer's count, batch statistics) is lost with the copy, unless
-the function returns it. Flax is not imported here: a caller that has a module has.
+the function returns it. Both are refused here: state that would never change, and a
+change that would be lost. Flax is not imported: a caller that has a module has done so.
 """
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, path_of
@@ -51,20 +54,20 @@ def refuse_state(call: str, tree: PyTree) -> None:
 
 
 @contextlib.contextmanager
-def state_kept(call: str, arguments: PyTree) -> Iterator[list[Any]]:
-    """Within it a function runs, and must not change modules that are its arguments.
+def state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
+    """Refuses changes of modules in `arguments` that the function within would lose.
 
     Yields:
-      A list for what the function returns: what it returns is not lost.
+      A list to which to append what the function returns: that is not lost.
 
     Raises:
-      TypeError: It has changed one, and the change is not in what it returned.
+      TypeError: The function has changed a module, and does not return the change.
     """
     nnx = _nnx()
     before = [] if nnx is None else _state(_module_class(nnx), arguments)
     returned: list[Any] = []
     yield returned
-    if not before:
+    if nnx is None or not before:
         return
     kept = {
         id(leaf) for leaf in [*(one for _, one in before), *jax.tree.leaves(returned)]
@@ -76,23 +79,23 @@ def state_kept(call: str, arguments: PyTree) -> Iterator[list[Any]]:
         raise TypeError(requirement(call, rule, ", ".join(lost), _REMEDY))
 
 
-def _nnx() -> Any:
+def _nnx() -> ModuleType | None:
     found = sys.modules.get("flax.nnx")
     # Another thread may be half-way through importing it.
     return found if hasattr(found, "Module") and hasattr(found, "split") else None
 
 
-def _module_class(nnx: Any) -> type:
-    """What modules and streams of random numbers derive from."""
+def _module_class(nnx: ModuleType) -> type:
+    """The base class of modules and of streams of random numbers."""
     found: type = getattr(nnx, "Pytree", nnx.Module)
     return found
 
 
-def _with_paths(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[Any, Any]]:
+def _with_paths(tree: PyTree, kinds: tuple[type, ...]) -> list[tuple[KeyPath, PyTree]]:
     return jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
 
 
-def _state(module: type, tree: PyTree) -> list[tuple[str, Any]]:
+def _state(module: type, tree: PyTree) -> list[tuple[str, object]]:
     """The leaves of all modules in a tree, with their paths."""
     return [
         (path_of((*keys, *inner)), value)

@@ -138,9 +138,12 @@ class SegmentNode(Node):
       segment: The function as a forward and a backward half.
       residuals: What the forward half kept.
       structure: Tree structure of the outputs.
+
+    Attributes:
+      segment: As given.
     """
 
-    __slots__ = ("_residuals", "_segment", "_structure")
+    __slots__ = ("_residuals", "_structure", "segment")
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class SegmentNode(Node):
         structure: jax.tree_util.PyTreeDef,
     ) -> None:
         super().__init__(name, inputs, structure.num_leaves, order)
-        self._segment = segment
+        self.segment = segment
         self._residuals: Residuals | None = residuals
         self._structure = structure
 
@@ -171,7 +174,7 @@ class SegmentNode(Node):
         if passed is not None:
             return passed
         d_outputs = self._structure.unflatten(cotangents)
-        _, d_inputs = self._segment.backward((), residuals, d_outputs)
+        _, d_inputs = self.segment.backward((), residuals, d_outputs)
         return d_inputs
 
     def release(self) -> None:

@@ -3,7 +3,7 @@
 NumPy adds and cuts the rows: on a device each size would compile a program.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,15 @@ from jax.tree_util import KeyPath
 
 from jdist._compat import is_traced, placed
 from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
 from jdist._tree import PyTree, path_of
-from jdist.autograd.graph.node import Cotangent, Edge, Node, next_order
+from jdist.autograd.graph.node import (
+    Cotangent,
+    Edge,
+    Node,
+    SegmentNode,
+    next_order,
+)
 from jdist.autograd.graph.pure import Recordable
 from jdist.autograd.graph.recorded import Recorded, record
 
@@ -69,9 +76,11 @@ def pad_to(sizes: int | Iterable[int], args: Iterable[int] | None = None) -> Pad
     which a sum over more rows adds up, if the function treats its examples
     independently: row i of every output depends on row i of the inputs alone, and on
     the variables. One that does not, such as `x - x.mean(0)` or batch normalization,
-    sees the repeated examples, and its result is wrong without a word: reduce over the
-    batch outside, `apply(fn, w, x, pad=...).mean()`. To compile nothing for that
-    either, begin the backward pass with the losses:
+    sees the repeated examples. It is refused: at the first use of each size the
+    function runs a second time, with another example repeated, and the outputs of the
+    given examples must have the same bits. Reduce over the batch outside,
+    `apply(fn, w, x, pad=...).mean()`. To compile nothing for that either, begin the
+    backward pass with the losses:
     `backward(context_id, [losses], cotangents=[np.full(n, 1 / n, np.float32)])`.
 
     Args:
@@ -87,8 +96,9 @@ def pad_to(sizes: int | Iterable[int], args: Iterable[int] | None = None) -> Pad
       TypeError, ValueError: The sizes are no positive integers; a position is none.
 
     `apply` raises ValueError where arguments have different first dimensions, where
-    there is no size for a batch, and where an output's first dimension is not the
-    padded batch's: it was reduced. TypeError for arrays that are traced, or are keys.
+    there is no size for a batch, and where an output is not of one example each: its
+    first dimension is not the padded batch's, or it depends on other examples.
+    TypeError for arrays that are traced, or are keys.
 
     Example:
       >>> import numpy as np
@@ -131,14 +141,89 @@ def padded(
     }
     rows = _rows(batches)
     size = pad.size(rows)
-    given = jax.tree.map_with_path(
-        lambda keys, leaf: _resized(leaf, size) if _is_batch(pad, keys, leaf) else leaf,
-        (list(args), rest),
-    )
-    outputs = record(fn, given[0], given[1])
+
+    def run(repeated: int) -> PyTree:
+        """The outputs where the example of this number is repeated."""
+
+        def resized(keys: KeyPath, leaf: PyTree) -> PyTree:
+            is_batch = _is_batch(pad, keys, leaf)
+            return _resized(leaf, size, repeated) if is_batch else leaf
+
+        given = jax.tree.map_with_path(resized, (list(args), rest))
+        return record(fn, given[0], given[1])
+
+    outputs = run(-1)
     for keys, leaf in jax.tree.leaves_with_path(outputs):
         _check_output(keys, leaf, size)
+    if rows < size:
+        _check_independence(run, outputs, rows, list(batches.values()))
     return jax.tree.map(lambda leaf: _resized(leaf, rows), outputs)
+
+
+# The compiled functions and sizes that were seen to treat examples independently.
+_INDEPENDENT: LRUCache[Hashable, bool] = LRUCache(256)
+
+
+def _check_independence(
+    run: Callable[[int], PyTree],
+    outputs: PyTree,
+    rows: int,
+    batches: Sequence[PyTree],
+) -> None:
+    """Refuses a function whose outputs of given examples depend on the repeated ones.
+
+    At the first use of each compiled size with distinct examples the function runs once
+    more, with another example repeated. An output of a given example that has other
+    bits then depends on other examples.
+
+    Args:
+      run: `run(number)` returns the outputs where that example is repeated.
+      outputs: Of `run(-1)`.
+      rows: Number of given examples.
+      batches: The batches among the arguments.
+
+    Raises:
+      ValueError: An output has other bits.
+    """
+    leaves = jax.tree.leaves(outputs)
+    node = next((x.edge.node for x in leaves if isinstance(x, Recorded)), None)
+    if not isinstance(node, SegmentNode):
+        return  # without recorded arguments nothing was compiled
+    shapes = [(len(x), *x.shape[1:]) for x in leaves]
+    case = (node.segment, *shapes, *[x.shape[1:] for x in batches])
+    if case in _INDEPENDENT or not any(_bits(x, 0) != _bits(x, -1) for x in batches):
+        return
+    changed = _changed(outputs, run(0), rows)
+    # A function that is not deterministic, on some GPUs, proves nothing.
+    if changed is not None and _changed(outputs, run(-1), rows) is None:
+        rule = "must be of a function that treats its examples independently"
+        remedy = "Reduce over the batch outside of `apply`, or without padding."
+        raise ValueError(requirement(_CALL, rule, changed, remedy))
+    _INDEPENDENT.put(case, True)
+
+
+def _changed(outputs: PyTree, others: PyTree, rows: int) -> str | None:
+    """The first output of a given example whose bits differ, in words; or None."""
+    pairs = zip(
+        jax.tree.leaves_with_path(outputs), jax.tree.leaves(others), strict=True
+    )
+    for (keys, one), other in pairs:
+        before, after = _numbers(one), _numbers(other)
+        for row in range(rows):
+            if before[row].tobytes() != after[row].tobytes():
+                return (
+                    f"an output at {path_of(keys)} that for example {row} depends on "
+                    "other examples"
+                )
+    return None
+
+
+def _numbers(leaf: PyTree) -> np.ndarray:
+    return np.asarray(leaf.value if isinstance(leaf, Recorded) else leaf)
+
+
+def _bits(batch: PyTree, row: int) -> bytes:
+    return _numbers(batch)[row].tobytes()
 
 
 class ResizedNode(Node):
@@ -159,27 +244,29 @@ class ResizedNode(Node):
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """See `Node`. The cotangent of rows that were cut is zero."""
         (cotangent,) = cotangents
-        return [_of_length(cotangent, self._rows, zeros=True)]
+        return [_of_length(cotangent, self._rows, None)]
 
 
-def _resized(leaf: PyTree, rows: int) -> PyTree:
-    """A value with so many rows, recorded if it is."""
+def _resized(leaf: PyTree, rows: int, repeated: int = -1) -> PyTree:
+    """A value with so many rows, recorded if it is; `repeated` is the row to repeat."""
     if len(leaf) == rows:
         return leaf
     if not isinstance(leaf, Recorded):
-        return _of_length(leaf, rows)
+        return _of_length(leaf, rows, repeated)
     name = "cut" if rows < len(leaf) else "pad"
     node = ResizedNode(name, leaf.edge, len(leaf))
-    return Recorded(_of_length(leaf.value, rows), Edge(node, 0))
+    return Recorded(_of_length(leaf.value, rows, repeated), Edge(node, 0))
 
 
-def _of_length(array: Any, rows: int, zeros: bool = False) -> Any:
-    """The first rows of an array; beyond its own the last one again, or zeros."""
+def _of_length(array: Any, rows: int, repeated: int | None = -1) -> Any:
+    """The first rows of an array; beyond its own one of them again, or zeros."""
     own = np.asarray(array)
     found = own[:rows]
     if rows > len(own):
         shape = (rows - len(own), *own.shape[1:])
-        more = np.zeros(shape, own.dtype) if zeros else np.broadcast_to(own[-1:], shape)
+        more = np.zeros(shape, own.dtype)
+        if repeated is not None:
+            more[:] = own[repeated]
         found = np.concatenate([own, more])
     if not isinstance(array, jax.Array):
         return found

@@ -1,19 +1,21 @@
 """Flax NNX modules whose parameters are variables.
 
-A module that is to be trained is taken apart. Each of its parameters becomes a
-variable, so that backward passes find it and optimizers step it. All else that it
-holds, its *state* (statistics, random streams, constants), goes into each call as an
-input without a derivative and comes out of it as a new value, for the next call.
+A trainable module is taken apart. Each of its parameters becomes a variable, which
+backward passes find and optimizers step. All else that it holds, its *state*
+(statistics, random streams, constants), goes into each call as an input without a
+derivative and comes out of it as a new value, for the next call.
 
 Flax is not imported here: a caller that has a module has.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact
@@ -32,10 +34,17 @@ from jdist.rpc.extension import (
 )
 
 T = TypeVar("T")
+ModuleMethod = Callable[..., PyTree]
+NnxModule = Any
+"""A `flax.nnx.Module`; Flax may not be installed."""
+
+NnxGraph = Any
+"""A `flax.nnx.GraphDef`, likewise."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), jax.Array)
 
 
-def module(nnx_module: Any, key: jax.Array | None = None) -> "TrainableModule":
+def module(nnx_module: NnxModule, key: jax.Array | None = None) -> "TrainableModule":
     """A Flax NNX module that is trained within contexts.
 
     Its floating `nnx.Param`s become variables. What it computes is recorded, within a
@@ -71,7 +80,7 @@ def module(nnx_module: Any, key: jax.Array | None = None) -> "TrainableModule":
     return TrainableModule(nnx_module, key)
 
 
-def _check_module(nnx_module: Any) -> None:
+def _check_module(nnx_module: NnxModule) -> None:
     if not is_module(nnx_module):
         rule = "must be a Flax NNX module"
         got = f"a {type(nnx_module).__qualname__}"
@@ -80,30 +89,32 @@ def _check_module(nnx_module: Any) -> None:
 
 @eager
 def create(
-    factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    factory: ModuleMethod, args: tuple[object, ...], kwargs: dict[str, PyTree]
 ) -> RRef[Any]:
-    """On the owner: a trainable module, made on the worker's device, by reference."""
+    """Makes a trainable module on its owner's device; returns references to it."""
     return parameters.create(_made, (factory, args, kwargs), {})
 
 
-def _made(factory: Callable[..., Any], args: Any, kwargs: Any) -> "TrainableModule":
+def _made(
+    factory: ModuleMethod, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> "TrainableModule":
     made = factory(*args, **kwargs)
     _check_module(made)
-    # What arrives here is bound to the device. So must be what the module begins with,
-    # or its calls are compiled again once it has met something that arrived.
+    # Arrays that arrive here are committed to the device. The module's own must be so,
+    # or its calls are compiled again after the first argument from another worker.
     return TrainableModule(made, device=current_agent().options.device)
 
 
 class TrainableModule(StandIn):
     """A Flax NNX module with variables in place of its parameters: see `module`.
 
-    It is called like the module. Threads may call it at the same time; where it has a
-    state, one after another.
+    It is called like the module. Threads may call it at the same time; with a state,
+    calls run one after another.
     """
 
     def __init__(
         self,
-        nnx_module: Any,
+        nnx_module: NnxModule,
         key: jax.Array | None = None,
         device: jax.Device | None = None,
     ) -> None:
@@ -118,8 +129,8 @@ class TrainableModule(StandIn):
         forward = type(nnx_module).__call__
         self._function = _function(kind, forward, tuple(_code_of(nnx_module)))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns, recorded.
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Calls the module and records the call.
 
         Raises:
           TypeError: An argument can be neither an input nor a constant (see `apply`);
@@ -130,7 +141,7 @@ class TrainableModule(StandIn):
         """
         return self._run("__call__", args, kwargs)
 
-    def method(self, name: str) -> Callable[..., Any]:
+    def method(self, name: str) -> ModuleMethod:
         """Another method of the module, `module.method("encode")(x)`, recorded.
 
         Raises:
@@ -140,7 +151,7 @@ class TrainableModule(StandIn):
             kind = self._function.__name__
             raise AttributeError(f"{kind!r} object has no method {name!r}")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return self._run(name, args, kwargs)
 
         return call
@@ -152,12 +163,12 @@ class TrainableModule(StandIn):
     def state(self) -> dict[str, jax.Array]:
         """Statistics, keys and counts of the random streams, and constants, by path.
 
-        With the parameters it is all that the module consists of.
+        The parameters and the state are all that the module consists of.
         """
         return dict(zip(self._layout.state_names, self._state, strict=True))
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned.
+    def load_state(self, state: Mapping[str, ArrayLike]) -> None:
+        """Sets the state to what `state` returned.
 
         Raises:
           ValueError: It has other paths, shapes or dtypes than the module's state.
@@ -177,46 +188,50 @@ class TrainableModule(StandIn):
 
         self._alone(act)
 
-    def train(self, **attributes: Any) -> None:
-        """As the module's own `train`: from now on dropout drops, statistics move."""
+    def train(self, **attributes: object) -> None:
+        """Calls the module's own `train`: dropout drops, statistics move."""
         self._set_mode("train", attributes)
 
-    def eval(self, **attributes: Any) -> None:
-        """As the module's own `eval`: dropout passes all, statistics are used."""
+    def eval(self, **attributes: object) -> None:
+        """Calls the module's own `eval`: dropout passes all, statistics are used."""
         self._set_mode("eval", attributes)
 
-    def to_nnx(self) -> Any:
-        """An NNX module as this one is now; it shares nothing with it."""
+    def to_nnx(self) -> NnxModule:
+        """A copy of the module as an NNX module; it shares nothing with this one."""
 
-        def act() -> Any:
+        def act() -> PyTree:
             values = [variable.value for variable in self._variables]
             return self._layout.module(values, self._state)
 
         return self._alone(act)
 
-    def original(self) -> Any:
+    def original(self) -> NnxModule:
         """The module with shapes in place of its arrays: see `StandIn`."""
         leaves = [variable.value for variable in self._variables]
         shapes = [jax.typeof(leaf) for leaf in (*leaves, *self._state)]
         return self._layout.module(shapes[: len(leaves)], shapes[len(leaves) :])
 
-    def _run(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> PyTree:
         refuse_in_pure("a call of the module {}", self._function.__name__)
         if not self._state:
             return self._record(name, args, kwargs)[0]
 
-        def act() -> Any:
+        def act() -> PyTree:
             output, state = self._record(name, args, kwargs)
             self._state = tuple(state)
             return output
 
         return self._alone(act)
 
-    def _record(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _record(
+        self, name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> PyTree:
         given = (self._layout, self._variables, self._state, name, args, kwargs)
         return record(self._function, given, {})
 
-    def _set_mode(self, name: str, attributes: Mapping[str, Any]) -> None:
+    def _set_mode(self, name: str, attributes: Mapping[str, object]) -> None:
 
         def act() -> None:
             changed = self.original()
@@ -230,29 +245,29 @@ class TrainableModule(StandIn):
         self._alone(act)
 
     def _alone(self, action: Callable[[], T]) -> T:
-        """Calls it while no other call changes the state."""
+        """Calls `action` while no other call changes the state."""
         busy = f"while other calls had the state of {self._function.__name__}"
         return holding([self._lock], busy, action)
 
     def __repr__(self) -> str:
-        return f"Module({self._function.__name__})"
+        return f"TrainableModule({self._function.__name__})"
 
 
 class _ModuleLayout(Constant):
-    """How a module is made of its arrays, in one mode.
+    """The structure of a module without its arrays, in one mode.
 
     Args:
-      graph: Its structure.
+      graph: Its structure, as Flax's graph definition.
       params: Its parameters, as Flax's state.
       state: All else that it holds, likewise.
 
     Attributes:
-      graph: See there.
+      graph: As given.
       names: Paths of the parameters.
       state_names: Paths of the leaves of the state.
     """
 
-    def __init__(self, graph: Any, params: PyTree, state: PyTree) -> None:
+    def __init__(self, graph: NnxGraph, params: PyTree, state: PyTree) -> None:
         self.graph = graph
         self.names = _names(params)
         self.state_names = _names(state)
@@ -264,16 +279,16 @@ class _ModuleLayout(Constant):
             for _ in jax.tree.leaves(one)
         ]
 
-    def module(self, params: Sequence[Any], state: Sequence[Any]) -> Any:
-        """The module of these leaves."""
+    def module(self, params: Sequence[PyTree], state: Sequence[PyTree]) -> NnxModule:
+        """Builds the module from these leaves."""
         given = (self._params.unflatten(params), self._state.unflatten(state))
         return _nnx().merge(self.graph, *given)
 
-    def state_of(self, module: Any, params: Sequence[Any]) -> list[Any]:
+    def state_of(self, module: NnxModule, params: Sequence[PyTree]) -> list[PyTree]:
         """The leaves of the state of a module after a call.
 
         Raises:
-          TypeError: The call has changed what is no state.
+          TypeError: The call has changed something that is not state.
         """
         graph, params_after, state = _split(module)
         name = type(module).__name__
@@ -300,8 +315,8 @@ class _ModuleLayout(Constant):
             raise TypeError(requirement(f"module({name})", rule, got, remedy))
         return jax.tree.leaves(state)
 
-    def reseeded(self, state: Sequence[Any], key: jax.Array) -> list[Any]:
-        """The state with all random streams at their beginning, each with its key."""
+    def reseeded(self, state: Sequence[PyTree], key: jax.Array) -> list[PyTree]:
+        """The state with all random streams reset, each with a key of its own."""
         nnx, found = _nnx(), []
         for number, (kind, leaf) in enumerate(zip(self._kinds, state, strict=True)):
             new = leaf
@@ -313,15 +328,13 @@ class _ModuleLayout(Constant):
         return found
 
 
-def _function(
-    name: str, call: Callable[..., Any], code: tuple[Any, ...]
-) -> Callable[..., Any]:
-    """What is compiled: a call of a module, from its arrays to its output and state.
+def _function(name: str, call: ModuleMethod, code: tuple[object, ...]) -> ModuleMethod:
+    """Builds the function that is compiled: from a module's arrays to output and state.
 
     Args:
       name: Of the module's class.
-      call: Its `__call__`, whose place messages name.
-      code: What else the module's behaviour depends on.
+      call: Its `__call__`, whose source line messages name.
+      code: Classes and functions on which the module's behaviour depends.
     """
 
     def called(
@@ -329,11 +342,11 @@ def _function(
         params: PyTree,
         state: PyTree,
         method: str,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        # Not used, but by what it refers to the compiled function is found again: what
-        # the classes of the module read may change.
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+    ) -> PyTree:
+        # Not used, but the compiled function is found again by all that this function
+        # refers to, and what the module's classes read may change.
         _ = call, code
         module = layout.module(params, state)
         output = getattr(module, method)(*args, **kwargs)
@@ -343,8 +356,8 @@ def _function(
     return called
 
 
-def _code_of(module: Any) -> list[Any]:
-    """The classes of a module's parts, and what its attributes refer to, once each."""
+def _code_of(module: NnxModule) -> list[PyTree]:
+    """The classes of a module's parts and the values of its attributes, once each."""
     nnx = _nnx()
     found: dict[int, Any] = {}
     for path, value in nnx.iter_graph(module):
@@ -356,23 +369,23 @@ def _code_of(module: Any) -> list[Any]:
     return list(found.values())
 
 
-def _taken_apart(module: Any) -> tuple[_ModuleLayout, list[Any], list[Any]]:
+def _taken_apart(module: NnxModule) -> tuple[_ModuleLayout, list[PyTree], list[PyTree]]:
     graph, params, state = _split(module)
     leaves = jax.tree.leaves(params), jax.tree.leaves(state)
     return _ModuleLayout(graph, params, state), *leaves
 
 
-def _split(module: Any) -> Any:
+def _split(module: NnxModule) -> tuple[NnxGraph, PyTree, PyTree]:
     return _nnx().split(module, _is_parameter, ...)
 
 
-def _is_parameter(path: Any, variable: Any) -> bool:
+def _is_parameter(path: object, variable: object) -> bool:
     leaves = jax.tree.leaves(variable)
     is_param = isinstance(variable, _nnx().Param)
     return is_param and bool(leaves) and all(map(is_inexact, leaves))
 
 
-def _is_variable(value: PyTree) -> bool:
+def _is_variable(value: object) -> bool:
     return isinstance(value, _nnx().Variable)
 
 
@@ -396,13 +409,13 @@ def _is_key(value: PyTree) -> bool:
 
 
 def _stream(leaf: PyTree, key: jax.Array) -> jax.Array:
-    """Keys in place of those of a stream, which may have several."""
+    """New keys of a stream, which may have several, as the old ones are stored."""
     shape = leaf.shape if _is_key(leaf) else leaf.shape[:-1]
     keys = jax.random.split(key, shape) if shape else key
     return keys if _is_key(leaf) else jax.random.key_data(keys)
 
 
-def _bound(leaf: PyTree, device: jax.Device | None) -> Any:
+def _bound(leaf: PyTree, device: jax.Device | None) -> PyTree:
     placed = device is None or not isinstance(leaf, jax.Array) or leaf.committed
     return leaf if placed else jax.device_put(leaf, device)
 
@@ -411,5 +424,5 @@ def _placed_as(array: jax.Array, before: jax.Array) -> jax.Array:
     return jax.device_put(array, before.sharding) if before.committed else array
 
 
-def _nnx() -> Any:
+def _nnx() -> ModuleType:
     return sys.modules["flax.nnx"]

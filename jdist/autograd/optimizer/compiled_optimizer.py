@@ -1,9 +1,9 @@
-"""Optimizers by what made them, so that trainers who want the same share its program.
+"""Compiled optimizers, shared by all that were made alike.
 
 A script makes a new distributed optimizer for each model, and many trainers may make
-the same one for the same parameters. Compiling a step costs a thousand steps, so what
-was compiled is found again by the function, its arguments, and all that its code refers
-to, as compiled segments are. Its state is never shared.
+the same one for the same parameters. Compiling a step costs a thousand steps, so a
+compiled optimizer is found again by its constructor, the arguments, and all that the
+constructor's code refers to, as compiled segments are. State is never shared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ class CompiledOptimizer:
 def compiled_optimizer(
     factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> CompiledOptimizer:
-    """The program of the optimizer that `factory(*args, **kwargs)` makes.
+    """Compiles the optimizer that `factory(*args, **kwargs)` makes, once.
 
     Raises:
       TypeError: It makes neither an optimizer nor an optax transformation.
@@ -68,11 +68,9 @@ def _of_numbers(
     values: tuple[Any, ...],
     types: tuple[type, ...],
 ) -> CompiledOptimizer:
-    """An optimizer of jdist's with numbers: nothing that it refers to changes.
-
-    To look at everything there each time takes longer than a step. Types are told
-    apart: 1 and True are equal, and not both are a learning rate.
-    """
+    """The compiled optimizer of a constructor of jdist with numbers as arguments."""
+    # Nothing that it refers to changes, and to read all that takes longer than a step.
+    # `types` is part of the key: 1 and True are equal, and not both are learning rates.
     split = len(values) - len(names)
     named = dict(zip(names, values[split:], strict=True))
     return _by_contents(factory, values[:split], named)

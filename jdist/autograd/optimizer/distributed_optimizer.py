@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: parameters on many workers, each stepped where it is."""
+"""`DistributedOptimizer`: steps parameters on many workers, each on its owner."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,7 +32,7 @@ class DistributedOptimizer:
     Steps on common parameters, of this optimizer or of others, come one after another:
     each variable has a lock. But between the forward pass of one trainer and its step
     others may step the same parameters: its gradients are then *stale*, those of older
-    values. Whoever wants the sequence as a whole for himself must arrange it.
+    values. A trainer that needs the whole sequence for itself must arrange that.
 
     Args:
       optimizer: A constructor of `jdist.optim`; or a function that returns such an
@@ -149,7 +149,7 @@ class DistributedOptimizer:
         return norm
 
     def state(self, timeout: float = DEFAULT) -> State:
-        """All parameters and all state, gathered here.
+        """Gathers all parameters and all state.
 
         Args:
           timeout: Seconds for each owner to answer; -1 for the default, 0 for no limit.
@@ -166,7 +166,7 @@ class DistributedOptimizer:
         return {worker.name: numbers for worker, numbers in answers.items()}
 
     def load_state(self, state: State, timeout: float = DEFAULT) -> None:
-        """Puts parameters and state back where they were; what follows is the same.
+        """Sets parameters and state on their owners to what `state` returned.
 
         Args:
           state: What `state` returned, of an optimizer like this one: made by the same
@@ -240,7 +240,10 @@ class DistributedOptimizer:
         return jnp.sqrt(sum_of(ordered)) if ordered else jnp.zeros(())
 
     def _refuse_unequal_norms(self) -> None:
-        """Of replicated variables: each trainer would shrink them by another factor."""
+        """Refuses a norm over replicated variables and others.
+
+        Each trainer would scale the replicated ones by another factor.
+        """
         replicated = here().replicated
         shared = [rref.local_value() in replicated for rref in self._own]
         if any(shared) and not (all(shared) and len(self._parts) == 1):

@@ -1,8 +1,11 @@
-"""The part of a distributed optimizer that lives beside its parameters.
+"""The share of a distributed optimizer on one owner of parameters.
 
-One on each owner: the variables there, one functional optimizer for all of them, and
-its state. Every leaf of state and parameters has a path, `params/0/w` or
+Each owner has the variables there, one functional optimizer for all of them, and its
+state. Every leaf of state and parameters has a path, `params/0/w` or
 `state/0/w/exp_avg`, with the number of the variable on this owner.
+
+Steps on common parameters run one after another: each variable has a lock. Steps on
+sets without a common variable run side by side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +20,6 @@ from jdist._tree import PyTree, described, path_of
 from jdist.autograd.context.locks import holding
 from jdist.autograd.graph.variable import Variable
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
-from jdist.autograd.optimizer.parameter_locks import BUSY, locks_of
 from jdist.optim.internal import square
 from jdist.rpc import RpcTimeout
 from jdist.rpc.extension import current
@@ -40,7 +42,9 @@ class OwnedOptimizer:
         self._program = program
         self._positions = tuple(variables)
         self._variables = tuple(variables.values())
-        self._locks = locks_of(self._variables)
+        # In one order on all threads, so that steps never wait in a circle. Addresses
+        # serve as long as the variables live, and this keeps them.
+        self._locks = [each.step_lock for each in sorted(self._variables, key=id)]
         self._state = self._alone(self._init)
 
     def squares(self, gradients: Gradients) -> dict[int, list[np.ndarray]]:
@@ -56,15 +60,15 @@ class OwnedOptimizer:
     def step(
         self, gradients: Gradients, factor: Any, overrides: Mapping[str, Any]
     ) -> None:
-        """One step; what has no gradient keeps its value, state and count.
+        """Makes one step; parameters without a gradient keep value, state and count.
 
         Args:
-          gradients: Those of a context on this owner.
-          factor: What to multiply them by, or None.
+          gradients: A context's gradients on this owner.
+          factor: A number by which they are multiplied, or None.
           overrides: Hyperparameters for this step.
 
         Raises:
-          RpcTimeout: Whoever asked gave up before it was this step's turn.
+          RpcTimeout: The caller gave up before this step had the locks.
           Exception: What the optimizer raised. Nothing has changed then.
         """
         reached = [gradients.get(variable) for variable in self._variables]
@@ -92,12 +96,12 @@ class OwnedOptimizer:
         self._alone(act)
 
     def read(self) -> dict[str, np.ndarray]:
-        """All numbers by path: those of the parameters and of the state."""
+        """All numbers of the parameters and the state, by path."""
         tree = self._alone(self._tree)
         return {path: _numbers(leaf) for path, leaf in _leaves(tree).items()}
 
     def describe(self) -> dict[str, str]:
-        """Of the same paths, what is there."""
+        """The dtypes and shapes of the same numbers, by path."""
         tree = self._alone(self._tree)
         return {
             path: described(_words(jnp.asarray(leaf)))
@@ -105,7 +109,7 @@ class OwnedOptimizer:
         }
 
     def write(self, numbers: Mapping[str, np.ndarray]) -> None:
-        """Puts all numbers back, each placed as what it replaces.
+        """Sets all numbers, each placed as what it replaces.
 
         Raises:
           ValueError: They are of other paths, shapes or dtypes than what is here.
@@ -127,12 +131,13 @@ class OwnedOptimizer:
         self._alone(act)
 
     def _alone(self, action: Callable[[], T]) -> T:
-        """Calls it while no other thread has one of the variables' locks."""
-        return holding(self._locks, BUSY, action)
+        """Calls `action` while this thread holds the variables' locks."""
+        busy = "while another step held one of the parameters"
+        return holding(self._locks, busy, action)
 
     def _init(self) -> Any:
         values = self._values()
-        # Compiled, it would put the state of placed parameters anywhere.
+        # A compiled `init` would not place the state as committed parameters are.
         init = self._program.opt.init if _places(values) else self._program.init
         return init(values)
 
@@ -143,7 +148,7 @@ class OwnedOptimizer:
         return {"params": self._values(), "state": self._state}
 
     def _check(self, overrides: Mapping[str, Any]) -> None:
-        """Here, because within the compiled step no value can be seen."""
+        """Checks the values of overrides, which a compiled step cannot see."""
         opt = self._program.opt
         for name, value in overrides.items():
             if name in opt.hyperparameters:
@@ -168,15 +173,15 @@ def _nothing(value: PyTree) -> Any:
 
 
 def _places(values: Sequence[Any]) -> set[frozenset[jax.Device]]:
-    """The sets of devices to which arrays among these are bound.
+    """The sets of devices to which arrays among these are committed.
 
-    A compiled program can have arrays that are bound to one set of devices.
+    A compiled program takes arrays that are committed to one set of devices only.
     """
     return {frozenset(x.devices()) for x in jax.tree.leaves(values) if x.committed}
 
 
 def _refuse_if_given_up() -> None:
-    """A step that nobody waits for any more would come as a surprise."""
+    """Refuses a step or a write whose caller has given up: it would be a surprise."""
     scope = current.scope.get()
     execution = None if scope is None else scope.execution
     if execution is not None and execution.cancelled is not None:
@@ -195,7 +200,7 @@ def _is_key(array: jax.Array) -> bool:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """Keys are kept as their words."""
+    """The array, or of PRNG keys their words."""
     return jax.random.key_data(array) if _is_key(array) else array
 
 

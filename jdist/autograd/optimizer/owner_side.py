@@ -1,4 +1,4 @@
-"""What an owner does when distributed optimizers of others ask."""
+"""Handlers of the requests of distributed optimizers, on owners of parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ WRITE = "optimizer.write"
 
 
 def install(agent: Agent) -> None:
-    """Lets others have optimizers beside the variables of `agent`."""
+    """Lets others step the variables of this worker."""
     agent.register(CREATE, _create)
     operations: dict[str, Callable[..., Any]] = {
         SQUARES: _squares,
@@ -62,7 +62,7 @@ def _step(
 
 
 def _gradients(context_id: int) -> Gradients:
-    """Those of a context on this worker: none if it took no part in the context."""
+    """A context's gradients on this worker; none if it took no part in it."""
     context = here().find(context_id)
     if context is None:
         return {}

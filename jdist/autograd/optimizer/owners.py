@@ -1,4 +1,4 @@
-"""Asking all owners of parameters at once, and telling of every one that failed."""
+"""Requests to all owners of parameters at once, and the errors of all that failed."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,13 +13,13 @@ _META = {NEEDS: "jdist.autograd.optimizer.owner_side:install"}
 def ask_all(
     kind: str, bodies: Mapping[WorkerInfo, Any], timeout: float, complaint: str
 ) -> dict[WorkerInfo, Any]:
-    """Sends each worker a request of this kind; the answers, once all have come.
+    """Sends each worker a request, and waits for all answers.
 
     Args:
-      kind: Of the requests.
-      bodies: What each worker is sent.
+      kind: Kind of the requests.
+      bodies: The body of each worker's request.
       timeout: Seconds for each; -1 for the default, 0 for no limit.
-      complaint: What the error begins with if any of them fails.
+      complaint: Begins the text of the error if any of them fails.
 
     Raises:
       ExceptionGroup: Some failed. It holds the errors of all of these, and its message
@@ -30,7 +30,7 @@ def ask_all(
     asked = {
         worker: _begun(agent, worker, kind, body, timeout) for worker, body in others
     }
-    # One owner is asked on this thread itself, which needs no hand-over to another.
+    # One owner is asked on this thread itself, which saves a hand-off.
     waits: dict[WorkerInfo, Callable[[], Any]] = {
         last: lambda: agent.call(last, kind, last_body, timeout, _META),
         **{worker: future.wait for worker, future in asked.items()},

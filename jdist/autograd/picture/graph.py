@@ -1,4 +1,4 @@
-"""`graph`: what is computed from what, over all workers of a context."""
+"""`graph`: the autograd graph of a context over all workers."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -54,7 +54,7 @@ class Graph:
         return list(found)
 
     def labels(self) -> list[str]:
-        """What a picture calls each function, with its dependency count.
+        """The labels of the functions in a picture, with their dependency counts.
 
         Messages are numbered by their ids: the send and receive functions of one have
         its number, as `send1` and `recv1`.
@@ -140,7 +140,7 @@ def graph(
 
 
 def install(container: Container) -> None:
-    """Lets a worker show others its part of a graph."""
+    """Lets a worker send others its part of a graph."""
 
     def show(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
         match body:

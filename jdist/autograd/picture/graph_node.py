@@ -44,7 +44,7 @@ def graph_nodes(
     names: Mapping[Any, str] | None = None,
     marks: Collection[int] | None = None,
 ) -> list[GraphNode]:
-    """What this worker has of a graph: each function after those that it uses.
+    """This worker's functions of a graph, each after those that it uses.
 
     Args:
       context: Its sends and receptions, and all that leads to them, are listed.
@@ -100,7 +100,8 @@ def _is_in(message_id: int, marks: Collection[int] | None) -> bool:
 
 
 def _in_order(starts: Iterable[Node]) -> list[Node]:
-    """All that leads to `starts`, and these; inputs first. Without recursion."""
+    """`starts` and all that leads to them, inputs first."""
+    # Without recursion: a history may be deeper than Python's stack.
     listed: dict[Node, None] = {}
     for start in starts:
         waiting = [(start, False)]

@@ -1,4 +1,4 @@
-"""A graph as an SVG picture: a lane for each worker, data flows from left to right."""
+"""A graph as an SVG picture: a lane for each worker, data flowing left to right."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,14 +15,14 @@ _ROUND = {LEAF: 15, FUNCTION: 2, SEND: 7, RECEIVE: 7}
 
 
 class BoxCorner(NamedTuple):
-    """Where a function's box is: its left upper corner."""
+    """The upper left corner of a function's box."""
 
     x: int
     y: int
 
 
 class Swimlane(NamedTuple):
-    """Where a worker's part is."""
+    """The lane of a worker's functions."""
 
     worker: str
     top: int
@@ -53,7 +53,7 @@ def svg(
 def layout(
     nodes: Sequence[GraphNode], arcs: Iterable[tuple[int, int]]
 ) -> tuple[list[BoxCorner], list[Swimlane]]:
-    """Where everything is. No two boxes overlap; arrows lead to the right."""
+    """The boxes and lanes. No two boxes overlap; arrows lead to the right."""
     columns = _columns(len(nodes), arcs)
     rows: list[int] = []
     filled: Counter[tuple[str, int]] = Counter()
@@ -74,7 +74,7 @@ def layout(
 
 
 def _columns(count: int, arcs: Iterable[tuple[int, int]]) -> list[int]:
-    """For each function the length of the longest way to it."""
+    """For each function the length of the longest path to it."""
     after = defaultdict(list)
     missing: Counter[int] = Counter()
     for source, target in arcs:

@@ -1,8 +1,8 @@
 """Pytrees as lists of arrays and the rest, which is hashable and can travel.
 
-What takes part in differentiation and batching are arrays and Python's numbers. The
-rest of a tree, such as a text or a function among the arguments, is part of *what* is
-called, like the code itself.
+Arrays and Python's numbers take part in differentiation and batching. The rest of a
+tree, such as a text or a function among the arguments, is part of *what* is called,
+like the code itself.
 """
 
 from collections.abc import Hashable, Sequence
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, named_leaves
@@ -22,12 +23,12 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class AbstractArray(NamedTuple):
-    """What is known of an array before it is computed.
+    """The shape and dtype of an array, which are known before its numbers.
 
     Attributes:
       shape: Its shape.
       dtype: Its dtype.
-      weak: Whether its type yields to others in promotion, as a Python number's does.
+      weak: Whether its type is weak, which yields to others in promotion.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +40,12 @@ class AbstractArray(NamedTuple):
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """The same, as JAX takes it."""
+        """The same as a type of JAX."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
 
 
-def abstract_of(array: Any) -> AbstractArray:
-    """The kind of an array, traced or not."""
+def abstract_of(array: ArrayLike) -> AbstractArray:
+    """The shape and dtype of an array, traced or not."""
     known = jax.typeof(array)
     return AbstractArray(known.shape, np.dtype(known.dtype), known.weak_type)
 
@@ -87,14 +88,14 @@ class Structure:
 
     Attributes:
       treedef: The containers.
-      leaves: For each leaf where its array or variable is, or what it is.
+      leaves: For each leaf the place of its array or variable, or its value.
     """
 
     treedef: jax.tree_util.PyTreeDef
     leaves: tuple[ArraySlot | VariableSlot | StaticLeaf, ...]
 
     @classmethod
-    def of(cls, skeleton: Any) -> "Structure":
+    def of(cls, skeleton: PyTree) -> "Structure":
         """The inverse of `skeleton`."""
         leaves, treedef = jax.tree.flatten(skeleton)
         places = (
@@ -104,21 +105,21 @@ class Structure:
         return cls(treedef, tuple(places))
 
     @property
-    def skeleton(self) -> Any:
-        """The tree with places in place of arrays, as a value that can be sent."""
+    def skeleton(self) -> PyTree:
+        """The tree with slots in place of arrays, as a value that can be sent."""
         return self.treedef.unflatten(
             [x.value if isinstance(x, StaticLeaf) else x for x in self.leaves]
         )
 
-    def tree(self, arrays: Sequence[Any], held: Sequence[Any] = ()) -> Any:
-        """The tree with these arrays, and trees of variables, in their places."""
+    def tree(self, arrays: Sequence[jax.Array], held: Sequence[PyTree] = ()) -> PyTree:
+        """The tree with these arrays, and trees of variables, in their slots."""
         return self.treedef.unflatten([_filled(x, arrays, held) for x in self.leaves])
 
 
 def _filled(
     place: ArraySlot | VariableSlot | StaticLeaf,
-    arrays: Sequence[Any],
-    held: Sequence[Any],
+    arrays: Sequence[jax.Array],
+    held: Sequence[PyTree],
 ) -> Any:
     if isinstance(place, StaticLeaf):
         return place.value
@@ -166,7 +167,7 @@ def taken_apart(tree: PyTree, call: str) -> FlatArguments:
 
 
 def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
-    """As `taken_apart`, for a result: all its leaves must be arrays.
+    """The arrays of a result, all of whose leaves must be arrays, and its structure.
 
     Raises:
       TypeError: One is not.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.autograd.remote_call.arguments import abstract_of, taken_apart
 from jdist.autograd.remote_call.caller import Target, caller_of
 from jdist.autograd.remote_call.primitive import bind
@@ -16,9 +17,9 @@ from jdist.rpc.extension import DEFAULT, check_timeout, current_agent, named
 
 def remote_call(
     to: str | int | WorkerInfo,
-    fn: Callable[..., Any],
-    *args: Any,
-    kwargs: Mapping[str, Any] | None = None,
+    fn: Callable[..., PyTree],
+    *args: PyTree,
+    kwargs: Mapping[str, PyTree] | None = None,
     timeout: float = DEFAULT,
 ) -> Any:
     """`fn(*args, **kwargs)` computed on the worker `to`, as a function of JAX.
@@ -98,8 +99,8 @@ def remote_call(
 
 
 def _unbound(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    fn: Any, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Any, tuple[PyTree, ...], dict[str, PyTree]]:
     """A function with a name, and as arguments what was bound to it."""
     while True:
         if isinstance(fn, functools.partial):

@@ -1,8 +1,8 @@
-"""The call inside a compiled program: a callback that XLA runs when it comes to it.
+"""The call inside a compiled program: a callback of XLA.
 
-Everything in it is NumPy: what it is given are views of XLA's buffers, and results are
-written into buffers of XLA's. To put an array on a device there could need the very
-thread that it runs on.
+Everything in it is NumPy: its inputs are views of XLA's buffers, and it writes results
+into buffers of XLA's. To put an array on a device there could need the very thread that
+it runs on.
 """
 
 import traceback
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist.autograd.remote_call.arguments import AbstractArray, abstract_of
 from jdist.autograd.remote_call.callback_threads import callback_threads
@@ -26,13 +27,13 @@ def staged_on_cpu(
     target: Target,
     operations: tuple[Transform, ...],
     results: Sequence[AbstractArray],
-    arrays: Sequence[Any],
-) -> list[Any]:
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The call as part of the program that is being traced."""
 
     kinds = [abstract_of(x) for x in arrays]
 
-    def run(context: Any, buffers: Sequence[Any], *inputs: Any) -> None:
+    def run(context: Any, buffers: Sequence[Any], *inputs: ArrayLike) -> None:
         views = zip(map(np.asarray, inputs), kinds, strict=True)
         given = [view.astype(kind.dtype, copy=False) for view, kind in views]
         found = _waited_for(target, operations, results, given)
@@ -52,11 +53,11 @@ def staged_elsewhere(
     target: Target,
     operations: tuple[Transform, ...],
     results: Sequence[AbstractArray],
-    arrays: Sequence[Any],
-) -> list[Any]:
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The same on accelerators, whose buffers NumPy cannot read."""
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: ArrayLike) -> list[jax.Array]:
         return _waited_for(target, operations, results, inputs)
 
     shapes = [jax.ShapeDtypeStruct(k.shape, k.dtype) for k in results]
@@ -67,19 +68,19 @@ def _waited_for(
     target: Target,
     operations: tuple[Transform, ...],
     results: Sequence[AbstractArray],
-    inputs: Sequence[Any],
-) -> list[Any]:
+    inputs: Sequence[ArrayLike],
+) -> list[jax.Array]:
     try:
         arrays = [np.asarray(x) for x in inputs]
         with callback_threads().occupied(str(target)), calling(target) as caller:
             return caller.call(target, operations, arrays, results, host=True)
-    except Exception as error:  # noqa: BLE001 - XLA hands it to whoever called
+    except Exception as error:  # noqa: BLE001 - XLA hands it to the caller
         # XLA makes one text of type and message, and drops notes, among which is the
         # traceback of the other worker.
         raise RemoteError("".join(traceback.format_exception(error))) from None
 
 
-def _carrier(dtype: np.dtype) -> Any:
+def _carrier(dtype: np.dtype) -> DTypeLike:
     """The dtype in which a buffer holds such numbers, exactly.
 
     Two numbers of 4 bits share a byte in XLA's memory, but not in NumPy's: a view of

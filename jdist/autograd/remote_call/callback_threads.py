@@ -1,15 +1,15 @@
-"""The threads that XLA runs programs on, and how many calls may wait there.
+"""A limit on the calls that wait on the threads on which XLA runs programs.
 
 A callback inside a jitted function runs on the thread that called the function, or,
 for instance in a loop with a large body, on one of the threads that XLA's CPU client
-has for all programs of the process. While it waits for another worker, that thread
-does nothing else. If all of them wait, then no program that needs one goes on; and if
-what is waited for needs such a program (a function that calls back, a worker in the
-same process), nobody ever does.
+has for all programs of the process. While it waits for another worker, that thread is
+blocked. If all of them are, no program that needs one goes on; and if what is waited
+for needs such a program (a function that calls back, a worker in the same process),
+that is a deadlock.
 
-So the last thread is never given to a waiting call. With one thread left programs go
-on, if slowly, and each callback that comes to it when it must not wait is refused at
-once: no set of calls, however nested, waits for ever.
+The last thread is therefore never given to a waiting call. With one thread left
+programs go on, if slowly, and a callback that comes to the last thread and would wait
+is refused at once: no set of calls, however nested, waits for ever.
 """
 
 import functools
@@ -70,10 +70,8 @@ class CallbackThreads:
 
 
 def _of_python() -> bool:
-    """Whether this thread was started by Python, and so is not XLA's.
-
-    `threading.current_thread()` would enter a foreign thread among Python's for good.
-    """
+    """Whether this thread was started by Python, and so is not XLA's."""
+    # `threading.current_thread()` would enter a foreign thread among Python's for good.
     own = threading.get_ident()
     found = (t for t in threading.enumerate() if t.ident == own)
     return any(not t.name.startswith("Dummy-") for t in found)
@@ -81,5 +79,5 @@ def _of_python() -> bool:
 
 @functools.cache
 def callback_threads() -> CallbackThreads:
-    """That of this process. XLA has decided its size once it runs programs."""
+    """The threads of this process. XLA has fixed their number once it runs programs."""
     return CallbackThreads(thread_pool_size())

@@ -1,11 +1,10 @@
-"""Where functions are compiled and run: what the caller's side calls by rpc.
+"""The callee's side: compiles and runs functions that other workers call.
 
-A function is made known once (`describe`): it is traced there, which tells the caller
-the shapes of its results, and gets a number. Calls (`perform`) then carry the number,
-the operations and arrays. What is compiled is found by the function's code and
-contents, so it is compiled once whoever calls, and again when something changes that
-the function refers to. Nothing of a call is kept: a backward pass brings the arguments
-again.
+A function is described once (`describe`): it is traced here, which gives the caller the
+shapes of its results, and gets a number. Calls (`perform`) then carry the number, the
+transforms and arrays. Compiled functions are found again by code and contents, so they
+are shared by all callers, and compiled again when something changes that the function
+refers to. Nothing of a call is kept: a backward pass brings the arguments again.
 """
 
 import itertools
@@ -59,7 +58,7 @@ _NO_MESH = AbstractMesh((), ())
 
 
 class UnknownFunction(LookupError):
-    """The callee does not know a number (any more): it is to be described again."""
+    """The callee does not know a number, or not any more: it must be asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +71,19 @@ class ServedFunction:
       weak: Numbers of the arrays among them whose types are weak.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., PyTree]
     structure: Structure
     weak: frozenset[int]
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The call as messages name it."""
         return f"remote_call(fn={getattr(self.function, '__qualname__', 'fn')})"
 
     def run(
-        self, arrays: Sequence[Any], held: Sequence[Any]
+        self, arrays: Sequence[jax.Array], held: Sequence[PyTree]
     ) -> tuple[list[Any], Structure]:
-        """Runs the function on arrays and the trees of variables: arrays and the rest.
+        """Runs the function; returns the arrays of the result and its structure.
 
         Raises:
           TypeError: The result is not made of arrays, or the function is not pure.
@@ -104,7 +103,7 @@ class ServedFunctions:
         self._numbers = itertools.count(randbits(62))
 
     def add(self, program: ServedFunction) -> int:
-        """Its number from now on; the one not used for longest is forgotten."""
+        """Gives the function a number; the one least recently used is forgotten."""
         number = next(self._numbers)
         self._known.put(number, program)
         return number
@@ -122,8 +121,8 @@ class ServedFunctions:
 
 
 def describe(
-    function: Callable[..., Any],
-    skeleton: Any,
+    function: Callable[..., PyTree],
+    skeleton: PyTree,
     kinds: Sequence[AbstractArray],
     references: Sequence[RRef],
 ) -> tuple[int, Any, list[AbstractArray]]:
@@ -149,7 +148,7 @@ def describe(
     held = variables_of(references, program.name)
     found: list[Structure] = []
 
-    def traced(leaves: Sequence[Any], *arrays: Any) -> list[Any]:
+    def traced(leaves: Sequence[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
         results, structure = program.run(arrays, trees(held.structures, leaves))
         found.append(structure)
         return results
@@ -164,11 +163,11 @@ def describe(
 def perform(
     number: int,
     operations: tuple[Transform, ...],
-    leaves: Sequence[Any],
+    leaves: Sequence[jax.Array],
     host: bool,
     references: Sequence[RRef],
     context_id: int | None,
-) -> list[Any]:
+) -> list[jax.Array] | list[np.ndarray]:
     """Runs a function, or what operations make of it.
 
     Args:
@@ -216,12 +215,12 @@ def perform(
 
 
 class TransformedFunction(NamedTuple):
-    """What is made of a program before it is compiled.
+    """The transforms of a function before it is compiled.
 
     Attributes:
       structures: Of the variables, whose leaves are the first arguments.
-      operations: In order, with these arguments counted.
-      gradients: How many of the results are gradients of variables; they come first.
+      operations: The transforms in order, with these arguments counted.
+      gradients: Number of results that are gradients of variables; they come first.
     """
 
     structures: tuple[jax.tree_util.PyTreeDef, ...]
@@ -234,28 +233,29 @@ def _compiled(
     made: TransformedFunction,
     contents: Contents,
     key: Hashable,
-    arguments: tuple[Any, ...],
+    arguments: tuple[PyTree, ...],
 ) -> Flat:
-    """What is made of a program, compiled; found by its equations if need be.
+    """Compiles a transformed function; by its equations where contents are unknown.
 
     Args:
-      program: The program.
-      made: What is made of it.
-      contents: Of its function.
-      key: What else tells it from others.
+      program: The function.
+      made: Its transforms.
+      contents: Of the function.
+      key: The rest of its key in the cache.
       arguments: Of the call.
     """
     function = _transformed(program, made)
     if contents.complete:
         VERSIONS.note(CACHE.user, contents, key)
 
-        def unchanged(*leaves: Any) -> list[Any]:
+        def unchanged(*leaves: jax.Array) -> list[jax.Array]:
             if contents_of(program.function, CACHE.user) != contents:
                 raise Changed
             return function(*leaves)
 
         return jax.jit(unchanged)
-    # Each call traces what it runs: what the function reads cannot be looked at.
+    # What the function reads cannot be read here, so each call traces it, and compiles
+    # only if the traced program is new.
     closed, _ = trace_whole(function, *arguments)
     refuse_hidden(CACHE.user, closed)
     case = (key, signature_of(arguments))
@@ -266,7 +266,7 @@ def _compiled(
 def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
     count = sum(structure.num_leaves for structure in made.structures)
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         return program.run(arrays[count:], trees(made.structures, arrays[:count]))[0]
 
     function = transformed(run, made.operations)
@@ -274,8 +274,8 @@ def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
         return function
     batches = tuple(range(len(made.operations) - 1 - first_pullback(made.operations)))
 
-    def with_sums(*arrays: Any) -> list[Any]:
-        # A variable is in no batch: its gradient is the sum over that of the pullback.
+    def with_sums(*arrays: jax.Array) -> list[jax.Array]:
+        # A variable is in no batch: its gradient is the sum over the pullback's batch.
         results = function(*arrays)
         sums = [x.sum(axis=batches) for x in results[: made.gradients]]
         return sums + results[made.gradients :]
@@ -284,7 +284,7 @@ def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
 
 
 def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:
-    """A leaf as it is received by JAX: NumPy arrays come from inside a jitted call."""
+    """An array on the worker's device; NumPy arrays come from inside a jitted call."""
     return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
 
 
@@ -297,8 +297,8 @@ def _programs(agent: Agent) -> ServedFunctions:
     )
 
 
-def _say(agent: Agent, function: Callable[..., Any]) -> None:
-    """What runs is the user's function, for whoever asks who waits for whom."""
+def _say(agent: Agent, function: Callable[..., PyTree]) -> None:
+    """Shows the user's function in debug information, in place of `perform`."""
     scope = current.scope.get()
     if scope is not None and scope.execution is not None:
         scope.execution.operation = Described("remote_call", function)

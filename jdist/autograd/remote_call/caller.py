@@ -1,4 +1,4 @@
-"""The caller's side: what is known of functions on other workers, and calling them."""
+"""The caller's side: descriptions of functions on other workers, and calls of them."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -6,8 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jdist._errors import requirement
 from jdist._lru_cache import LRUCache
+from jdist._tree import PyTree
 from jdist.autograd.remote_call import callee
 from jdist.autograd.remote_call.arguments import AbstractArray, Structure, abstract_of
 from jdist.autograd.remote_call.callee import UnknownFunction
@@ -30,7 +34,7 @@ _MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is called, where, and by whom: all of a call but its arrays.
+    """A remote function with its caller and structure: all of a call but its arrays.
 
     Attributes:
       caller: Name of the worker that calls.
@@ -39,13 +43,13 @@ class Target:
       structure: Of its arguments, `(args, kwargs)`.
       kinds: Of the arrays among them.
       timeout: Seconds, as for `rpc_sync`.
-      references: To variables of the callee. Weak ones: what JAX remembers of a program
-        must not keep variables alive.
+      references: To variables of the callee. Weak ones, because JAX's caches hold
+        targets and must not keep variables alive.
     """
 
     caller: str
     to: str
-    function: Callable[..., Any]
+    function: Callable[..., PyTree]
     structure: Structure
     kinds: tuple[AbstractArray, ...]
     timeout: float
@@ -57,12 +61,12 @@ class Target:
 
 
 class FunctionDescription(NamedTuple):
-    """What the callee said of a target.
+    """The callee's description of a target.
 
     Attributes:
-      number: By which it is called.
+      number: The number by which it is called.
       structure: Of the result.
-      kinds: Of the arrays in it.
+      kinds: Shapes and dtypes of the arrays in the result.
     """
 
     number: int
@@ -71,7 +75,7 @@ class FunctionDescription(NamedTuple):
 
 
 class RemoteFunctions:
-    """What one worker knows of functions on others.
+    """One worker's descriptions of functions on others.
 
     Args:
       agent: The worker.
@@ -82,7 +86,7 @@ class RemoteFunctions:
         self._known: LRUCache[Target, FunctionDescription] = LRUCache(_MOST)
 
     def known(self, target: Target) -> FunctionDescription:
-        """What the callee says of a target; it is asked once.
+        """The callee's description of a target, for which it is asked once.
 
         Raises: what `describe` and `rpc_sync` raise.
         """
@@ -103,10 +107,10 @@ class RemoteFunctions:
         self,
         target: Target,
         operations: tuple[Transform, ...],
-        arrays: Sequence[Any],
+        arrays: Sequence[jax.Array] | Sequence[np.ndarray],
         expected: Sequence[AbstractArray],
         host: bool,
-    ) -> list[Any]:
+    ) -> list[jax.Array]:
         """Runs a target after operations on these arrays, in one exchange.
 
         Args:
@@ -123,7 +127,7 @@ class RemoteFunctions:
         """
         context = self._context(target, operations, jitted=host)
 
-        def once() -> Any:
+        def once() -> list[jax.Array]:
             number, references = self.known(target).number, _alive(target)
             body: Any = (number, operations, list(arrays), host, references, context)
             return self._exchange(target, callee.perform, body)
@@ -156,7 +160,7 @@ class RemoteFunctions:
         self._known.pop(target)
 
     def _exchange(
-        self, target: Target, what: Callable[..., Any], args: tuple[Any, ...]
+        self, target: Target, what: Callable[..., PyTree], args: tuple[PyTree, ...]
     ) -> Any:
         body: Any = (what, args, {})
         outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
@@ -165,7 +169,7 @@ class RemoteFunctions:
 
 
 def caller_of(agent: Agent) -> RemoteFunctions:
-    """What this worker knows."""
+    """The descriptions that a worker holds."""
     found = agent.extension_state.get(_PART)
     return (
         agent.extension_state.setdefault(_PART, RemoteFunctions(agent))
@@ -176,9 +180,9 @@ def caller_of(agent: Agent) -> RemoteFunctions:
 
 @contextmanager
 def calling(target: Target) -> Iterator[RemoteFunctions]:
-    """Within it, this thread acts as the worker that makes the call.
+    """Lets this thread act as the worker that makes the call.
 
-    A jitted function may run on a thread of XLA, which is no worker's.
+    A jitted function may run on a thread of XLA, which belongs to no worker.
 
     Raises:
       ValueError: That worker is not in this process, or was shut down.
@@ -202,7 +206,7 @@ def _changed(
     target: Target,
     operations: Sequence[Transform],
     expected: Sequence[AbstractArray],
-    results: Sequence[Any],
+    results: Sequence[jax.Array],
 ) -> str:
     what = "a transformation of the function" if operations else "the function"
     rule = f"must return what it returned when it was traced: {_listed(expected)}"

@@ -36,6 +36,9 @@ EFFECT = unrepeatable_effect(
     "Leave it out of jax.checkpoint: its backward pass keeps only its arguments anyway"
 )
 
+LoweredValue = Any
+"""A value of the program that JAX is lowering."""
+
 call_p = Primitive("remote_call")
 call_p.multiple_results = True
 tangent_p = Primitive("remote_call_tangent")
@@ -43,8 +46,8 @@ tangent_p.multiple_results = True
 
 
 def bind(
-    target: Target, operations: Operations, results: Kinds, arrays: Sequence[Any]
-) -> list[Any]:
+    target: Target, operations: Operations, results: Kinds, arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
     """The call of a target after operations, within whatever transformation."""
     return call_p.bind(*arrays, target=target, operations=operations, results=results)
 
@@ -53,8 +56,8 @@ def bind(
 
 
 def _run(
-    *arrays: Any, target: Target, operations: Operations, results: Kinds
-) -> list[Any]:
+    *arrays: jax.Array, target: Target, operations: Operations, results: Kinds
+) -> list[jax.Array]:
     # JAX has classes of its own for constants; they do not travel.
     given = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
     with calling(target) as caller:
@@ -73,8 +76,8 @@ def _abstract(kinds: Kinds) -> list[ShapedArray]:
 
 def _lower(stage: Any) -> Any:
     def lower(
-        context: Any,
-        *values: Any,
+        context: mlir.LoweringRuleContext,
+        *values: LoweredValue,
         target: Target,
         operations: Operations,
         results: Kinds,
@@ -87,7 +90,7 @@ def _lower(stage: Any) -> Any:
                 requirement(str(target), rule, f"a program for {devices}", remedy)
             )
 
-        def staged(*arrays: Any) -> list[Any]:
+        def staged(*arrays: jax.Array) -> list[jax.Array]:
             return stage(target, operations, results, arrays)
 
         return mlir.lower_fun(staged, multiple_results=True)(context, *values)
@@ -105,7 +108,7 @@ mlir.register_lowering(call_p, _lower(callback.staged_on_cpu), platform="cpu")
 
 
 def _batch(
-    arrays: Sequence[Any],
+    arrays: Sequence[jax.Array],
     axes: Sequence[int | None],
     *,
     target: Target,
@@ -126,7 +129,7 @@ batching.primitive_batchers[call_p] = _batch
 
 
 def _differentiate(
-    primals: Sequence[Any],
+    primals: Sequence[jax.Array],
     tangents: Sequence[Any],
     *,
     target: Target,
@@ -160,7 +163,7 @@ def _transpose(
     wanted: tuple[int, ...],
     varying: tuple[int, ...],
     results: Kinds,
-) -> list[Any]:
+) -> list[jax.Array | None]:
     count = len(arguments) - len(wanted)
     primals = arguments[:count]
     pairs = list(zip(varying, cotangents, strict=True))
@@ -172,10 +175,11 @@ def _transpose(
     arrays = [*primals, *[ct for _, ct in present]]
     found = bind(target, (*operations, operation), kinds, arrays)
     beside = zip(found, (primals[i] for i in wanted), strict=True)
-    return [None] * count + [_beside(*pair) for pair in beside]
+    placed: list[jax.Array | None] = [_beside(*pair) for pair in beside]
+    return [None] * count + placed
 
 
-def _beside(cotangent: Any, primal: Any) -> Any:
+def _beside(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
     """The cotangent, where an argument is that was put on a device."""
     arrays = isinstance(primal, jax.Array) and isinstance(cotangent, jax.Array)
     if not arrays or is_traced(primal) or is_traced(cotangent):

@@ -1,8 +1,8 @@
-"""What JAX's transformations make of a function, as data that can be sent.
+"""JAX's transformations of a function as data that can be sent.
 
-Each transformation of a call is the same call with one more operation behind the
-function's name. So the callee needs nothing but the name, the operations and the
-arrays; and a transformation of the result is again of this form, to any order.
+Each transformation of a call is the same call with one more transform behind the
+function's name. The callee thus needs only the name, the transforms and the arrays;
+and a transformation of the result is again of this form, to any order.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,11 +92,11 @@ def first_pullback(operations: Sequence[Transform]) -> int:
 def _pulled_back(
     function: Flat, wanted: tuple[int, ...], present: tuple[int, ...]
 ) -> Flat:
-    def pull(*arrays: Any) -> list[Any]:
+    def pull(*arrays: jax.Array) -> list[jax.Array]:
         count = len(arrays) - len(present)
         arguments, cotangents = arrays[:count], arrays[count:]
 
-        def of_wanted(*varied: Any) -> list[Any]:
+        def of_wanted(*varied: jax.Array) -> list[jax.Array]:
             inserted = dict(zip(wanted, varied, strict=True))
             results = function(*[inserted.get(i, x) for i, x in enumerate(arguments)])
             return [results[i] for i in present]

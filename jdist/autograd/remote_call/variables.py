@@ -60,7 +60,7 @@ class CalleeVariables(NamedTuple):
 
 
 def variables_of(references: Sequence[RRef], call: str) -> CalleeVariables:
-    """What references lead to on this worker.
+    """The variables of this worker to which references lead.
 
     Raises:
       TypeError: One leads to something that is no variable.
@@ -75,8 +75,8 @@ def variables_of(references: Sequence[RRef], call: str) -> CalleeVariables:
 
 
 def trees(
-    structures: Sequence[jax.tree_util.PyTreeDef], leaves: Sequence[Any]
-) -> list[Any]:
+    structures: Sequence[jax.tree_util.PyTreeDef], leaves: Sequence[jax.Array | None]
+) -> list[jax.Array]:
     """The trees of these structures, of all their leaves one after another."""
     rest = iter(leaves)
     return [s.unflatten([next(rest) for _ in range(s.num_leaves)]) for s in structures]
@@ -138,5 +138,5 @@ def _local(reference: RRef, call: str) -> Variable:
     return variable
 
 
-def _leaves(gradient: PyTree) -> list[Any]:
+def _leaves(gradient: PyTree) -> list[jax.Array]:
     return jax.tree.leaves(gradient, is_leaf=lambda x: x is None)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._checkpoint import (
     Checkpoints,
     StepFolder,
+    check_keep,
     check_same,
     descriptions,
     struct_of,
@@ -46,6 +47,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
 
     Raises:
       Unavailable: orbax-checkpoint is not installed.
+      ValueError: `keep` is less than 1.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -69,6 +71,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
 
     def __init__(self, folder: str | Path, *, keep: int | None = 3) -> None:
         """Opens the folder."""
+        check_keep("TrainCheckpoints", keep)
         self._folder = StepFolder(folder, keep)
 
     def save(self, state: TrainState) -> None:
@@ -121,6 +124,7 @@ class TrainCheckpoints(Checkpoints[TrainState]):
             kept = _by_item(description).get(_HOOK_STATE)
             like = like._replace(hook_state=kept and _kept(kept, like))
         leaves = _leaves(like)
+        # Paths, dtypes and shapes first: orbax's own errors do not name a leaf.
         check_same("restore", description, _description(like))
         wanted = {path: _placed(_array(leaf)) for path, leaf in leaves.items()}
         # Padding depends on the number of devices: orbax cuts it off or adds zeros.
@@ -197,6 +201,7 @@ def _refilled(array: jax.Array, like: PyTree) -> PyTree:
     if _is_sharded(like):
         return Sharded(array, like.shape)
     found = unworded(array, like)
+    # A key was restored as its words, which lie where `like` does not say.
     return found if found is array else jax.device_put(found, like.sharding)
 
 

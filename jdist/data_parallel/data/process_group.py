@@ -1,4 +1,4 @@
-"""The processes of one run, joined into one mesh, from start to end.
+"""A process group: the processes of one run, joined into one mesh.
 
     with data_parallel.process_group() as mesh:      # python -m jdist.launch --nproc 2
         step = data_parallel.train_step(loss_fn, optimizer, mesh)
@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +54,7 @@ _ONE_OF_SEVERAL = {
     "OMPI_COMM_WORLD_SIZE": 'Give `cluster="ompi"`.',
     "PMI_SIZE": 'Give `cluster="mpi4py"`.',
 }
+# Seconds to wait for the departure notes of others, and between two looks at them.
 _PATIENCE = 2.0
 _BREATH = 0.05
 _LEFT = "jdist/left/"
@@ -72,6 +73,22 @@ class ProcessLost(JdistError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class _DepartureNote(NamedTuple):
+    """What a process leaves behind for the others, in JAX's key-value store.
+
+    Attributes:
+      moment: When it left, in seconds since the epoch.
+      own: Whether the failure is its own, and not that of a collective.
+      text: The first line of its error.
+      ended: Whether it came to the end of the block.
+    """
+
+    moment: float
+    own: bool
+    text: str
+    ended: bool = False
 
 
 @contextmanager
@@ -126,6 +143,7 @@ def process_group(
         require_backend()
         yield Mesh(np.array(jax.devices()), (axis,))
     except BaseException as error:
+        # `sys.exit(0)` is an end like any other.
         failed = not isinstance(error, SystemExit) or bool(error.code)
         lost = _verdict(error) if owned and failed else None
         _leave(owned, failed=failed)
@@ -142,15 +160,16 @@ def process_group(
 
 
 def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
-    """Starts `jax.distributed` if there is anybody to join; whether it did."""
+    """Starts `jax.distributed` if there are others to join; whether it did."""
     if jax.distributed.is_initialized():
-        return False
+        return False  # By the caller, who also shuts it down.
     place = _place(os.environ)
     if place is None and cluster is None:
         _check_alone(os.environ)
         return False
     initialize = partial(
         jax.distributed.initialize,
+        # JAX takes whole seconds.
         initialization_timeout=math.ceil(timeout),
         shutdown_timeout_seconds=math.ceil(timeout),
         heartbeat_timeout_seconds=math.ceil(heartbeat),
@@ -167,6 +186,7 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
             num_processes=place.size,
             process_id=place.rank,
             local_device_ids=_own_devices(os.environ),
+            # What the launcher said counts, also within a cluster that JAX detects.
             cluster_detection_method="deactivate",
         )
     return True
@@ -232,6 +252,7 @@ def _own_devices(environment: Mapping[str, str]) -> list[int] | None:
 
     None for all, or for what `JAX_LOCAL_DEVICE_IDS` says.
     """
+    # Two processes on one GPU would each reserve most of its memory.
     several = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
     if not several or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
@@ -288,13 +309,14 @@ def _early_end(timeout: float) -> ProcessLost | None:
         return None
     rank, size = jax.process_index(), jax.process_count()
     try:
+        # First the key: a process that gives up at the barrier reads who has come.
         client.key_value_set(f"{_ENDED}{rank}", "")
         client.wait_at_barrier("jdist/end", math.ceil(timeout * 1000))
     except jax.errors.JaxRuntimeError:
         moment = time.time()
         try:
             # Others that end read this note when their collectives fail.
-            note = {"moment": moment, "own": True, "ended": True, "text": ""}
+            note = _DepartureNote(moment, own=True, text="", ended=True)
             client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
             keys = client.key_value_dir_get(_ENDED)
         except jax.errors.JaxRuntimeError:
@@ -327,7 +349,7 @@ def _leave(owned: bool, *, failed: bool) -> None:
 
 
 def _verdict(error: BaseException) -> ProcessLost | None:
-    """Tells the others that this process leaves; says who is to blame for it.
+    """Leaves a note for the others; names the processes that caused the failure.
 
     Returns:
       None if the failure is this process's own.
@@ -340,7 +362,7 @@ def _verdict(error: BaseException) -> ProcessLost | None:
     kinds = (jax.errors.JaxRuntimeError, ValueError)
     suffers = isinstance(error, kinds) and bool(_SYMPTOM.search(str(error)))
     moment = time.time()
-    note = {"moment": moment, "own": not suffers, "text": _first_line(error)}
+    note = _DepartureNote(moment, own=not suffers, text=_first_line(error))
     try:
         client.key_value_set(f"{_LEFT}{rank}", json.dumps(note))
         if not suffers:
@@ -352,34 +374,36 @@ def _verdict(error: BaseException) -> ProcessLost | None:
     return _blamed(notes, size, moment)
 
 
-def _notes(client: Any, size: int) -> dict[int, dict[str, Any]]:
-    """What the processes that leave have said, once one took the blame or all spoke."""
+def _notes(client: Any, size: int) -> dict[int, _DepartureNote]:
+    """The departure notes by rank, once one names a cause or all are there."""
     deadline, pause = time.monotonic() + _PATIENCE, threading.Event()
     while True:
         found = {
-            int(key.rpartition("/")[2]): json.loads(text)
+            int(key.rpartition("/")[2]): _DepartureNote(*json.loads(text))
             for key, text in client.key_value_dir_get(_LEFT)
         }
-        is_clear = len(found) == size or any(note["own"] for note in found.values())
+        is_clear = len(found) == size or any(note.own for note in found.values())
         if is_clear or time.monotonic() > deadline:
             return found
         pause.wait(_BREATH)
 
 
 def _blamed(
-    notes: Mapping[int, Mapping[str, Any]], size: int, moment: float
+    notes: Mapping[int, _DepartureNote], size: int, moment: float
 ) -> ProcessLost | None:
-    own = [(note["moment"], rank) for rank, note in notes.items() if note["own"]]
-    early = sorted(rank for rank, note in notes.items() if note.get("ended"))
+    # Causes in the order of time: what fails later is a consequence of the first.
+    own = [(note.moment, rank) for rank, note in notes.items() if note.own]
+    early = sorted(rank for rank, note in notes.items() if note.ended)
     if early and min(own)[1] in early:
         return _ended(early, size, min(own)[0])
     if own:
         moment, rank = min(own)
         return ProcessLost(
             f"Rank {rank} of {size} left the run at {_clock(moment)}: "
-            f"{notes[rank]['text']}",
+            f"{notes[rank].text}",
             (rank,),
         )
+    # Killed, or frozen: a process that raises leaves a note.
     silent = tuple(rank for rank in range(size) if rank not in notes)
     return _lost(silent, size, moment) if silent else None
 

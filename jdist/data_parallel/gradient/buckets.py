@@ -109,6 +109,7 @@ def plan_buckets(
         assigned = assign_buckets([_shape_of(leaves[i]) for i in small], _limits(cap))
         found = [[small[i] for i in bucket] for bucket in assigned]
         found += [[i] for i in alone]
+    # A bucket leaves with its last leaf, whatever order it was filled in.
     return sorted(found, key=lambda bucket: max(rank[i] for i in bucket))
 
 

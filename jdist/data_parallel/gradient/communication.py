@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jdist import reduction as reductions
 from jdist._compat import after, alike
-from jdist._errors import requirement
+from jdist._errors import check_choice, requirement
 from jdist._tree import PyTree, described, examples_in, named_leaves, split_inexact
 from jdist.data_parallel.gradient.buckets import (
     ALONE,
@@ -117,10 +117,7 @@ class Communication:
     def __post_init__(self) -> None:
         """Refuses options that are not what they must be."""
         reductions.check_reduction(self.call, self.reduction)
-        if self.method not in METHODS:
-            rule = f"must be one of {', '.join(map(repr, METHODS))}"
-            argument = f"{self.call}(method=...)"
-            raise ValueError(requirement(argument, rule, repr(self.method)))
+        check_choice(f"{self.call}(method=...)", self.method, METHODS)
         check_cap(f"{self.call}(bucket_cap_mb=...)", self.bucket_cap_mb)
         if self.divided:
             self._check_divided()
@@ -212,9 +209,10 @@ class Communication:
         self, part: Partial, leaves: _Leaves
     ) -> tuple[Partial, list[jax.Array]]:
         if jax.lax.axis_size(self.axis) == 1:
-            return part, leaves.arrays
+            return part, leaves.arrays  # Neither buckets nor copies.
         scalars = self._scalars(part)
         buckets = [list(indices) for indices in leaves.buckets]
+        # Loss and total weight ride in a bucket, or in a collective of their own.
         passengers = [len(leaves.arrays) + i for i in range(len(scalars))]
         carrier = self._carrier(leaves, scalars[0].dtype)
         if carrier is None:

@@ -50,7 +50,7 @@ class Loss:
         found = self.fn(params, batch, *keys, **named)
         wanted = ["losses"]
         wanted += ["new_states"] * (states is not None) + ["aux"] * self.has_aux
-        if len(wanted) == 1:
+        if len(wanted) == 1:  # What is no array of losses, `reduction` refuses.
             return found, (None, None)
         if not isinstance(found, tuple) or len(found) != len(wanted):
             rule = f"must return the tuple ({', '.join(wanted)})"

@@ -21,7 +21,8 @@ from jdist.data_parallel.gradient.unused import only, watched
 from jdist.data_parallel.replicas.mapping import as_row, own_row
 from jdist.reduction import Partial
 
-Loss = Callable[..., tuple[jax.Array, tuple[PyTree, PyTree]]]
+LossCall = Callable[..., tuple[jax.Array, tuple[PyTree, PyTree]]]
+"""`Loss`, or it with a loss scale: `(params, batch, key, states)`."""
 
 
 class ReplicaBatch(NamedTuple):
@@ -41,7 +42,7 @@ class ReplicaBatch(NamedTuple):
 
 
 def accumulated(
-    loss: Loss, params: PyTree, share: ReplicaBatch, reduction: str, count: int
+    loss: LossCall, params: PyTree, share: ReplicaBatch, reduction: str, count: int
 ) -> tuple[Partial, PyTree, PyTree]:
     """Forward and backward passes over one replica's share, added up.
 

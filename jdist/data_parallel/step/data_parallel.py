@@ -58,6 +58,8 @@ def DataParallel(
             given = jax.tree.map(_as_it_was, wide, params)
             return (fn(given, batch),)
 
+        # Parameters enter widened, so that the sum of their gradients, which JAX adds
+        # up where they enter the mapped function, is in float32 at least.
         mapped = over_replicas(on_replica, mesh, axis, (EACH, rows), (rows,))
         return mapped(jax.tree.map(_widened, params), scattered)
 
@@ -79,6 +81,7 @@ def DataParallel(
             for rank in range(replicas)
             for i in range(share + (rank < extra))
         ]
+        # Padding stands within each replica's rows, not at the end.
         return jax.tree.map(lambda x: x[jax.numpy.array(real)], outputs)
 
     return apply

@@ -119,6 +119,7 @@ def evaluate(
         for batch, weights in map(pair, batches):
             one = step.evaluate(state, batch, weights)
             advance("evaluating", found[-1] if found else None)
+            # Auxiliary outputs may be as large as the data set.
             found.append(one._replace(aux=None))
     return over_epoch(found, step.reduction)
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jdist._errors import JdistError, requirement
+from jdist._errors import JdistError, check_choice, requirement
 from jdist._tree import PyTree, examples_in
 from jdist.data_parallel.replicas.shards import (
     BoundWeights,
@@ -92,8 +92,8 @@ class Join:
         axis: str = "data",
     ) -> None:
         """Checks the arguments; nothing is read yet."""
-        _check_choice("divide_by", divide_by, DIVISORS)
-        _check_choice("early_end", early_end, ("wait", "error"))
+        check_choice("Join(divide_by=...)", divide_by, DIVISORS)
+        check_choice("Join(early_end=...)", early_end, ("wait", "error"))
         self._replicas = replicas_of(mesh, axis, "Join")
         own = own_replicas(mesh, axis) if isinstance(mesh, Mesh) else None
         self._own = list(range(self._replicas)) if own is None else own
@@ -139,6 +139,7 @@ class Join:
             rule = "must hold batches of one example or more"
             raise ValueError(requirement("Join(streams=...)", rule, "an empty batch"))
         own = np.ones(count, np.float32) if weights is None else np.asarray(weights)
+        # In float64: the weights are divided by it.
         total = own.sum(dtype=np.float64)
         if self._divide_by != "weight" and total > 0:
             share = total * (self._replicas if self._divide_by == "initial" else 1)
@@ -155,6 +156,7 @@ class Join:
             if spare is None:
                 rule = "must hold at least one batch in every process"
                 raise ValueError(requirement("Join(streams=...)", rule, "none here"))
+            # `shard_batch` pads with real examples, so that it needs one.
             batch, weights = jax.tree.map(lambda x: x[:1], spare)
             given, sizes[0] = [(batch, np.zeros_like(weights))], 1
         batch, weights = jax.tree.map(lambda *parts: np.concatenate(parts), *given)
@@ -177,9 +179,3 @@ class Join:
         if len(self._own) == self._replicas:
             return active  # One process has seen them all.
         return np.any(multihost_utils.process_allgather(active), axis=0)
-
-
-def _check_choice(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        rule = f"must be one of {', '.join(map(repr, known))}"
-        raise ValueError(requirement(f"Join({name}=...)", rule, repr(value)))

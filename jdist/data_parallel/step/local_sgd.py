@@ -189,6 +189,7 @@ def local_sgd(
         communication = Communication("local_sgd", axis, hook=hook, replicated=False)
         if weights is None:
             weights = jnp.ones(examples_in(batch, "step"), jnp.float32)
+        # The weights as given, not normalized: averages weigh replicas by examples.
         seen = seen + jnp.sum(reductions.wide_weights(weights)).astype(seen.dtype)
         weights = communication.weights_of(batch, weights)
         part, ready = with_gradient_order(part_of, params, batch, weights)
@@ -210,6 +211,7 @@ def local_sgd(
     step = over_replicas(on_replica, mesh, axis, takes, (EACH, rows, EACH))
     mean = over_replicas(average, mesh, axis, (rows, rows), (EACH,))
     compiled = (
+        # All of the state is replaced: its buffers serve again.
         jax.jit(step, donate_argnums=(0, 1, 2, 3)),
         jax.jit(lambda *a: mean(*a)[0]),
     )

@@ -19,7 +19,7 @@ from collections.abc import Hashable
 import jax
 import jax.numpy as jnp
 
-from jdist._errors import requirement
+from jdist._errors import check_choice
 from jdist._tree import PyTree, merge, split_inexact
 from jdist.reduction import weighted_mean
 
@@ -28,9 +28,7 @@ RULES = ("mean", "first")
 
 def check_rule(call: str, rule: str) -> None:
     """Refuses a name that is not in `RULES`."""
-    if rule not in RULES:
-        wanted = f"must be one of {', '.join(map(repr, RULES))}"
-        raise ValueError(requirement(f"{call}(states=...)", wanted, repr(rule)))
+    check_choice(f"{call}(states=...)", rule, RULES)
 
 
 def synchronized(
@@ -55,6 +53,7 @@ def synchronized(
       ... )
       {'mean': Array([2., 2.], dtype=float32)}
     """
+    # With one replica both rules are the identity.
     alone = jax.lax.axis_size(axis_name) == 1
     if alone or not jax.tree.leaves(state):
         return state
@@ -79,8 +78,9 @@ def _of_first(state: PyTree, weight: jax.Array, axis_name: Hashable) -> PyTree:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             words = picked(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-        if leaf.dtype == bool:
+        if leaf.dtype == bool:  # No sum of booleans.
             return picked(leaf.astype(jnp.uint8)).astype(bool)
+        # A sum with one term that is not 0 is a broadcast, bit for bit.
         own = jnp.where(rank == first, leaf, jnp.zeros_like(leaf))
         return jax.lax.psum(own, axis_name)
 

@@ -98,6 +98,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         states: PyTree = None,
     ) -> PyTree:
         model = made(params, states, key)
+        # Flax counts the draws of each stream: without a key there must be none.
         before = _counts(model)
         found = loss_fn(model, batch)
         if key is None:
@@ -111,7 +112,7 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         params: PyTree, batch: PyTree, *, states: PyTree = None
     ) -> PyTree:
         model = made(params, states, None)
-        model.eval()
+        model.eval()  # A copy of the module; the caller's keeps its mode.
         return loss_fn(model, batch)
 
     def module(params: PyTree, states: PyTree = None) -> PyTree:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import reduction as reductions
 from jdist._compat import map_shards
-from jdist._errors import requirement
+from jdist._errors import check_choice, requirement
 from jdist._tree import (
     PyTree,
     examples_in,
@@ -177,6 +177,7 @@ class _Driver:
         axis: str,
         reduction: str,
     ) -> None:
+        # Each process drives its own devices; collectives meet the others'.
         here = jax.process_index()
         self.devices = [d for d in mesh.devices.flat if d.process_index == here]
         self.mesh, self.reduction = mesh, reduction
@@ -235,7 +236,7 @@ class _Driver:
             while len(sums) < len(plan.buckets):
                 bucket = plan.buckets[len(sums)]
                 if plan.first_layer(bucket) < layer:
-                    break
+                    break  # A leaf of it belongs to an earlier layer.
                 with jax.profiler.TraceAnnotation(f"bucket {len(sums)}"):
                     filled = [
                         _fill_bucket(one.gradients(plan, bucket)) for one in passes
@@ -307,6 +308,7 @@ class _ReplicaPass:
 
     def backward(self, layer: int) -> None:
         """One layer's backward half; its residuals are given up."""
+        # The only reference: activations are freed as the backward pass proceeds.
         params, residuals = self.params[layer], self.residuals.pop()
         d_params, (self.cotangent, *_) = self.driver.segments[layer].backward(
             params, residuals, self.cotangent
@@ -325,6 +327,7 @@ class _ReplicaPass:
 
 @jax.jit
 def _fill_bucket(gradients: list[jax.Array]) -> jax.Array:
+    # Sums over replicas are float32 at least, as in the compiled step.
     return flatten([g.astype(wide_dtype(g.dtype)) for g in gradients])[None]
 
 
@@ -356,6 +359,4 @@ def _check_options(
         rule = "must be a mesh with one axis: the host drives each device by itself"
         got = f"{mesh}"
         raise ValueError(requirement(f"{call}(mesh=...)", rule, got))
-    if reduction not in REDUCTIONS:
-        rule = f"must be one of {', '.join(map(repr, REDUCTIONS))}"
-        raise ValueError(requirement(f"{call}(reduction=...)", rule, repr(reduction)))
+    check_choice(f"{call}(reduction=...)", reduction, REDUCTIONS)

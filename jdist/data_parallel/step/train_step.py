@@ -127,6 +127,7 @@ class TrainStep:
         check_stateless("init(params=...)", params)
         check_params("init(params=...)", params, self.mesh, self.axis)
         if isinstance(self.mesh, int):
+            # A mesh has its places; replicas on one device go where the arrays are.
             given = (params, opt_state, states, key)
             given, _ = brought("init", self.mesh, self.axis, given, None)
             params, opt_state, states, key = given
@@ -136,6 +137,7 @@ class TrainStep:
         else:
             opt_state = replicate(opt_state, self.mesh, name="opt_state")
         return TrainState(
+            # A device array: a Python number would be another type at the first step.
             replicate(np.int32(0), self.mesh),
             params,
             opt_state,
@@ -168,8 +170,10 @@ class TrainStep:
         """
         batch, weights = self._given("step", state, batch, weights, self.divisor)
         state = self._with_hook_state(state, batch, weights)
+        # Its shapes follow from the buckets, which the first backward pass shows.
         if self.start is not None and state.hook_state is None:
             state = state._replace(hook_state=self.start(state, batch, weights))
+        # The key does not change: donated, it would have to be copied in each step.
         key, moving = state.key, state._replace(key=None)
         moved, metrics, sums = self.compiled(moving, key, batch, weights, overrides)
         if self.debug:
@@ -196,6 +200,7 @@ class TrainStep:
         """
         replicas = replicas_of(self.mesh, self.axis, "evaluate")
         batch, weights = self._given("evaluate", state, batch, weights, replicas)
+        # Without what an evaluation does not read: nothing of it enters the program.
         needed = state._replace(opt_state=None, hook_state=None)
         found: Metrics = self.evaluated(needed, batch, weights)
         return found
@@ -326,6 +331,7 @@ def train_step(  # noqa: PLR0913 - options, by keyword
     check_rule(call, rule)
     divided = check_mesh(call, mesh, axis)
     communication = Communication(call, axis, reduction, **options, divided=divided)
+    # Masters take gradients in float32, not rounded to their copies' 16 bits.
     masters = optimizer.precision is not None
     loss = Loss(loss_fn, has_aux)
     replica_step = ReplicaStep(loss, communication, accumulate, rule, wide=masters)

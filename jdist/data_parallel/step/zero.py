@@ -102,6 +102,7 @@ def zero(opt: Optimizer, mesh: Mesh | int, *, axis: str = "data") -> Optimizer:
         wanted = jax.eval_shape(opt.init_tree, params)
 
         def init(params: PyTree) -> PyTree:
+            # Made divided: no device holds the whole state, not even at the start.
             state = opt.init_tree(jax.tree.map(layout.part, params))
             return layout.wrapped(state, wanted)
 
@@ -166,7 +167,7 @@ class _StateLayout:
     def part(self, leaf: Any) -> PyTree:
         """A parameter or gradient, padded and divided; scalars and integers stay."""
         if not is_inexact(leaf) or not jnp.ndim(leaf):
-            return leaf
+            return leaf  # Nothing to divide.
         array = jnp.asarray(leaf)
         pairs = zip(self.padded(array.shape), array.shape, strict=True)
         padding = [(0, wide - size) for wide, size in pairs]
@@ -199,6 +200,7 @@ class _StateLayout:
     def _wrapped_leaf(
         self, path: str, leaf: jax.Array, shape: tuple[int, ...]
     ) -> PyTree:
+        # A count or a norm, which has not the shape of its parameter's part.
         if not shape or leaf.shape == shape != self.padded(shape):
             return laid_out(leaf, self.mesh, PartitionSpec())
         if leaf.shape == self.padded(shape):

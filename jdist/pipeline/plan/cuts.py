@@ -51,6 +51,7 @@ class Cuts:
         found = np.zeros((len(self), len(self)), bool)
         for i, small in enumerate(self.inside):
             for j in range(i + 1, len(self)):
+                # Bit sets: inclusion is one operation on integers of any length.
                 found[i, j] = small & ~self.inside[j] == 0
         return found
 
@@ -83,6 +84,7 @@ def cuts_of(profile: Profile) -> Cuts:
     number = {name: bit for bit, name in enumerate(order)}
     needs, takers = [0] * len(order), [0] * len(order)
     for source, target in profile.edges:
+        # Edges from inputs and to unused outputs were left out with these.
         if source in number and target in number:
             takers[number[source]] |= 1 << number[target]
             needs[number[target]] |= 1 << number[source]
@@ -112,6 +114,7 @@ def _closures(needs: Sequence[int]) -> list[int]:
     """For each layer, the set of itself and all its predecessors."""
     closed: list[int] = []
     for bit, needed in enumerate(needs):
+        # `names` is in topological order, so that predecessors are closed already.
         closed.append(_union(closed[other] for other in _bits(needed)) | 1 << bit)
     return closed
 
@@ -124,6 +127,7 @@ def _antichain(cut: int, closed: Sequence[int], takers: Sequence[int]) -> int:
     This overestimates what crosses between parallel branches, but published plans were
     made so.
     """
+    # Layers of the cut without a successor in it.
     last = [bit for bit in _bits(cut) if not takers[bit] & cut]
     found = sum(1 << bit for bit in last)
     for bit in last:
@@ -155,6 +159,7 @@ def _closed_sets(
         for grown in {cut | closed[bit] for bit in _bits(next_ones)} - found:
             found.add(grown)
             newest.append(grown)
+        # Refused while growing: counting all of them may take for ever.
         if len(found) > MOST:
             rule = f"must have at most {MOST} ways to be cut in two"
             remedy = "Join the layers of its widest part into one."

@@ -90,6 +90,7 @@ class DynamicProgram:
         """
         self.level, self.after = level, after
         self.parameters = _between(cuts.parameter_bytes)
+        # Twice: the activation forward and its cotangent back.
         self.crossing = 2 * cuts.output_bytes / level.bandwidth
         self.crossing[-1] = 0.0  # the loss is not sent
         counts = range(1, level.workers + 1)
@@ -98,6 +99,8 @@ class DynamicProgram:
             own: machine(self._cases((q, own) for q in counts[: level.workers - own]))
             for own in self._choices(level.workers - 1)
         }
+        # The outermost level is asked for whole models only, a factor of `cuts` less
+        # work.
         rows = 1 if whole else len(cuts)
         self.best = np.full((rows, level.workers, len(cuts)), np.inf)
         for end in range(1, len(cuts)):
@@ -143,6 +146,7 @@ class DynamicProgram:
         r = np.arange(1, self.level.workers + 1)
         parameters = self.parameters[:, end, None]
         synchronise = 4 * (r - 1) * parameters / (self.level.bandwidth * r)
+        # The workers inside a machine share the reduction between machines.
         time = (self._first(end).T + synchronise / self.level.inside) / r
         if not self.level.replicate:
             # Plans without replicas have one worker per stage.

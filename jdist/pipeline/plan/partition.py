@@ -90,9 +90,11 @@ def partition(
         raise ValueError(requirement("partition(memory=...)", rule, memory))
     cuts = cuts_of(profile)
     planner = Planner(cuts, levels, memory)
+    # The whole model on all workers of the outermost level.
     bottleneck = float(planner.program().best[0, -1, -1])
     # Ranks are numbered over all levels, innermost fastest.
     total = math.prod(level.workers for level in levels)
+    # Infinite where no assignment keeps the rules.
     if not bottleneck < math.inf:
         rule = f"must allow a plan for all {total} workers"
         got = f"{len(cuts.names)} layers, memory={memory}, replicate={replicate}"
@@ -124,6 +126,7 @@ class Planner:
     def program(self, depth: int = -1, after: Fraction = ANY) -> DynamicProgram:
         """The program of one level; `after` is as in `DynamicProgram`."""
         depth %= len(self.levels)
+        # A Fraction, because equal cases must have equal keys.
         key = (depth, after)
         if key not in self._solved:
             level, whole = self.levels[depth], depth == len(self.levels) - 1
@@ -152,6 +155,7 @@ class Planner:
         depth %= len(self.levels)
         program, taken = self.program(depth, after), 0
         for stage in program.stages(begin, end):
+            # The same workers of each of the equal machines.
             wanted = slice(taken, taken + stage.workers)
             taken += stage.workers
             count = program.level.workers
@@ -194,6 +198,7 @@ class Planner:
             def column(end: int) -> np.ndarray:
                 if self.memory is None:
                     return seconds[None, :, end]
+                # Cases x beginnings: one comparison for all.
                 fits = in_flight * held[:, end] <= self.memory
                 return np.where(fits, seconds[:, end], np.inf)
 
@@ -227,6 +232,7 @@ def _levels(
 
 
 def _divided(machine: range, parts: int) -> list[range]:
+    # Ranks of a machine are consecutive.
     size = len(machine) // parts
     return [machine[i * size : (i + 1) * size] for i in range(parts)]
 

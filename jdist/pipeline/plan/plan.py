@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 FORMAT = "jdist.pipeline.plan/1"
+_TUPLES = ("layers", "ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Plan:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Micro-batches in flight, and weight versions, on each stage's workers."""
-        counts = [len(stage.ranks) for stage in self.stages]
+        counts = self.replicas
+        # As many as 1F1B keeps: the workers from here to the end, divided by the own.
         return tuple(math.ceil(sum(counts[j:]) / own) for j, own in enumerate(counts))
 
     @property
@@ -118,6 +120,7 @@ class Plan:
             machines = [{rank // size for rank in s.ranks} for s in self.stages]
             outside = [{unit // count for unit in own} for own in machines]
             for j, own in enumerate(machines):
+                # One machine of this level holds all stages that have the same ones.
                 held = math.fsum(
                     stage.parameter_bytes
                     for stage, other in zip(self.stages, machines, strict=True)
@@ -126,6 +129,7 @@ class Plan:
                 # Replicas at this level within one machine of the level outside.
                 replicas = len(own) // len(outside[j])
                 seconds = 4 * (replicas - 1) * held / (bandwidth * replicas) / inside
+                # The quotient is r_0 ... r_(d-1).
                 found[j] += len(self.stages[j].ranks) / len(own) * seconds
             size, inside = size * count, count
         return tuple(found)
@@ -136,8 +140,7 @@ class Plan:
         Raises:
           ValueError: There is less than one micro-batch.
         """
-        replicas = [len(stage.ranks) for stage in self.stages]
-        return pipedream(len(self.stages), micro_batches, replicas=replicas)
+        return pipedream(len(self.stages), micro_batches, replicas=self.replicas)
 
     def costs(self, *, reductions: bool = False, **others: Any) -> Costs:
         """The costs of its schedule, for a simulation.
@@ -148,11 +151,13 @@ class Plan:
         """
         backward = [stage.backward for stage in self.stages]
         if reductions:
+            # To backward passes, which produce the gradients.
             pairs = zip(backward, self.reduction_seconds, strict=True)
             backward = [own + reducing for own, reducing in pairs]
         return Costs(
             forward=[stage.forward for stage in self.stages],
             backward=backward,
+            # The last stage sends nothing on.
             message_bytes=[stage.output_bytes for stage in self.stages[:-1]],
             activation_bytes=[stage.activation_bytes for stage in self.stages],
             weight_bytes=[stage.parameter_bytes for stage in self.stages],
@@ -238,6 +243,7 @@ class Plan:
         axes.axvline(bottleneck, color="#f58518", label="bottleneck")
         beside = 1e3 * self.data_parallel_time
         axes.axvline(beside, color="#54a24b", ls="--", label="data parallel")
+        # The first stage on top.
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per micro-batch, divided by the stage's workers")
         figure.legend(loc="outside lower right", ncols=4)
@@ -257,6 +263,7 @@ class Plan:
         table = Table(*columns, "MiB per worker", title=str(self))
         rows = zip(self.stages, self.in_flight, self.bytes_per_worker, strict=True)
         for number, (stage, in_flight, held) in enumerate(rows):
+            # A stage may have a thousand layers: its ends are shown.
             first, last = stage.layers[0], stage.layers[-1]
             table.add_row(
                 str(number),
@@ -283,14 +290,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise ValueError(requirement("load_plan(path=...)", rule, found))
     try:
         stages = tuple(
-            PlannedStage(
-                # JSON has no tuples.
-                **{
-                    **stage,
-                    "layers": tuple(stage["layers"]),
-                    "ranks": tuple(stage["ranks"]),
-                }
-            )
+            # JSON has no tuples.
+            PlannedStage(**stage | {name: tuple(stage[name]) for name in _TUPLES})
             for stage in record["stages"]
         )
         return Plan(
@@ -300,6 +301,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
             tuple(record["workers"]),
             tuple(record["bandwidths"]),
         )
+    # A missing key, or one that the class does not know.
     except (KeyError, TypeError) as error:
         rule = "must have everything that `Plan.write` writes"
         raise ValueError(requirement("load_plan(path=...)", rule, str(error))) from None

@@ -98,6 +98,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         """Checks names and costs."""
+        # All checks here, so that a profile that exists can be planned and written.
         names = [layer.name for layer in self.layers]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -111,6 +112,7 @@ class Profile:
                 rule = "must have costs of at least 0"
                 raise ValueError(requirement("Profile(layers=...)", rule, layer))
         known = set(names)
+        # The text form separates names by blanks.
         spaced = [name for name in names if not re.fullmatch(r"\S+", name)]
         if spaced:
             rule = "must have names without blanks"
@@ -136,6 +138,7 @@ class Profile:
     @cached_property
     def order(self) -> tuple[str, ...]:
         """Names in topological order; the order of `layers` decides ties."""
+        # In the order of `layers`, which the sorter keeps where edges leave a choice.
         before: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
         for source, target in self.edges:
             before[target].append(source)
@@ -173,6 +176,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
             edges.append((edge[1], edge[2]))
         elif layer:
             layers.append(_layer(layer, number))
+        # Blank lines are allowed anywhere.
         elif line.strip():
             rule = f"must have a layer or an edge in line {number}"
             raise ValueError(requirement("load_profile(path=...)", rule, line))
@@ -194,6 +198,7 @@ def _layer(found: re.Match[str], number: int) -> Layer:
     return Layer(
         found["name"],
         found["description"],
+        # The file has milliseconds.
         forward / 1e3,
         backward / 1e3,
         activations,

@@ -58,6 +58,7 @@ class ActionTimer:
         """
         start = time.perf_counter()
         computed = do()
+        # Also what the stage has added to: sums of gradients, and states.
         jax.block_until_ready((computed, runs[worker, action.stage].arrays()))
         self.records.append(Record(worker, *action, start, time.perf_counter()))
         own: dict[int, int] = {}
@@ -69,6 +70,7 @@ class ActionTimer:
 
     def _note(self, action: Action, run: StageRun) -> None:
         forward, backward = self.kept.get(action.stage, (0, 0))
+        # Of this micro-batch alone.
         size = sum(run.kept(action.micro_batch).values())
         if action.kind == "F":
             forward = max(forward, size)

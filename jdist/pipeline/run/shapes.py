@@ -54,6 +54,7 @@ def check_shapes(
         inputs = _given(wiring, places, channels, batch, number)
         returned = outputs_of(number, stage, trees[number], inputs)
         for name, value in stage.named(returned).items():
+            # Shapes that can be sent, to workers in this process as well.
             packed = specs_of(value)
             for taker in wiring.consumers[number][name]:
                 tag = MessageTag("S", 0, name, taker, worker)
@@ -74,6 +75,7 @@ def _read(
     tag = MessageTag("S", 0, "", places.loss, first)
     if first in workers:
         given = _given(wiring, places, channels, batch, places.loss)
+        # Traced once, on one worker; the answer is the same on all.
         read = loss.entries_read(given, batch)
         for worker in places.schedule.placement[-1]:
             channels.put(tag, worker, read)
@@ -125,7 +127,9 @@ def outputs_of(
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = [state] * stage.stateful + list(inputs.values()) + [key] * stage.keyed
     try:
+        # Abstract: nothing is compiled or computed.
         returned = jax.eval_shape(stage.fn, params, *given)
+    # What JAX raises for shapes and dtypes that do not fit.
     except (TypeError, ValueError) as error:
         shown = ", ".join(f"{name}: {describe(x)}" for name, x in inputs.items())
         rule = f"must fit together: stage {number} cannot take {shown}"
@@ -146,6 +150,7 @@ def outputs_of(
 
 
 def _check_state(number: int, before: PyTree, after: PyTree) -> None:
+    # The next micro-batch is given the new state, by the same compiled function.
     if describe(before) != describe(after):
         rule = f"must leave a state like the one it was given, at stage {number} "
         raise ValueError(

@@ -17,7 +17,7 @@ NOTHING = -1
 
 
 class Links(NamedTuple):
-    """How the result of each action travels to the stage that needs it.
+    """The paths of the actions' results to the stages that need them.
 
     Attributes:
       number: Of the link that it takes, int32; -1: it stays on its worker. A link

@@ -80,6 +80,7 @@ def read_csv(text: str) -> CsvTable:
             for column, cell in enumerate(cells)
             if cell.strip()
         ]
+        # A cell of two actions has one column, and so no clock for the second.
         one_each = one_each and all(len(found) == 1 for _, found in read)
         programs.append(
             _counted_from_0([action for _, found in read for action, _ in found])
@@ -111,6 +112,7 @@ def _rows(text: str) -> list[list[str]]:
 
 def _actions(cell: str, row: int, column: int) -> list[tuple[Action, bool]]:
     """The actions of a cell, each with whether it is written as `I`."""
+    # Messages and collectives follow from the actions.
     if _NO_ACTION.fullmatch(cell):
         return []
     overlapped = _OVERLAPPED.fullmatch(cell)

@@ -115,6 +115,7 @@ class Schedule:
           worker 0 | 0F0 0F1  .  0B0  .  0B1
           worker 1 |  .  1F0 1B0 1F1 1B1  .
         """
+        # Text and actions may be mixed.
         read = [
             [Action.parse(a) if isinstance(a, str) else a for a in program]
             for program in programs
@@ -123,6 +124,7 @@ class Schedule:
         if not len(columns):
             rule = "must have at least one action"
             raise ValueError(requirement("Schedule.of(programs=...)", rule, programs))
+        # Numbers without gaps are checked next.
         micro_batches = int(columns.micro_batch.max()) + 1
         # A placement may name stages that no action mentions, which "complete" refuses.
         stages = len(placement or ()) or int(columns.stage.max()) + 1
@@ -180,6 +182,7 @@ class Schedule:
           worker 0 | 0F0  .   .  0B0
           worker 1 |  .  1F0 1B0  .
         """
+        # A text of several cells or rows has one of these, and is no path.
         text = os.fspath(source)
         if "," not in text and "\n" not in text:
             # Spreadsheets write a byte order mark, which utf-8-sig skips.
@@ -269,6 +272,7 @@ class Schedule:
     def owner(self) -> np.ndarray:
         """Worker of each stage and micro-batch, int32, `(stages, micro_batches)`."""
         turns = np.arange(self.micro_batches)
+        # Micro-batch i belongs to the (i mod r)-th worker.
         rows = [np.array(w, np.int32)[turns % len(w)] for w in self.placement]
         return np.stack(rows)
 
@@ -289,6 +293,7 @@ class Schedule:
         W, which needs activations and as many cotangents. For stages of other
         proportions, and for bytes, see `Costs`.
         """
+        # Cached, since it goes over all actions.
         return memory.peak_activations(self.columns)
 
     @cached_property
@@ -373,7 +378,9 @@ class Schedule:
                 self.clock[span], self.actions(worker), strict=True
             ):
                 row[clock] = str(action)
+        # One width for all columns, so that clocks stand below each other.
         width = max(len(cell) for row in grid for cell in row)
+        # Ranks are padded, too.
         rank = len(str(self.workers - 1))
         return "\n".join(
             f"worker {worker:>{rank}} | "
@@ -404,6 +411,7 @@ def _flat_clock(
     if lengths != [len(program) for program in programs]:
         rule = "must have one number for each action of each worker"
         raise ValueError(requirement("Schedule.of(clock=...)", rule, clock))
+    # Checked as Python integers: NumPy would refuse or wrap large ones.
     flat = [number for row in clock for number in row]
     check_int32("one action", flat)
     return np.array(flat, np.int64)
@@ -414,6 +422,7 @@ def _placement_of(columns: Columns) -> Placement:
     workers = columns.worker_of_each()
     found = []
     for stage in range(stages):
+        # Several workers could take turns in any order, which only the user knows.
         own = tuple(int(w) for w in np.unique(workers[columns.stage == stage]))
         if len(own) != 1:
             rule = f"must be given: stage {stage} has not exactly one worker"

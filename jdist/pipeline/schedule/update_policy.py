@@ -48,4 +48,5 @@ class UpdatePolicy:
     @property
     def one_version(self) -> bool:
         """Whether a micro-batch uses the same version at all stages."""
+        # Under "flush" because all stages have drained before an update.
         return self.rule != "stashing"

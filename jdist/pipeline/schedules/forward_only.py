@@ -28,6 +28,7 @@ def forward_only(n: int, m: int) -> Schedule:
         tuple((stage,) for stage in range(n)),
         Columns.joined(programs),
         forward_only=True,
+        # The last micro-batch enters at clock m - 1 and passes n stages.
         clock_bound=m + n - 1,
         family=partial(forward_only, n),
     )

@@ -56,6 +56,7 @@ def pipedream(
       worker 2 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3  .
     """
     check_counts("pipedream", n=n, m=m, update_every=update_every)
+    # 2BW and flush need other orders, or an interval that fits the stages.
     if policy not in ("stashing", "vertical_sync"):
         rule = "must be 'stashing' or 'vertical_sync'"
         remedy = "Other policies have a schedule of their own, such as `pipedream_2bw`."

@@ -75,6 +75,7 @@ def alternating_schedule(
             every = np.arange(turn, m, count)
             own = (np.full(len(every), stage), every)
             programs.append(alternating(own, own, warm_up=ahead[stage]))
+            # One more than ahead: the forward pass before the first backward pass.
             bound.append(min(len(every), ahead[stage] + 1))
     return Schedule(
         name,

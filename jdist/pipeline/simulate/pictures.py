@@ -47,6 +47,7 @@ def write_gantt(
     except ImportError as error:
         what = f"a Gantt chart needs matplotlib: {extra('experiments')}"
         raise Unavailable(what) from error
+    # Taller pictures would not fit a screen; rows get thinner instead.
     height = min(2 + 0.35 * columns.workers, 8)
     figure = Figure(figsize=(12, height), layout="constrained")
     draw_gantt(columns, start, end, title, figure.subplots())
@@ -67,8 +68,10 @@ def draw_gantt(
         _draw_bars(columns, start, end, axes)
     else:
         _draw_image(columns, start, end, axes)
+    # matplotlib warns of an axis without extent.
     axes.set_xlim(0, float(end.max(initial=0)) or 1)
     axes.set_ylim(columns.workers - 0.5, -0.5)
+    # Ranks are integers.
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("seconds")
     axes.set_ylabel("worker")

@@ -149,6 +149,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The fraction of all workers' time in which they were idle."""
+        # All actions may cost nothing.
         if not self.makespan:
             return 0.0
         return 1 - sum(self.busy) / (self.workers * self.makespan)
@@ -173,6 +174,7 @@ class Timeline:
 
         1 for a synchronous schedule.
         """
+        # Of the stage that keeps most, where a worker has several.
         kept = live_versions(self.columns, self.update_policy)
         return tuple(int(count) for count in kept.max(axis=0))
 

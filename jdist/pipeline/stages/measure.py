@@ -58,6 +58,7 @@ def profile(
             requirement("profile(layers=...)", "must not be empty", "none")
         )
     key = jax.random.key(0) if key is None else key
+    # On the device, so that transfers are not timed.
     values = {name: jax.tree.map(jnp.asarray, value) for name, value in batch.items()}
     writer = {name: f"input_{name}" for name in values}
     found = [
@@ -71,6 +72,7 @@ def profile(
             raise ValueError(requirement("profile(layers=...)", rule, sorted(values)))
         inputs = [values[name] for name in module.inputs]
         layer, outputs = _measured(module, inputs, key, repeats)
+        # A layer that reads two values of one writer has one edge.
         sources = dict.fromkeys(writer[name] for name in module.inputs)
         edges += [(source, module.name) for source in sources]
         # The newest value of a name counts from here on.
@@ -117,6 +119,7 @@ def _measured(
 def _seconds(run: Callable[[], PyTree], repeats: int) -> float:
     """The median of `repeats` runs, after one that compiles."""
     jax.block_until_ready(run())
+    # Each run is waited for: dispatch alone takes microseconds.
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -85,6 +85,7 @@ class FromModules(NamedTuple):
             self.members, self.shared, params, states, strict=True
         ):
             for number, module, alone in members:
+                # The stage runs in another process.
                 if own is None:
                     found[number] = None
                 elif alone:
@@ -180,12 +181,14 @@ def assembled(
         # Names that leave the stage, besides those that the loss takes.
         read = {n for call in calls if call not in inside for n in call.reads}
         program = _program(inside, read | set(wanted), ties.within[j])
+        # A stage by itself has one member.
         single = members[0].name in alone
         _check_evaluation(members)
         made.stages.append(_stage(program, members, ties.across[j], recompute, single))
         # One copy of a shared parameter, so that its gradient is one sum.
         params = without_shared({m.name: m.params for m in members}, ties.within[j])
         states = {m.name: m.state for m in members if m.state is not None}
+        # In the form that the user gave, so that optimizers see its own structure.
         made.params.append(members[0].params if single else params)
         made.states.append((members[0].state if single else states) or None)
         made.members.append(
@@ -331,6 +334,7 @@ def _check_evaluation(members: Sequence[Module]) -> None:
     """Refuses a stage of which only a part can be evaluated."""
     evaluated = [m.name for m in members if m.in_evaluation]
     drawing = [m.name for m in members if m.keyed and not m.in_evaluation]
+    # The evaluation of a stage takes no key, which the others would need.
     if evaluated and drawing:
         rule = f"must have in_evaluation for {drawing[0]!r}, which takes a key, as for "
         rule += f"{evaluated[0]!r} of the same stage"
@@ -378,11 +382,13 @@ def _stages_by_name(
     call = "stages_from_modules(module_to_stage_map)"
     names = [module.name for module in modules]
     if isinstance(given, Plan):
+        # By name: a plan orders layers topologically, perhaps not as the user did.
         planned = {n: j for j, stage in enumerate(given.stages) for n in stage.layers}
         if set(planned) != set(names):
             rule = f"must be a plan for the modules {names}"
             raise ValueError(requirement(call, rule, sorted(planned)))
         return {name: planned[name] for name in names}
+    # Numbers of NumPy or JSON become plain ones.
     numbers = [int(number) for number in given]
     if len(numbers) != len(names):
         rule = f"must have a number for each of the {len(names)} modules"
@@ -397,6 +403,7 @@ def _check_modules(modules: Sequence[Module]) -> None:
     call = "stages_from_modules(modules)"
     if not modules:
         raise ValueError(requirement(call, "must not be empty", "none"))
+    # Parameters and states are dicts by name.
     twice = [n for n, many in Counter(m.name for m in modules).items() if many > 1]
     if twice:
         rule = "must have different names"
@@ -409,6 +416,7 @@ def _check_order(
     for call in calls:
         for name in call.reads:
             source = stage_of[writer[name]] if name in writer else -1
+            # Values flow from lower to higher stages only.
             if source > stage_of[call.module]:
                 rule = f"must not put {call.module!r} before what it reads"
                 got = f"stage {stage_of[call.module]} for it, and stage {source} for "

@@ -134,6 +134,7 @@ def stages_from_nnx(
     if not groups or not all(groups):
         rule = "must have a module for each stage, and one stage at least"
         raise ValueError(requirement(f"{call}(modules)", rule, modules))
+    # Modules are numbered over all stages.
     flat = [module for group in groups for module in group]
     _check_layers(call, flat)
     between = _chain(groups, names)
@@ -172,6 +173,7 @@ def _chain(
         raise ValueError(requirement("stages_from_nnx(names=...)", rule, ends))
     found = [ends[0]]
     for group, end in zip(groups, ends[1:], strict=True):
+        # Values inside a stage need names too, which do not leave it.
         found += [f"{end}.{number}" for number in range(1, len(group))] + [end]
     return found
 
@@ -192,6 +194,7 @@ def _check_keys(
     if strange:
         rule = f"must be for some of the layers {list(known)}"
         raise ValueError(requirement(call, rule, repr(strange[0])))
+    # A string is a sequence of strings: "xy" would pass as two names.
     texts = [key for key, names in given.items() if isinstance(names, str)]
     if texts:
         rule = f"must be a tuple of names for {texts[0]!r}"
@@ -215,6 +218,7 @@ def _tied(
             # By identity: equal values alone may be a coincidence.
             holders.setdefault(number, []).append((key, path))
     for places in holders.values():
+        # A path below a tied one is tied with it.
         named = [_name_of(found[key], path) for key, path in places]
         own = {name for name in named if name is not None}
         if len(places) == 1 or (len(own) == 1 and None not in named):
@@ -254,6 +258,7 @@ def _parameters(
         if isinstance(variable, nnx.Variable) and not isinstance(
             variable, nnx.RngState
         ):
+            # Two layers would both return a new state; only one could be kept.
             shared = id(variable) in holders and not isinstance(variable, nnx.Param)
             if shared:
                 rule = "must not share a state: what one layer leaves behind would be "
@@ -303,6 +308,7 @@ def _draws(layer: "nnx.Module") -> bool:
     """Whether it has random streams besides those of dropouts that drop nothing."""
     from flax import nnx
 
+    # Each node once, although paths may lead to it in several ways.
     nodes = list(nnx.iter_graph(layer))
     # A dropout that drops nothing holds streams too, but never draws.
     idle = [

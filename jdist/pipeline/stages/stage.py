@@ -12,7 +12,7 @@ from jdist.segment import Segment, segment
 from jdist.segment.internal import POLICIES
 
 Recompute = bool | Literal["dots"]
-"""What a backward pass computes again; see `jdist.segment.segment`."""
+"""Recomputation in a backward pass; see `jdist.segment.segment`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,7 @@ class Stage:
     ) -> Hashable:
         # All stages share the code of `body`; the label says which differences are
         # intended, so that segment does not warn of recompilations.
+        # Callable objects have no code; their class stands for it.
         code = getattr(fn, "__code__", type(fn))
         return (use, label, code, self.stateful, self.keyed, constant)
 
@@ -148,6 +149,7 @@ def _check_tied(tied: Mapping[str, str]) -> None:
     if len(set(names)) != len(names):
         rule = "must have a name of its own for each path"
         raise ValueError(requirement(call, rule, names))
+    # A leaf must not be summed under two names.
     within = [(a, b) for a in tied for b in tied if b.startswith(f"{a}/")]
     if within:
         rule = "must not have a path within another one"
@@ -203,6 +205,7 @@ def outputs_by_name(
     Raises:
       ValueError: It returned another number of values than there are names.
     """
+    # A single output is not wrapped in a tuple.
     if len(names) == 1:
         return {names[0]: returned}
     if not isinstance(returned, tuple | list) or len(returned) != len(names):

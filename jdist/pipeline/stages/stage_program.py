@@ -93,10 +93,12 @@ class StageProgram:
             taken = [state[call.module]] if call.stateful else []
             taken += [values[name] for name in call.reads]
             if call.keyed:
+                # By place, so that a module draws the same whatever the others draw.
                 taken.append(jax.random.fold_in(key, number))
             try:
                 returned = call.fn(whole[call.module], *taken)
             except Exception as error:
+                # A note keeps the type and the traceback of the user's error.
                 error.add_note(f"It was raised by the module {call.module!r}.")
                 raise
             if call.returns_state:
@@ -123,6 +125,7 @@ def with_shared(
             source: Mapping[str, PyTree] = source,
         ) -> PyTree:
             below = _suffix(path_of(keys), path)
+            # None stands where the parameter was taken out, hence `is_none` below.
             return leaf if below is None else source[below]
 
         tree = whole[each.module]
@@ -154,5 +157,6 @@ def leaves_below(tree: PyTree, top: str) -> dict[str, PyTree]:
 
 def _suffix(path: str, top: str) -> str | None:
     """The rest of a path after `top`; None if the path is not below it."""
+    # With the slash: "ab" is not below "a".
     inside = path == top or path.startswith(f"{top}/")
     return path.removeprefix(top) if inside else None

@@ -71,6 +71,7 @@ def wire(
         raise ValueError(requirement("Pipeline(stages)", "must not be empty", "[]"))
     wanted = tuple(stages[-1].outputs if loss_inputs is None else loss_inputs)
     producer = _producers(stages)
+    # The loss is one more taker, after all stages.
     taken = [*(tuple(stage.inputs) for stage in stages), wanted]
     source = [
         {name: _source(producer, name, number, len(stages)) for name in names}
@@ -101,6 +102,8 @@ def _producers(stages: Sequence[Stage]) -> dict[str, int]:
 
 
 def _source(producer: dict[str, int], name: str, number: int, stages: int) -> int:
+    # A name that no stage puts out is taken for an entry of the batch; whether it is
+    # one shows with the first batch.
     source = producer.get(name, BATCH)
     # The loss is number n, so that it may take from all stages; BATCH is below all.
     if source < number:
@@ -140,6 +143,7 @@ def _check_consumed(
             rule = "must take every value that is put out"
             got = f"{name!r} of stage {number}, which neither a later stage takes nor "
             got += "the loss"
+            # A forgotten loss input is the other common reason.
             remedy = "Drop it, or name it in `loss_inputs`."
             if taken:
                 remedy += f" Of the batch they take {sorted(taken)}."

@@ -28,6 +28,7 @@ def positional(call: str, args: Any) -> tuple[Any, ...]:
     """
     if args is None:
         return ()
+    # Exact types: a named tuple or an array would be taken apart.
     if type(args) is tuple or type(args) is list:
         return tuple(args)
     rule = "must be a tuple or a list of the positional arguments"

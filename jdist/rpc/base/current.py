@@ -19,21 +19,10 @@ from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 
 __all__ = [
-    "NOT_INITIALIZED",
-    "Cancellable",
-    "RunningCall",
-    "Scope",
-    "Worker",
-    "acting_as",
-    "add",
-    "becoming",
-    "deadline",
-    "remove",
-    "scope",
-    "use_worker",
-    "why_none",
+    "NOT_INITIALIZED", "Cancellable", "RunningCall", "Scope", "Worker", "acting_as",
+    "add", "becoming", "deadline", "remove", "scope", "use_worker", "why_none",
     "worker",
-]
+]  # fmt: skip
 
 
 class Worker(Protocol):
@@ -91,6 +80,7 @@ scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar(
 )
 _workers: dict[str, Worker] = {}
 _lock = threading.Lock()
+# Guards against two threads that initialize at a time; see `becoming`.
 _becoming = False
 _inherited: tuple[str, ...] = ()
 """The workers of the process from which this one was forked."""
@@ -149,6 +139,7 @@ def worker() -> Worker:
         if current.agent.closed:
             raise RpcError(why_none())
         return current.agent
+    # A copy: another thread may add or remove workers meanwhile.
     only = tuple(_workers.values())
     if len(only) == 1:
         return only[0]
@@ -181,6 +172,7 @@ def _leave_to_parent() -> None:
     nothing.
     """
     global _lock, _becoming, _inherited
+    # The scope may name a worker that has been removed from the table.
     inherited = scope.get()
     agents = list(_workers.values())
     if inherited is not None and inherited.agent not in agents:

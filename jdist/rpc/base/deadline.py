@@ -13,17 +13,9 @@ from jdist._errors import requirement
 from jdist.rpc.base.options import DEFAULT_TIMEOUT
 
 __all__ = [
-    "DEFAULT",
-    "LONGEST",
-    "NEVER",
-    "Deadline",
-    "check_timeout",
-    "exceeded",
-    "from_meta",
-    "moment",
-    "resolve",
-    "to_meta",
-]
+    "DEFAULT", "LONGEST", "NEVER", "Deadline", "check_timeout", "exceeded",
+    "from_meta", "moment", "resolve", "to_meta",
+]  # fmt: skip
 
 
 DEFAULT = -1.0
@@ -73,6 +65,7 @@ def resolve(timeout: float, default: float, enclosing: Deadline) -> Deadline:
       ValueError: `timeout` is negative and not -1, or not finite.
     """
     if timeout == DEFAULT:
+        # A default that was set by the user is as firm as a timeout of the call.
         seconds, firm = default, default not in (DEFAULT_TIMEOUT, 0)
     else:
         check_timeout("timeout", timeout)
@@ -108,6 +101,7 @@ def from_meta(meta: dict[str, Any]) -> Deadline:
     seconds = meta.get("deadline")
     if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return NEVER
+    # A peer may send any number; a lock refuses to wait for some.
     at = time.monotonic() + min(seconds, LONGEST)
     return Deadline(at, seconds, meta.get("firm") is True)
 

@@ -22,14 +22,8 @@ from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 
 __all__ = [
-    "CALL",
-    "DeviceMaps",
-    "Table",
-    "check",
-    "device_of",
-    "number_beside",
-    "number_of",
-]
+    "CALL", "DeviceMaps", "Table", "check", "device_of", "number_beside", "number_of",
+]  # fmt: skip
 
 
 Table = Mapping[jax.Device, int]

@@ -7,16 +7,9 @@ arrives at the caller as its own type, see `jdist.rpc.codec.remote_exception`.
 from jdist._errors import JdistError
 
 __all__ = [
-    "AuthenticationError",
-    "CollectiveMismatch",
-    "ForbiddenFunction",
-    "ProcessFailed",
-    "ProtocolError",
-    "RemoteError",
-    "RpcError",
-    "RpcTimeout",
-    "WorkerLost",
-]
+    "AuthenticationError", "CollectiveMismatch", "ForbiddenFunction", "ProcessFailed",
+    "ProtocolError", "RemoteError", "RpcError", "RpcTimeout", "WorkerLost",
+]  # fmt: skip
 
 
 class RpcError(JdistError, RuntimeError):

@@ -46,6 +46,8 @@ class ExtensionState(dict[str, Any]):
     def gone(self, worker: WorkerInfo, reason: str) -> None:
         """A worker is lost or has left."""
         for listener in tuple(self._on_gone):
+            # Each on a thread of its own: a listener may wait, and must not delay
+            # others.
             self._pool.run(functools.partial(listener, worker, reason))
 
     def close(self) -> None:

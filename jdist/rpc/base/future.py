@@ -20,20 +20,10 @@ from jdist.rpc.base.deadline import exceeded, resolve
 from jdist.rpc.base.errors import RpcError, RpcTimeout
 
 __all__ = [
-    "Future",
-    "await_done",
-    "call_when_done",
-    "cancel",
-    "collect",
-    "collect_all",
-    "complete",
-    "error_of",
-    "run_all",
-    "unwatch",
-    "wait_all",
-    "wait_all_calls",
+    "Future", "await_done", "call_when_done", "cancel", "collect", "collect_all",
+    "complete", "error_of", "run_all", "unwatch", "wait_all", "wait_all_calls",
     "watch",
-]
+]  # fmt: skip
 
 
 T = TypeVar("T")
@@ -71,8 +61,10 @@ class Future(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._traceback: Any = None
+        # Made on demand: most futures have one callback and no waiter, or none at all.
         self._waiters: list[Callable[[], object]] | None = None
         self._callbacks: list[Callable[[], None]] | None = None
+        # Callbacks that are added outside of any call still run as this worker.
         self._home = current.scope.get()
 
     def done(self) -> bool:
@@ -92,6 +84,7 @@ class Future(Generic[T]):
           Exception: Whatever the future was completed with.
         """
         if not self._done:
+            # No default of its own: the call that it is the result of has a timeout.
             limit = resolve(timeout, 0, current.deadline())
             if not self._sleep(limit.at):
                 raise RpcTimeout(f"{exceeded(limit)} while waiting for a future.")
@@ -196,6 +189,7 @@ class Future(Generic[T]):
 
     def _sleep(self, until: float | None) -> bool:
         """Blocks until completed; False when the moment came first."""
+        # Not an event: those are written in Python, and an interrupt breaks them.
         waiter = threading.Lock()
         waiter.acquire()
         if watch(self, waiter.release):
@@ -203,10 +197,12 @@ class Future(Generic[T]):
         seconds = -1.0 if until is None else max(0.0, until - time.monotonic())
         if waiter.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             return True
+        # It may have been completed between the timeout and this.
         unwatch(self, waiter.release)
         return self._done
 
 
+# Functions, not methods: `dir(future)` shows users what is theirs.
 def complete(
     future: Future[T],
     value: T | None,
@@ -228,6 +224,7 @@ def complete(
         future._done = True
         waiters, future._waiters = future._waiters, None
         callbacks, future._callbacks = future._callbacks, None
+    # Waiting threads first: callbacks may take their time.
     if waiters:
         for wake in waiters:
             wake()
@@ -350,6 +347,7 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     collected = _futures("collect_all(futures)", futures)
     result: Future[list[Future[T]]] = Future()
     left = len(collected)
+    # Callbacks run on whichever threads complete the futures.
     lock = threading.Lock()
 
     def one_done() -> None:

@@ -67,6 +67,7 @@ class IdCounter:
 
     def __init__(self, worker: int, first: int = 0) -> None:
         self._worker = worker
+        # Atomic: the counter is written in C, so that no lock is needed.
         self._numbers = itertools.count(first)
 
     def next(self) -> GloballyUniqueId:

@@ -60,6 +60,7 @@ class Invocation(NamedTuple):
         Raises:
           ProtocolError: It is none.
         """
+        # A peer may send anything.
         if type(body) is tuple and len(body) == 3:
             function, args, kwargs = body
             if callable(function) and type(args) is tuple and type(kwargs) is dict:

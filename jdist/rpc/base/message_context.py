@@ -50,6 +50,7 @@ class MessageContext:
         self.operation = operation
         self.meta: dict[str, Any] = {} if meta is None else meta
         self.crossing: Any = None
+        # Shared empty tuples: most messages need none of the three.
         self.forks: Sequence[GloballyUniqueId] = ()
         self.unsettled: Sequence[Future[Any]] = ()
         self.if_lost: Sequence[Callable[[], None]] = ()

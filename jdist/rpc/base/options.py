@@ -9,12 +9,9 @@ from jdist._errors import requirement
 from jdist.rpc.base import device_maps
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
-    "LONGEST_POLLING",
-    "RpcOptions",
-    "check_options",
+    "DEFAULT_TIMEOUT", "LONGEST_POLLING", "RpcOptions", "check_options",
     "check_seconds",
-]
+]  # fmt: skip
 
 
 DEFAULT_TIMEOUT = 60.0

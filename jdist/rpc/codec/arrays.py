@@ -25,6 +25,7 @@ def aligned(nbytes: int) -> memoryview:
       >>> len(aligned(100))
       100
     """
+    # NumPy itself aligns to 16 bytes only.
     whole = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -whole.__array_interface__["data"][0] % _ALIGNMENT
     return whole.data[start : start + nbytes]
@@ -60,5 +61,6 @@ def _adopted(leaf: Any, device: jax.Device | None, devices: Table | None) -> Any
     if device is None or leaf.devices() == {device}:
         return leaf
     if not leaf.is_fully_addressable:  # but each process has the whole of it
+        # `device_put` refuses arrays with shards in other processes.
         leaf = leaf.addressable_data(0)
     return jax.device_put(leaf, device)

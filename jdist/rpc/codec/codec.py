@@ -67,10 +67,12 @@ class Codec:
         self._encoders = _ENCODERS | callables.ENCODERS
         self._decoders = _decoders(allow_pickle)
         self._registered: dict[str, Hook] = {}
+        # Types whose instances arrive as something else: useless as keys.
         self._not_keys: set[type] = set()
         self._otherwise: Encoder = self._by_kind
         if allow_pickle:
             self._otherwise = pickles.or_pickled(self._by_kind)
+            # Functions without a name that others could look up: lambdas, closures.
             for kind, encoder in callables.ENCODERS.items():
                 self._encoders[kind] = pickles.or_pickled(encoder)
 

@@ -52,11 +52,13 @@ class Decoding:
             if type(tree) in _PLAIN:
                 return tree
             raise ProtocolError(f"A tree holds a {type(tree).__name__}.")
+        # Everything below is what a peer sent, and nothing of it is believed.
         code = tree[0] if tree else None
         if type(code) is not int or not 0 <= code < len(self._decoders):
             raise ProtocolError("A tree has a node of unknown kind.")
         if not self._depth:
             raise ProtocolError("A tree is nested too deeply.")
+        # A tree of a hostile peer could exhaust the stack.
         self._depth -= 1
         value = self._decoders[code](self, tree)
         self._depth += 1
@@ -85,6 +87,7 @@ class Decoding:
         Raises:
           ForbiddenFunction: It is not allowed.
         """
+        # By `resolve`, not `named`: the class is put together from fields, not called.
         found = self.functions.resolve(name) if type(name) is str else None
         if not isinstance(found, type):
             raise ProtocolError("A node must name a class here.")

@@ -48,6 +48,7 @@ class Encoding:
         self._encoders = encoders
         self._otherwise = otherwise
         self._not_keys = not_keys
+        # By id: arrays cannot be hashed.
         self._places: dict[int, int] = {}
 
     def tree(self, value: Any) -> Any:
@@ -63,6 +64,7 @@ class Encoding:
         if not self.depth:
             rule = "must not be nested that deeply, nor contain itself"
             raise ValueError(requirement("rpc(value)", rule, "one level too many"))
+        # Counted, not left to RecursionError: the peer counts the same levels.
         self.depth -= 1
         trees = list(map(self.tree, values))
         self.depth += 1

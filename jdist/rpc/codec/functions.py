@@ -156,6 +156,7 @@ class FunctionTable:
         if known is not None:
             return known
         before = self._found.get(ref)
+        # Modules may be reloaded and functions redefined at any time.
         if before is not None and before.still_holds():
             return before.thing
         module, colon, qualname = ref.partition(":")
@@ -166,6 +167,7 @@ class FunctionTable:
         found: Any = home
         for part in qualname.split("."):
             found = _step(found, part, ref)
+        # An imported name: `mypkg:system` calls itself `posix:system`.
         if own_name(found) != ref:
             rule = "must be defined where its name says, not imported there"
             raise ForbiddenFunction(requirement("rpc(function)", rule, ref, _REMEDY))
@@ -183,6 +185,7 @@ class FunctionTable:
             in a module that is not allowed, such as `subprocess.Popen`.
         """
         found = self.resolve(ref)
+        # A class that the user has named by itself is the user's own judgement.
         if isinstance(found, type) and not (ref in self._known or ref in self._objects):
             self._check_constructor(found, ref)
         return found

@@ -29,6 +29,7 @@ def _zero_cotangent(encoding: Encoding, value: np.ndarray) -> Any:
 
 def jax_array(encoding: Encoding, value: jax.Array) -> Any:
     """The tree of a JAX array that is no tracer and holds no keys."""
+    # Checked here, with a remedy: JAX's own error would come from the transport.
     if value.is_deleted():
         rule = "must not have been deleted"
         remedy = "It was donated to a compiled function: send it before, or a copy."
@@ -53,6 +54,7 @@ def _any_jax_array(encoding: Encoding, value: jax.Array) -> Any:
         raise ValueError(requirement("rpc(array)", rule, str(value), remedy))
     if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax_array(encoding, value)
+    # A key array has no bytes of its own; its implementation travels by name.
     data = jax.random.key_data(value)
     return [codes.KEY, str(jax.random.key_impl(value)), *encoding.trees((data,))]
 

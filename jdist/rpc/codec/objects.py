@@ -29,6 +29,7 @@ def _name_of(encoding: Encoding, value: Any) -> str:
 def _dataclass(encoding: Encoding, value: Any) -> Any:
     name = _name_of(encoding, value)
     try:
+        # It raises for a class with C state, which the fields would not carry.
         object.__new__(type(value))
     except TypeError as error:
         rule = "must not be a dataclass with contents beside its fields"
@@ -45,6 +46,7 @@ def _namedtuple(encoding: Encoding, value: Any) -> Any:
 
 def _enum(encoding: Encoding, value: enum.Enum) -> Any:
     name = _name_of(encoding, value)
+    # A combination of flags has no name among the members.
     if value.name in type(value).__members__:
         return [codes.ENUM, name, value.name]
     return [codes.FLAG, name, *encoding.trees((value.value,))]
@@ -89,6 +91,7 @@ def _decoded_dataclass(decoding: Decoding, node: list[Any]) -> Any:
     if list(values) != fields:
         raise ProtocolError(f"The fields of {kind.__name__} are others here: {fields}.")
     try:
+        # Neither constructor runs: it could do anything, and need other arguments.
         made = object.__new__(kind)
         for name, value in values.items():
             object.__setattr__(made, name, value)
@@ -104,6 +107,7 @@ def _decoded_namedtuple(decoding: Decoding, node: list[Any]) -> Any:
         raise ProtocolError(f"{kind.__name__} is no named tuple.")
     if len(fields) != len(node) - 2:
         raise ProtocolError(f"The fields of {kind.__name__} are others here: {fields}.")
+    # Past the class's own `__new__`, for the same reason.
     return tuple.__new__(kind, decoding.values(node, 2))
 
 

@@ -30,6 +30,7 @@ def _as_it_is(encoding: Encoding, value: Any) -> Any:
 def _integer(encoding: Encoding, value: int) -> Any:
     if -_INT64 <= value < _INT64:
         return value
+    # One more bit for the sign.
     size = value.bit_length() // 8 + 1
     data = value.to_bytes(size, "little", signed=True)
     return [codes.BIG_INT, encode_bytes(encoding, data)]
@@ -41,6 +42,7 @@ def encode_bytes(encoding: Encoding, value: bytes) -> Any:
 
 
 def _text(encoding: Encoding, value: str) -> Any:
+    # Short texts are copied into the header: a leaf of their own costs more.
     if len(value) < _LONG:
         if value.isascii():
             return value

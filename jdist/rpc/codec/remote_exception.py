@@ -147,12 +147,14 @@ def _own_type(
             error = kind.__new__(kind, *args)
         else:
             error = kind(*args)
+        # `__new__` may return anything.
         if type(error) is not kind:
             return None
         # Straight into the dictionary: a frozen dataclass, too, may be an exception.
         vars(error).update(description["state"])
     except Exception:  # noqa: BLE001 - a constructor may fail in any way: told in words
         return None
+    # A constructor may take other arguments than `args` keeps: its text tells.
     return error if _text(error) == description["text"] else None
 
 

@@ -1,4 +1,4 @@
-"""One collective as the coordinator sees it: who came for what, and how it ended."""
+"""One round of a collective, as the coordinator sees it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ SHUTDOWN = "shutdown"
 
 
 class RoundKey(NamedTuple):
-    """What two requests must have in common to be of one round.
+    """The fields in which two requests of one round agree.
 
     A worker that waits in `shutdown` still serves calls, and a function that one of
     them runs may take part in a collective. So those are apart.
@@ -37,7 +37,7 @@ class RoundKey(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """What a worker came for; it must be the same on all of them.
+    """The collective that a worker came for; the same on all of them.
 
     Attributes:
       operation: The public function, such as "all_gather".
@@ -102,7 +102,7 @@ class BarrierRound:
 
     @property
     def decided(self) -> bool:
-        """Whether there is an answer, also for those who come late."""
+        """Whether there is an answer, also for workers that come late."""
         return self._answer is not None
 
     @property
@@ -194,7 +194,7 @@ class BarrierRound:
             return []
         due = [(name, one) for name, one in self._came.items() if one.request]
         for name, one in due:
-            # Values are let go of; the round may stay for those who come late.
+            # The values are released: the round may be kept for workers that come late.
             self._came[name] = one._replace(request=0, tree=None, leaves=[])
         return [(one.member, self._answer._replace(id=one.request)) for _, one in due]
 
@@ -203,6 +203,8 @@ class BarrierRound:
         return next((c.purpose.operation for c in self._came.values()), "a collective")
 
     def _differs(self, purpose: Purpose) -> bool:
+        # Each worker counts the collectives that it has seen: in an elastic group those
+        # that joined later have seen fewer.
         for other in self._came.values():
             same = (
                 purpose

@@ -1,4 +1,4 @@
-"""The coordinator: where workers join, meet, and are missed.
+"""The coordinator of a group: joins, collectives, liveness and departures.
 
 It runs beside the worker of rank 0, over a transport of its own. Every worker keeps one
 control channel to it for as long as it belongs to the group. When that closes without a
@@ -39,8 +39,8 @@ NAME = ":coordinator:"
 
 _ENDING = "this group is ending; try again"
 
+# Raised by reading a malformed request.
 _MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
-"""What a request that is not made as it should be raises."""
 
 
 class _Farewell(NamedTuple):
@@ -132,7 +132,7 @@ class Coordinator:
             self._fewer.wait_for(self._membership.all_told, seconds)
 
     def close(self, reason: str) -> None:
-        """Ends the group for everybody; to those who are still in it, with `reason`."""
+        """Ends the group; members that are still in it are told the reason."""
         with self._lock:
             self._post(self._membership.fail(reason))
             for member in self._membership.present():
@@ -176,12 +176,13 @@ class Coordinator:
         return member
 
     def _refused(self, text: str) -> None:
-        """Tells those who wait for others: they may have come, with another key."""
+        """Tells waiting workers of a peer with another key: it may be one they miss."""
         with self._lock:
             self._post(self._membership.refused(text))
 
     def _answer(self, member: Member, frame: Frame) -> None:
-        if member.gone is not None:  # it thaws before its channel is closed
+        # A frozen worker was given up, and thaws before its channel is closed.
+        if member.gone is not None:
             raise ChannelClosed(member.gone)
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))
@@ -242,7 +243,7 @@ class Coordinator:
         self._post(this.take_answers())
         if not this.decided:
             return
-        # Who comes late to an elastic group's meets those who have come instead.
+        # A worker that comes late to an elastic group's round opens the next one.
         gone = all(one.member.gone is not None for one in this.contributions)
         over = self._membership.elastic and (this.lost or gone)
         for name in this.missing():
@@ -265,7 +266,7 @@ class Coordinator:
         return found
 
     def _suspect(self) -> None:
-        """Asks, if need be, whether collectives wait for workers that shut down."""
+        """Begins termination detection if collectives may wait in vain."""
         members, waits = self._membership.present(), frozenset[Any]()
         if self._stuck() and {m.info.name for m in members} <= {*self._whereabouts()}:
             came = [one for _, this in self._open() for one in this.contributions]
@@ -323,7 +324,7 @@ class Coordinator:
         self._gone(member, "it has left the group")
 
     def _note(self, member: Member, incarnation: int | None = None) -> None:
-        """A member has noted that this worker left; None: it notes nothing any more."""
+        """Strikes a member off the farewells to one worker; None for all of them."""
         for leaver, farewell in list(self._farewells.items()):
             if incarnation in (None, leaver.info.incarnation):
                 farewell.unaware.discard(member)
@@ -337,6 +338,7 @@ class Coordinator:
                 return
             member.gone = reason
             belonged = self._membership.has(member)
+            # First: the loss may be a consequence of a stop of this process.
             if not member.left:
                 self._blame_itself()
             if self._membership.remove(member):
@@ -352,7 +354,7 @@ class Coordinator:
             self._fewer.notify_all()
 
     def _blame_itself(self) -> None:
-        """Tells rank 0's worker, if this process was stopped, why it is left alone.
+        """Tells rank 0's worker, if this process was stopped, why others leave it.
 
         The others have closed their connections because they took it for lost.
         """
@@ -364,7 +366,7 @@ class Coordinator:
         self._post([(one, told) for one in present if not one.info.id])
 
     def _miss(self, member: Member, reason: str) -> None:
-        """Lets those who meet do so without it, or fail."""
+        """Completes or fails the rounds that wait for a worker that has gone."""
         name = member.info.name
         for key, this in self._all_rounds():
             if key.names is not None or not member.left:
@@ -385,6 +387,7 @@ class Coordinator:
         for member in members:
             silence = now - member.heard
             if held_up:
+                # Its signs of life came while this process was stopped.
                 member.heard = now
             elif silence > self._options.heartbeat_timeout:
                 reason = silent_for(silence)

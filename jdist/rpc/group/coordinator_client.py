@@ -41,15 +41,15 @@ Lost = Callable[[str, str], None]
 
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
+# Seconds to wait where the deadline has passed; 0 would be no limit.
 _INSTANT = 1e-9
-"""Seconds to wait where the deadline has passed; 0 would be no limit."""
 
 _LONGEST_REFUSAL = 1000
 _LONGEST_TAG = 200
 
+# Seconds beyond a deadline that the coordinator watches: it knows who is missing, so
+# its answer is better than our own.
 _GRACE = 5.0
-"""Seconds beyond a deadline that the coordinator watches: it knows who is missing, so
-its answer is better than our own."""
 
 
 class CoordinatorClient:
@@ -283,11 +283,12 @@ class CoordinatorClient:
         self, purpose: str, names: Iterable[str] | None
     ) -> list[str] | None:
         """The names to ask for; None for all, as the coordinator sees them."""
-        everybody = sorted(worker.name for worker in self.workers())
+        members = sorted(worker.name for worker in self.workers())
         if names is None:
-            return None if self.elastic else everybody
+            return None if self.elastic else members
         chosen = sorted({names} if isinstance(names, str) else set(names))
-        known = chosen if self.elastic else everybody
+        # In an elastic group a name may be of a worker that has yet to join.
+        known = chosen if self.elastic else members
         if self._agent.info.name not in chosen or not set(known).issuperset(chosen):
             rule = f"must be workers of the group, {self._agent.info.name} among them"
             raise ValueError(requirement(f"{purpose}(names=...)", rule, chosen))
@@ -362,7 +363,7 @@ class CoordinatorClient:
         return held_up_for(self._pace, self._agent.options)
 
     def _blame_itself(self) -> str | None:
-        """Why the others take this worker for lost, now that they are out of its reach.
+        """Why the others take this worker for lost, if it was held up for long.
 
         Kept for good: what was found out once is said of each later loss.
         """
@@ -475,7 +476,7 @@ class CoordinatorClient:
 
 
 def client_of(agent: Agent) -> CoordinatorClient:
-    """The control connection of a worker that was made by this room."""
+    """The coordinator client of a worker, as the type that this room made."""
     found = agent.group
     assert isinstance(found, CoordinatorClient)
     return found

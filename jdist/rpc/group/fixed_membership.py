@@ -53,6 +53,7 @@ class FixedMembership(Membership):
         if misfit is not None and not self.complete:
             return self._fail(misfit, [member])
         if self.complete:
+            # A misfit that comes late harms no member: only it is told.
             return self._refuse([member], misfit or self._full(member, rival))
         if rival is not None:
             return self._doubt(member, rival, world_size)

@@ -2,7 +2,7 @@
 
 A process that dies closes its connections, which is noticed at once. One that is
 stopped, or cut off by the network, does not: it is only silent. So every worker says at
-a steady pace that it lives, and who is silent for long counts as lost.
+a steady pace that it lives, and one that is silent for long counts as lost.
 """
 
 import threading
@@ -12,8 +12,10 @@ from collections.abc import Callable
 from jdist.rpc.base.options import RpcOptions
 from jdist.rpc.base.timer import Timer
 
+__all__ = ["MEMORY", "Pace", "held_up_for", "silent_for"]
+
 MEMORY = 10
-"""A stop of this process explains losses for so many times the others' patience."""
+"""A stop of this process explains losses for this many heartbeat timeouts."""
 
 
 class Pace:
@@ -82,7 +84,7 @@ class Pace:
 
 
 def silent_for(seconds: float) -> str:
-    """Why somebody counts as lost."""
+    """The reason for the loss of a worker that is silent."""
     return f"no sign of life for {seconds:.1f} s (frozen, or cut off)"
 
 

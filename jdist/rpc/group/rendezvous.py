@@ -1,4 +1,4 @@
-"""How the processes of one run find each other: ports, key and variables.
+"""Ports, key and environment variables by which processes of a run find each other.
 
 The variables are torchrun's, so that programs written for it find what they expect.
 JAX's own coordinator cannot share rpc's port; it gets a second one, under the names
@@ -14,19 +14,29 @@ from typing import Self
 
 from jdist._errors import requirement
 
+__all__ = [
+    "KEY_VARIABLE",
+    "LAST_PORT",
+    "LOOPBACK",
+    "Rendezvous",
+    "ReservedPort",
+    "check_count",
+    "fresh_key",
+]
+
 KEY_VARIABLE = "JDIST_CLUSTER_KEY"
 LOOPBACK = "127.0.0.1"
 LAST_PORT = 65535
 
 
 class ReservedPort:
-    """A port of this machine that nobody else takes while this is open.
+    """A port of this machine that no other program takes while this is open.
 
-    A socket is bound to it and never listens. The kernel then gives the port to nobody
-    who asks for any free one, and refuses it to all who ask for it without
+    A socket is bound to it and never listens. The kernel then gives the port to no
+    program that asks for any free one, and refuses it to those that ask for it without
     `SO_REUSEADDR`; a server that sets that option, as servers do, may listen on it, as
     often as it likes. Connecting before that is refused at once, as it should be.
-    Other systems than Linux do not let a second socket in: there the port is let go
+    Other systems than Linux do not let a second socket in: there the port is released
     at once and could be taken by another program before it is used.
 
     Args:
@@ -53,7 +63,7 @@ class ReservedPort:
             self._socket.close()
 
     def close(self) -> None:
-        """Lets the port go."""
+        """Releases the port."""
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -65,7 +75,7 @@ class ReservedPort:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where a run meets, and what each of its processes is told.
+    """The meeting point of a run, and the variables for each of its processes.
 
     Attributes:
       nprocs: Processes on each machine.
@@ -117,7 +127,7 @@ class Rendezvous:
         return self.node_rank * self.nprocs + local_rank
 
     def variables(self, local_rank: int) -> Mapping[str, str]:
-        """What one process of this machine finds in its environment."""
+        """The environment variables of one process of this machine."""
         rank, size = self.rank(local_rank), self.nprocs * self.nnodes
         host = f"[{self.address}]" if ":" in self.address else self.address
         told = {

@@ -30,8 +30,8 @@ from jdist.rpc.wire.frame import Frame
 
 __all__ = ["Stalemate", "install", "wait_for_all", "wait_until_idle"]
 
+# Seconds until workers that were busy are asked again.
 _PAUSE = 0.5
-"""Seconds until workers that were busy are asked again."""
 
 _KIND = "calls without a deadline"
 _LOOK_SECONDS = 10.0
@@ -43,7 +43,7 @@ _ONE_SIDED_SECONDS = 240.0
 
 
 def wait_for_all(agent: Agent, names: Sequence[str], deadline: Deadline) -> None:
-    """Waits until all workers of `names`, this one among them, wait here and none runs.
+    """Waits until all workers of `names` wait here, and no call runs on any of them.
 
     Raises:
       RpcTimeout: It took longer; the message says what is under way, or which workers
@@ -120,7 +120,7 @@ def _endless(agent: Agent) -> tuple[list[Entry], list[Entry]]:
 
 
 class _OneSidedCalls:
-    """Finds calls without a deadline that the worker on their other side has not.
+    """Finds calls without a deadline of which only one of their two workers knows.
 
     Args:
       agent: The worker that asks the others.

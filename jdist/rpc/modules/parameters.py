@@ -53,6 +53,7 @@ class Parameter:
         old = self.value
         if isinstance(old, jax.Array):
             _check_same_kind(self.name, old, new)
+            # An uncommitted array follows the module's computations to any device.
             placed = old.committed
             new = jax.device_put(new, old.sharding) if placed else jnp.asarray(new)
         self._variable.set_value(new)

@@ -166,6 +166,7 @@ def remote_module(
         raise TypeError(requirement("remote_module(factory)", rule, factory))
     call = "remote_module"
     making = (factory, positional(call, args), named(call, kwargs))
+    # By name of a function that autograd leaves there: rpc knows nothing of it.
     create = (
         current_agent().extension_state.get(TRAINABLE)
         if trainable

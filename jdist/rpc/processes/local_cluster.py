@@ -30,6 +30,8 @@ from jdist.rpc.group.lifecycle import (
 )
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 
+__all__ = ["ElasticCluster", "elastic_cluster", "local_cluster"]
+
 
 @contextlib.contextmanager
 def local_cluster(
@@ -98,12 +100,12 @@ class ElasticCluster:
         self._lock = threading.Lock()
 
     def join(self, name: str, device: jax.Device | None = None) -> WorkerInfo:
-        """One more worker, with the lowest rank that nobody has.
+        """Adds a worker, with the lowest rank that is free.
 
         It leaves like any other: `with rpc.use_worker(name): rpc.shutdown()`.
 
         Args:
-          name: That nobody has just now.
+          name: One that no live worker has.
           device: By default JAX's devices in turn.
 
         Raises:
@@ -251,7 +253,7 @@ class Meeting:
 
 
 def _stop(agents: list[Agent], graceful: bool) -> None:
-    """Each worker leaves on a thread of its own, because they wait for each other."""
+    """Shuts workers down, each on a thread of its own: they wait for each other."""
     errors: list[BaseException] = []
     deadline = resolve(0, 0, Deadline())
 

@@ -1,4 +1,4 @@
-"""How the processes that jdist starts are set up before JAX is: decided here.
+"""Settings of started processes, in force before JAX is imported there.
 
 The parent decides (`resolved`); the child applies what is no environment variable in
 `jdist/rpc/processes/trampoline.py`, before the first line of the user's program, and
@@ -17,6 +17,17 @@ from importlib import metadata
 from pathlib import Path
 
 from jdist._errors import requirement
+
+__all__ = [
+    "OFF",
+    "VARIABLE",
+    "ProcessSettings",
+    "ResolvedSettings",
+    "applied",
+    "available_cores",
+    "resolved",
+    "share_out",
+]
 
 VARIABLE = "JDIST_PROCESS_SETTINGS"
 """Name of the variable in which a child finds what was applied to it."""
@@ -38,7 +49,7 @@ _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """What `spawn` and `launch` set up in the processes that they start.
+    """Settings that `spawn` and `launch` apply to the processes that they start.
 
     docs/launch.md gives what each setting was measured to bring. A variable that the
     user's environment already has is left as it is.
@@ -97,7 +108,7 @@ OFF = ProcessSettings(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolvedSettings:
-    """What one child is given.
+    """The settings of one child, decided.
 
     Attributes:
       variables: Environment variables to add.
@@ -118,7 +129,7 @@ def resolved(
     cores: tuple[int, ...] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> ResolvedSettings:
-    """Decides for one of `nprocs` processes.
+    """Decides the settings of one of `nprocs` processes.
 
     Args:
       settings: What is wanted.
@@ -200,7 +211,7 @@ def _glibc() -> tuple[int, ...]:
 
 
 def applied() -> dict[str, str]:
-    """What was applied to this process before its program began, for reports.
+    """The settings applied to this process before its program began, for reports.
 
     Returns:
       Each setting with its value, or with the reason why it was not applied. Empty in
@@ -248,7 +259,7 @@ def share_out(
     Args:
       call: Function and argument, for the messages.
       nprocs: How many processes.
-      each: Cores per process; 0 pins nobody.
+      each: Cores per process; 0 for no pinning.
       cores: The cores to share out; those of this process if None.
 
     Returns:

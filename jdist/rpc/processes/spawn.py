@@ -38,6 +38,8 @@ from jdist.rpc.processes.supervisor import (
     require_posix,
 )
 
+__all__ = ["Processes", "check_duration", "spawn"]
+
 _SPAWNED = Path(__file__).with_name("spawned.py")
 _AT = {False: "before its function returned", True: "after its function had returned"}
 
@@ -255,7 +257,7 @@ class Processes:
         )
 
     def _first_failure(self, outcomes: list[dict[str, Any]]) -> ProcessFailed | None:
-        """What went wrong first: complaints of its peers may have reached us before."""
+        """The earliest failure: complaints of its peers may have reached us before."""
         found = []
         for rank, child in enumerate(self._supervisor.children):
             outcome, ending = outcomes[rank], child.ending or Ending(0)
@@ -270,7 +272,7 @@ class Processes:
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def _outcome(self, rank: int) -> dict[str, Any]:
-        """What a process left behind; empty if it ended before it left anything."""
+        """The outcome file of a process; empty if it ended before it wrote one."""
         file = self._outcomes[rank]
         file.seek(0)
         try:

@@ -1,4 +1,4 @@
-"""What runs in a process that `jdist.rpc.spawn` started: one call, and its outcome.
+"""The program of a process that `jdist.rpc.spawn` started: one call.
 
 Run as a file, `python spawned.py RANK REQUEST OUTCOME`, and with the standard library
 alone: where jdist is to be imported from is part of the request. Request and outcome

@@ -25,6 +25,16 @@ from typing import IO, Self
 from jdist._errors import Unavailable
 from jdist.rpc.processes.process_settings import ResolvedSettings
 
+__all__ = [
+    "GRACE",
+    "Child",
+    "Ending",
+    "ProcessCommand",
+    "Supervisor",
+    "interpreter",
+    "require_posix",
+]
+
 GRACE = 5.0
 """Seconds between the request to end and the order."""
 
@@ -68,7 +78,7 @@ class Ending:
         return self.code if self.code >= 0 else 128 - self.code
 
     def __str__(self) -> str:
-        """What became of it, after a name."""
+        """In words that follow a name."""
         if self.signal:
             return f"was killed by {self.signal}"
         return f"ended with exit code {self.code}"
@@ -76,7 +86,7 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessCommand:
-    """What to run, and in what surroundings.
+    """A command with its environment and settings.
 
     Attributes:
       name: For messages and thread names.
@@ -276,7 +286,8 @@ class Supervisor:
 
     def _watch(self, child: Child) -> None:
         child.await_end()
-        # Under the lock, so that nobody signals an id which is somebody else's by now.
+        # Under the lock, so that no signal goes to an id that was given to another
+        # process since.
         with self._lock:
             ending = child.bury()
             is_first = ending.failed and not self._ending

@@ -41,7 +41,7 @@ def main() -> None:
 def schedule_in_batches() -> str:
     """Enters the class SCHED_BATCH, from the ordinary one only; says what came of it.
 
-    A process that somebody put into a real-time or idle class is there on purpose.
+    A process that was put into a real-time or idle class is there on purpose.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return f"not applied: {sys.platform} has no batch class"

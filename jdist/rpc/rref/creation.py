@@ -94,6 +94,7 @@ class Creation:
         callbacks = complete(self._ended, None, error)
         if error is not None:
             references.not_created(fork, f"{type(error).__name__}: {error}")
+        # Callbacks are the user's, and may block.
         for callback in callbacks or ():
             references.agent.pool.run(callback)
 

@@ -59,6 +59,7 @@ def install(
                 )
             )
 
+        # No thread waits for a value that is still to come.
         return answer() if found.done() else found.then(lambda done: answer())
 
     def kind(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:

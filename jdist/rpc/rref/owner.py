@@ -75,6 +75,7 @@ class OwnedValues:
         None when the value was freed: all its holders have dropped it or are lost.
         """
         entry = self._entries.get(rref)
+        # A fork or a fetch may overtake the creation.
         if entry is None and self._may_come(rref):
             entry = self._entries[rref] = OwnedEntry(
                 self._new_owner_value(), created=False
@@ -117,6 +118,7 @@ class OwnedValues:
         entry = self.find(rref)
         if entry is None:
             return False
+        # It may be counted already, by the creation itself.
         entry.holders.setdefault(fork, holder)
         return True
 
@@ -125,6 +127,7 @@ class OwnedValues:
     ) -> Any:
         """Counts a fork no more; its place if that was the last one, else None."""
         entry = self._entries.get(rref)
+        # Only its holder may drop a fork; a peer could name any.
         if entry is None or entry.holders.get(fork) != holder:
             return None
         del entry.holders[fork]
@@ -137,6 +140,7 @@ class OwnedValues:
         for rref, entry in list(self._entries.items()):
             for fork in [f for f, one in entry.holders.items() if one == holder]:
                 del entry.holders[fork]
+            # Its request to create the value will not come any more.
             if not entry.created and rref.created_on == holder:
                 entry.created = True
                 swept.orphans.append(entry.owner_value)

@@ -112,6 +112,7 @@ class Protocol:
         """
         rref, fork = self._ids.next(), self._ids.next()
         user_fork = UserFork(owner, rref, fork, None)
+        # The owner may have gone between the look-up and this.
         user_fork.failed = self._gone.get(owner)
         into.append(user_fork)
         self.user_forks.add(user_fork)
@@ -197,14 +198,17 @@ class Protocol:
         None when the fork is not to be had any more: it came before, or it came home
         and the value was freed, because its giver is lost.
         """
+        # `Take` and the late message itself may both come; the first one counts.
         if not self._taken[giver].take(ref.fork.local_id, ref.low_water_mark):
             return None, []
+        # It came home: the value is found by its id, the fork need not count.
         if ref.owner == self.me:
             return self.owned.find(ref.rref), [Send(giver, Accept(ref.fork))]
         user_fork = self.user_forks.add(UserFork(ref.owner, ref.rref, ref.fork, giver))
         user_fork.failed = self._gone.get(ref.owner)
         if user_fork.failed is not None:
             return user_fork, [Send(giver, Accept(ref.fork))]
+        # The owner counted it when it gave it away.
         if giver == ref.owner:
             return user_fork, self._counted(user_fork)
         return user_fork, [Send(ref.owner, Fork(ref.rref, ref.fork))]
@@ -240,6 +244,7 @@ class Protocol:
         given = self.unacknowledged.end(message.fork, receiver)
         if given is None:
             return []
+        # Its `Delete` ends it.
         if given.parent is None and receiver != self.me:
             return []  # the owner's gift, counted from the beginning
         return self._returned(given)
@@ -264,6 +269,7 @@ class Protocol:
     def gone(self, worker: int, reason: str) -> Effects:
         """A worker is lost or has left, and its part in everything ends."""
         self._gone[worker] = reason
+        # Its incarnation never comes again, so nothing of it needs deduplication.
         self._taken.pop(worker, None)
         self._creating.pop(worker, None)
         swept = self.owned.sweep(worker)
@@ -302,6 +308,7 @@ class Protocol:
     def _failed(self, user_fork: UserFork, reason: str) -> Effects:
         if user_fork.failed is not None:
             return []
+        # In this order: `pending` depends on `failed`.
         was_pending, user_fork.failed = user_fork.pending, reason
         return (
             self._settled(user_fork) if was_pending else self._drop_if_over(user_fork)

@@ -119,6 +119,7 @@ class Proxy:
         return self._invoke(CALL_ITSELF, *args, **kwargs)
 
     def _invoke(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        # The reference belongs to this worker, whichever one the thread acts as.
         with current.acting_as(self._worker):
             method = Method(self._rref, name)
             return self._call(self._rref.owner(), method, args, kwargs, self._timeout)
@@ -129,6 +130,7 @@ def _bound(functions: FunctionTable, value: Any, name: str) -> Callable[..., Any
     if name.startswith("_") and name != CALL_ITSELF:
         rule = "must not have a leading underscore"
         raise ForbiddenFunction(requirement("RRef proxy(name)", rule, name))
+    # Static: neither properties nor `__getattr__` of the value may run.
     found = inspect.getattr_static(
         value if isinstance(value, type) else kind, name, None
     )

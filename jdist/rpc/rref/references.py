@@ -89,7 +89,7 @@ class References:
         self.agent = agent
         self.released = False
         self.begin(agent.info.id)
-        # Taken as it is, not by its condition: see `turn`.
+        # Taken as it is, not by its condition: see `interrupt_safe_lock`.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waits: dict[GloballyUniqueId, Future[None]] = {}
@@ -97,14 +97,16 @@ class References:
         self._leaks: list[str] = []
         self._watched: dict[GloballyUniqueId, object] = {}
         self._unused: collections.deque[UserFork] = collections.deque()
+        self._gathering = False
         self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
             self.delivery.handle(name, read, self._receive)
 
-    def begin(self, number: int) -> None:
-        """This worker belongs to a group, and has this number there."""
-        self._protocol = Protocol(number, IdCounter(number), new_owner_value)
+    def begin(self, incarnation: int) -> None:
+        """Starts anew as a worker of a group."""
+        ids = IdCounter(incarnation)
+        self._protocol = Protocol(incarnation, ids, new_owner_value)
 
     # --- values of this worker ---
 
@@ -126,13 +128,13 @@ class References:
         return entry.owner_value
 
     def create_here(self, rref: GloballyUniqueId, owner_value: OwnerValue) -> None:
-        """A request to itself will fill it: it counts as a holder till then."""
+        """Counts a request of this worker to itself as a holder of the value."""
         with self._lock:
             entry = self._protocol.owned.share(rref, owner_value)
             entry.holders[rref] = self._protocol.me
 
     def created_here(self, rref: GloballyUniqueId) -> None:
-        """The request to itself is over."""
+        """Ends what `create_here` began; any number of times."""
         self._do(lambda p: p.on_delete(p.me, Delete(rref, rref)))
 
     def on_create(
@@ -142,7 +144,7 @@ class References:
         fork: GloballyUniqueId,
         low_water_mark: int,
     ) -> OwnerValue:
-        """A request to create a value arrived: where to put it.
+        """The place for a value that another worker asked to be created.
 
         Raises:
           RpcError: The request was given up by the creator, which is known already.
@@ -163,15 +165,15 @@ class References:
             return self._protocol.create(owner, into)
 
     def created(self, user_fork: UserFork) -> None:
-        """It has."""
+        """Notes that the owner has been asked and has answered."""
         self._do(lambda protocol: protocol.created(user_fork))
 
     def not_created(self, user_fork: UserFork, reason: str) -> None:
-        """The request failed."""
+        """Notes that the request failed; the owner may have got it or not."""
         self._do(lambda protocol: protocol.not_created(user_fork, reason))
 
     def not_asked(self, user_fork: UserFork) -> None:
-        """The request was not even sent."""
+        """Notes that the request was never sent."""
         with self._lock:
             self._protocol.not_asked(user_fork)
 
@@ -185,11 +187,14 @@ class References:
         """Drops a fork soon; any number of times."""
         self._watched.pop(user_fork.fork, None)
         self._unused.append(user_fork)
-        if len(self._unused) == 1:
-            # To tell owners of each by itself would cost as much as a call.
+        if not self._gathering:
+            # A message for each by itself would cost as much as a call.
+            self._gathering = True
             self.agent.timer.later(GATHERING, self._drop_unused)
 
     def _drop_unused(self) -> None:
+        # Reset first: what is dropped from now on makes an appointment of its own.
+        self._gathering = False
         forks = []
         while self._unused:
             forks.append(self._unused.popleft())
@@ -271,7 +276,7 @@ class References:
         self._perform(effects, WorkerLost(worker.name, "RRef creation", reason))
 
     def release(self, deadline: Deadline, seconds: float) -> None:
-        """Gives up all references, and waits until everybody concerned knows.
+        """Gives up all references, and waits until all owners know.
 
         Args:
           deadline: When to go on without.
@@ -318,7 +323,7 @@ class References:
 
     def _do(self, event: Callable[[Protocol], Effects]) -> None:
         with self._lock:
-            effects = event(self._protocol)
+            effects = event(self._protocol)  # to be performed outside: they may block
         self._perform(effects)
 
     def _drop(self, forks: Sequence[UserFork]) -> None:

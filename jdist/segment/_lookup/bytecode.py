@@ -1,4 +1,4 @@
-"""What a function's code can read, found in its bytecode.
+"""The variables and attributes that a function's code can read, by its bytecode.
 
 A variable that is only ever followed by attributes, as in `config.scale`, is read at
 those attributes and nowhere else: what else the object holds cannot matter. A variable
@@ -28,7 +28,7 @@ _NO_READ = (
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What a code object, and those written inside it, read from outside.
+    """The reads of a code object, and of those written inside it, from outside.
 
     Attributes:
       names: Paths by global variable.
@@ -45,7 +45,7 @@ class Reads:
 
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: types.CodeType) -> Reads:
-    """What a code object reads; computed once."""
+    """The reads of a code object; computed once."""
     found = _CodeReads(code)
     for opname, variable, path in _uses(code):
         found.add(opname, variable, path)
@@ -56,7 +56,7 @@ def reads_of(code: types.CodeType) -> Reads:
 
 
 class _CodeReads:
-    """What has been found of one code object."""
+    """The reads of one code object, as they are collected."""
 
     def __init__(self, code: types.CodeType) -> None:
         self._first = code.co_varnames[0] if code.co_argcount else None

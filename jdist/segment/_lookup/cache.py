@@ -159,7 +159,7 @@ class ProgramVersions:
         entry: Any,
         patience: int = PATIENCE,
     ) -> Any:
-        """What was compiled for the program; `entry` from now on, if nothing was.
+        """The entry of a program; the given one from now on, if there was none.
 
         Args:
           user: Name of the public function that compiles.

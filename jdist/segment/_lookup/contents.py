@@ -1,4 +1,4 @@
-"""What a function is made of, as a key: equal keys, equal behaviour.
+"""The contents of a function as a key: equal keys, equal behaviour.
 
 Code alone is not enough. A lambda in a loop at the top of a script reads the loop's
 variable as a *global*, one inside a function as a *closure*; both must count. So do
@@ -57,7 +57,7 @@ FIXED_PACKAGES = frozenset((
 """Packages whose functions, classes and modules do not change while a program runs."""
 
 MOST_VALUES = 1000
-"""What refers to more objects is not read: that would take longer than to trace it."""
+"""Objects that a look-up reads at most: to read more takes longer than to trace."""
 
 MOST_BYTES = 1 << 20
 """The same for bytes of NumPy arrays and strings."""
@@ -128,7 +128,7 @@ class Contents:
         return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
 
     def changes_since(self, before: "Contents") -> list[str]:
-        """What differs, such as "closure variable `scale` from 1 to 2"."""
+        """The differences, such as "closure variable `scale` from 1 to 2"."""
         old, new = dict(before.parts), dict(self.parts)
         changes = []
         for part in dict.fromkeys([*old, *new]):

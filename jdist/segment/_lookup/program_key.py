@@ -1,4 +1,4 @@
-"""What a traced program is, as a key: equal keys, equal programs.
+"""A traced program as a key: equal keys, equal programs.
 
 Two programs are compared equation by equation, with numbers in place of variables. The
 arrays that a program closes over are compared as contents of functions are: JAX arrays
@@ -197,7 +197,7 @@ def _of_library(value: Any) -> bool:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What a library's callable, or a tuple, refers to."""
+    """The objects that a library's callable, or a tuple, refers to."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, WRAPPED_FUNCTION):

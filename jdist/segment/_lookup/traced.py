@@ -30,6 +30,7 @@ from jdist._compat import (
     trace_whole,
 )
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.segment._lookup.contents import Contents, contents_of
 from jdist.segment._lookup.program_key import calls_user, likeness_of
 
@@ -68,7 +69,7 @@ Signature = tuple[Any, tuple[Any, ...], Static, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedProgram:
-    """What a function is for one set of shapes.
+    """A function for one set of shapes: its traced program.
 
     Attributes:
       closed: From the leaves of the arguments to those of the outputs.
@@ -78,8 +79,8 @@ class TracedProgram:
     closed: ClosedJaxpr
     outputs: Any
 
-    def run(self, *arguments: Any) -> Any:
-        """What the function returns; to be traced and differentiated as it would be."""
+    def run(self, *arguments: PyTree) -> Any:
+        """Computes the outputs; traced and differentiated as the function would be."""
         found = evaluate(self.closed, jax.tree.leaves(arguments))
         return jax.tree.unflatten(self.outputs, list(found))
 
@@ -120,8 +121,8 @@ class Traced:
         self._alone = alone or not contents.complete
         self._programs = dict(programs)
 
-    def __call__(self, *arguments: Any) -> Any:
-        """What the function returns. While JAX traces only."""
+    def __call__(self, *arguments: PyTree) -> Any:
+        """Computes the outputs, while JAX traces only."""
         return self.program(arguments).run(*arguments)
 
     def program(self, arguments: tuple[Any, ...], static: Static = ()) -> TracedProgram:
@@ -180,8 +181,8 @@ class Traced:
             raise ValueError(requirement(f"{self._user}(fn)", rule, got, remedy))
 
 
-def signature_of(arguments: Any, static: Static = ()) -> Signature:
-    """What tells programs of one function apart."""
+def signature_of(arguments: PyTree, static: Static = ()) -> Signature:
+    """The key of a program among those of one function."""
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple(map(jax.typeof, leaves)), static, trace_context()
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 
 from jdist._compat import evaluate, part_of, trace
 from jdist._errors import requirement
-from jdist._tree import described, is_inexact, is_none, path_of
+from jdist._tree import PyTree, described, is_inexact, is_none, path_of
 from jdist.segment._programs.plan import ForwardPlan
 
 Layout = tuple[Sharding | None, ...] | None
@@ -86,7 +86,7 @@ class BackwardProgram:
             self.inputs_tree(d_inputs, layout),
         )
 
-    def params_tree(self, gradients: Sequence[Any]) -> Any:
+    def params_tree(self, gradients: Sequence[Any]) -> PyTree:
         """Tree like the parameters, None for what is not floating."""
         given = iter(gradients)
         trained = self.plan.trained[: self.plan.param_count]
@@ -106,7 +106,7 @@ class BackwardProgram:
             for atom, value in zip(atoms, values, strict=True)
         ]
 
-    def inputs_tree(self, cotangents: Sequence[Any], layout: Layout) -> Any:
+    def inputs_tree(self, cotangents: Sequence[Any], layout: Layout) -> PyTree:
         """Tuple like the inputs, laid out like them; None where no cotangent flows."""
         given = iter(cotangents)
         places = _places(self.plan, layout)[self._count :]
@@ -138,7 +138,7 @@ def _placed(value: Any, place: Sharding | None) -> Any:
 
 
 def gradient(
-    plan: ForwardPlan, kept: Sequence[Any], params: Any, d_outputs: Any
+    plan: ForwardPlan, kept: Sequence[Any], params: PyTree, d_outputs: PyTree
 ) -> BackwardProgram:
     """Builds the backward program for what `d_outputs` has and has not."""
     cotangents, live = cotangents_of(d_outputs, plan.outputs)
@@ -197,7 +197,7 @@ def passed_on(plan: ForwardPlan) -> tuple[int | None, ...] | None:
 # --- which outputs have a cotangent ---
 
 
-def cotangents_of(d_outputs: Any, outputs: Any) -> tuple[list[Any], list[bool]]:
+def cotangents_of(d_outputs: PyTree, outputs: PyTree) -> tuple[list[Any], list[bool]]:
     """The cotangents given, and for each floating output whether it has one.
 
     Raises:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jdist._compat import evaluate, part_of
+from jdist._tree import PyTree
 from jdist.segment._programs.backward import BackwardProgram, Layout
 from jdist.segment._programs.plan import ArrayLocations
 from jdist.segment._programs.recompute import depending_on
@@ -85,7 +86,7 @@ class Deferral:
 
     def first(
         self, arguments: Sequence[Any], layout: Layout
-    ) -> tuple[Any, Any, tuple[Any, ...]]:
+    ) -> tuple[PyTree, PyTree, tuple[PyTree, ...]]:
         """Of one call: `(d_params, d_inputs, computed)`.
 
         None takes the place of gradients that are put off; `computed` is what is kept
@@ -101,7 +102,7 @@ class Deferral:
         d_inputs = [next(found) for _ in whole.d_inputs]
         return d_params, whole.inputs_tree(d_inputs, layout), tuple(found)
 
-    def joined(self, calls: Sequence[Sequence[Any]], layout: Layout) -> Any:
+    def joined(self, calls: Sequence[Sequence[Any]], layout: Layout) -> PyTree:
         """Of all calls: the gradients that were put off, None for the others.
 
         Args:
@@ -115,7 +116,7 @@ class Deferral:
         pairs = zip(self.gradient.d_params, self.put_off, strict=True)
         return [atom for atom, is_off in pairs if is_off == put_off]
 
-    def _tree(self, values: Sequence[Any], layout: Layout, *, put_off: bool) -> Any:
+    def _tree(self, values: Sequence[Any], layout: Layout, *, put_off: bool) -> PyTree:
         atoms = self._gradients(put_off=put_off)
         placed = iter(self.gradient.placed(atoms, values, layout))
         return self.gradient.params_tree(
@@ -130,7 +131,7 @@ def defer(gradient: BackwardProgram) -> Deferral:
     varying = depending_on(program, [*kept, *cotangents])
 
     def parts(value: Var) -> list[Var]:
-        """What a value is a linear function of: products where it can be."""
+        """The values that one is a linear function of: products where it can be."""
         equation = makers.get(value)
         if equation is None or contracted(equation, varying):
             return [value]

@@ -88,7 +88,7 @@ def _kept(
     carries = jaxpr.invars[loop.constants :][: loop.carries]
     dependent = depending_on(loop.body, [*carries, *changing])
     makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
-    # Constants and slices: whoever runs the second loop has them.
+    # Constants and slices: the second loop walks over the same ones.
     given = set(jaxpr.invars).difference(carries)
 
     def made_from(value: Var) -> list[Var] | None:

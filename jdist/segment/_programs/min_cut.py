@@ -97,7 +97,7 @@ def _graph(
 def _recipes(
     needed: list[Value], made_from: Callable[[Value], Sequence[Value] | None]
 ) -> dict[Value, Sequence[Value] | None]:
-    """What the needed values can be made from, without what can be had from nothing."""
+    """Recipes of the needed values and of ingredients, without those made from none."""
     recipes: dict[Value, Sequence[Value] | None] = {}
     uses: dict[Value, list[Value]] = {}
     frontier = list(needed)

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward pass, decided once, from the program.
+"""The forward program, and the values that it keeps for the backward pass.
 
 JAX decides by itself what `jax.vjp` keeps: whatever the linearised program reads. Among
 it are parameters, and values made from parameters alone (a transpose, a cast, a
@@ -38,7 +38,7 @@ from jdist._compat import (
     trace,
     without_unread,
 )
-from jdist._tree import is_inexact
+from jdist._tree import PyTree, is_inexact
 from jdist.segment._programs.loops import with_loops_cut
 from jdist.segment._programs.min_cut import cheapest_cut
 from jdist.segment._programs.recompute import (
@@ -55,7 +55,7 @@ class ArrayLocations:
 
     Attributes:
       places: For each value the number of a group of arrays, and its place in it. The
-        first groups are arrays that somebody holds anyway; the last is computed.
+        first groups are arrays that are held anyway; the last is computed.
       computed: The values of the last group.
     """
 
@@ -116,8 +116,8 @@ class ForwardPlan:
     policy: Policy
     owner: object
 
-    def forward(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The outputs, and those of the kept values that nobody else holds."""
+    def forward(self, leaves: Sequence[Any]) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """The outputs, and those of the kept values that nothing else holds."""
         jaxpr = self.program.jaxpr
         structure = jax.tree.structure(self.outputs)
         count = len(jax.tree.leaves(self.outputs))
@@ -158,7 +158,7 @@ class ForwardPlan:
 
 
 def plan(
-    fn: Callable[..., Any], params: Any, given: Any, policy: Policy, owner: object
+    fn: Callable[..., Any], params: PyTree, given: PyTree, policy: Policy, owner: object
 ) -> ForwardPlan:
     """Traces `fn(params, *given)` with its pull-back; decides what to keep."""
     leaves, arguments = jax.tree.flatten((params, given))
@@ -226,5 +226,5 @@ def _choose(
 
 
 def keeping_cost(value: Var, held: Container[Var]) -> int:
-    """Twice the bytes, less one for what somebody holds anyway: it wins a tie."""
+    """Twice the bytes, less one for a value that is held anyway: it wins a tie."""
     return max(0, 2 * byte_count(value) - (value in held))

@@ -85,7 +85,7 @@ def _is_floating(atom: object) -> bool:
 
 
 def ingredients(equation: JaxprEqn, dependent: Container[Var]) -> list[Var]:
-    """What an equation reads, without repetition and without what is free."""
+    """The values that an equation reads, once each, without those that are free."""
     found = dict.fromkeys(x for x in equation.invars if isinstance(x, Var))
     return [x for x in found if x in dependent]
 

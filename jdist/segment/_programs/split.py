@@ -25,6 +25,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Var
 
 from jdist._compat import equations_for, evaluate, part_of, without_unread
+from jdist._tree import PyTree
 from jdist.segment._programs.backward import BackwardProgram, Layout
 from jdist.segment._programs.min_cut import cheapest_cut
 from jdist.segment._programs.plan import ArrayLocations, keeping_cost
@@ -51,7 +52,7 @@ class Split:
 
     def first(
         self, arguments: Sequence[Any], layout: Layout
-    ) -> tuple[Any, tuple[Any, ...]]:
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """The cotangents of the inputs, and what the rest must have computed."""
         whole = self.gradient
         results = [*whole.d_inputs, *self.locations.computed]
@@ -70,7 +71,7 @@ class Split:
         unready = [value for value, at in pairs if at is None]
         return self.gradient.placed(unready, found, layout)
 
-    def gradients(self, rest: Sequence[Any], finished: Sequence[Any]) -> Any:
+    def gradients(self, rest: Sequence[Any], finished: Sequence[Any]) -> PyTree:
         """Tree like the parameters, of the ready gradients and those just finished."""
         given = iter(finished)
         return self.gradient.params_tree(

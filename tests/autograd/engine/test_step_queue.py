@@ -13,7 +13,7 @@ from tests.rpc.hosts import PATIENCE
 
 
 def test_steps_that_many_threads_bring_run_one_at_a_time():
-    mailbox, ran, inside = StepQueue(None), [], []
+    steps, ran, inside = StepQueue(None), [], []
 
     def step(number):
         inside.append(number)
@@ -23,7 +23,7 @@ def test_steps_that_many_threads_bring_run_one_at_a_time():
 
     def bring(start):
         for number in range(start, start + 2000):
-            mailbox.put(functools.partial(step, number))
+            steps.put(functools.partial(step, number))
 
     threads = [threading.Thread(target=bring, args=(k * 2000,)) for k in range(6)]
     for thread in threads:
@@ -31,11 +31,11 @@ def test_steps_that_many_threads_bring_run_one_at_a_time():
     for thread in threads:
         thread.join(PATIENCE)
     assert sorted(ran) == list(range(12_000))
-    assert not mailbox.waiting
+    assert not steps.waiting
 
 
 def test_whoever_finds_it_busy_leaves_the_step_there():
-    mailbox, entered, ran = StepQueue(None), threading.Event(), []
+    steps, entered, ran = StepQueue(None), threading.Event(), []
     go_on = threading.Event()
 
     def slow():
@@ -43,11 +43,11 @@ def test_whoever_finds_it_busy_leaves_the_step_there():
         assert go_on.wait(PATIENCE)
         ran.append("slow")
 
-    thread = threading.Thread(target=mailbox.put, args=(slow,))
+    thread = threading.Thread(target=steps.put, args=(slow,))
     thread.start()
     assert entered.wait(PATIENCE)
-    assert mailbox.put(lambda: ran.append("next")) is False
-    assert mailbox.waiting
+    assert steps.put(lambda: ran.append("next")) is False
+    assert steps.waiting
     go_on.set()
     thread.join(PATIENCE)
     assert ran == ["slow", "next"]
@@ -58,23 +58,23 @@ def interrupt():
 
 
 def test_an_interrupt_leaves_the_rest_to_the_next_one():
-    mailbox, ran = StepQueue(None), []
+    steps, ran = StepQueue(None), []
 
     def first():
-        mailbox.put(lambda: ran.append("left"))
+        steps.put(lambda: ran.append("left"))
         interrupt()
 
     with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
-        mailbox.put(first)
+        steps.put(first)
     assert ran == []
-    assert mailbox.put(lambda: ran.append("next"))
+    assert steps.put(lambda: ran.append("next"))
     assert ran == ["left", "next"]
 
 
-def test_steps_run_as_the_worker_of_the_mailbox():
+def test_steps_run_as_the_worker_of_the_queue():
     with rpc.local_cluster(["a", "b"]):
         with rpc.use_worker("b"):
-            mailbox = StepQueue(Scope(current.worker()))
+            steps = StepQueue(Scope(current.worker()))
         names = []
-        mailbox.put(lambda: names.append(rpc.get_worker_info().name))
+        steps.put(lambda: names.append(rpc.get_worker_info().name))
         assert [*names, rpc.get_worker_info().name] == ["b", "a"]

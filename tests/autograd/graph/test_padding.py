@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
+from jdist.autograd.graph import padding
 from jdist.segment import RecompilationWarning
 from tests.autograd import engine_world as world
 
@@ -151,6 +152,74 @@ def test_a_reduction_over_the_batch_is_refused(alone, fn, shape):
     for rows in (3, 4):
         with pytest.raises(ValueError, match=f"output of shape {shape} at .* for 4"):
             autograd.apply(fn, w, whole(rows, 6), pad=autograd.pad_to(4))
+
+
+def centered(w, x):
+    return (x - x.mean(0, keepdims=True)) * w[None]
+
+
+def normalized(w, x):
+    z = x - x.mean(0, keepdims=True)
+    return {"n": z / (z.std(0, keepdims=True) + 1) * w[None], "z": x * w[None]}
+
+
+@pytest.mark.parametrize(("fn", "path"), [(centered, "root"), (normalized, "n")])
+def test_a_function_that_mixes_examples_is_refused(alone, fn, path):
+    """Once examples can tell; a single one, or equal ones, cannot."""
+    w, pad = autograd.variable(whole(6)), autograd.pad_to(8)
+    for rows in (whole(1, 6), np.ones((5, 6), np.float32)):
+        autograd.apply(fn, w, rows, pad=pad)
+    match = rf"independently. Got an output at .*{path}.* example 0 depends on other"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=match):
+            autograd.apply(fn, w, whole(5, 6), pad=pad)
+    recorded = autograd.variable(whole(5, 6)) * 2.0
+    with pytest.raises(ValueError, match=match):
+        autograd.apply(fn, w, recorded, pad=pad)
+    assert autograd.apply(fn, w, whole(8, 6), pad=pad) is not None  # nothing is padded
+
+
+def dropped(w, x, key, rate):
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x * w[None], 0)
+
+
+def test_dropout_is_no_mixing(alone):
+    """Its mask is that of the padded batch, whatever is repeated."""
+    w, pad = autograd.variable(whole(6, seed=2)), autograd.pad_to(8, args=[1])
+    for seed in range(3):
+        out = autograd.apply(
+            dropped, w, whole(5, 6, seed=seed), jax.random.key(seed), 0.5, pad=pad
+        )
+        assert out.shape == (5, 6)
+
+
+def test_a_function_runs_twice_once_for_each_size(alone, monkeypatch):
+    w, pad, runs = autograd.variable(whole(6)), autograd.pad_to(8), []
+    record = padding.record
+
+    def counted(fn, args, kwargs):
+        runs.append(len(args[1]))
+        return record(fn, args, kwargs)
+
+    monkeypatch.setattr(padding, "record", counted)
+    for rows in (5, 3, 7, 8, 12, 9):
+        autograd.apply(lambda w, x: jnp.cosh(x) * w[None], w, whole(rows, 6), pad=pad)
+    assert runs == [8, 8, 8, 8, 8, 16, 16, 16]
+
+
+def test_a_function_that_is_not_deterministic_proves_nothing(alone):
+    w, runs = autograd.variable(whole(6)), iter(range(100))
+
+    def noise(x):
+        return x + np.float32(next(runs))
+
+    def fn(w, x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(noise, shape, x) + x * w[None]
+
+    out = autograd.apply(fn, w, whole(5, 6), pad=autograd.pad_to(8))
+    assert out.shape == (5, 6)
 
 
 def test_batches_that_cannot_be_padded(alone):

@@ -152,7 +152,9 @@ def test_a_module_goes_when_nothing_refers_to_it(threads):
 
 
 def modules_here():
-    return [each for each in gc.get_objects() if isinstance(each, autograd.Module)]
+    return [
+        each for each in gc.get_objects() if isinstance(each, autograd.TrainableModule)
+    ]
 
 
 # --- state ---
@@ -270,11 +272,11 @@ def test_a_call_waits_for_its_turn_no_longer_than_it_may(threads):
 
     def other():
         def hold():
-            module._turn.acquire(None, "busy")
+            module._lock.acquire(None, "busy")
             taken.set()
             assert done.wait(60)
 
-        module._turn.releasing(hold)
+        module._lock.releasing(hold)
 
     holder = Outcome(other)
     assert taken.wait(60)
@@ -452,7 +454,7 @@ def refused():
     ):
         autograd.DistributedOptimizer(optim.sgd, [moved], lr=0.1)
     with pytest.raises(
-        ExceptionGroup, match=r"Got a Module\. .*parameters\(\)\.values"
+        ExceptionGroup, match=r"Got a TrainableModule\. .*parameters\(\)\.values"
     ):
         autograd.DistributedOptimizer(optim.sgd, [moved.module_rref], lr=0.1)
 

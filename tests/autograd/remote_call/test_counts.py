@@ -182,9 +182,7 @@ def forgotten():
 def forget_programs():
     from jdist.rpc.base import current
 
-    programs = callee._programs(current.worker())
-    with programs._lock:
-        programs._known.clear()
+    callee._programs(current.worker())._known.clear()
 
 
 def test_a_callee_that_has_forgotten_a_function_is_told_again(cluster):

@@ -237,3 +237,17 @@ def test_without_orbax(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(Unavailable, match=r"pip install .*\[checkpoint\]'"):
         TrainCheckpoints(tmp_path)
+
+
+def test_one_checkpoint_is_kept_at_least(tmp_path):
+    """And the steps that are there are listed in order."""
+    with pytest.raises(ValueError, match=r"TrainCheckpoints\(keep=...\)` must be 1 at"):
+        TrainCheckpoints(tmp_path, keep=0)
+    step = train_step(lambda w, x: w * x, optim.sgd(lr=0.1), 1)
+    state = step.init(np.float64(2))
+    with TrainCheckpoints(tmp_path, keep=2) as saved:
+        assert (saved.steps(), saved.latest()) == ([], None)
+        for _ in range(3):
+            state, _ = step(state, np.ones(2))
+            saved.save(state)
+        assert (saved.steps(), saved.latest()) == ([2, 3], 3)

@@ -210,7 +210,11 @@ class Coordinator:
     def __init__(self, ended=(), left=None, gone=False):
         self.values = {f"jdist/ended/{rank}": "" for rank in ended}
         self.values |= {
-            f"jdist/left/{rank}": json.dumps({"moment": 5.0, "text": "", **note})
+            f"jdist/left/{rank}": json.dumps(
+                process_group_module._DepartureNote(
+                    **{"moment": 5.0, "text": "", **note}
+                )
+            )
             for rank, note in (left or {}).items()
         }
         self.gone = gone

@@ -184,7 +184,7 @@ def flattened():
 
 def test_what_cannot_be_divided(mesh):
     """A number of replicas; state that padding would change."""
-    with pytest.raises(TypeError, match=r"zero\(mesh=.*one device has nobody.*Got 2"):
+    with pytest.raises(TypeError, match=r"zero\(mesh=.*one device has nothing.*Got 2"):
         zero(optim.adam(), 2)
     with pytest.raises(ValueError, match=r"zero\(mesh=.*the axis 'model'"):
         zero(optim.adam(), mesh(2), axis="model")
