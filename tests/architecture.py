@@ -83,22 +83,13 @@ ROOMS = {
         "pipedream spmd",
         "pipeline",
         "timed checkpoint",
+        "fit",
     ),
     "launch": ("options", "relay", "__main__"),
 }
 """Rooms of each part, from the bottom up; those of one line are strangers."""
 
 FOLDER_MODULES = 15
-
-# What the tree does not keep yet: a part leaves a set when it does, and stays out.
-NOT_YET: dict[str, set[str]] = {
-    "face": set(),
-    "circle": set(),
-    "__all__": {"pipeline"},
-    "rooms": {"pipeline"},
-    "folder": {"pipeline"},
-}
-NAMES_TWICE: set[str] = set()
 
 FUNCTION_LINES = 60
 FORBIDDEN_CALLS = {"print": "printing", "sleep": "sleeping", "breakpoint": "breakpoint"}
@@ -157,7 +148,7 @@ def _in_library(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
         if not name.endswith("/__init__.py"):
             folders[name.rpartition("/")[0]].append(name)
     for folder, modules in folders.items():
-        if len(modules) > FOLDER_MODULES and _part(modules[0]) not in NOT_YET["folder"]:
+        if len(modules) > FOLDER_MODULES:
             yield folder, f"{len(modules)} modules in one folder"
 
 
@@ -190,7 +181,7 @@ def _between(name: str, other: str) -> Iterator[str]:
     if part != others_part:
         faces = {"__init__", *FACES.get(others_part, ())}
         is_face = below in {"", *faces} or below.removesuffix("/__init__") in faces
-        if not is_face and part not in NOT_YET["face"]:
+        if not is_face:
             yield f"imports {other}, which is no face of {others_part}"
         return
     own = name.removeprefix(f"jdist/{part}/").partition("/")[0].removesuffix(".py")
@@ -199,7 +190,7 @@ def _between(name: str, other: str) -> Iterator[str]:
         for level, rooms in enumerate(ROOMS.get(part, ()))
         for each in rooms.split()
     }
-    if not levels or part in NOT_YET["rooms"] or own in {room, "__init__"}:
+    if not levels or own in {room, "__init__"}:
         return
     for each in (own, room):
         if each not in levels:
@@ -211,14 +202,8 @@ def _between(name: str, other: str) -> Iterator[str]:
 
 def _circle(graph: Mapping[str, set[str]]) -> list[str]:
     """Files that import each other in a circle, from one to itself; none without."""
-    known = {
-        name: {x for x in others if _part(x) != _part(name)}
-        if _part(name) in NOT_YET["circle"]
-        else others
-        for name, others in graph.items()
-    }
     try:
-        graphlib.TopologicalSorter(known).prepare()
+        graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []
@@ -228,7 +213,7 @@ def _face(name: str, tree: ast.Module) -> Iterator[str]:
     """What others may import says what it offers."""
     part, file = _part(name), Path(name).stem
     is_face = file == "__init__" or file in FACES.get(part, set())
-    if is_face and part not in NOT_YET["__all__"] and _exported(tree) is NOTHING:
+    if is_face and _exported(tree) is NOTHING:
         yield "has no `__all__`"
 
 
@@ -250,7 +235,7 @@ def _class_names(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
     known: dict[str, str] = {}
     for name, tree in trees.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and node.name not in NAMES_TWICE:
+            if isinstance(node, ast.ClassDef):
                 first = known.setdefault(node.name, name)
                 if first != name:
                     yield name, f"class {node.name} is in {first} too"

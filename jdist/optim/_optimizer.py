@@ -229,6 +229,7 @@ def leafwise(
     specs = {spec.name: spec for spec in hyperparameters}
     for spec in specs.values():
         spec.check(name, spec.value)
+    # To recognise a leaf's state in `step`, whatever the shapes.
     one = jax.ShapeDtypeStruct((), jnp.float32)
     state_structure: Any = jax.tree.structure(jax.eval_shape(init_leaf, one))
     rule = _Rule(name, specs, state_structure, step_leaf)

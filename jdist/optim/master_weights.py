@@ -142,6 +142,7 @@ def with_master_weights(
         masters, inner = opt.step_tree(state.masters, wide, state.inner, overrides)
         if scaling is not None and scale is not None:
             finite = _all_finite(wide, axis_name) & elsewhere
+            # Selected on the device: the host does not wait for the flag.
             masters, inner = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (masters, inner),

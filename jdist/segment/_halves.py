@@ -87,7 +87,7 @@ class Halves:
       alone: See `Traced`.
 
     Attributes:
-      owner: What tells the residuals of these halves from those of others.
+      owner: An object that only residuals of these halves share.
       forward: `(params, inputs, static) -> (outputs, residuals)`; of these only what
         nothing else holds.
       outputs: `(params, inputs, static) -> outputs`, of the same program.
@@ -124,11 +124,13 @@ class Halves:
         self._traced: Traced = (
             before._traced.aside(fn) if before else Traced(fn, user, contents, alone)
         )
+        # By signature: halves in which the program of these shapes was compiled first.
         self._elsewhere: dict[Any, Halves] = {}
         name = getattr(fn, "__name__", type(fn).__name__)
         compiled = functools.partial(_compiled, name)
         self.forward = compiled(self._run_forward, static_argnums=2)
         self.outputs = compiled(self._run_outputs, static_argnums=2)
+        # The fold and the layout decide the program; the carry is not read again.
         folding = {"static_argnums": (0, 6), "donate_argnums": 1}
         ending = {"static_argnums": (0, 4), "donate_argnums": 1}
         deferring, joined = _deferring_and_joined()
@@ -190,6 +192,7 @@ class Halves:
         )
         if home is not self:
             raise Elsewhere(home)
+        # Here, and not in `call`: JAX traces once for each set of shapes.
         kinds = [jax.typeof(x) for x in jax.tree.leaves(arguments)]
         VERSIONS.note_sizes(self._user, self._contents, self._label, kinds)
         return program

@@ -209,6 +209,7 @@ class Segment:
         except Changed:
             if not self._own:
                 raise
+        # Another function of equal contents is not what it was: this one goes on alone.
         CACHE.drop(self._halves)
         self._halves = self._halves.aside(self.fn)
         return self._halves.call(*given)
@@ -300,6 +301,7 @@ def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) ->
     alike: dict[Any, list[Deferred]] = {}
     for each in deferred:
         home = segment._home(call, each, Deferred)
+        # Of one split: the same program, so that factors can be concatenated.
         alike.setdefault((home, each.split), []).append(each)
     try:
         for (home, split), calls in alike.items():
@@ -317,6 +319,7 @@ def _static(place: int, value: Any) -> StaticValue:
     if not isinstance(value, Hashable):
         rule = "must be hashable where an argument is static"
         raise TypeError(requirement(call, rule, f"{value!r} as argument {place}"))
+    # The usual ones, without reading their contents; 1, 1.0 and True are three values.
     if type(value) in (bool, int, str, type(None)):
         return StaticValue(place, value, (type(value), value))
     contents = value_of(value, call)

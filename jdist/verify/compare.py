@@ -138,7 +138,7 @@ def _numeric(
         ratio = np.where(
             error == 0, 0, error / np.broadcast_to(limit.bound, error.shape)
         )
-        cosine = _cosine(expected, got)
+        cosine = _cosine(expected, got)  # Shown to a reader; no verdict rests on it.
     worst = float(np.max(ratio, initial=0))
     furthest = float(np.max(ulp_distance(reference, found), initial=0))
     problem, unjudged = "", ""

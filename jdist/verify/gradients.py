@@ -122,6 +122,7 @@ def judge(
     """
     check_options(reduction, accumulation)
     reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
+    # Compiled parts are kept in the closure, for every step of a run.
     measure = measurer(loss_fn, reduction, accumulation)
 
     def judged(

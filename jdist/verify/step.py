@@ -104,6 +104,7 @@ def step(
     start = state = jax.tree.map(jnp.asarray, state)
     others = _followed(start)
     for t, (batch, own) in enumerate(given):
+        # At the reference's parameters: the others are moved in lockstep with it.
         gradient = gradient_of(state[0], batch, own)[1]
         limits = measure(state[0], batch, own, None).limits
         bounds = [limit.bound for limit in limits.values() if limit is not None]

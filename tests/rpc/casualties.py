@@ -7,6 +7,7 @@ all the others wait for it.
 import gc
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import jax
 
 from jdist import rpc
 from jdist.rpc.base import current
+from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.group import lifecycle
 from jdist.rpc.group.coordinator_client import CoordinatorClient
 from tests.rpc.hosts import be_one_of
@@ -274,8 +276,20 @@ def note_what_is_open():
     """Before this process becomes a worker."""
     jax.devices()  # Opens what JAX needs.
     gc.collect()
-    _before["threads"] = set(threading.enumerate())
+    _before["threads"] = busy_threads()
     _before["descriptors"] = set(descriptors().items())
+
+
+def busy_threads():
+    """Threads by name, without those of pools that wait for a task.
+
+    The timer hands a task over every second, so that a pool always keeps some.
+    """
+    names = Counter(thread.name for thread in threading.enumerate())
+    for pool in gc.get_objects():
+        if type(pool) is ThreadPool:
+            names[pool._name] -= len(pool._idle)
+    return +names
 
 
 def what_is_left():
@@ -283,9 +297,9 @@ def what_is_left():
     until, pause = time.monotonic() + PATIENCE, threading.Event()
     while True:
         gc.collect()
-        threads = set(threading.enumerate()) - _before["threads"]
+        threads = busy_threads() - _before["threads"]
         opened = set(descriptors().items()) - _before["descriptors"]
-        left = [thread.name for thread in threads] + sorted(opened)
+        left = sorted(threads.elements()) + sorted(opened)
         if not left or time.monotonic() > until:
             return left
         pause.wait(0.02)

@@ -95,6 +95,7 @@ def sgd(
         buffer = state.momentum_buffer
         if buffer is not None:
             later = h.momentum * buffer + (1 - h.dampening) * grad
+            # torch does not dampen the first gradient.
             buffer = jnp.where(state.step == 0, grad, later)
             grad = grad + h.momentum * buffer if nesterov else buffer
         return Update(-h.lr * grad), SGDState(state.step + 1, buffer)

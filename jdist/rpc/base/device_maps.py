@@ -39,6 +39,7 @@ class DeviceMaps:
     """
 
     def __init__(self) -> None:
+        self.in_force = False
         self._requests: dict[str, Table] = {}
         self._answers: dict[str, Table] = {}
 
@@ -48,10 +49,12 @@ class DeviceMaps:
 
     def lead(self, peer: str, table: Table) -> None:
         """Arrays that go to `peer` arrive there as in `table`."""
+        self.in_force = True
         self._requests[peer] = {**self._requests.get(peer, {}), **table}
 
     def answer(self, peer: str, table: Table) -> None:
         """Arrays in answers to `peer` do, and others where nothing else is said."""
+        self.in_force = True
         self._answers[peer] = table
         self._requests[peer] = {**table, **self._requests.get(peer, {})}
 

@@ -1,4 +1,4 @@
-"""A worker: calls that go out, calls that come in, and what both need."""
+"""A worker: the calls it makes, the calls it serves, and what both need."""
 
 import contextlib
 import contextvars
@@ -37,6 +37,8 @@ from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 from jdist.rpc.wire.in_process import Hub, InProcessTransport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
+__all__ = ["Agent", "current_agent"]
+
 
 class GroupLink(Protocol):
     """A worker's place in its group; `jdist.rpc.group` has it."""
@@ -69,7 +71,7 @@ class GroupLink(Protocol):
         operation: str = "all_gather",
         tag: str = "",
     ) -> dict[str, Any]:
-        """What every one of `names` gave, by name."""
+        """The value that each of `names` gave, by name."""
 
     def refuse(
         self, names: Iterable[str], error: BaseException, operation: str, tag: str
@@ -95,8 +97,10 @@ class Agent:
     Attributes:
       device: The JAX device on which arrays arrive; None for JAX's default.
       codec: Values to frames and back.
-      ledger: The calls under way.
-      directory: The group.
+      outstanding: The calls under way.
+      pool: Threads for users' functions and for the library's work.
+      timer: Its one timer thread.
+      directory: The workers of its group.
       default_timeout: Of calls that do not say, in seconds; 0 for no limit.
       interceptor: Looks at every user-level call, or None.
       ending: Whether its shutdown has begun to take it out of the group.
@@ -127,7 +131,7 @@ class Agent:
         self.alarm = self.timer.alarm(self._expire)
         self.default_timeout = options.timeout
         self.interceptor: Interceptor | None = None
-        self.hint: Callable[[Peer], str] = lambda peer: ""
+        self.hint: Callable[[Peer], str] = lambda peer: ""  # set by `debug`
         self.ending = False
         self.closed = False
         self.callee = Callee(self)
@@ -167,13 +171,13 @@ class Agent:
         self.callee.register(kind, handler, limited)
 
     def set_interceptor(self, interceptor: Interceptor | None) -> None:
-        """Has `interceptor` look at every user-level call, or nobody."""
+        """Has `interceptor` look at every user-level call; None removes it."""
         self.interceptor = interceptor
 
     # --- the group ---
 
     def meet(self, members: Iterable[PeerRecord]) -> None:
-        """This worker belongs to a group now, with these, itself among them."""
+        """Makes this worker one of a group of these, itself among them."""
         peers = []
         for record in members:
             if record.info == self.info:
@@ -184,14 +188,14 @@ class Agent:
         self.directory.complete(peers)
 
     def peer(self, record: PeerRecord) -> Peer:
-        """The ways to a worker."""
+        """The connections to a worker, which are opened on demand."""
         info, transport_name, address = record
         if info == self.info:
             return Peer(info, info.name, None, self._loopback, self.pool)
         return Peer(info, transport_name, address, self._transport, self.pool)
 
     def drop_peer(self, peer: Peer, reason: str) -> None:
-        """A worker has gone: whoever waits for it, or works for it, is told."""
+        """Ends all that waits for a worker that has gone, or works for it."""
         name, incarnation = peer.info.name, peer.info.incarnation
         peer.close(reason)
         with self._lock:
@@ -200,18 +204,18 @@ class Agent:
             ]
         for channel in channels:
             channel.close(reason)
-        # The thread that reads a channel for one call at a time is running that call,
-        # and does not see it close. A function cannot be stopped: nobody waits for it.
+        # The thread that reads a pooled connection is executing the call, and does not
+        # see it close. A function cannot be stopped; what it waits for can.
         for execution in self.outstanding.served():
             if execution.caller.incarnation == incarnation:
                 execution.cancel(f"{name!r} is gone: {reason}")
                 self.outstanding.end(execution)
-        # What they complete may be awaited by users' functions.
+        # On the pool: what they complete has users' functions for callbacks.
         self.pool.run(lambda: self.references.gone(peer.info, reason))
         self.extension_state.gone(peer.info, reason)
 
     def watch(self, shared: SharedConnection) -> None:
-        """Has the deadlines of a shared connection kept that leads to no worker."""
+        """Keeps the deadlines of a shared connection that leads to no worker."""
         self._watched.append(shared)
 
     # --- calling ---
@@ -269,7 +273,7 @@ class Agent:
         return Outgoing(peer, kind, body, meta or {}, limit, operation)
 
     def exchange(self, outgoing: Outgoing) -> Any:
-        """Sends a request on a channel of its own and waits for the answer."""
+        """Sends a request on a pooled connection and waits for the answer."""
         peer, kind, body, meta, limit, operation, receive, _ = outgoing
         message = MessageContext(peer.info, meta, operation)
         tree, leaves = self.encode(body, message)
@@ -289,7 +293,9 @@ class Agent:
                 if execution is not None:
                     meta = meta | self._cancellable(waiting, peer)
                     execution.begin(waiting)
-                self.alarm.set(waiting.run((kind, meta, tree, leaves)))
+                due = waiting.run((kind, meta, tree, leaves))
+                if due is not None:  # several connections are idle now
+                    self.alarm.set(due)
             finally:
                 end()
         except BaseException as error:
@@ -326,7 +332,7 @@ class Agent:
         return {"ticket": ticket}
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
-        """Sends a request on the shared channel; its future."""
+        """Sends a request on the shared connection; returns its answer's future."""
         message = MessageContext(outgoing.peer.info, outgoing.meta, outgoing.operation)
         tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
@@ -334,6 +340,7 @@ class Agent:
         request = AsyncCall(self, outgoing, message, execution)
         meta = outgoing.meta | deadline.to_meta(outgoing.deadline)
         if execution is not None:
+            # The callee then gives it no place to wait for: see `Callee.needs_place`.
             meta[NESTED] = True
         frame = Frame(outgoing.kind, 0, meta, tree, leaves, shared=True)
         peer = outgoing.peer
@@ -351,7 +358,7 @@ class Agent:
     def _submit(
         self, request: AsyncCall, shared: SharedConnection | None, frame: Frame
     ) -> bool:
-        """Sends a request on the shared channel; False if that is not open."""
+        """Sends a request on the shared connection; False if that is not open."""
         if shared is None or shared.closed is not None:
             return False
         try:
@@ -389,7 +396,7 @@ class Agent:
             raise
 
     def undelivered(self, message: MessageContext) -> None:
-        """The call that this was part of has failed."""
+        """Gives up what a message carried, because its call has failed."""
         self.references.undelivered(message)
         for callback in message.if_lost:
             callback()
@@ -397,11 +404,12 @@ class Agent:
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
-        """What an answer says; raises what it says was raised."""
+        """Decodes an answer: returns its value or raises its exception."""
         message = MessageContext(callee, frame.meta)
         try:
             value = self.codec.decode(frame.tree, frame.leaves, message)
         except BaseException:
+            # Its sender counts the references in it as delivered.
             self.references.decline(frame.tree, callee)
             raise
         if frame.kind == REPLY:

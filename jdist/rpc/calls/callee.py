@@ -22,7 +22,7 @@ from jdist.rpc.base.current import Cancellable, Scope
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.extension_state import NEEDS
-from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
+from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -33,9 +33,19 @@ from jdist.rpc.codec.remote_exception import describe
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
+__all__ = [
+    "NESTED",
+    "TAKE_BACK",
+    "Callee",
+    "Execution",
+    "Handler",
+    "Reply",
+    "ServedConnection",
+]
+
 
 class Execution:
-    """The life of one call on its callee, and what must end when it is cancelled.
+    """One call being executed, and what must end when it is cancelled.
 
     Python cannot stop a running function. What can be stopped is: a call that has not
     begun, the future of an async_execution function, and the calls that the function
@@ -51,7 +61,7 @@ class Execution:
     """Once deferred: the answer to be sent."""
 
     ticket: Any
-    """By which the caller may take it back; None if it will not."""
+    """By which the caller may cancel it out of band; None if it will not."""
 
     def __init__(
         self,
@@ -89,7 +99,7 @@ class Execution:
         return bool(self._futures)
 
     def defer(self, future: Future[Any]) -> None:
-        """The result will be that of `future`, or made of it; then of the last one."""
+        """Notes that the result will be that of `future`, or made of it."""
         with self._lock:
             self._futures.append(future)
             reason = self.cancelled
@@ -98,11 +108,11 @@ class Execution:
 
     @property
     def brings_references(self) -> bool:
-        """Whether its answer does."""
+        """Whether its answer brings references."""
         return self._undelivered is not None
 
     def bring(self, undelivered: Callable[[], None]) -> None:
-        """The answer brings references; called if nobody awaits it any more."""
+        """Notes that the answer brings references; called if the answer is given up."""
         with self._lock:
             self._undelivered = undelivered
             cancelled = self.cancelled
@@ -110,7 +120,7 @@ class Execution:
             undelivered()
 
     def begin(self, nested: Cancellable) -> None:
-        """The function began to wait for `nested`."""
+        """Notes that the function waits for `nested`, to be given up with it."""
         with self._lock:
             if self._nested is None:
                 self._nested = set()
@@ -120,13 +130,13 @@ class Execution:
             nested.give_up(reason)
 
     def end(self, nested: Cancellable) -> None:
-        """It does no longer."""
+        """Notes that the function waits for `nested` no longer."""
         with self._lock:
             if self._nested is not None:
                 self._nested.discard(nested)
 
     def cancel(self, reason: str) -> None:
-        """The caller has no use for the result any more.
+        """Ends what can be ended: the caller has no use for the result any more.
 
         Does not wait: callbacks of the futures that end are users' functions, and run
         on the pool.
@@ -141,8 +151,9 @@ class Execution:
             ends += [functools.partial(c.give_up, reason) for c in self._nested or ()]
         if undelivered is not None:
             ends.append(undelivered)
-        if ends:
-            self._pool.run(lambda: run_all(ends))
+        for end in ends:
+            # Each on its own: a callback that waits must not keep a nested call alive.
+            self._pool.run(end)
 
 
 def _time_out(future: Future[Any], reason: str) -> None:
@@ -169,7 +180,7 @@ class Reply(NamedTuple):
 
 
 class ServingWorker(Protocol):
-    """What serving requests needs of a worker."""
+    """A worker, as serving requests needs it."""
 
     info: WorkerInfo
     closed: bool
@@ -193,8 +204,8 @@ class Callee:
     def __init__(self, agent: "ServingWorker") -> None:
         self._agent = agent
         self._handlers: dict[str, Handler] = {TAKE_BACK: self._take_back}
-        # By the caller's number: a successor of its name counts its tickets anew.
         self._limited: set[str] = set()
+        # By the caller's incarnation: a successor of its name counts its tickets anew.
         self._taken_back: deque[tuple[int | None, int]] = deque(maxlen=_MOST_EARLY)
 
     def register(self, kind: str, handler: Handler, limited: bool = False) -> None:
@@ -213,8 +224,8 @@ class Callee:
         """Whether a request runs a function of the user's for a program.
 
         A call that a called function makes needs no place: that function may have one
-        itself, and give it back only when this call is over. So who has a place never
-        waits for another one, whatever the workers call on each other.
+        itself, and give it back only when this call is over. So a function that has a
+        place never waits for another place, whatever the workers call on each other.
         """
         return frame.kind in self._limited and frame.meta.get(NESTED) is not True
 
@@ -225,7 +236,7 @@ class Callee:
         return Execution(caller, frame.kind, until, ticket, self._agent.pool)
 
     def begin(self, execution: Execution) -> None:
-        """Enters an incoming request on the ledger."""
+        """Notes an incoming request as outstanding."""
         caller, ticket = execution.caller, execution.ticket
         self._agent.outstanding.serve(execution)
         if ticket is not None and (caller.incarnation, ticket) in self._taken_back:
@@ -234,7 +245,7 @@ class Callee:
     def _take_back(self, caller: WorkerInfo, ticket: Any, meta: dict[str, Any]) -> None:
         if type(ticket) is not int:
             raise ProtocolError(f"A ticket is a number, not {ticket!r}.")
-        # First noted, then looked for: on another channel it may be still to come.
+        # Noted first, because the request may still be on its way on another channel.
         self._taken_back.append((caller.incarnation, ticket))
         for execution in self._agent.outstanding.served():
             same = execution.caller.incarnation == caller.incarnation
@@ -373,12 +384,12 @@ def _taken_back_by(caller: WorkerInfo) -> str:
 
 
 class ServedConnection:
-    """The answering side of a channel.
+    """The answering side of one connection.
 
     Args:
       agent: The worker that answers.
       channel: From a caller.
-      caller: Who that is.
+      caller: The worker at its other end.
       on_closed: Called once, when the channel has closed.
     """
 

@@ -1,4 +1,4 @@
-"""Asking what workers are doing, and who waits for whom."""
+"""Activity of workers: calls that they execute and calls that they wait for."""
 
 import contextvars
 from typing import Any
@@ -8,6 +8,8 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.outstanding_calls import describe
 from jdist.rpc.calls.peers import Peer
+
+__all__ = ["activity", "information", "install"]
 
 _KIND = "debug.activity"
 _PATIENCE = 0.2
@@ -25,7 +27,7 @@ def install(agent: Agent) -> None:
 
 
 def activity(agent: Agent) -> list[str]:
-    """What a worker is executing and what it is waiting for, one line each."""
+    """The calls that a worker executes and those that it waits for, one line each."""
     served = (
         entry for entry in agent.outstanding.served() if entry.operation.verb != _KIND
     )
@@ -55,7 +57,7 @@ def information(agent: Agent) -> dict[str, Any]:
 
 
 def _hint(agent: Agent, peer: Peer) -> str:
-    """What `peer` is doing, if it can say so quickly; for the message of a timeout."""
+    """The activity of `peer`, if it answers quickly; for the message of a timeout."""
     if agent.closed or peer.departed:
         return ""
 

@@ -23,6 +23,16 @@ from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.outgoing import Outgoing
 from jdist.rpc.wire.frame import CALL
 
+__all__ = [
+    "async_execution",
+    "execute",
+    "install",
+    "is_asynchronous",
+    "outgoing",
+    "rpc_async",
+    "rpc_sync",
+]
+
 
 def rpc_sync(
     to: str | int | WorkerInfo,

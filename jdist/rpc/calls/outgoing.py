@@ -17,12 +17,14 @@ from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
+__all__ = ["AsyncCall", "Outgoing", "Receive", "SyncCall"]
+
 Receive = Callable[[Any, dict[str, Any]], Any]
-"""What is made of the value and the metadata of an answer."""
+"""Makes the result of a call of the value and the metadata of its answer."""
 
 
 class Outgoing(NamedTuple):
-    """What to send, and to whom.
+    """A request to be sent, and its destination.
 
     Of an asynchronous call `ended` is told the error, or None. It runs on the thread
     that learns of it, before anything else, and must not wait.
@@ -39,17 +41,17 @@ class Outgoing(NamedTuple):
 
 
 class CallingWorker(Protocol):
-    """What a call needs of the worker that makes it."""
+    """A worker, as the calls that it makes need it."""
 
     outstanding: OutstandingCalls
 
     def value_of(
         self, frame: Frame, receive: Receive | None, callee: WorkerInfo
     ) -> Any:
-        """What an answer says; raises what it says was raised."""
+        """Decodes an answer: returns its value or raises its exception."""
 
     def undelivered(self, message: MessageContext) -> None:
-        """The call that this message was part of has failed."""
+        """Gives up what a message carried, because its call has failed."""
 
     def lost(self, peer: Peer, operation: Operation, reason: str) -> RpcError:
         """The error for a call whose connection closed."""
@@ -61,7 +63,7 @@ class CallingWorker(Protocol):
 
 
 class SyncCall:
-    """A synchronous call: a thread waits on a channel of its own."""
+    """A synchronous call: a thread waits on a pooled connection."""
 
     __slots__ = (
         "_peer",
@@ -95,7 +97,8 @@ class SyncCall:
         return self.answer is not None
 
     def give_up(self, reason: str) -> None:
-        """The call within which this one is made was cancelled."""
+        """Ends the call, because the call within which it is made was cancelled."""
+        # Noted first: the call may be about to take a connection.
         self.given_up = reason
         connection = self.connection
         if connection is not None:
@@ -104,7 +107,7 @@ class SyncCall:
             self.take_back()
 
     def run(self, request: tuple[str, dict[str, Any], Any, list[Any]]) -> float | None:
-        """Sends a request of this kind, metadata, tree and leaves, and has its answer.
+        """Sends a request, as kind, metadata, tree and leaves, and receives its answer.
 
         Returns:
           What `Peer.give` returns.
@@ -137,7 +140,8 @@ class SyncCall:
             self.release("the call was given up at its deadline")
             raise
         except ValueError:
-            self._peer.give(connection)  # refused before a byte was sent
+            # Refused before a byte was sent, so the connection is as good as before.
+            self._peer.give(connection)
             self.connection = None
             raise
         until = self._peer.give(connection)
@@ -211,6 +215,7 @@ class AsyncCall:
         )
         if self._execution is not None and not self.future.done():
             self._execution.begin(self)
+            # It may have been answered in between, and ended before it was noted.
             if self.future.done():
                 self._execution.end(self)
 
@@ -238,12 +243,12 @@ class AsyncCall:
         return [self._time_out]
 
     def give_up(self, reason: str) -> None:
-        """The call within which this one is made was cancelled."""
+        """Ends the call, because the call within which it is made was cancelled."""
         if self._shared is not None and self._shared.withdraw(self._number):
             run_all(self.end(None, RpcTimeout(reason)))
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:
-        """Completes the future; the callbacks that remain to be run."""
+        """Completes the future; returns the callbacks that remain to be run."""
         if self._ended is not None:
             self._ended(error)
         callbacks = complete(self.future, value, error)

@@ -2,7 +2,8 @@
 
 Every call is entered twice: by its caller, from before it is sent until its callbacks
 have run, and by its callee, from its arrival until its answer is sent. So a message in
-flight is always on somebody's ledger, and when all ledgers are empty there is none.
+flight is always noted at one side at least, and none is in flight when no worker has
+outstanding calls.
 """
 
 import threading
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import RpcTimeout
 from jdist.rpc.base.interceptor import Operation
+
+__all__ = ["OutstandingCalls", "describe"]
 
 _OVERDUE = 60.0
 """Seconds after its deadline for which a graceful end waits for a call: its function
@@ -28,7 +31,7 @@ class Entry(Protocol):
 
     @property
     def operation(self) -> Operation:
-        """What is called."""
+        """The function, or the kind of the request."""
 
     @property
     def since(self) -> float:
@@ -49,7 +52,7 @@ def end_of(entry: Entry) -> float | None:
 
 
 class OutstandingCalls:
-    """Enters calls when they begin and strikes them out when they end."""
+    """The calls of one worker that are under way, on either side."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -154,7 +157,7 @@ class OutstandingCalls:
         return max(last, begun) + _OVERDUE - time.monotonic()
 
     def at_rest(self) -> int | None:
-        """How many calls have ever begun; None while one is under way."""
+        """The number of calls that ever began; None while one is under way."""
         with self._lock:
             return None if self._sent or self._served else self._begun
 

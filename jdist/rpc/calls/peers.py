@@ -21,12 +21,14 @@ from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed, Transport
 from jdist.rpc.wire.shared_connection import SharedConnection
 
+__all__ = ["Directory", "Peer", "PooledConnection"]
+
 _IDLE_SECONDS = 10.0
 """After which a channel that no call uses is closed, unless it is the only one."""
 
 
 class PooledConnection:
-    """A channel for one call at a time.
+    """An exclusive connection: one call at a time.
 
     Attributes:
       channel: The channel.
@@ -44,14 +46,14 @@ class PooledConnection:
         self.idle_since = 0.0
 
 
-class Caller(Protocol):
-    """What takes a connection."""
+class ConnectionHolder(Protocol):
+    """A call that takes a connection and must not lose it."""
 
     connection: PooledConnection | None
 
 
 class Peer:
-    """What one worker knows of another, and its ways there.
+    """Another worker, and the connections to it.
 
     Args:
       info: The other worker.
@@ -87,7 +89,7 @@ class Peer:
         """On which devices this worker's arrays arrive, there among others."""
         return self._transport.device_maps
 
-    def take(self, caller: Caller, deadline: Deadline) -> PooledConnection:
+    def take(self, caller: ConnectionHolder, deadline: Deadline) -> PooledConnection:
         """A channel for one synchronous call, to be given back or dropped.
 
         It is `caller.connection` before it is returned, so that no interrupt loses it.
@@ -108,7 +110,7 @@ class Peer:
         self._check_present(connection.channel)
         return connection
 
-    def _take_idle(self, caller: Caller) -> bool:
+    def _take_idle(self, caller: ConnectionHolder) -> bool:
         with self._lock:
             if not self._idle:
                 return False
@@ -197,7 +199,7 @@ class Peer:
 
 
 _COMING_SECONDS = 20.0
-"""How long a newcomer may take from the moment when this worker knows of it."""
+"""The longest time between knowing of a newcomer and its admission."""
 
 
 class Directory:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._tree import described
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.codec import nnx
 from jdist.rpc.rref import RRef
@@ -139,8 +140,8 @@ def _cells(value: Any) -> Mapping[str, Any]:
 
 
 def _check_same_kind(name: str, old: jax.Array, new: Any) -> None:
-    shape, dtype = getattr(new, "shape", None), getattr(new, "dtype", None)
-    if shape != old.shape or dtype != old.dtype:
-        rule = f"must be an array of {old.dtype} and shape {old.shape}, as before"
-        got = type(new).__name__ if dtype is None else f"{dtype} and shape {shape}"
+    is_array = hasattr(new, "shape") and hasattr(new, "dtype")
+    if not is_array or described(new) != described(old):
+        rule = f"must be {described(old)}, as before"
+        got = described(new) if is_array else f"a {type(new).__name__}"
         raise ValueError(requirement(f"{name}.value", rule, got))

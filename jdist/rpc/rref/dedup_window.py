@@ -1,4 +1,4 @@
-"""Which of a sender's numbers have come, for as long as they may come again."""
+"""Deduplication of numbered messages, with a low-water mark that bounds its memory."""
 
 import collections
 
@@ -45,7 +45,7 @@ class DedupWindow:
 
 
 class UnsettledNumbers:
-    """The sender's side of a window: which of its numbers are not settled yet.
+    """The sender's side of a window: its numbers that are not settled yet.
 
     Example:
       >>> under_way = UnsettledNumbers()
@@ -59,7 +59,7 @@ class UnsettledNumbers:
     __slots__ = ("_numbers", "_past")
 
     def __init__(self) -> None:
-        # Its first one is found at once, which a dict's is not after deletions.
+        # A plain dict takes long to find its first item after deletions.
         self._numbers: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._past = 0
 
@@ -76,9 +76,3 @@ class UnsettledNumbers:
     def low_water_mark(self) -> int:
         """Everything below is settled."""
         return next(iter(self._numbers), self._past)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._numbers

@@ -11,7 +11,7 @@ __all__ = ["OwnerValue", "again", "fail", "fill", "new_owner_value", "read"]
 
 
 OwnerValue = Future[Any]
-"""Completed once. An exception in it has no traceback but in words, see `fill`."""
+"""Completed once. An exception in it has its traceback in words only, see `fail`."""
 
 
 def new_owner_value() -> OwnerValue:

@@ -9,8 +9,8 @@ Two guarantees carry it (torch's names):
 - G2. A fork is not dropped before every fork made of it is counted by the owner.
 
 Hence at any time each holder is counted itself, or descends by forks that are not yet
-counted from one that is; and the value is freed only when no holder is counted.
-In detail:
+counted from one that is; and the value is freed only when no holder is counted. In
+detail:
 
 - The owner counts a fork that it gives away from the moment at which it is given.
 - Another holder's gift is counted when its receiver has asked the owner (`Fork`), and
@@ -34,7 +34,7 @@ from jdist.rpc.rref.dedup_window import DedupWindow, UnsettledNumbers
 from jdist.rpc.rref.messages import Abort, Accept, Delete, Fork, Message, Ref, Take
 from jdist.rpc.rref.owner import OwnedEntry, OwnedValues
 from jdist.rpc.rref.unacknowledged import GivenFork, Unacknowledged
-from jdist.rpc.rref.user_fork import UserFork, UserForks
+from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Created", "Effects", "Freed", "Never", "Protocol", "Send", "Settled"]
 
@@ -90,7 +90,7 @@ class Protocol:
         self.me = me
         self._ids = ids
         self.owned = OwnedValues(me, new_owner_value)
-        self.user_forks = UserForks()
+        self.user_forks: dict[GloballyUniqueId, UserFork] = {}
         self.unacknowledged = Unacknowledged()
         self._taken: collections.defaultdict[int, DedupWindow]
         self._taken = collections.defaultdict(DedupWindow)
@@ -115,7 +115,7 @@ class Protocol:
         # The owner may have gone between the look-up and this.
         user_fork.failed = self._gone.get(owner)
         into.append(user_fork)
-        self.user_forks.add(user_fork)
+        self.user_forks[fork] = user_fork
         if user_fork.failed is not None:
             return Created(user_fork, 0)
         self._creating[owner].begin(rref.local_id)
@@ -127,7 +127,7 @@ class Protocol:
 
     def not_created(self, user_fork: UserFork, reason: str) -> Effects:
         """The request failed, and the owner may have got it or not."""
-        if self.user_forks.find(user_fork.fork) is None:
+        if user_fork.fork not in self.user_forks:
             return []
         if user_fork.failed is not None:  # the owner is gone
             return self._drop_if_over(user_fork)
@@ -141,7 +141,7 @@ class Protocol:
 
     def not_asked(self, user_fork: UserFork) -> None:
         """The request was never sent: there is no such reference."""
-        self.user_forks.remove(user_fork)
+        self.user_forks.pop(user_fork.fork, None)
         self._creating[user_fork.owner].end(user_fork.rref.local_id)
 
     def on_create(
@@ -204,7 +204,8 @@ class Protocol:
         # It came home: the value is found by its id, the fork need not count.
         if ref.owner == self.me:
             return self.owned.find(ref.rref), [Send(giver, Accept(ref.fork))]
-        user_fork = self.user_forks.add(UserFork(ref.owner, ref.rref, ref.fork, giver))
+        user_fork = UserFork(ref.owner, ref.rref, ref.fork, giver)
+        self.user_forks[ref.fork] = user_fork
         user_fork.failed = self._gone.get(ref.owner)
         if user_fork.failed is not None:
             return user_fork, [Send(giver, Accept(ref.fork))]
@@ -256,12 +257,12 @@ class Protocol:
 
     def counted(self, fork: GloballyUniqueId) -> Effects:
         """The owner's answer to `Fork` or `Abort`: it counts the fork."""
-        user_fork = self.user_forks.find(fork)
+        user_fork = self.user_forks.get(fork)
         return [] if user_fork is None else self._counted(user_fork)
 
     def refused(self, fork: GloballyUniqueId, reason: str) -> Effects:
         """The owner's answer to `Fork`: the value was freed."""
-        user_fork = self.user_forks.find(fork)
+        user_fork = self.user_forks.get(fork)
         return [] if user_fork is None else self._failed(user_fork, reason)
 
     # --- workers go ---
@@ -277,7 +278,7 @@ class Protocol:
         effects += [Freed(owner_value) for owner_value in swept.freed]
         for given in self.unacknowledged.sweep(worker):
             effects += self._returned(given)
-        for user_fork in self.user_forks:
+        for user_fork in list(self.user_forks.values()):
             if user_fork.owner == worker:
                 effects += self._failed(user_fork, reason)
         return effects
@@ -323,9 +324,9 @@ class Protocol:
         return effects + self._drop_if_over(user_fork)
 
     def _drop_if_over(self, user_fork: UserFork) -> Effects:
-        if not user_fork.over or self.user_forks.find(user_fork.fork) is not user_fork:
+        if not user_fork.over or user_fork.fork not in self.user_forks:
             return []
-        self.user_forks.remove(user_fork)
+        del self.user_forks[user_fork.fork]
         if user_fork.failed is not None:
             return []
         return [Send(user_fork.owner, Delete(user_fork.rref, user_fork.fork))]

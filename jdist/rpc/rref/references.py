@@ -284,7 +284,7 @@ class References:
         """
         with self._lock:
             self.released = True
-            user_forks = list(self._protocol.user_forks)
+            user_forks = list(self._protocol.user_forks.values())
         self._drop(user_forks)
         left = deadline.remaining()
         until = time.monotonic() + (seconds if left is None else min(left, seconds))
@@ -306,7 +306,9 @@ class References:
                 "num_forks": protocol.owned.forks,
                 "num_forks_under_way": len(protocol.unacknowledged),
                 "num_user_rrefs": len(protocol.user_forks),
-                "num_pending_users": protocol.user_forks.pending,
+                "num_pending_users": sum(
+                    one.pending for one in protocol.user_forks.values()
+                ),
                 "num_pending_futures": len(self._waits),
             }
 

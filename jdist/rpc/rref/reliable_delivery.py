@@ -129,16 +129,15 @@ class ReliableDelivery:
         with self._lock:
             outbox = self._outboxes.pop(worker, None)
             self._inboxes.pop(worker, None)
-        if outbox is not None:
-            _abandon(outbox.left())
+            left = [] if outbox is None else outbox.clear()
+        _abandon(left)
 
     def close(self) -> None:
         """Ends what is under way to all workers."""
         with self._lock:
-            outboxes = list(self._outboxes.values())
+            left = [one for box in self._outboxes.values() for one in box.clear()]
             self._outboxes.clear()
-        for outbox in outboxes:
-            _abandon(outbox.left())
+        _abandon(left)
 
     # --- sending ---
 
@@ -184,7 +183,7 @@ class ReliableDelivery:
 
     def _tried(self, batch: _Batch, attempt: int, sent: Future[Any]) -> None:
         try:
-            answers = sent.value()
+            answers = _matching(sent.value(), batch)
         except RpcTimeout:
             self._try(batch, attempt + 1)
         except WorkerLost:
@@ -267,12 +266,14 @@ class _Outbox:
             batches.append(self.batches[self._last])
         return batches
 
-    def left(self) -> list[_QueuedMessage]:
-        """All messages without an answer."""
-        sent = [
-            message for batch in self.batches.values() for message in batch.messages
-        ]
-        return sent + self.waiting
+    def clear(self) -> list[_QueuedMessage]:
+        """Removes and returns all messages without an answer."""
+        left = [one for batch in self.batches.values() for one in batch.messages]
+        left += self.waiting
+        self.batches.clear()
+        # A thread may be about to send these, and finds nothing any more.
+        self.waiting.clear()
+        return left
 
 
 class _Inbox:
@@ -287,6 +288,13 @@ class _Inbox:
         """Forgets the answers to all batches below, which the sender has."""
         for number in [number for number in self.answers if number < low_water_mark]:
             del self.answers[number]
+
+
+def _matching(answers: Any, batch: _Batch) -> Sequence[Any]:
+    """The answers that arrived, if there is one for each message."""
+    if type(answers) in (list, tuple) and len(answers) == len(batch.messages):
+        return answers
+    raise ProtocolError("A batch is answered by one answer for each message.")
 
 
 def _answer(answers: Answers) -> Any:

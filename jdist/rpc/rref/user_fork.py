@@ -1,10 +1,8 @@
 """The user's side of the protocol: forks of this worker, until their owners know."""
 
-from collections.abc import Iterator
-
 from jdist.rpc.base.ids import GloballyUniqueId
 
-__all__ = ["UserFork", "UserForks"]
+__all__ = ["UserFork"]
 
 
 class UserFork:
@@ -53,34 +51,3 @@ class UserFork:
     def over(self) -> bool:
         """Whether the owner may be told that it was dropped."""
         return self.dropped and not self.children and not self.pending
-
-
-class UserForks:
-    """All forks of one worker, by their ids."""
-
-    def __init__(self) -> None:
-        self._forks: dict[GloballyUniqueId, UserFork] = {}
-
-    def __len__(self) -> int:
-        return len(self._forks)
-
-    def __iter__(self) -> Iterator[UserFork]:
-        return iter(list(self._forks.values()))
-
-    def add(self, user_fork: UserFork) -> UserFork:
-        """Enters a fork."""
-        self._forks[user_fork.fork] = user_fork
-        return user_fork
-
-    def find(self, fork: GloballyUniqueId) -> UserFork | None:
-        """The fork of this id, if it is not over."""
-        return self._forks.get(fork)
-
-    def remove(self, user_fork: UserFork) -> None:
-        """Forgets a fork that is over."""
-        del self._forks[user_fork.fork]
-
-    @property
-    def pending(self) -> int:
-        """How many the owners have not confirmed."""
-        return sum(user_fork.pending for user_fork in self._forks.values())

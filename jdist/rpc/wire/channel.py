@@ -1,7 +1,7 @@
-"""A channel between two workers, and the transports that make channels.
+"""Protocols of a channel between two workers and of the transports that make channels.
 
-The process transport and the in-process one both fulfil these two protocols; nothing
-above this line knows which one it has.
+The socket transport and the in-process one both fulfil them, and no room above this one
+knows which of the two it has.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from jdist.rpc.base.device_maps import DeviceMaps
 from jdist.rpc.wire.frame import Frame
+
+__all__ = ["Channel", "ChannelClosed", "NotSent", "Transport"]
 
 
 class ChannelClosed(ConnectionError):
@@ -49,7 +51,7 @@ class Channel(Protocol):
         """
 
     def exchange(self, frame: Frame, deadline: float | None = None) -> Frame:
-        """Sends a request and returns its answer; nobody else uses the channel.
+        """Sends a request and returns its answer; no other thread uses the channel.
 
         Same errors as `send` and `receive`. Answers to earlier requests (given up
         before) are dropped.
@@ -75,14 +77,14 @@ class Transport(Protocol):
     """On which of their devices this worker's arrays arrive."""
 
     on_refused: Callable[[str], None] | None
-    """Told in words of each peer that could not prove the key; set before `serve`."""
+    """Called with a text for each peer that could not prove the key."""
 
     def connect(self, peer: str, address: Any, deadline: float | None) -> Channel:
         """A new channel to the worker `peer` listening at `address`.
 
-        Raises ChannelClosed (nobody listens), TimeoutError, AuthenticationError (also
-        when the listener proves to be another worker than `peer`), ProtocolError, and
-        RpcError where one of the two may open no more files.
+        Raises ChannelClosed (no worker listens), TimeoutError, ProtocolError,
+        AuthenticationError (also when the listener proves to be another worker than
+        `peer`), and RpcError where one of the two may open no more files.
         """
 
     def abandon(self, peer: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A channel over a stream of bytes: frames in, frames out, whatever happens between.
+"""A channel over a stream of bytes.
 
 One system call sends a small frame and one receives it, often together with the next
 ones: what arrives goes into a buffer, and frames are parsed out of that. A large body
@@ -37,18 +37,20 @@ from jdist.rpc.wire.frame import (
 from jdist.rpc.wire.memory import MemoryPool
 from jdist.rpc.wire.stream import MOST_DESCRIPTORS, ByteStream, CutOff
 
+__all__ = ["Connection", "Terms"]
+
 _BUFFER = 96 << 10  # So that 64 KiB and a header come in one call.
 _COPIED = _BUFFER // 2  # Smaller bodies are copied out of the buffer.
 T = TypeVar("T")
 
 
 class Terms(NamedTuple):
-    """What holds on every connection of one worker.
+    """The settings of every connection of one worker.
 
     Attributes:
       limits: How much the peer may announce.
       device: Where received JAX arrays are placed; None for JAX's default.
-      device_maps: Where those arrive that are sent.
+      device_maps: Where JAX arrays arrive that this worker sends.
       stall: Seconds without a byte in the middle of a frame, after which the peer is
         taken for frozen and the channel closed.
     """
@@ -128,10 +130,9 @@ class Connection:
                 memory.close_all(descriptors)
 
     def _pack(self, frame: Frame) -> tuple[Packed, list[int]]:
-        maps = self._terms.device_maps
-        devices = (
-            None if maps is None else maps.towards(self.peer, frame.kind in ANSWERS)
-        )
+        maps, devices = self._terms.device_maps, None
+        if maps is not None and maps.in_force:
+            devices = maps.towards(self.peer, frame.kind in ANSWERS)
         apart = None if self._pool is None else memory.THRESHOLD
         packed = pack(frame, apart, devices)
         descriptors: list[int] = []
@@ -317,7 +318,7 @@ class Connection:
         self._release()
 
     def _cut(self, reason: str) -> None:
-        """Wakes everybody who uses the stream; the last one of them releases it."""
+        """Wakes all threads that use the stream; the last one of them releases it."""
         with self._ending:
             if self._reason is None:
                 self._reason = reason
@@ -342,9 +343,9 @@ class Connection:
     def _release(self) -> None:
         """Gives the socket back, unless a thread is still inside the stream.
 
-        A descriptor must not be closed under a system call: its number may be another
-        file's by the time the call looks. Whoever is inside was woken by `_cut` and
-        comes here when it leaves, after it has released its lock.
+        A descriptor must not be closed under a system call, because its number may
+        belong to another file when the call looks it up. `_cut` wakes the thread that
+        is inside, and that thread comes here after it has released its lock.
         """
         with self._ending:
             if self._sending.held or self._receiving.held:

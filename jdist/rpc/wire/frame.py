@@ -13,8 +13,7 @@ memory:
 
 The receiver knows all sizes before it allocates, and receives into final memory: one
 slab for the small leaves, aligned memory of its own for each large one. On one machine
-large leaves may travel *apart* from the body, as memory descriptors; how is the
-transport's affair.
+large leaves may travel *apart* from the body, as memory descriptors (see `memory`).
 
 Whatever a peer sends, `parse_prefix`, `parse_header` and `assemble` raise nothing but
 `ProtocolError`, and nothing beyond `Limits` is ever allocated.
@@ -36,6 +35,26 @@ from jdist.rpc.base.device_maps import Table, device_of, number_beside
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec.arrays import aligned, host
 from jdist.rpc.codec.dtypes import dtype_name, dtype_named
+
+__all__ = [
+    "ANSWERS",
+    "CALL",
+    "CANCEL",
+    "ERROR",
+    "PREFIX_BYTES",
+    "REPLY",
+    "UNNUMBERED",
+    "Duplicates",
+    "Frame",
+    "Header",
+    "Limits",
+    "Packed",
+    "allocate",
+    "assemble",
+    "pack",
+    "parse_header",
+    "parse_prefix",
+]
 
 # Kinds are plain strings so that a part built on rpc can add its own (autograd adds
 # "autograd.backward", say) and so that faults can be injected per kind.
@@ -61,8 +80,8 @@ class Frame(NamedTuple):
         caller, what interceptors add.
       tree: The body's structure as `codec.encode` makes it: scalars and nested lists.
       leaves: The body's arrays in order, `numpy.ndarray` or `jax.Array`.
-      shared: The channel carries other requests meanwhile, so whoever reads it must
-        not make them wait for this one.
+      shared: Whether the channel carries other requests meanwhile, so that its reader
+        must not make them wait for this one.
     """
 
     kind: str
@@ -74,7 +93,7 @@ class Frame(NamedTuple):
 
 
 class Duplicates:
-    """Remembers the numbers of the requests that came, in little memory.
+    """Deduplicates requests by their numbers, with a low-water mark.
 
     Numbers rise from 1 and come almost in order. All up to a mark are known; what
     came beyond it is a set, which is empty when nothing is missing. A number more than
@@ -126,7 +145,7 @@ PREFIX_BYTES = _PREFIX.size
 
 _SMALL = 1 << 15
 """Leaves of fewer bytes share the slab: copying them costs less than memory of their
-own, and whoever keeps one of them does not keep much."""
+own, and a program that keeps one of them does not keep much."""
 
 _ALIGNMENT = 16  # In the slab; what malloc gives, and the widest dtype needs.
 _JAX, _APART, _WEAK = 1, 2, 4
@@ -136,7 +155,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Limits(NamedTuple):
-    """How much a peer may announce before anything is allocated for it.
+    """The most that a peer may announce; checked before anything is allocated.
 
     Attributes:
       header_bytes: Of one frame's header: structure, scalars, short texts.
@@ -152,7 +171,7 @@ class Limits(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a prefix announces.
+    """The sizes that a prefix announces.
 
     Attributes:
       header: Bytes of the header, which follow the prefix.

@@ -14,7 +14,7 @@ the other direction (the labels differ). `binding` is the SHA-256 of the listene
 certificate as this side sees it, or 32 zero bytes without TLS: a man in the middle must
 show another certificate, and then the two sides do not agree on what was proved.
 
-The key itself never travels. Whoever talks to a worker can try guesses against the
+The key itself never travels. A peer that talks to a worker can try guesses against the
 proof it got, offline, so the key must be random: `new_cluster_key` makes one.
 """
 
@@ -32,6 +32,21 @@ from jdist.rpc.base.errors import AuthenticationError, ProtocolError, RpcError
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.wire.channel import NotSent
 from jdist.rpc.wire.stream import ByteStream, receive_exactly
+
+__all__ = [
+    "NO_BINDING",
+    "REMEDY",
+    "SAME_KEY",
+    "SHORTEST_KEY",
+    "VERSION",
+    "Ability",
+    "Identity",
+    "Proved",
+    "accept",
+    "check_key",
+    "connect",
+    "refuse",
+]
 
 VERSION = 1
 """Of the handshake and of what follows it. Workers of two versions do not talk."""
@@ -61,14 +76,14 @@ REMEDY = (
 
 
 class Ability(IntFlag):
-    """What a side can do beyond the least; used when both can."""
+    """Optional abilities of a side; used when both sides have them."""
 
     NONE = 0
     MEMORY = 1  # Takes large arrays as memory descriptors.
 
 
 class Proved(NamedTuple):
-    """What a handshake established.
+    """The outcome of a handshake.
 
     Attributes:
       peer: The other side's name, which its proof covers.
@@ -80,7 +95,7 @@ class Proved(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Who this side is in a handshake.
+    """One side of a handshake.
 
     Attributes:
       name: Of this worker.

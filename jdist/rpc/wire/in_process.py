@@ -4,8 +4,8 @@ Nothing is turned into bytes, but everything goes through the codec, so what the
 refuses is refused here too. NumPy arrays are copied and JAX arrays are put on the
 receiver's device, which is free when they are there.
 
-A synchronous call without a limit of its own runs in the caller's thread: a hand-over
-to another thread and back costs more than the whole call.
+A synchronous call without a limit of its own runs in the caller's thread: a hand-off to
+another thread and back costs more than the whole call.
 """
 
 import queue
@@ -20,6 +20,8 @@ from jdist.rpc.base.future import Future, call_when_done
 from jdist.rpc.codec.arrays import adopt
 from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ANSWERS, UNNUMBERED, Duplicates, Frame
+
+__all__ = ["Hub", "InProcessTransport"]
 
 
 class DeferredAnswer(Protocol):

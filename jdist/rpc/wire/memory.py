@@ -3,15 +3,15 @@
 A sender copies an array into memory that has a descriptor (`memfd_create`) and passes
 the descriptor over the Unix socket; the receiver maps the same memory. One copy instead
 of two, and half the processor time of a socket. But the kernel takes two to three times
-as long to provide *new* memory of this kind as the socket takes to copy, so it pays
-only when the memory is used again, and for that the sender must know that the receiver
-has let go of it. The kernel tells:
+as long to provide *new* memory of this kind as the socket takes to copy. So it pays
+only when memory is used again, and the sender must learn that the receiver has let go
+of it. The kernel tells it:
 
 - The sender opens the memory a second time, takes a shared `flock` on this second
   opening, and passes it. The lock belongs to the opening, which lives as long as any
   descriptor or *mapping* of it does, in whatever process, or in a socket's queue.
 - Before the sender writes again it asks for the exclusive lock on its own opening. It
-  gets that exactly when nobody holds the second one any more: the receiver dropped its
+  gets that exactly when the second one is gone everywhere: the receiver dropped its
   array, or was killed.
 
 So there are no release messages, and nothing is left after `kill -9`: memory without a
@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 
 from jdist.rpc.base.errors import ProtocolError
+
+__all__ = ["BUDGET", "THRESHOLD", "MemoryPool", "available", "close_all", "receive"]
 
 THRESHOLD = 4 << 20
 """Smaller arrays are copied through the socket, which is as fast up to here."""
@@ -72,7 +74,7 @@ class _Block:
         """A descriptor to pass on; the memory is free when all its copies are gone."""
         path = f"/proc/self/fd/{self.descriptor}"
         passed = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        # Nobody else can take the lock in between: the block is out of the pool.
+        # No other thread can take the lock in between: the block is out of the pool.
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         fcntl.flock(passed, fcntl.LOCK_SH)
         return passed
@@ -215,6 +217,6 @@ def available() -> bool:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Closes descriptors that were passed on, or that nobody will take."""
+    """Closes descriptors that were passed on, or will not be claimed."""
     while descriptors:
         os.close(descriptors.pop())

@@ -1,17 +1,17 @@
-"""Looking again and again for a message before sleeping, while messages come that fast.
+"""Adaptive polling: a thread spins for a fraction of a millisecond before it sleeps.
 
 To wake a sleeping thread costs more than the rest of a small call: on a virtual machine
 20 to 40 us until the processor has left its idle state, and all that follows runs with
-cold caches. So a thread that awaits a message on a busy connection first looks for it
-for a fraction of a millisecond. That must cost next to nothing where it does not pay:
+cold caches. So a thread that waits for a message on a busy connection first polls for
+it. That must cost next to nothing where it does not pay:
 
-- Where nothing came soon of late nobody polls: not on an idle connection, not on a slow
-  one. Each time that polling was in vain, twice as many prompt messages must come until
-  it is tried again. So it is where the peer needs this very core, or where processes
-  compete for cores: whoever polls there loses its core, and that counts as in vain.
-- One thread of a process polls at a time. The others sleep, as without it. After each
-  look it lets those run that wait for its core: in a process with a single core one of
-  them may be about to do what the awaited message depends on.
+- An idle or slow connection is not polled. Each time that polling was in vain, twice as
+  many prompt messages must come until it is tried again (exponential backoff). The same
+  holds where the peer needs this very core, or where processes compete for cores: a
+  thread that polls there loses its core, and that counts as in vain.
+- One thread of a process polls at a time; the others sleep. After each look it yields
+  its core: in a process with a single core, another thread may be about to do what the
+  message depends on.
 """
 
 import os
@@ -21,7 +21,6 @@ from collections.abc import Callable
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 
 __all__ = ["Polling"]
-
 
 _PROMPT = 2
 """A message for which a thread slept counts as prompt up to this multiple of the limit:
@@ -54,14 +53,14 @@ class Polling:
         return self._needed == 0
 
     def slept(self, seconds: float) -> None:
-        """A message came after this time, and nobody had looked for it."""
+        """A message came after this time, and no thread had polled for it."""
         if seconds > _PROMPT * self._seconds:
             self._needed = 1 << self._doubt
         elif self._needed:
             self._needed -= 1
 
     def poll(self, look: Callable[[], int | None]) -> int | None:
-        """What `look` returns as soon as it is not None; None if that takes too long.
+        """Calls `look` until it returns a value; returns that, or None after too long.
 
         None also while another thread of this process is polling.
         """

@@ -1,8 +1,8 @@
 """Channels through sockets: between the processes of a machine, and between machines.
 
-Nobody is listened to before he has proved that he knows the cluster's key. Until then
-a connection costs the listener a thread and a descriptor, for a limited time, and
-there is a limit to their number.
+A peer must prove that it knows the cluster's key before anything of it is decoded.
+Until then its connection costs the listener a thread and a descriptor, for a limited
+time, and the number of such connections is limited.
 """
 
 import contextlib
@@ -47,6 +47,8 @@ from jdist.rpc.wire.tls import (
     connector_context,
 )
 
+__all__ = ["SocketTransport"]
+
 _ENDED = "this worker has ended"
 
 
@@ -83,13 +85,13 @@ class SocketTransport:
       limits: How much a peer may announce.
       tls: Certificates. By default TLS is used off loopback, with a self-signed
         certificate; a configuration given here makes TCP on loopback use TLS too.
-      insecure: Plain TCP off loopback: whoever can reach the wire can read all and
-        change all. The key must be proved nevertheless.
+      insecure: Plain TCP off loopback: a machine on the way can read and change all
+        that is sent. The key must be proved nevertheless.
 
     Attributes:
       address: Where others reach this worker; a list of plain values.
       device_maps: On which of their devices its arrays arrive.
-      handshake_seconds: How long a stranger may take to prove himself. Settable.
+      handshake_seconds: How long a stranger may take for its proof. Settable.
       most_strangers: How many may be doing so at once. Others wait in the system's
         queue. Settable.
       crowded_seconds: While others wait, the time after which the one who has taken
@@ -166,8 +168,8 @@ class SocketTransport:
         """A new channel; see `Transport.connect`.
 
         Args:
-          peer: Who must listen there; empty: whoever knows the key, which is how one
-            finds the coordinator. The channel's `peer` is then the name it proved.
+          peer: Name of the worker that must listen there. Empty for any that knows the
+            key, as the coordinator; the channel's `peer` is then the name it proved.
           address: What the peer's `address` is, or `(host, port)`.
           deadline: For all of it.
         """
@@ -268,8 +270,7 @@ class SocketTransport:
     def close(self) -> None:
         """Stops accepting, closes every channel, joins its threads; see `Transport`.
 
-        A thread that is still busy with somebody's function after a second is left
-        to end by itself.
+        A thread that still executes a call after a second is left to end by itself.
         """
         with self._lock:
             if self._closed.is_set():
@@ -316,7 +317,7 @@ class SocketTransport:
         try:
             sock, _ = listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # Whoever knocked is gone.
+            return  # The peer is gone already.
         except OSError:
             self._make_room(listening)
             return
@@ -377,7 +378,7 @@ class SocketTransport:
 
     def _refuse(self, sock: socket.socket) -> None:
         with self._lock:
-            self.refused += 1  # Counted first: whoever sees it closed may ask.
+            self.refused += 1  # Counted first: a test that sees it closed may ask.
         sock.close()
 
     def _dismiss_oldest(self) -> None:

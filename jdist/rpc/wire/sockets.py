@@ -1,7 +1,7 @@
 """Where a worker can be reached, and the sockets that lead there.
 
-A worker listens on TCP for everybody and on a Unix socket for peers of its machine,
-which is twice as fast and can pass memory. On Linux the Unix socket's name is abstract,
+A worker listens on TCP and, for peers of its machine, on a Unix socket, which is twice
+as fast and can pass memory. On Linux the Unix socket's name is abstract,
 so no file is left whatever happens; elsewhere it is a file in a folder that only this
 user may enter.
 """
@@ -28,6 +28,19 @@ from jdist._errors import requirement
 from jdist.rpc.wire.channel import ChannelClosed
 from jdist.rpc.wire.stream import leave_to_parent
 
+__all__ = [
+    "LOOPBACK",
+    "Address",
+    "Attempt",
+    "Listener",
+    "dial",
+    "is_loopback",
+    "is_unix",
+    "out_of_files",
+    "parse_address",
+    "same_user",
+]
+
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _ON_LINUX = sys.platform == "linux"
@@ -51,7 +64,7 @@ class Address(NamedTuple):
 
 
 def parse_address(address: Any) -> Address:
-    """What `SocketTransport.address` gave, or `(host, port)`.
+    """Parses an address that `SocketTransport.address` gave, or `(host, port)`.
 
     Raises:
       ValueError: It is neither.
@@ -215,7 +228,7 @@ def same_user(sock: socket.socket) -> bool:
 
 @functools.cache
 def machine() -> str:
-    """What two processes share exactly when a Unix socket can lead from one to another.
+    """A text that two processes share exactly when a Unix socket can connect them.
 
     On Linux the boot and the network namespace, which abstract names belong to.
     """
@@ -308,4 +321,4 @@ def _reachable(host: str) -> str:
             probe.connect(_OUTWARD)
             return str(probe.getsockname()[0])
         except OSError:
-            return LOOPBACK  # Without a network nobody else can reach it anyway.
+            return LOOPBACK  # Without a network no other machine can reach it anyway.

@@ -22,6 +22,15 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.polling import Polling
 
+__all__ = [
+    "MOST_DESCRIPTORS",
+    "ByteStream",
+    "CutOff",
+    "Stream",
+    "leave_to_parent",
+    "receive_exactly",
+]
+
 BUFFER = 1 << 20
 """Asked for as the socket's send buffer: 1 MiB goes out without waiting for a reader.
 
@@ -54,7 +63,7 @@ class CutOff(TimeoutError):
 
 
 class ByteStream(Protocol):
-    """What a connection needs of a stream; a socket and TLS over one fulfil it."""
+    """Bytes in and out, as a connection needs them; a socket and TLS over one do it."""
 
     descriptors: deque[int]
 
@@ -78,7 +87,7 @@ class ByteStream(Protocol):
         """Ends both directions; threads blocked in this stream wake up."""
 
     def close(self) -> None:
-        """Gives the socket back; nobody may be using the stream any more."""
+        """Gives the socket back; no thread may be using the stream any more."""
 
 
 class Stream:

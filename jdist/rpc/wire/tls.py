@@ -1,7 +1,7 @@
 """TLS between machines, with certificates of the user or made at start.
 
 The certificate's hash enters the handshake's proofs (`jdist.rpc.wire.handshake`), so a
-certificate that nobody signed is as good against a man in the middle as one of a
+certificate without a signature is as good against a man in the middle as one of a
 certificate authority: he would have to show his own, and then the proofs do not match.
 
 TLS is done in memory, over the same blocking socket as the plain stream. Python's TLS
@@ -24,6 +24,8 @@ from jdist._errors import Unavailable, extra
 from jdist.rpc.base.errors import AuthenticationError
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.stream import CutOff, Stream
+
+__all__ = ["FIRST_BYTE", "Credentials", "TlsConfig", "TlsStream", "connector_context"]
 
 FIRST_BYTE = b"\x16"
 """A TLS connection begins with this one, jdist's own handshake with a "j"."""

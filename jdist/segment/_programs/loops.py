@@ -74,7 +74,7 @@ def with_loops_cut(
         needed = dict.fromkeys(stacked[place] for place in places)
         kept = _kept(loop, changing, list(needed), policy)
         if sum(map(byte_count, kept)) >= sum(map(byte_count, needed)):
-            return None
+            return None  # A second loop would save nothing.
         return lambda *arguments: _run(loop, arguments, kept, places)
 
     return rewritten(program, arguments, rewrite)

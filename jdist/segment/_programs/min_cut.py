@@ -74,12 +74,13 @@ def _graph(
     wanted = set(needed := list(needed))
     recipes = _recipes(needed, made_from)
     costs = {value: cost(value) for value in recipes}
+    # More than all values together, so that no such edge is in a cheapest cut.
     unbounded = 1 + sum(c for c in costs.values() if c is not None)
     residual: Residual = {SOURCE: {}, SINK: {}}
 
     def connect(start: Node, end: Node, capacity: int) -> None:
         residual.setdefault(start, {})[end] = capacity
-        residual.setdefault(end, {}).setdefault(start, 0)
+        residual.setdefault(end, {}).setdefault(start, 0)  # To take flow back by.
 
     for value, recipe in recipes.items():
         price = costs[value]

@@ -183,7 +183,7 @@ def plan(
         return outputs, pull_back
 
     program, (outputs, pull_back) = trace(run, *leaves)
-    if policy is not True:
+    if policy is not True:  # Otherwise the whole loop runs again.
         inputs = program.jaxpr.invars[param_count:]
         output_count = len(jax.tree.leaves(outputs))
         program = with_loops_cut(program, leaves, inputs, output_count, policy)
@@ -191,6 +191,7 @@ def plan(
         program, arguments, trained, param_count, outputs, pull_back,
         (), ArrayLocations((), ()), policy, owner,
     )  # fmt: skip
+    # For all cotangents: which of them are absent is known in the backward pass only.
     every = [True] * sum(map(is_inexact, jax.tree.leaves(outputs)))
     _, needed = undecided.linear_part(every)
     kept, locations = _choose(undecided, [x for x in needed if isinstance(x, Var)])
@@ -210,13 +211,14 @@ def _choose(
 
     def made_from(value: Var) -> list[Var] | None:
         if value not in dependent:
-            return []
+            return []  # Made again from parameters, which the caller has.
         maker = makers.get(value)
         if maker is None or not may_repeat(maker, plan.policy):
             return None
         return ingredients(maker, dependent)
 
     def cost(value: Var) -> int:
+        # With recompute=True inputs are kept whatever their size, and nothing else.
         if plan.policy is True and value not in makers:
             return 0
         return keeping_cost(value, held)

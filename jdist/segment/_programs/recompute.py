@@ -68,6 +68,7 @@ def may_repeat(equation: JaxprEqn, policy: Policy) -> bool:
         return False
     if policy == "dots":
         return name not in COSTLY
+    # A loop without a carry is element-wise in its turns, like what is in its body.
     counts = loop_counts(equation)
     is_map = counts is not None and counts[1] == 0
     return name in ARITHMETIC or name in SHAPES or name in CALLS or is_map
@@ -95,6 +96,7 @@ def depending_on(program: ClosedJaxpr, sources: Iterable[Var]) -> set[Var]:
     found = set(sources)
     for equation in program.jaxpr.eqns:
         read = {x for x in equation.invars if isinstance(x, Var)}
+        # An effect may bring in anything, such as the time.
         if equation.effects or (read and read <= found):
             found.update(equation.outvars)
         elif read & found:

@@ -96,13 +96,14 @@ def split(gradient: BackwardProgram) -> Split:
         maker = makers.get(value)
         if maker is None:
             return None
+        # Done twice only where that costs next to nothing.
         if value in made_first and not may_repeat(maker, policy=False):
             return None
         return ingredients(maker, dependent)
 
     def cost(value: Var) -> int | None:
         if value in makers and value not in made_first:
-            return None
+            return None  # Not there yet when the first half ends.
         return keeping_cost(value, held)
 
     needed = [x for x in gradient.d_params if isinstance(x, Var)]

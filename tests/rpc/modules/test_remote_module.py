@@ -147,11 +147,11 @@ def wrong_values():
     bias = layer.parameters()["bias"]
     before = bias.to_here().value
     for wrong, got in (
-        (jnp.zeros((2, 4), "float32"), r"float32 and shape \(2, 4\)"),
-        (jnp.zeros(4, "float16"), r"float16 and shape \(4,\)"),
-        (1.0, "float"),
+        (jnp.zeros((2, 4), "float32"), r"float32 of shape \(2, 4\)"),
+        (jnp.zeros(4, "float16"), r"float16 of shape \(4,\)"),
+        (1.0, "a float"),
     ):
-        rule = r"`bias.value` must be an array of float32 and shape \(4,\), as before"
+        rule = r"`bias.value` must be float32 of shape \(4,\), as before"
         refused(
             lambda wrong=wrong: bias.rpc_sync().set(wrong),
             ValueError,

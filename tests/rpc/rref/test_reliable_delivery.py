@@ -125,6 +125,15 @@ def test_what_is_malformed_is_refused(workers, caplog):
     assert one.delivery.idle()
 
 
+def test_answers_that_do_not_fit_are_refused(workers, caplog):
+    one, other = workers
+    other.later = rpc.Future()
+    other.later.set_result([1, 2])
+    one.send(other, 1)
+    assert wait_for(lambda: one.answers == ["unreachable"])
+    assert "one answer for each message" in caplog.text
+
+
 def test_nothing_is_sent_to_a_worker_that_is_gone(workers):
     one, other = workers
     with rpc.use_worker("worker1"):
