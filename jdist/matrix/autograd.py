@@ -38,7 +38,9 @@ def rows() -> dict[str, Row]:
 
 
 def _row(forward: Forward, mode: Any, loss_fn: LossFn, reduction: str) -> Candidate:
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         count = examples_in(batch, "candidate")
         parts = [jax.tree.map(lambda x, c=cut: x[c], batch) for cut in _cuts(count)]
         weights = jnp.ones(count) if weights is None else jnp.asarray(weights)

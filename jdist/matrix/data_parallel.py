@@ -59,7 +59,9 @@ def _gradient(
     where = _replicas(count, shared)
     fn = data_parallel.value_and_grad(loss_fn, where, reduction=reduction, **options)
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         return fn(params, *_shards(batch, weights, where, count))[:2]
 
     return candidate
@@ -78,7 +80,9 @@ def _reducer(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
         [layer], lambda losses, batch: losses, where, reduction=reduction
     )
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         loss, (gradient,) = fn([params], *_shards(batch, weights, where, count))
         return loss, gradient
 
@@ -101,7 +105,9 @@ def _train_step(
         loss_fn, opt, where, reduction=reduction, accumulate=accumulate
     )
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         shards = _shards(batch, weights, where, count, accumulate)
         return _recorded(*step(step.init(params), *shards))
 
@@ -113,7 +119,9 @@ def _join(count: int, loss_fn: LossFn, reduction: str) -> Candidate:
     where = _replicas(count)
     step = data_parallel.train_step(loss_fn, recorder(), where, reduction=reduction)
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         sizes = _sizes(examples_in(batch, "candidate"), count)
         ends = np.cumsum(sizes)
         parts = [slice(end - n, end) for n, end in zip(sizes, ends, strict=True)]
@@ -139,13 +147,17 @@ def _recorded(state: TrainState, metrics: Metrics) -> tuple[jax.Array, PyTree]:
     return metrics.loss, gradient
 
 
-def _replicas(count: int, shared: bool = False) -> Any:
+def _replicas(count: int, shared: bool = False) -> Mesh | int:
     """A mesh of so many devices; or their number, where replicas share one device."""
     return count if shared else Mesh(np.array(devices(count)), ("data",))
 
 
 def _shards(
-    batch: PyTree, weights: Any, where: Any, count: int, accumulate: int = 1
+    batch: PyTree,
+    weights: jax.Array | None,
+    where: Mesh | int,
+    count: int,
+    accumulate: int = 1,
 ) -> tuple[PyTree, jax.Array]:
     """The batch over the replicas, with rows for equal micro-batches."""
     sizes = _sizes(examples_in(batch, "candidate"), count)

@@ -77,7 +77,9 @@ def _over_devices(
         raise Unavailable("joined weight gradients, which are for mean and sum")
     where = None if shared else devices(schedule.workers)
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         stages = _stages(loss_fn, params, schedule.stages, **options)
         pipe = Pipeline(stages, _losses, schedule, where, reduction=reduction)
         placed = pipe.place(_shares(params, schedule.stages))
@@ -91,7 +93,9 @@ def _over_workers(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candid
     """A worker for each stage: threads of a local cluster."""
     names = [f"stage{number}" for number in range(schedule.workers)]
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         stages = _stages(loss_fn, params, schedule.stages)
         shares = _shares(params, schedule.stages)
 
@@ -119,7 +123,9 @@ def _pipedream(loss_fn: LossFn, reduction: str) -> Candidate:
     if reduction not in ("mean", "sum"):
         raise Unavailable(f"PipeDream updates by means or sums, not by {reduction}")
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         runtime = pipeline.PipeDream(
             _stages(loss_fn, params, 3),
             _losses,
@@ -143,7 +149,9 @@ def _stages(loss_fn: LossFn, params: PyTree, count: int, **options: Any) -> list
     """Stages that put out their leaves, and a last one that computes the losses."""
     structure = jax.tree.structure(params)
 
-    def last(own: list[Any], before: list[list[Any]], batch: PyTree) -> jax.Array:
+    def last(
+        own: list[jax.Array], before: list[list[jax.Array]], batch: PyTree
+    ) -> jax.Array:
         return loss_fn(_whole([*before, own], structure), batch)
 
     names = [f"leaves of stage {number}" for number in range(count - 1)]
@@ -156,7 +164,9 @@ def _stages(loss_fn: LossFn, params: PyTree, count: int, **options: Any) -> list
     ]
 
 
-def _put_out(own: list[Any], *before: list[list[Any]]) -> list[list[Any]]:
+def _put_out(
+    own: list[jax.Array], *before: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
     return [*(before[0] if before else []), own]
 
 
@@ -165,12 +175,12 @@ def _losses(losses: jax.Array, batch: PyTree) -> jax.Array:
     return losses
 
 
-def _shares(params: PyTree, count: int) -> list[list[Any]]:
+def _shares(params: PyTree, count: int) -> list[list[jax.Array]]:
     leaves = jax.tree.leaves(params)
     return [leaves[number::count] for number in range(count)]
 
 
-def _whole(shares: Sequence[list[Any]], structure: Any) -> PyTree:
+def _whole(shares: Sequence[list[jax.Array]], structure: Any) -> PyTree:
     """Inverse of `_shares`."""
     leaves: list[Any] = [None] * sum(map(len, shares))
     for number, share in enumerate(shares):
@@ -191,7 +201,9 @@ def _one_program(schedule: Schedule, loss_fn: LossFn, reduction: str) -> Candida
     count = schedule.stages
     stages = [Stage(_add, (f"h{j}",), (f"h{j + 1}",)) for j in range(count)]
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         floating, fixed = split_inexact(params)
         leaves, structure = jax.tree.flatten(floating)
         examples = examples_in(batch, "candidate")

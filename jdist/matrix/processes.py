@@ -51,7 +51,9 @@ def _gradient(method: str, loss_fn: LossFn, reduction: str) -> Candidate:
     pair = _pair()
     options = {"reduction": reduction, "method": method}
 
-    def candidate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def candidate(
+        params: PyTree, batch: PyTree, weights: jax.Array | None
+    ) -> tuple[jax.Array, PyTree]:
         arrays = jax.tree.map(np.asarray, (params, batch, weights))
         return pair.gradient(loss_fn, options, *arrays)
 

@@ -118,6 +118,7 @@ class Pipeline:
         loss_inputs: Sequence[str] | None = None,
         has_aux: bool = False,
     ) -> None:
+        # Wrong arguments are refused before anything is compiled or any worker met.
         check_reduction("Pipeline", reduction)
         self.wiring = wire(stages, loss_inputs)
         self.schedule = schedule
@@ -225,6 +226,7 @@ class Pipeline:
           Exception: Whatever went wrong on another worker, with its name in a note. If
             this raises on one worker, it does on all; the next call is right again.
         """
+        # Opened before the arguments are looked at: a refusal fails it on all workers.
         with self.communicator.opened("value_and_grad") as channels:
             given = self._inputs(params, batch, weights, states, key)
             found = self.executor.gradient(channels, given, None, self.action_timer)
@@ -267,6 +269,7 @@ class Pipeline:
         stages = len(self.stages)
         given = trees_of("Pipeline.init(states=...)", states, stages)
         optimizers = self._optimizers.each
+        # A copy, because steps donate theirs and the caller keeps its own.
         placed = jax.tree.map(jnp.copy, self.place(params))
         copies, kept = list(placed), [None] * stages
         for j in self.own:
@@ -504,6 +507,7 @@ def PipeDream(
       >>> [p.version for p in pipe.passes if p.stage == 0 and p.kind == "B"]
       [0, 0, 1, 2]
     """
+    # As many micro-batches as workers: enough for each to have one in flight.
     workers = len(stages) if replicas is None else sum(replicas)
     made = schedule_of_epoch(policy, len(stages), workers, replicas, update_every)
     return Pipeline(stages, loss_fn, made, workers_or_devices, **options)

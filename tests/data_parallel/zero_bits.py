@@ -1,9 +1,7 @@
 """Divided and undivided optimizers side by side: each that agrees in all bits is named.
 
-`python -m tests.data_parallel.zero_bits`, in a process without fused multiply-add.
+`names` is to be called in a process without fused multiply-add.
 """
-
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -75,8 +73,12 @@ def same_bits(found, expected):
     )
 
 
-def names():
-    """What agrees: algorithms by name, and masters."""
+def names(_):
+    """The algorithms that agree, by name, and masters."""
+    return list(agreeing())
+
+
+def agreeing():
     rng = np.random.default_rng(20261121)
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     # Few leaves and one placement, for less to compile.
@@ -101,7 +103,3 @@ def names():
     found, state = stepped(divided, copies, grads, divided.init(params))
     if same_bits((found, unwrapped(state)), expected):
         yield "masters"
-
-
-if __name__ == "__main__":
-    sys.stdout.write("\n".join(names()))

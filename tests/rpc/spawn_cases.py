@@ -196,3 +196,11 @@ def callback_with_large_argument(rank):
 
     x = np.arange(2**16, dtype=np.float32) % 7
     return float(program(x)), float(total(x * 2))
+
+
+def serve_the_parent(rank):
+    from jdist import rpc  # the other cases begin without JAX
+
+    rpc.init_rpc(f"worker{rank}", world_size=3, allow=["tests"])
+    rpc.shutdown()
+    return rank

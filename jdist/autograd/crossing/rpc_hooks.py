@@ -163,6 +163,7 @@ class RpcHooks:
         if send is None:
             send = message.crossing = self._send_function(row, message)
         _, (array,), (edge,) = value.flat()
+        # The header is packed after the body, so it has the last count and reach.
         before = send.reach
         slot = send.slot(edge, array)
         row[_SLOTS] = send.outputs
@@ -197,6 +198,8 @@ class RpcHooks:
         with context.lock:
             context.check()
             answers = row[_ANSWERS]
+            # A request has its message id already; an answer gets one only if it needs
+            # it, so that ids repeat from run to run.
             if answers:
                 row[_MESSAGE] = self._container.ids.message()
             order = (answers, LAST) if answers else next_order()

@@ -92,6 +92,7 @@ class Engine:
         asked: set[int] = set()
         while questions := beyond - asked:
             asked |= questions
+            # The top of a message id is the worker that has its send function.
             by_worker = defaultdict(list)
             for message_id in sorted(questions):
                 by_worker[maker(message_id)].append(message_id)
@@ -193,6 +194,7 @@ class Engine:
         context_id, pass_id, failure = unpack_end(body)
         context = self._container.find(context_id)
         with self._lock:
+            # A pass that was ended here has told this worker's neighbours already.
             known = pass_id in self._ended
             found = self._passes.get((context_id, pass_id))
         if context is None or known:
@@ -200,6 +202,7 @@ class Engine:
         if found is not None:
             found.fail(failure)
         else:
+            # The end came before the first gradient: the workers beyond must know, too.
             terms = PassTerms(context_id, pass_id, False, False)
             self.tell_failed(context, terms, failure)
 

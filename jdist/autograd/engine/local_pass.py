@@ -319,6 +319,7 @@ class LocalPass:
             return
         sends = self._context.send_functions()
         if self.terms.smart:
+            # Unmarked send functions take no part: nothing is waited for at them.
             mine = self._container.ids.worker
             marked = [mark for mark in self._marks or () if maker(mark) == mine]
             sends = {mark: self._send_function(sends, mark) for mark in marked}
@@ -399,6 +400,7 @@ class LocalPass:
             gradient = MessageGradient(node.message_id, cotangents)
             self._outbox.setdefault(node.incarnation, []).append(gradient)
         else:
+            # A node without any cotangent is not run, but its inputs count the arrival.
             nothing = (None,) * len(node.inputs)
             sweep.pass_on(node, nothing if absent else node.pull(cotangents))
             if not self.terms.retain_graph:
@@ -428,6 +430,7 @@ class LocalPass:
 
     def _rest(self, sweep: Sweep) -> None:
         for peer in list(self._outbox):
+            # To a worker that waits for an answer they go along with the answer.
             if not self._detector.holds(peer):
                 self._request(peer, self._outbox.pop(peer))
         if not sweep.left and not self._committed:
@@ -499,6 +502,7 @@ class LocalPass:
         """Ends the pass: no worker has work, and no message is under way."""
         starving = self._detector.starving()
         if starving:
+            # Quiet, and yet a send function waits: its gradient will never come.
             worker = next(iter(starving))
             reached = {} if self._sweep is None else self._sweep.counts
             recvs = self._context.recv_functions().values()
@@ -517,6 +521,7 @@ class LocalPass:
         """Ends a pass that has failed: tells all workers, and keeps nothing of it."""
         if self._failure is not None or self.done.done():
             return
+        # First, because what follows may bring further steps, which then do nothing.
         self._failure = failure
         self._sweep, self._inline = None, None
         self._staged, self._outbox, self._awaited = {}, {}, {}

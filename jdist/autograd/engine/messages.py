@@ -224,6 +224,7 @@ def _restored(rows: object, arrays: object) -> list[MessageGradient]:
         message_id, size, there = row
         if type(message_id) is not int or type(size) is not int or not _are_ids(there):
             raise ProtocolError("A gradient has an id, a size and positions.")
+        # Checked before anything is allocated: the sender may be hostile.
         twice = len(set(there)) < len(there)
         if twice or (there and not 0 <= min(there) <= max(there) < size):
             raise ProtocolError("A gradient has more positions than its size.")

@@ -203,6 +203,7 @@ class ReplicaGroup:
 
     def add(self, params: PyTree, weight: Weight, timeout: float) -> Variable:
         """Makes a variable with the first trainer's values, on all of them."""
+        # Counted before anything can fail, so that trainers stay in step.
         number, self._made = self._made, self._made + 1
         tag = f"replicated variable {number}"
         try:

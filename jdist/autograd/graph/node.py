@@ -95,6 +95,7 @@ class Node:
         would reach; None if there are more than `MAX_REACH`.
     """
 
+    # Slots: a training step makes as many nodes as it calls functions.
     __slots__ = ("__weakref__", "inputs", "name", "order", "outputs", "reach")
 
     def __init__(
@@ -213,6 +214,7 @@ class SendNode(Node):
 
     def slot(self, edge: Edge, value: jax.Array) -> int:
         """The number of a value in the message; the same value has one only."""
+        # By edge, so that a value that occurs twice gets one cotangent, already summed.
         known = self._slots.setdefault(edge, len(self._slots))
         if known == self.outputs:
             self.inputs = (*self.inputs, edge)

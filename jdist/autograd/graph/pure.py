@@ -120,16 +120,18 @@ def call(
         else:
             kind = _take(leaf, arrays, edges, numbers)
         kinds.append(kind)
+    # A call within a traced function would be recorded once, at compilation.
     name = _name(fn)
     refuse_in_pure("a call of {} with recorded values", name)
     _refuse_closure(fn)
-    program, spec = _program_of(fn), ArgumentSpec(structure, tuple(kinds))
-    segment = program.segment(spec)
+    function, spec = _function_of(fn), ArgumentSpec(structure, tuple(kinds))
+    segment = function.segment(spec)
     try:
         outputs, residuals = segment.forward((), *arrays)
-    except Changed:  # Perhaps another function, which was of equal contents.
-        _PROGRAMS.drop(program)
-        segment = program.alone(fn).segment(spec)
+    except Changed:
+        # It was found by the contents of another function, which have changed since.
+        _COMPILED.drop(function)
+        segment = function.alone(fn).segment(spec)
         outputs, residuals = segment.forward((), *arrays)
     made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
     node = None
@@ -139,16 +141,16 @@ def call(
     return RecordedCall(made.flatten_up_to(outputs), made, node, live)
 
 
-def _program_of(fn: PureCallable) -> "PureFunction":
+def _function_of(fn: PureCallable) -> "PureFunction":
     """The compiled function, or one of the same code and contents."""
     if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
         # A function of a library cannot change, so its contents are not read.
-        return _program_of_library(fn)
-    return _PROGRAMS.get(fn, (), lambda contents: PureFunction(fn, contents.code))
+        return _function_of_library(fn)
+    return _COMPILED.get(fn, (), lambda contents: PureFunction(fn, contents.code))
 
 
 @functools.lru_cache(maxsize=1024)
-def _program_of_library(fn: PureCallable) -> "PureFunction":
+def _function_of_library(fn: PureCallable) -> "PureFunction":
     return PureFunction(fn, fn)
 
 
@@ -178,6 +180,7 @@ class PureFunction:
         with self._lock:
             made = _segment(self._fn, self._code, spec, self._alone)
             found = self._segments.setdefault(spec, made)
+            # The oldest goes: segments that were handed out stay valid.
             if len(self._segments) > _SPECS:
                 del self._segments[next(iter(self._segments))]
         return found
@@ -279,7 +282,7 @@ _PLAIN = _UndifferentiatedArray()
 ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
 """A single array with a derivative."""
 
-_PROGRAMS: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
+_COMPILED: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
 _SPECS = 256
 """So many argument specs of each function are held compiled."""
 

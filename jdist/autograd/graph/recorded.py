@@ -92,7 +92,52 @@ def detach(tree: PyTree) -> PyTree:
     return jax.tree.map(_detached, tree)
 
 
-def _method(fn: Callable[..., PyTree]) -> Callable[..., Any]:
+Method = Callable[..., Any]
+
+
+def _unary(fn: Callable[..., PyTree]) -> Method:
+    return lambda self: record(fn, (self,), {})
+
+
+def _binary(fn: Callable[..., PyTree]) -> tuple[Method, Method]:
+    """An operator and its reflection."""
+    # Another integer needs no other compilation: here it is no shape and no index.
+    numbers = (int, float, complex)
+    return (
+        lambda self, other: record(fn, (self, other), {}, numbers),
+        lambda self, other: record(fn, (other, self), {}, numbers),
+    )
+
+
+def _comparison(fn: Callable[..., PyTree]) -> Method:
+    def compare(self: "Operators", other: Operand) -> Computed:
+        # Nothing else can be equal to an array.
+        if not isinstance(other, _COMPARABLE):
+            return NotImplemented
+        for side in (self, other):
+            tree = (
+                isinstance(side, Recordable)
+                and side.flat()[0].structure != ONE.structure
+            )
+            if tree or isinstance(side, list | tuple | dict):
+                rule = "must compare one array with an array or a number"
+                remedy = "Trees are compared leaf by leaf: `autograd.apply(fn, x, y)`."
+                raise TypeError(requirement(f"{fn.__name__}(x, y)", rule, side, remedy))
+        return record(fn, (self, other), {}, numbers=(int, float, complex))
+
+    return compare
+
+
+def _refused(name: str) -> Method:
+    """A method that would drop the history."""
+
+    def refuse(self: "Operators", *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(_loss_of_history(name, self))
+
+    return refuse
+
+
+def _method(fn: Callable[..., PyTree]) -> Method:
     def method(self: "Operators", *args: Operand, **kwargs: Operand) -> Computed:
         self._check_one_array(method.__name__)
         return record(fn, (self, *args), kwargs)
@@ -115,97 +160,36 @@ class Operators(Recordable):
     # An operator of a NumPy array leaves it to the one here.
     __array_ufunc__ = None
 
-    def __pos__(self) -> Computed:
-        return record(operator.pos, (self,), {})
-
-    def __neg__(self) -> Computed:
-        return record(operator.neg, (self,), {})
-
-    def __abs__(self) -> Computed:
-        return record(operator.abs, (self,), {})
-
-    def __add__(self, other: Operand) -> Computed:
-        return _binary(operator.add, self, other)
-
-    def __radd__(self, other: Operand) -> Computed:
-        return _binary(operator.add, other, self)
-
-    def __sub__(self, other: Operand) -> Computed:
-        return _binary(operator.sub, self, other)
-
-    def __rsub__(self, other: Operand) -> Computed:
-        return _binary(operator.sub, other, self)
-
-    def __mul__(self, other: Operand) -> Computed:
-        return _binary(operator.mul, self, other)
-
-    def __rmul__(self, other: Operand) -> Computed:
-        return _binary(operator.mul, other, self)
-
-    def __truediv__(self, other: Operand) -> Computed:
-        return _binary(operator.truediv, self, other)
-
-    def __rtruediv__(self, other: Operand) -> Computed:
-        return _binary(operator.truediv, other, self)
-
-    def __floordiv__(self, other: Operand) -> Computed:
-        return _binary(operator.floordiv, self, other)
-
-    def __rfloordiv__(self, other: Operand) -> Computed:
-        return _binary(operator.floordiv, other, self)
-
-    def __mod__(self, other: Operand) -> Computed:
-        return _binary(operator.mod, self, other)
-
-    def __rmod__(self, other: Operand) -> Computed:
-        return _binary(operator.mod, other, self)
-
-    def __divmod__(self, other: Operand) -> Computed:
-        return _binary(divmod, self, other)
-
-    def __rdivmod__(self, other: Operand) -> Computed:
-        return _binary(divmod, other, self)
-
-    def __matmul__(self, other: Operand) -> Computed:
-        return _binary(operator.matmul, self, other)
-
-    def __rmatmul__(self, other: Operand) -> Computed:
-        return _binary(operator.matmul, other, self)
+    __pos__ = _unary(operator.pos)
+    __neg__ = _unary(operator.neg)
+    __abs__ = _unary(operator.abs)
+    __add__, __radd__ = _binary(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod)
+    __divmod__, __rdivmod__ = _binary(divmod)
+    __matmul__, __rmatmul__ = _binary(operator.matmul)
+    __rpow__ = _binary(operator.pow)[1]
 
     def __pow__(self, other: Operand) -> Computed:
+        # An integer exponent is part of the compiled function: its derivative differs.
         return record(operator.pow, (self, other), {})
 
-    def __rpow__(self, other: Operand) -> Computed:
-        return _binary(operator.pow, other, self)
-
     # Comparisons have no derivative: what they return is a plain array of booleans.
-
-    def __eq__(self, other: object) -> Computed:
-        return _compared(jnp.equal, self, other)
-
-    def __ne__(self, other: object) -> Computed:
-        return _compared(jnp.not_equal, self, other)
-
-    def __lt__(self, other: Operand) -> Computed:
-        return _compared(jnp.less, self, other)
-
-    def __le__(self, other: Operand) -> Computed:
-        return _compared(jnp.less_equal, self, other)
-
-    def __gt__(self, other: Operand) -> Computed:
-        return _compared(jnp.greater, self, other)
-
-    def __ge__(self, other: Operand) -> Computed:
-        return _compared(jnp.greater_equal, self, other)
+    __eq__ = _comparison(jnp.equal)
+    __ne__ = _comparison(jnp.not_equal)
+    __lt__ = _comparison(jnp.less)
+    __le__ = _comparison(jnp.less_equal)
+    __gt__ = _comparison(jnp.greater)
+    __ge__ = _comparison(jnp.greater_equal)
 
     # By identity, so that recorded values and variables can be keys.
     __hash__ = object.__hash__
 
     def __getitem__(self, index: Index) -> Computed:
         return record(_item, (self, index), {})
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iter")
 
     def __round__(self, ndigits: int | None = None) -> Computed:
         return record(jnp.round, (self, 0 if ndigits is None else ndigits), {})
@@ -324,8 +308,7 @@ class Operators(Recordable):
 
     # --- what would drop the history, and says so ---
 
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        self._refuse("numpy.asarray")
+    __array__ = _refused("numpy.asarray")
 
     def __array_function__(
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
@@ -334,28 +317,16 @@ class Operators(Recordable):
         if function in _METADATA and len(args) == 1:
             return getattr(self, name)
         # Some, such as array_equal, would take an error of `__array__` for an answer.
-        self._refuse(f"numpy.{name}")
+        raise TypeError(_loss_of_history(f"numpy.{name}", self))
 
-    def __contains__(self, value: object) -> NoReturn:
-        self._refuse("contains")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse("pickle.dumps")
-
-    def __bool__(self) -> NoReturn:
-        self._refuse("bool")
-
-    def __float__(self) -> NoReturn:
-        self._refuse("float")
-
-    def __int__(self) -> NoReturn:
-        self._refuse("int")
-
-    def __index__(self) -> NoReturn:
-        self._refuse("index")
-
-    def __complex__(self) -> NoReturn:
-        self._refuse("complex")
+    __iter__ = _refused("iter")
+    __contains__ = _refused("contains")
+    __reduce_ex__ = _refused("pickle.dumps")
+    __bool__ = _refused("bool")
+    __float__ = _refused("float")
+    __int__ = _refused("int")
+    __index__ = _refused("index")
+    __complex__ = _refused("complex")
 
     def __jax_array__(self) -> Computed:
         # To raise here would end `array + x`, which asks for this first and leaves the
@@ -373,9 +344,6 @@ class Operators(Recordable):
         kind = type(self).__name__
         message = f"{kind!r} object has no attribute {name!r}. {instead}"
         raise AttributeError(message.rstrip())
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise TypeError(_loss_of_history(name, self))
 
 
 def _loss_of_history(name: str, value: Operators) -> str:
@@ -474,23 +442,3 @@ def _detached(leaf: PyTree) -> PyTree:
 
 def _item(array: jax.Array, index: Index) -> Computed:
     return array[index]
-
-
-def _compared(fn: Callable[..., PyTree], left: Operand, right: Operand) -> Computed:
-    # Nothing else can be equal to an array.
-    if not isinstance(right, _COMPARABLE):
-        return NotImplemented
-    for side in (left, right):
-        tree = (
-            isinstance(side, Recordable) and side.flat()[0].structure != ONE.structure
-        )
-        if tree or isinstance(side, list | tuple | dict):
-            rule = "must compare one array with an array or a number"
-            remedy = "Trees are compared leaf by leaf: `autograd.apply(fn, x, y)`."
-            raise TypeError(requirement(f"{fn.__name__}(x, y)", rule, side, remedy))
-    return record(fn, (left, right), {}, numbers=(int, float, complex))
-
-
-def _binary(fn: Callable[..., PyTree], left: Operand, right: Operand) -> Computed:
-    # Another integer needs no other compilation: here it is no shape and no index.
-    return record(fn, (left, right), {}, numbers=(int, float, complex))

@@ -83,6 +83,7 @@ class Variable(Operators):
         self._lock = threading.Lock()
         # A weak dictionary of locks would compare variables, which compares arrays.
         self.step_lock = InterruptSafeLock()
+        # Weak: the graph keeps its leaves, and a variable keeps no graph.
         self._node: weakref.ref[LeafNode] | None = None
         self._hooks: dict[object, Hook] = {}
 
@@ -123,7 +124,7 @@ class Variable(Operators):
             return found
         with self._lock:
             found = None if self._node is None else self._node()
-            if found is None:
+            if found is None:  # still, under the lock
                 found = LeafNode(self, len(self._held.leaves))
                 self._node = weakref.ref(found)
             return found

@@ -145,6 +145,7 @@ class DistributedOptimizer:
             factor = np.asarray(shrinking(norm, max_norm))
         arguments = (context_id, factor, values)
         self._ask(owner_side.STEP, "Error running optimizer.", timeout, arguments)
+        # A context that ended meanwhile had no gradients on some owners: that is told.
         here().retrieve(context_id)
         return norm
 

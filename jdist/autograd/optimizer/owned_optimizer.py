@@ -83,6 +83,7 @@ class OwnedOptimizer:
                 _nothing(value) if grad is None else grad
                 for value, grad in zip(values, reached, strict=True)
             ]
+            # One program can have arrays of one set of devices only.
             apart = len(_places(values)) > 1
             run = self._program.leaf_by_leaf if apart else self._program.compiled
             new, state = run(values, grads, self._state, factor, dict(overrides))

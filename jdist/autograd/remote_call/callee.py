@@ -53,7 +53,7 @@ from jdist.segment.internal import (
 CACHE: FunctionCache[Flat] = FunctionCache("remote_call", size=256)
 _PART = "jdist.autograd.remote_call.callee"
 _MOST = 4096
-# A call within one process may run in the caller's thread, whose mesh is not ours.
+# A call within one process may run in the caller's thread, under the caller's mesh.
 _NO_MESH = AbstractMesh((), ())
 
 
@@ -99,7 +99,7 @@ class ServedFunctions:
 
     def __init__(self) -> None:
         self._known: LRUCache[int, ServedFunction] = LRUCache(_MOST)
-        # A caller may remember the numbers of a worker that was there before.
+        # Random, because a caller may know numbers of a predecessor of this worker.
         self._numbers = itertools.count(randbits(62))
 
     def add(self, program: ServedFunction) -> int:

@@ -135,6 +135,7 @@ class RemoteFunctions:
         try:
             results = once()
         except UnknownFunction:
+            # The callee has forgotten the number, or is a successor: describe it again.
             self._forget(target)
             results = once()
         found = [(x.shape, x.dtype) for x in results]

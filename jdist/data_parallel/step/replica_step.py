@@ -14,7 +14,7 @@ from jdist.data_parallel.gradient.communication import Communication
 from jdist.data_parallel.gradient.gradient_order import with_gradient_order
 from jdist.data_parallel.gradient.loss import Loss
 from jdist.data_parallel.replicas.mapping import EACH, as_row, over_replicas, own_row
-from jdist.data_parallel.step.accumulation import ReplicaBatch, accumulated
+from jdist.data_parallel.step.accumulation import LossCall, ReplicaBatch, accumulated
 from jdist.data_parallel.step.model_state import synchronized
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.reduction import Partial
@@ -66,16 +66,14 @@ class ReplicaStep:
         like = jax.tree.map(self._like, part.gradient, state.params, is_leaf=is_none)
         kept = own_row(hook_state)
         loss, grads, kept = self.communication(part, ready[0], like, kept or ())
-        row = None
-        if self.communication.stateful:
-            row = as_row(kept)
+        row = as_row(kept) if self.communication.stateful else None
         return loss, grads, states, row, aux, self.communication.checksums(grads)
 
     def _like(self, gradient: PyTree, param: PyTree) -> PyTree:
         """An array of the dtype in which a finished gradient is handed over."""
-        if gradient is None or not self.wide:
-            return None if gradient is None else param
-        return param.astype(wide_dtype(param.dtype))
+        if gradient is None:
+            return None
+        return param.astype(wide_dtype(param.dtype)) if self.wide else param
 
     def start(
         self, state: TrainState, batch: PyTree, weights: jax.Array | None
@@ -94,11 +92,7 @@ class ReplicaStep:
         weights: jax.Array,
     ) -> PyTree:
         """This replica's partial, model state and aux; and when each is ready."""
-        key = state.key
-        if key is not None:
-            # Other masks on each replica and in each step, from one key of the run.
-            rank = jax.lax.axis_index(self.communication.axis)
-            key = jax.random.fold_in(jax.random.fold_in(key, state.step), rank)
+        key = _key_of_replica(state, self.communication.axis)
         loss = _scaled(self.loss, scale)
 
         def fn(params: PyTree, share: ReplicaBatch) -> PyTree:
@@ -110,7 +104,15 @@ class ReplicaStep:
         return with_gradient_order(fn, state.params, share)
 
 
-def _scaled(loss: Loss, scale: jax.Array | None) -> Callable[..., PyTree]:
+def _key_of_replica(state: TrainState, axis: str) -> jax.Array | None:
+    """Another key for each replica and each step, from the one key of the run."""
+    if state.key is None:
+        return None
+    rank = jax.lax.axis_index(axis)
+    return jax.random.fold_in(jax.random.fold_in(state.key, state.step), rank)
+
+
+def _scaled(loss: Loss, scale: jax.Array | None) -> LossCall:
     """Losses times the loss scale of a mixed-precision optimizer, in float32 at least.
 
     A scaled loss is only differentiated; `Metrics` has it without the scale.
@@ -154,10 +156,7 @@ def evaluation(
             alone = Loss(lambda p, b: in_evaluation(p, b, **named), loss.has_aux)
             losses, (_, aux) = alone(state.params, batch)
             return losses, aux
-        key = state.key
-        if key is not None:
-            key = jax.random.fold_in(key, state.step)
-            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        key = _key_of_replica(state, axis)
         losses, (_, aux) = loss(state.params, batch, key, state.states)
         return losses, aux
 

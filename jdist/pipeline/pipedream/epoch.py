@@ -242,6 +242,7 @@ class EpochStep(Step):
         if self._full(worker, stage):
             self._update(worker, stage)
         stashed = self._stashed[worker, stage]
+        # Joint updates are made when the first pass that uses their weights is due.
         while kind == "F" and stashed.stash.version < stashed.version(micro):
             assert self._joint is not None
             self._joint.make(worker, stage, stashed)

@@ -151,7 +151,7 @@ class EpochExecutor(Executor):
         """
         programs, places = self._programs, self._programs.places
         stream = self._stream(supply, limit)
-        stream.reaches(0)
+        stream.reaches(0)  # an epoch without a batch is refused before any message
         schedule = OpenSchedule(self._schedule, stream)
         step, key = state.step, state.key
         own = None if key is None else jax.random.fold_in(key, step)
@@ -183,6 +183,7 @@ class EpochExecutor(Executor):
         epoch = EpochStep(first._replace(parts=stream), stashed, plan)
         epoch.run(timer)
         states = joined_states(channels, places, runs, stream.totals)
+        # All versions and optimizer states must be computed before this worker votes.
         left = [stage.arrays() for stage in stashed.values()]
         more = limit is not None and supply.more()
         values, weights, aux = epoch.agree_on_epoch(channels, more, left)

@@ -57,6 +57,7 @@ class StashedStage:
 
     def __init__(self, run: StageRun, rule: VersionRule, opt_state: PyTree) -> None:
         self.run = run
+        # Arrays do not change: a version is a reference, and no copy.
         self.stash = StashState(0, {0: run.params}, opt_state)
         self.grown = 0
         self.held: deque[PyTree] = deque()

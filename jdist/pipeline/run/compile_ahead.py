@@ -49,6 +49,7 @@ def compile_ahead(given: StepInputs, sizes: Sequence[int]) -> None:
         # Joined weight gradients are one program for all micro-batches together.
         own = schedule.owner[stage] == worker
         run.finish_like([stand_ins[i] for i in own.nonzero()[0]])
+    # Last: no stage waits for shapes while another one compiles.
     ahead.compile()
 
 
@@ -126,7 +127,7 @@ class _ShapeChannels:
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `ValueChannels`."""
-        if worker not in self._places.own:
+        if worker not in self._places.own:  # within a process shapes stay as they are
             value = jax.tree.map(_packed, value)
         self._channels.put(_tag_of_shapes(tag), worker, value)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jdist._tree import PyTree
 from jdist.pipeline.run.stage_channels import Places, StageChannels
-from jdist.pipeline.run.stage_run import StageRun, join
-from jdist.pipeline.run.step import ListedActions, Step, StepInputs, agreed_loss
+from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.run.step import ListedActions, LossSum, Step, StepInputs
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.reduction import Partial
 
@@ -30,8 +30,7 @@ class EvaluationStep(Step):
 
     def __init__(self, given: StepInputs, keep: bool) -> None:
         super().__init__(given)
-        self._losses: dict[int, Partial] = {}
-        self._aux: dict[int, PyTree] = {}
+        self._sum = LossSum(given.loss)
         self._kept: dict[int, dict[str, PyTree]] | None = {} if keep else None
 
     def _actions(self, worker: int) -> ListedActions:
@@ -57,11 +56,7 @@ class EvaluationStep(Step):
         return found
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
-        if self._loss.has_aux:
-            self._aux[micro] = aux
-        before = self._losses.get(worker)
-        kind = self._loss.kind
-        self._losses[worker] = found if before is None else join(before, found, kind)
+        self._sum.add(worker, micro, found, aux)
 
     def agree(self, channels: StageChannels) -> tuple[jax.Array, PyTree, PyTree]:
         """The loss, the auxiliary outputs, and what the loss was given, if it is kept.
@@ -69,9 +64,7 @@ class EvaluationStep(Step):
         Args:
           channels: The call that the step is made in, which ends with it.
         """
-        loss, aux, _ = agreed_loss(
-            channels, self._places, self._loss, self._losses, self._aux, {}, self._kept
-        )
+        loss, aux, _ = self._sum.agree(channels, self._places, {}, self._kept)
         return loss, aux, self._joined_outputs()
 
     def _joined_outputs(self) -> PyTree:

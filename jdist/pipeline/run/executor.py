@@ -199,7 +199,7 @@ class StagePrograms:
         """
         batch = parts[0].batch
         trees = {j: (run.params, run.state) for (_, j), run in runs.items()}
-        signature = None
+        signature = None  # between processes: one check for all steps
         if self._sees_all:
             leaves, structure = jax.tree.flatten((trees, dict(batch)))
             kinds = [(np.shape(x), str(jnp.result_type(x))) for x in leaves]
@@ -268,6 +268,7 @@ class ScheduleExecutor(Executor):
         if update is not None and update.loss_scale is not None:
             loss = loss.scaled(update.scale, sum(part.total for part in parts))
         runs = programs.runs(given, loss.gradient_kind, single=count == 1)
+        # From here on every message says which call, step and batch it belongs to.
         settings = {} if update is None else update.settings
         channels.identify(given.step, settings, [given.batch], parts, given.key)
         inputs = programs.inputs(channels, runs, parts, loss)
@@ -282,6 +283,7 @@ class ScheduleExecutor(Executor):
         if self._tied is not None:
             grads = self._tied.summed(params, grads, places, channels)
         told = {} if update is None else self._stats(update, params, grads)
+        # Computed before the vote: after it no worker may fail by itself.
         states = step.states()
         loss_of_all, aux, stats = step.agree(channels, told, (grads, states))
         programs.agreed(inputs.read, compiled=True)
@@ -313,6 +315,7 @@ class ScheduleExecutor(Executor):
         runs = programs.runs(given, kind, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)
         inputs = programs.inputs(channels, runs, parts)
+        # A batch with fewer examples than micro-batches has a shorter schedule.
         if count not in self._forward:
             self._forward[count] = forward_places(programs.places, count)
         step = EvaluationStep(inputs._replace(places=self._forward[count]), outputs)

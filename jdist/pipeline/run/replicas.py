@@ -111,6 +111,7 @@ def joined_states(
             for other in places.replicas(worker, stage):
                 tag = _state_of(other, stage)
                 states[other] = receive(channels, tag, worker, "the end of the step")
+        # By the examples that each worker's micro-batches had.
         weights = dict.fromkeys(states, 0.0)
         for micro, total in enumerate(totals if len(states) > 1 else ()):
             weights[places.worker(stage, micro)] += float(total)

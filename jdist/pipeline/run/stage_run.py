@@ -134,6 +134,7 @@ class StageRun:
     def forward(self, micro: int, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The outputs by name."""
         given = self._given(micro, inputs)
+        # The state goes from micro-batch to micro-batch, in the schedule's order.
         (returned, self.state), residuals = self._compiled.forward(*given)
         # Outputs are not kept: they belong to the stages that take them.
         self._residuals[micro] = residuals
@@ -173,6 +174,7 @@ class StageRun:
           share: See there.
           split: Whether `backward_params` comes later.
         """
+        # Taken out first, so that their memory is free once the pass is done.
         residuals = self._residuals.pop(micro)
         d_outputs = self._cotangent(cotangents)
         passes, given = self._compiled, (self.params, residuals, d_outputs)

@@ -108,6 +108,7 @@ class Step(ABC):
                     if self._missing(worker, action):
                         left = True
                         break
+                    # Before it is done: an error in it must not repeat it.
                     actions.advance()
                     with _naming(worker, action):
                         if action_timer is None:
@@ -118,6 +119,7 @@ class Step(ABC):
                     moved_on = True
             if not left:
                 return
+            # Values of other processes are waited for only if nothing can start.
             if not moved_on:
                 waiting = self._waiting(lists)
                 if waiting:  # Else it came since it was looked for.
@@ -325,6 +327,65 @@ class Step(ABC):
 
 
 @final
+class LossSum:
+    """The losses of a batch so far, and their auxiliary outputs.
+
+    Args:
+      loss: The loss function.
+    """
+
+    def __init__(self, loss: PipelineLoss) -> None:
+        self._loss = loss
+        self._losses: dict[int, Partial] = {}
+        self._aux: dict[int, PyTree] = {}
+
+    def add(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
+        """Adds a micro-batch's, on a worker of the last stage."""
+        if self._loss.has_aux:
+            self._aux[micro] = aux
+        before, kind = self._losses.get(worker), self._loss.kind
+        self._losses[worker] = found if before is None else join(before, found, kind)
+
+    def agree(
+        self,
+        channels: StageChannels,
+        places: Places,
+        stats: Mapping[int, Any],
+        computed: PyTree,
+    ) -> tuple[jax.Array, PyTree, list[Any]]:
+        """Ends a step on all workers, or on none.
+
+        Args:
+          channels: The call that the step is made in.
+          places: The worker of each stage.
+          stats: What each stage of this process has to tell all workers.
+          computed: What the step leaves behind; see `StageChannels.agree`.
+
+        Returns:
+          The loss of the whole batch, over all workers that run the last stage; the
+          auxiliary outputs of its micro-batches; and the stats of every stage that has
+          some, in order.
+
+        Raises: what `StageChannels.agree` raises.
+        """
+        loss, here = self._loss, places.devices[places.own[0]]
+        # Those of several workers of the last stage are on several devices.
+        aux = moved(self._aux, here) if loss.has_aux else {}
+        mine = self._losses, stats, stacked(aux, jnp.stack) if aux else None
+        told = moved(channels.agree(mine, (mine, computed)), here)
+        losses: dict[int, Partial] = {}
+        stages: dict[int, Any] = {}
+        for some, of_stages, _ in told:
+            losses |= some
+            stages = of_stages | stages  # Of replicas, what the first one tells.
+        # By rank, so that the sum has the same bits on all workers.
+        in_order = [losses[worker] for worker in sorted(losses)]
+        whole = functools.reduce(lambda a, b: join(a, b, loss.kind), in_order)
+        found = merged([entries for *_, entries in told]) if loss.has_aux else None
+        return _finished(whole, loss.kind), found, [stages[j] for j in sorted(stages)]
+
+
+@final
 class BatchStep(Step):
     """The step of a synchronous schedule: one gradient of all micro-batches.
 
@@ -334,8 +395,7 @@ class BatchStep(Step):
 
     def __init__(self, given: StepInputs) -> None:
         super().__init__(given)
-        self._losses: dict[int, Partial] = {}
-        self._aux: dict[int, PyTree] = {}
+        self._sum = LossSum(given.loss)
         owner = self._places.schedule.owner
         self._left = {
             (worker, stage): int((owner[stage] == worker).sum())
@@ -356,11 +416,7 @@ class BatchStep(Step):
                 share_gradient(self._channels, self._places, worker, stage, own)
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
-        if self._loss.has_aux:
-            self._aux[micro] = aux
-        before = self._losses.get(worker)
-        kind = self._loss.kind
-        self._losses[worker] = found if before is None else join(before, found, kind)
+        self._sum.add(worker, micro, found, aux)
 
     def gradient(self, stage: int, unrounded: bool) -> PyTree:
         """The finished gradient of a stage of this process, over all its workers.
@@ -389,57 +445,10 @@ class BatchStep(Step):
         return [left.get(j) for j in range(places.loss)]
 
     def agree(
-        self, channels: StageChannels, stats: Mapping[int, PyTree], computed: PyTree
-    ) -> tuple[jax.Array, PyTree, list[PyTree]]:
-        """Ends the step on all workers, or on none; see `agreed_loss`."""
-        return agreed_loss(
-            channels, self._places, self._loss, self._losses, self._aux, stats, computed
-        )
-
-
-def agreed_loss(
-    channels: StageChannels,
-    places: Places,
-    loss: PipelineLoss,
-    losses: Mapping[int, Partial],
-    aux: Mapping[int, PyTree],
-    stats: Mapping[int, PyTree],
-    computed: PyTree,
-) -> tuple[jax.Array, PyTree, list[PyTree]]:
-    """Ends a step on all workers, or on none.
-
-    Args:
-      channels: The call that the step is made in.
-      places: Who runs what.
-      loss: The loss function.
-      losses: By worker of this process that runs the last stage.
-      aux: Auxiliary outputs by micro-batch, of those workers.
-      stats: What each stage of this process has to tell all workers.
-      computed: What the step leaves behind; see `StageChannels.agree`.
-
-    Returns:
-      The loss of the whole batch, over all workers that run the last stage; the
-      auxiliary outputs of its micro-batches; and the stats of every stage that has
-      some, in order.
-
-    Raises: what `StageChannels.agree` raises.
-    """
-    here = places.devices[places.own[0]]
-    # Those of several workers of the last stage are on several devices.
-    entries = stacked(moved(aux, here), jnp.stack) if loss.has_aux else None
-    mine = losses, stats, entries
-    told = moved(channels.agree(mine, (mine, computed)), here)
-    of_all: dict[int, Partial] = {}
-    stages: dict[int, PyTree] = {}
-    for some, of_stages, _ in told:
-        of_all |= some
-        stages = of_stages | stages  # Of replicas, what the first one tells.
-    joined = functools.reduce(
-        lambda a, b: join(a, b, loss.kind),
-        [of_all[worker] for worker in sorted(of_all)],
-    )
-    found = merged([entries for *_, entries in told]) if loss.has_aux else None
-    return _finished(joined, loss.kind), found, [stages[j] for j in sorted(stages)]
+        self, channels: StageChannels, stats: Mapping[int, Any], computed: PyTree
+    ) -> tuple[jax.Array, PyTree, list[Any]]:
+        """Ends the step on all workers, or on none; see `LossSum.agree`."""
+        return self._sum.agree(channels, self._places, stats, computed)
 
 
 class Actions(Protocol):

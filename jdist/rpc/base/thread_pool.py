@@ -56,15 +56,34 @@ class ThreadPool:
         All connections are closed before the pool is, so a task then finds nothing to
         wait for. If the system refuses a new thread, this one runs the task too.
         """
+        try:
+            handed_over = self._hand_over(task)
+        except RuntimeError:
+            handed_over = False
+        if not handed_over:
+            task()
+
+    def start(self, task: Task) -> None:
+        """As `run`, for a task that lasts, such as reading a connection.
+
+        Raises:
+          RuntimeError: The system refuses a new thread.
+        """
+        if not self._hand_over(task):
+            task()
+
+    def _hand_over(self, task: Task) -> bool:
+        """Gives a task to an idle thread or a new one; False after `close`."""
         with self._lock:
             if self._idle:
                 idle = self._idle.pop()
                 idle.task = task
                 idle.ready.release()
-                return
-            if not self._closed and self._start(task):
-                return
-        task()
+            elif self._closed:
+                return False
+            else:
+                self._start(task)
+            return True
 
     def run_limited(self, task: Task) -> None:
         """Has another thread run `task()` as soon as one of the places is free."""
@@ -99,8 +118,7 @@ class ThreadPool:
                 else:
                     self._taken -= 1
 
-    def _start(self, task: Task) -> bool:
-        """Starts a thread; whether the system had one to give."""
+    def _start(self, task: Task) -> None:
         idle = _IdleThread()
         idle.task = task  # not an argument: a thread keeps its arguments to its end
         thread = threading.Thread(
@@ -109,13 +127,9 @@ class ThreadPool:
         self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:
-            self._threads.discard(thread)
-            return False
         except BaseException:
             self._threads.discard(thread)
             raise
-        return True
 
     def _work(self, idle: "_IdleThread") -> None:
         task, idle.task = idle.task, None

@@ -293,7 +293,9 @@ class Agent:
                 if execution is not None:
                     meta = meta | self._cancellable(waiting, peer)
                     execution.begin(waiting)
-                self.alarm.set(waiting.run((kind, meta, tree, leaves)))
+                due = waiting.run((kind, meta, tree, leaves))
+                if due is not None:  # several connections are idle now
+                    self.alarm.set(due)
             finally:
                 end()
         except BaseException as error:

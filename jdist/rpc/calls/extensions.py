@@ -1,8 +1,8 @@
-"""Packages built upon rpc give every worker of the process what they need there.
+"""Registry of packages built upon rpc, whose installers run for every worker.
 
-A part registers its installer when it is imported, before or after this process has
-workers. A message that only such a part can read names, in its metadata, a function of
-that part: to look it up imports the part, if the worker allows the name.
+A package registers its installer when it is imported, before or after this process has
+workers. A message that only such a package can read names a function of it in its
+metadata (`NEEDS`): to look the name up imports the package, if the worker allows that.
 """
 
 import threading
@@ -19,25 +19,26 @@ _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def extend(part: str, installer: Installer) -> None:
+def extend(package: str, installer: Installer) -> None:
     """Has `installer(agent)` called once for every worker of this process.
 
     Args:
-      part: The package that registers it; a second time changes nothing.
-      installer: Gives one worker what the part needs there.
+      package: Registers it; a second time changes nothing.
+      installer: Gives one worker what the package needs there.
     """
     with _lock:
-        if part in _installers:
+        if package in _installers:
             return
-        _installers[part] = installer
+        _installers[package] = installer
         agents = [agent for agent in _agents if not agent.closed]
     for agent in agents:
         installer(agent)
 
 
 def equip(agent: Agent) -> None:
-    """Gives a new worker everything that was registered so far."""
+    """Runs all installers for a new worker."""
     with _lock:
+        # In this order: a package that registers from now on finds the worker itself.
         _agents.add(agent)
         installers = list(_installers.values())
     for installer in installers:

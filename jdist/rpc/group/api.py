@@ -10,17 +10,6 @@ from jdist.rpc.calls import debug
 from jdist.rpc.calls.agent import current_agent
 from jdist.rpc.group.rendezvous import fresh_key
 
-__all__ = [
-    "all_gather",
-    "barrier",
-    "debug_info",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "get_worker_infos",
-    "new_cluster_key",
-    "set_rpc_timeout",
-]
-
 
 def get_worker_info(name: str | None = None) -> WorkerInfo:
     """Name and rank of a worker; by default of this one.

@@ -7,16 +7,6 @@ from jdist.rpc.base.deadline import moment
 from jdist.rpc.group.membership import Member
 from jdist.rpc.wire.frame import ERROR, REPLY, Frame
 
-__all__ = [
-    "SHUTDOWN",
-    "BarrierRound",
-    "Contribution",
-    "Purpose",
-    "RoundKey",
-    "contribution_of",
-    "end_of_wait",
-]
-
 SHUTDOWN = "shutdown"
 """The operation of the rounds in which workers end together."""
 

@@ -30,17 +30,6 @@ from jdist.rpc.wire.handshake import check_key
 from jdist.rpc.wire.socket_transport import SocketTransport
 from jdist.rpc.wire.sockets import is_loopback
 
-__all__ = [
-    "JoinRequest",
-    "init_rpc",
-    "join",
-    "leave",
-    "make_agent",
-    "make_coordinator",
-    "shutdown",
-    "transport_name",
-]
-
 _LEAVING_SECONDS = 2.0
 _RELEASE_SECONDS = 30.0
 
@@ -142,7 +131,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Ends this worker. Threads, sockets and memory are gone afterwards, in any case.
 
     In an elastic group only this worker ends, and the others go on: it waits until no
-    call to it or from it is under way. Rank 0 leaves last: it waits for all others.
+    call to it or from it is under way, and until all others know that it leaves. Rank 0
+    leaves last: it waits for all others.
 
     Args:
       graceful: Wait until all workers have called this and all calls are done, those

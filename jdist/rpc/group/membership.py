@@ -16,22 +16,6 @@ from jdist.rpc.base.worker_info import PeerRecord, WorkerInfo
 from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import ERROR, Frame
 
-__all__ = [
-    "LATE",
-    "MISFIT",
-    "NOT_UNIQUE",
-    "Answers",
-    "Doubt",
-    "Member",
-    "Membership",
-    "Refusal",
-    "clash",
-    "record_of",
-    "refuse",
-    "rival_of",
-    "set_incarnation",
-]
-
 LATE = "late"
 NOT_UNIQUE = "not unique"
 MISFIT = "misfit"

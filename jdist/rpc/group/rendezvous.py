@@ -14,16 +14,6 @@ from typing import Self
 
 from jdist._errors import requirement
 
-__all__ = [
-    "KEY_VARIABLE",
-    "LAST_PORT",
-    "LOOPBACK",
-    "Rendezvous",
-    "ReservedPort",
-    "check_count",
-    "fresh_key",
-]
-
 KEY_VARIABLE = "JDIST_CLUSTER_KEY"
 LOOPBACK = "127.0.0.1"
 LAST_PORT = 65535

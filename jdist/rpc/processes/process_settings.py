@@ -18,17 +18,6 @@ from pathlib import Path
 
 from jdist._errors import requirement
 
-__all__ = [
-    "OFF",
-    "VARIABLE",
-    "ProcessSettings",
-    "ResolvedSettings",
-    "applied",
-    "available_cores",
-    "resolved",
-    "share_out",
-]
-
 VARIABLE = "JDIST_PROCESS_SETTINGS"
 """Name of the variable in which a child finds what was applied to it."""
 

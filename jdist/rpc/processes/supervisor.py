@@ -25,16 +25,6 @@ from typing import IO, Self
 from jdist._errors import Unavailable
 from jdist.rpc.processes.process_settings import ResolvedSettings
 
-__all__ = [
-    "GRACE",
-    "Child",
-    "Ending",
-    "ProcessCommand",
-    "Supervisor",
-    "interpreter",
-    "require_posix",
-]
-
 GRACE = 5.0
 """Seconds between the request to end and the order."""
 

@@ -9,8 +9,8 @@ Two guarantees carry it (torch's names):
 - G2. A fork is not dropped before every fork made of it is counted by the owner.
 
 Hence at any time each holder is counted itself, or descends by forks that are not yet
-counted from one that is; and the value is freed only when no holder is counted.
-In detail:
+counted from one that is; and the value is freed only when no holder is counted. In
+detail:
 
 - The owner counts a fork that it gives away from the moment at which it is given.
 - Another holder's gift is counted when its receiver has asked the owner (`Fork`), and

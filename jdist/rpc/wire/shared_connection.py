@@ -67,7 +67,11 @@ class SharedConnection:
         self._pending: dict[int, Pending] = {}
         self._leaving: set[int] = set()  # being sent: `submit` sees that it closes
         self.closed: str | None = None
-        pool.run(self._read)
+        try:
+            pool.start(self._read)
+        except BaseException:
+            channel.close("there is no thread to read it")
+            raise
 
     def submit(
         self, pending: Pending, kind: str, meta: dict[str, Any], tree: Any, leaves: Any

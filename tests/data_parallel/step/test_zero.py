@@ -3,9 +3,6 @@
 import os
 import platform
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +11,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdist import data_parallel, optim
+from jdist import data_parallel, optim, rpc
 from jdist.data_parallel import shard_batch, train_step, zero
 from jdist.optim import Optimizer
 from tests.data_parallel import zero_bits
 from tests.data_parallel.recording import copies_differ
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -33,20 +28,16 @@ def params(rng):
     platform.machine() not in ("x86_64", "AMD64"),
     reason="only on x86 can XLA be told to contract no product and sum",
 )
-def test_every_optimizer_bit_for_bit():
+def test_every_optimizer_bit_for_bit(monkeypatch):
     """Parameters and state of all algorithms, and masters.
 
     In a process that has no fused multiply-add: with it, XLA contracts a product and a
     sum into one rounding in one program and not in another, as it sees fit.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.data_parallel.zero_bits"],
-        capture_output=True, text=True, timeout=280, cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [*sorted(optim.functional_optim_map), "masters"]
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    (agree,) = rpc.spawn(zero_bits.names, nprocs=1, settings=None, timeout=280)
+    assert agree == [*sorted(optim.functional_optim_map), "masters"]
 
 
 def test_as_processors_are(params, mesh, rng):

@@ -157,7 +157,6 @@ def test_losses_must_be_one_for_each_example():
             "must be one for the 2 stages. Got one fo",
         ),
         ({"schedule": pipeline.forward_only(2, 2)}, "must have a backward pass for"),
-        ({"schedule": pipeline.pipedream(2, 2)}, "and a flush. Got"),
         ({"reduction": "median"}, "must be one of 'mean', 'sum', 'max', 'min'"),
         ({"workers_or_devices": jax.devices()[:3]}, "one for each of the 2 workers"),
         (

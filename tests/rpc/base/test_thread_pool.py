@@ -152,6 +152,9 @@ def test_without_a_thread_a_task_runs_at_once(pool, monkeypatch):
     for number in (1, 2):
         pool.run_limited(lambda number=number: ran.append(number))
     assert (ran, pool.free) == ([0, 1, 2], 3)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pool.start(lambda: ran.append(3))
+    assert ran == [0, 1, 2]
 
 
 def test_calls_that_call_back_end_although_every_place_is_taken():

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jdist import rpc
 from jdist._errors import Unavailable
 from jdist.rpc.base.errors import ProcessFailed, RpcError, RpcTimeout
 from jdist.rpc.group.rendezvous import ReservedPort
@@ -336,3 +337,20 @@ def test_other_systems_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(os, "name", "nt")
     with pytest.raises(Unavailable, match="`spawn` needs Linux, macOS or another"):
         spawn(math.pow, args=(2,))
+
+
+def test_the_parent_joins_the_group_of_its_children():
+    """As a notebook does that drives them."""
+    with spawn(cases.serve_the_parent, nprocs=2, join=False) as children:
+        rpc.init_rpc(
+            "parent",
+            rank=2,
+            world_size=3,
+            coordinator=children.coordinator,
+            options=rpc.RpcOptions(key=children.key),
+        )
+        assert children.running
+        assert rpc.rpc_sync("worker1", max, args=(3, 5)) == 5
+        rpc.shutdown()
+        assert children.join() == [0, 1]
+        assert not children.running
