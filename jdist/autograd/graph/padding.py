@@ -70,15 +70,16 @@ def pad_to(sizes: int | Iterable[int], args: Iterable[int] | None = None) -> Pad
     The first dimension of every array and recorded value among the arguments is taken
     for the batch, but not that of variables, nor what has no dimensions. The last
     example is repeated up to the next size, and what the function returns is cut to the
-    examples that were given. No cotangent flows through the repeated ones.
+    examples that were given. The cotangent of repeated ones, zero for a function that
+    treats examples independently, is added to that of the example itself.
 
     Value and gradient are those of the batch without padding, but for the order in
     which a sum over more rows adds up, if the function treats its examples
     independently: row i of every output depends on row i of the inputs alone, and on
     the variables. One that does not, such as `x - x.mean(0)` or batch normalization,
-    sees the repeated examples. It is refused: at the first use of each size the
-    function runs a second time, with another example repeated, and the outputs of the
-    given examples must have the same bits. Reduce over the batch outside,
+    sees the repeated examples. It is refused: at the uses 1, 2, 4, 8, ... of each size
+    the function runs a second time, with another example repeated, and the outputs of
+    the given examples must have the same bits. Reduce over the batch outside,
     `apply(fn, w, x, pad=...).mean()`. To compile nothing for that either, begin the
     backward pass with the losses:
     `backward(context_id, [losses], cotangents=[np.full(n, 1 / n, np.float32)])`.
@@ -156,15 +157,16 @@ def padded(
     for keys, leaf in jax.tree.leaves_with_path(outputs):
         _check_output(keys, leaf, size)
     if rows < size:
-        _check_independence(run, outputs, rows, list(batches.values()))
+        _check_independence(fn, run, outputs, rows, list(batches.values()))
     return jax.tree.map(lambda leaf: _resized(leaf, rows), outputs)
 
 
-# The compiled functions and sizes that were seen to treat examples independently.
-_INDEPENDENT: LRUCache[Hashable, bool] = LRUCache(256)
+# How often a function was used at a size with distinct examples.
+_USES: LRUCache[Hashable, int] = LRUCache(256)
 
 
 def _check_independence(
+    fn: Callable[..., PyTree],
     run: Callable[[int], PyTree],
     outputs: PyTree,
     rows: int,
@@ -172,11 +174,13 @@ def _check_independence(
 ) -> None:
     """Refuses a function whose outputs of given examples depend on the repeated ones.
 
-    At the first use of each compiled size with distinct examples the function runs once
-    more, with another example repeated. An output of a given example that has other
-    bits then depends on other examples.
+    At the uses 1, 2, 4, 8, ... of each size with distinct examples the function runs
+    once more, with another example repeated. An output of a given example that has
+    other bits then depends on other examples. Once is not enough: a gate that begins at
+    zero lets nothing of other examples through at first.
 
     Args:
+      fn: The function.
       run: `run(number)` returns the outputs where that example is repeated.
       outputs: Of `run(-1)`.
       rows: Number of given examples.
@@ -187,19 +191,29 @@ def _check_independence(
     """
     leaves = jax.tree.leaves(outputs)
     node = next((x.edge.node for x in leaves if isinstance(x, Recorded)), None)
-    if not isinstance(node, SegmentNode):
-        return  # without recorded arguments nothing was compiled
+    # Without a history, as of an `argmax`, the code stands for the function.
+    function: Hashable = getattr(fn, "__code__", fn)
+    if isinstance(node, SegmentNode):
+        function = node.segment
     shapes = [(len(x), *x.shape[1:]) for x in leaves]
-    case = (node.segment, *shapes, *[x.shape[1:] for x in batches])
-    if case in _INDEPENDENT or not any(_bits(x, 0) != _bits(x, -1) for x in batches):
+    case = (function, *shapes, *[(x.shape[1:], x.dtype) for x in batches])
+    if not any(_bits(x, 0) != _bits(x, -1) for x in batches):
         return
+    uses = (_USES.get(case) or 0) + 1
+    if uses & (uses - 1) == 0:
+        _refuse_dependence(run, outputs, rows)
+    _USES.put(case, uses)
+
+
+def _refuse_dependence(
+    run: Callable[[int], PyTree], outputs: PyTree, rows: int
+) -> None:
     changed = _changed(outputs, run(0), rows)
     # A function that is not deterministic, on some GPUs, proves nothing.
     if changed is not None and _changed(outputs, run(-1), rows) is None:
         rule = "must be of a function that treats its examples independently"
         remedy = "Reduce over the batch outside of `apply`, or without padding."
         raise ValueError(requirement(_CALL, rule, changed, remedy))
-    _INDEPENDENT.put(case, True)
 
 
 def _changed(outputs: PyTree, others: PyTree, rows: int) -> str | None:
@@ -233,18 +247,26 @@ class ResizedNode(Node):
       name: Shown in messages and pictures.
       edge: Of the value.
       rows: Its length.
+      repeated: Which of its rows the added ones repeat.
     """
 
-    __slots__ = ("_rows",)
+    __slots__ = ("_repeated", "_rows")
 
-    def __init__(self, name: str, edge: Edge, rows: int) -> None:
+    def __init__(self, name: str, edge: Edge, rows: int, repeated: int) -> None:
         super().__init__(name, (edge,), 1, next_order())
         self._rows = rows
+        self._repeated = repeated
 
     def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
         """See `Node`. The cotangent of rows that were cut is zero."""
         (cotangent,) = cotangents
-        return [_of_length(cotangent, self._rows, None)]
+        added = np.asarray(cotangent)[self._rows :]
+        if not added.any():  # as of every function that treats examples independently
+            return [_of_length(cotangent, self._rows, None)]
+        # A function such as `x - x.max(0)` has the same outputs and passes the check.
+        own = np.array(cotangent)[: self._rows]
+        own[self._repeated] += added.sum(0, dtype=own.dtype)
+        return [_placed_like(cotangent, own)]
 
 
 def _resized(leaf: PyTree, rows: int, repeated: int = -1) -> PyTree:
@@ -254,7 +276,7 @@ def _resized(leaf: PyTree, rows: int, repeated: int = -1) -> PyTree:
     if not isinstance(leaf, Recorded):
         return _of_length(leaf, rows, repeated)
     name = "cut" if rows < len(leaf) else "pad"
-    node = ResizedNode(name, leaf.edge, len(leaf))
+    node = ResizedNode(name, leaf.edge, len(leaf), repeated)
     return Recorded(_of_length(leaf.value, rows, repeated), Edge(node, 0))
 
 
@@ -268,6 +290,10 @@ def _of_length(array: Any, rows: int, repeated: int | None = -1) -> Any:
         if repeated is not None:
             more[:] = own[repeated]
         found = np.concatenate([own, more])
+    return _placed_like(array, found)
+
+
+def _placed_like(array: Any, found: np.ndarray) -> Any:
     if not isinstance(array, jax.Array):
         return found
     if array.committed:

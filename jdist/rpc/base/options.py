@@ -100,8 +100,8 @@ class RpcOptions:
             raise ValueError(
                 requirement("RpcOptions(heartbeat_timeout=...)", rule, silence)
             )
-        if self.threads < 2:
-            rule = "must be at least 2: one reads while another runs a call"
+        if self.threads < 1:
+            rule = "must be at least 1"
             raise ValueError(requirement("RpcOptions(threads=...)", rule, self.threads))
         device_maps.check(self.device_maps)
         if self.leaks not in ("warn", "error"):

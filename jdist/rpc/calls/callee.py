@@ -424,6 +424,9 @@ class ServedConnection:
         except (ChannelClosed, ProtocolError) as error:
             self._end(str(error))
             return False
+        except BaseException as error:
+            self._end(f"its reader failed: {error!r}")
+            raise
         if frame.kind == CANCEL:
             self._cancel(frame.id)
             return True
@@ -480,6 +483,8 @@ class ServedConnection:
 
     def _end(self, reason: str) -> None:
         self._channel.close(reason)
-        for execution in [*self._running.values(), *self._bringing.values()]:
+        # `values()` of a weak dictionary is a Python loop, while other threads add.
+        bringing = [each() for each in self._bringing.valuerefs()]
+        for execution in [*self._running.values(), *filter(None, bringing)]:
             execution.cancel(f"{self._caller.name!r} gave up the call: {reason}")
         self._on_closed(self._channel)

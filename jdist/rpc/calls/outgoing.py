@@ -13,6 +13,7 @@ from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.outstanding_calls import OutstandingCalls
 from jdist.rpc.calls.peers import Peer, PooledConnection
+from jdist.rpc.codec.codes import names_code
 from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
@@ -221,8 +222,8 @@ class AsyncCall:
 
     def answered(self, frame: Frame) -> Callbacks:
         """See `Pending`."""
-        if frame.kind == ERROR:
-            # Not on the reader: the constructor of an exception is the user's code.
+        if frame.kind == ERROR or names_code(frame.tree):
+            # Not on the reader: constructors and modules are the user's code.
             return [lambda: run_all(self._take_in(frame))]
         return self._take_in(frame)
 

@@ -63,3 +63,22 @@ code. "Tree" stands for any tree below, "name" for `module:qualname`:
     REGISTERED,
     PICKLE,
 ) = range(31)
+
+
+def names_code(tree: object) -> bool:
+    """Whether decoding a tree may import a module or run code of a class.
+
+    What was given to `Codec.register` decodes itself, without waiting.
+
+    Example:
+      >>> names_code([TUPLE, 1, [LEAF, 0]])
+      False
+      >>> names_code([TUPLE, [ENUM, "module:Colour", "RED"]])
+      True
+    """
+    if not isinstance(tree, list) or not tree:
+        return False
+    code = tree[0]
+    if not isinstance(code, int) or (code >= REFERENCE and code != REGISTERED):
+        return True
+    return any(names_code(part) for part in tree[1:])

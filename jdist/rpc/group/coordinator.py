@@ -181,8 +181,12 @@ class Coordinator:
             self._post(self._membership.refused(text))
 
     def _answer(self, member: Member, frame: Frame) -> None:
-        # A frozen worker was given up, and thaws before its channel is closed.
         if member.gone is not None:
+            if member.left:
+                # It waits for the others to note that. What it says of them on the way
+                # counts no more, and closing its channel would end the wait early.
+                return
+            # A frozen worker was given up, and thaws before its channel is closed.
             raise ChannelClosed(member.gone)
         if frame.kind == "group.beat":
             member.post(Frame(REPLY, frame.id, {}, None, []))

@@ -82,6 +82,14 @@ class Member:
                 self.channel.send(frame)
             except ChannelClosed:
                 return  # the thread that reads from it notices as well
+            except ValueError as error:
+                # What all gave is more than a frame holds; others are told likewise.
+                self.post(Frame(ERROR, frame.id, _too_large(error), None, []))
+
+
+def _too_large(error: ValueError) -> dict[str, Any]:
+    text = f"The values of all workers together are too large for an answer: {error}"
+    return {"failed": text, "mismatch": False}
 
 
 Answers = list[tuple[Member, Frame]]

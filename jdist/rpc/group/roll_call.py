@@ -7,6 +7,7 @@ its port is free for what the processes came for, such as the coordinator of
 """
 
 import hashlib
+import itertools
 import os
 import threading
 import time
@@ -140,6 +141,8 @@ def _attend(channel: Channel, place: RunPlace, until: float | None) -> None:
         "address": [],  # not to be called
         "timeout": left,
     }
+    # A connection drops a frame whose number came before, so each answer has its own.
+    numbers = itertools.count(_JOIN + 1)
     try:
         channel.send(Frame("group.join", _JOIN, meta, None, []), late)
         while True:
@@ -148,7 +151,7 @@ def _attend(channel: Channel, place: RunPlace, until: float | None) -> None:
                 break
             if frame.kind == "group.probe":
                 alive = {"probe": frame.meta["probe"]}
-                channel.send(Frame("group.alive", _JOIN + 1, alive, None, []), late)
+                channel.send(Frame("group.alive", next(numbers), alive, None, []), late)
     except (ChannelClosed, TimeoutError) as error:
         raise AbsentRanks(
             f"Rank 0 of {place.size} left while rank {place.rank} waited with it for "

@@ -39,8 +39,8 @@ from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
 
-_GATHERING = 0.01
-"""Seconds for which a dropped fork waits for more: to tell its owner costs a call."""
+_LATE_SECONDS = 1.0
+"""After which dropped forks are no longer expected to be on their way."""
 
 
 class Handle(NamedTuple):
@@ -97,7 +97,7 @@ class References:
         self._leaks: list[str] = []
         self._watched: dict[GloballyUniqueId, object] = {}
         self._unused: collections.deque[UserFork] = collections.deque()
-        self._gathering = False
+        self._gathering_until = 0.0
         self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
@@ -187,14 +187,16 @@ class References:
         """Drops a fork soon; any number of times."""
         self._watched.pop(user_fork.fork, None)
         self._unused.append(user_fork)
-        if not self._gathering:
-            # A message for each by itself would cost as much as a call.
-            self._gathering = True
+        now = time.monotonic()
+        if now >= self._gathering_until:
+            # A message for each by itself would cost as much as a call. The moment
+            # passes: an interrupt before `later` must not stop all that come after it.
+            self._gathering_until = now + _LATE_SECONDS
             self.agent.timer.later(GATHERING, self._drop_unused)
 
     def _drop_unused(self) -> None:
         # Reset first: what is dropped from now on makes an appointment of its own.
-        self._gathering = False
+        self._gathering_until = 0.0
         forks = []
         while self._unused:
             forks.append(self._unused.popleft())

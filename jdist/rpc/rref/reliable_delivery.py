@@ -109,14 +109,14 @@ class ReliableDelivery:
         """
         with self._lock:
             outbox = self._outboxes[to]
+            if gather and not outbox.waiting:
+                # Before the message is noted: after an interrupt in between, later ones
+                # must not count on an appointment that was never made.
+                self._agent.timer.later(GATHERING, lambda: self._empty(to, outbox))
             outbox.waiting.append(_QueuedMessage(kind, row, answered, unreachable))
-            if outbox.sending or (gather and len(outbox.waiting) > 1):
+            if gather or outbox.sending:
                 return
-            outbox.sending = not gather
-        if gather:
-            self._agent.timer.later(GATHERING, lambda: self._send_gathered(to, outbox))
-        else:
-            self._agent.pool.run(lambda: self._empty(to, outbox))
+        self._agent.pool.run(lambda: self._empty(to, outbox))
 
     def idle(self) -> bool:
         """Whether every message was answered."""
@@ -141,14 +141,12 @@ class ReliableDelivery:
 
     # --- sending ---
 
-    def _send_gathered(self, to: int, outbox: "_Outbox") -> None:
-        with self._lock:
-            if outbox.sending or not outbox.waiting:
-                return
-            outbox.sending = True
-        self._empty(to, outbox)
-
     def _empty(self, to: int, outbox: "_Outbox") -> None:
+        with self._lock:
+            if outbox.sending:
+                return
+            # Here, on a thread that no interrupt reaches, and not by the sender.
+            outbox.sending = True
         while True:
             with self._lock:
                 if not outbox.waiting:

@@ -1,8 +1,9 @@
 """A connection that many asynchronous calls share.
 
 One thread reads it for as long as it is open, and completes the calls that the answers
-belong to. It runs nothing else: users' functions, such as callbacks of futures, run on
-the pool, so that no function can keep an answer from being read.
+belong to. It runs nothing else: users' functions, such as callbacks of futures and the
+constructors of what an answer holds, run on the pool, so that no function can keep an
+answer from being read.
 """
 
 import itertools
@@ -99,8 +100,11 @@ class SharedConnection:
             self._expire(number)
         except ChannelClosed as error:
             self._disconnect(number, str(error))
-        except BaseException:  # it is beyond the limits, or Ctrl-C came
+        except ValueError:  # it is beyond the limits, and nothing was sent
             self._pending.pop(number, None)
+            raise
+        except BaseException:
+            self.withdraw(number)  # Ctrl-C may come after it was sent
             raise
         finally:
             self._leaving.discard(number)

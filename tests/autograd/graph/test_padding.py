@@ -194,7 +194,51 @@ def test_dropout_is_no_mixing(alone):
         assert out.shape == (5, 6)
 
 
-def test_a_function_runs_twice_once_for_each_size(alone, monkeypatch):
+def gated(w, x):
+    return x + w[None] * (x - x.mean(0, keepdims=True))
+
+
+def test_mixing_that_begins_later_is_refused(alone):
+    """With a gate of zero, as many are initialized, no output tells."""
+    pad = autograd.pad_to(8)
+    autograd.apply(
+        gated, autograd.variable(np.zeros(6, np.float32)), whole(5, 6), pad=pad
+    )
+    with pytest.raises(ValueError, match="example 0 depends on other"):
+        autograd.apply(gated, autograd.variable(whole(6)), whole(5, 6), pad=pad)
+
+
+def test_outputs_without_a_history_are_checked(alone):
+    w = autograd.variable(whole(6))
+    with pytest.raises(ValueError, match="example 0 depends on other"):
+        autograd.apply(
+            lambda w, x: jax.lax.stop_gradient(centered(w, x)), w, whole(5, 6),
+            pad=autograd.pad_to(8),
+        )  # fmt: skip
+
+
+def relative_to_largest(w, x):
+    return (x - x.max(0, keepdims=True)) * w[None]
+
+
+@pytest.mark.parametrize("largest", [0, 2])
+def test_an_extreme_of_the_batch_has_its_gradient(alone, largest):
+    """Repeated examples change no output, and share the gradient of the extreme."""
+    rows = whole(3, 6)
+    rows[largest] += 10
+    w = autograd.variable(whole(6))
+    found = []
+    for options in ({}, {"pad": autograd.pad_to(8)}):
+        x = autograd.variable(rows)
+        with autograd.context() as context_id:
+            out = autograd.apply(relative_to_largest, w, x * 1.0, **options)
+            autograd.backward(context_id, [(out * out).sum()])
+            found.append(np.asarray(autograd.get_gradients(context_id)[x]))
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+    assert np.abs(found[0][largest]).max() > 0.1
+
+
+def test_a_function_runs_twice_at_uses_1_2_4_of_each_size(alone, monkeypatch):
     w, pad, runs = autograd.variable(whole(6)), autograd.pad_to(8), []
     record = padding.record
 
@@ -205,7 +249,7 @@ def test_a_function_runs_twice_once_for_each_size(alone, monkeypatch):
     monkeypatch.setattr(padding, "record", counted)
     for rows in (5, 3, 7, 8, 12, 9):
         autograd.apply(lambda w, x: jnp.cosh(x) * w[None], w, whole(rows, 6), pad=pad)
-    assert runs == [8, 8, 8, 8, 8, 16, 16, 16]
+    assert runs == [8] * 6 + [16] * 4
 
 
 def test_a_function_that_is_not_deterministic_proves_nothing(alone):

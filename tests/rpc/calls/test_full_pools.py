@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 
+import jax
 import pytest
 
 from jdist import rpc
@@ -144,3 +145,48 @@ def one_round(start, number):
 def test_the_librarys_messages_arrive_while_every_place_is_taken(full):
     for number in range(ROUNDS):
         one_round(full, number)
+
+
+def divide_there(to, left, right):
+    return rpc.rpc_async(to, divmod, args=(left, right)).wait()
+
+
+def test_one_place_is_enough():
+    """Calls both ways, each with a call back to where it came from."""
+    one = rpc.RpcOptions(threads=1)
+    with rpc.local_cluster(names(2), options=one, allow=["tests"]):
+        asked = []
+        for caller, to in (names(2), reversed(names(2))):
+            with rpc.use_worker(caller):
+                asked += [
+                    rpc.rpc_async(to, divide_there, args=(caller, number, 7))
+                    for number in range(40)
+                ]
+        assert rpc.wait_all(asked) == [divmod(number, 7) for number in range(40)] * 2
+
+
+_made_again = threading.Event()
+
+
+@jax.tree_util.register_pytree_node_class
+class Slow:
+    """Whose making from what arrived takes until another answer has come."""
+
+    def tree_flatten(self):
+        return (1,), None
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        assert _made_again.wait(PATIENCE)
+        return cls()
+
+
+def test_making_an_answers_objects_keeps_no_other_answer():
+    """They share the connection; the first one is made by code of the user's."""
+    _made_again.clear()
+    with rpc.local_cluster(names(2), allow=["tests"]):
+        slow = rpc.rpc_async("worker1", Slow)
+        assert rpc.rpc_async("worker1", divmod, args=(7, 2)).wait() == (3, 1)
+        assert not slow.done()
+        _made_again.set()
+        assert isinstance(slow.wait(), Slow)

@@ -100,7 +100,7 @@ def test_arguments_that_are_wrong(arguments, kind, text):
         ({"join_timeout": float("inf")}, ValueError, "must be finite"),
         ({"heartbeat_interval": 0}, ValueError, "must be longer than the interval"),
         ({"heartbeat_timeout": 0.5}, ValueError, "must be longer than the interval"),
-        ({"threads": 1}, ValueError, "must be at least 2"),
+        ({"threads": 0}, ValueError, "must be at least 1"),
         ({"polling": -1e-6}, ValueError, "must be non-negative"),
         ({"polling": 0.02}, ValueError, "must be at most 0.01 s"),
     ],
