@@ -29,7 +29,8 @@ def timed(pipe: Pipeline, step: Callable[[], T]) -> tuple[T, Timeline]:
     Args:
       pipe: The pipeline.
       step: Makes one step of it, `value_and_grad` or `train_step`; of several, the last
-        one counts. Compilation within it is part of the times.
+        one counts. Compilation within an action is part of the times; over workers
+        programs are compiled before the first action, which is not.
 
     Returns:
       The return value of `step`, and the timeline, with the most bytes that each worker

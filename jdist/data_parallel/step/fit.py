@@ -95,7 +95,7 @@ def evaluate(
 
     Args:
       step: From `train_step`.
-      state: PyTree training state; nothing is changed by it.
+      state: Training state; nothing is changed by it.
       batches: As for `fit`.
       total: How many there are, if they do not say it themselves.
       console: Where a bar shows how far it is; None for none.

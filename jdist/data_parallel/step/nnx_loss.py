@@ -126,7 +126,7 @@ def check_stateless(argument: str, params: PyTree) -> None:
 
     Args:
       argument: Function and argument, such as `"init(params=...)"`.
-      params: PyTree pytree.
+      params: Pytree of arrays.
 
     Raises:
       ValueError: There is an NNX module, or a state of one, with variables that are no

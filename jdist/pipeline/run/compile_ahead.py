@@ -6,7 +6,7 @@ walks through the first actions of the schedule on shapes alone: stages pass on 
 in place of values, and when every worker knows what its stages will be given, all of
 them compile at the same time.
 
-Nothing is computed. Made-up values would compile the same programs, but they could call
+No function of the user's runs. Made-up values would compile the same programs, but they could call
 a user's callbacks, or keep a loop that waits for convergence from ever ending.
 """
 

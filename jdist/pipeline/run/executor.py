@@ -22,7 +22,11 @@ from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.compile_ahead import compile_ahead
 from jdist.pipeline.run.evaluation import EvaluationStep, forward_places
 from jdist.pipeline.run.loss import PipelineLoss
-from jdist.pipeline.run.micro_batch import MicroBatchSource, split_batch
+from jdist.pipeline.run.micro_batch import (
+    MicroBatchSource,
+    size_of_batch,
+    split_batch,
+)
 from jdist.pipeline.run.shapes import check_shapes
 from jdist.pipeline.run.stage_channels import (
     Communicator,
@@ -320,10 +324,10 @@ class ScheduleExecutor(Executor):
             self._forward[count] = forward_places(programs.places, count)
         step = EvaluationStep(inputs._replace(places=self._forward[count]), outputs)
         step.run()
-        weight = sum(part.given for part in parts)
         loss, aux, kept = step.agree(channels)
         programs.agreed(inputs.read, compiled=False)
-        return Metrics(loss, examples, weight, aux=aux, outputs=kept), step.transfers
+        size = size_of_batch(given.batch, given.weights)
+        return Metrics(loss, *size, aux=aux, outputs=kept), step.transfers
 
 
 # --- what a call is refused for ---

@@ -206,11 +206,12 @@ def _examples(batch: PyTree, call: str) -> int:
 
 
 def size_of_batch(batch: PyTree, weights: Any) -> tuple[int, float]:
-    """The examples of a batch that can be cut, and the sum of their weights."""
-    examples = len(jax.tree.leaves(batch)[0])
+    """The examples with a weight above 0, and the sum of the weights."""
     if weights is None:
+        examples = len(jax.tree.leaves(batch)[0])
         return examples, float(examples)
-    return examples, _total(np.asarray(weights))
+    given = np.asarray(weights)
+    return int((given > 0).sum()), _total(given)
 
 
 def check_weights(

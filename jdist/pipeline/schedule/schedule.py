@@ -338,7 +338,8 @@ class Schedule:
 
         Raises:
           ValueError: The number is below 1 or not possible in the family; or the
-            schedule was made from a user's own actions and the number is not theirs.
+            schedule was made from a user's own actions and the number is not theirs; or
+            its update policy was replaced.
 
         Example:
           >>> from jdist.pipeline.schedules import pipedream
@@ -353,7 +354,14 @@ class Schedule:
             remedy = "Make the schedule by a function such as `pipedream(n, m)`."
             call = "Schedule.resized(micro_batches)"
             raise ValueError(requirement(call, rule, micro_batches, remedy))
-        return self.family(micro_batches)
+        made = self.family(micro_batches)
+        if made.update_policy != self.update_policy:
+            rule = f"must keep {self.update_policy}, and its family makes schedules "
+            rule += f"with {made.update_policy}"
+            remedy = "Give the policy to the function that makes the schedule."
+            call = "Schedule.resized(micro_batches)"
+            raise ValueError(requirement(call, rule, micro_batches, remedy))
+        return made
 
     def synchronous(self) -> "Schedule":
         """The same actions with one update after all micro-batches."""

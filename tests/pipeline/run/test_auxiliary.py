@@ -51,7 +51,7 @@ def test_an_entry_for_each_micro_batch(schedule):
     after = expected(models.forward(newest, batch), batch, SIZES)
     found = pipe.evaluate(state, batch, weights)
     same(found.aux, after, rtol=1e-12)
-    assert metrics.examples == found.examples == 7
+    assert metrics.examples == found.examples == (weights > 0).sum()
     assert plain.evaluate(placed, batch, weights).aux is None
 
 

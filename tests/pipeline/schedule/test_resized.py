@@ -1,6 +1,7 @@
 """Schedules of one family for other numbers of micro-batches, and their policies."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,9 @@ def test_what_cannot_be_resized():
         schedules.gpipe(2, 2).resized(0)
     with pytest.raises(ValueError, match="at least 4, one per stage"):
         schedules.dualpipe_v(2, 4).resized(3)
+    replaced = replace(schedules.pipedream(2, 2), update_policy=UpdatePolicy("flush"))
+    with pytest.raises(ValueError, match=r"must keep .*'flush'.*'stashing'.*Give"):
+        replaced.resized(4)
 
 
 def test_synchronous_keeps_the_actions():
