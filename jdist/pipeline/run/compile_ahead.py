@@ -6,8 +6,9 @@ walks through the first actions of the schedule on shapes alone: stages pass on 
 in place of values, and when every worker knows what its stages will be given, all of
 them compile at the same time.
 
-No function of the user's runs. Made-up values would compile the same programs, but they could call
-a user's callbacks, or keep a loop that waits for convergence from ever ending.
+No function of the user's runs. Made-up values would compile the same programs, but
+they could call a user's callbacks, or keep a loop that waits for convergence from ever
+ending.
 """
 
 from collections.abc import Mapping, Sequence
