@@ -133,6 +133,22 @@ def test_one_that_came_and_left_again_is_missing(address):
     assert first.outcome().ranks == (1, 2)
 
 
+def test_one_that_died_when_asked_may_come_again(address):
+    """The others are asked a second time whether they live, and answer again."""
+    first = Caller(address, 0, 3)
+    connect(address).close()
+    with SocketTransport("rank1", _NO_KEY) as transport:
+        channel = transport.connect("", port_of(address), soon())
+        told = {"name": "rank1", "rank": 1, "world_size": 3, "timeout": PATIENCE}
+        channel.send(Frame("group.join", 1, told | {"address": []}, None, []))
+        last = Caller(address, 2, 3)
+        while channel.receive(soon()).kind != "group.probe":
+            pass
+        channel.close()
+    again = Caller(address, 1, 3)
+    assert [one.outcome() for one in (first, last, again)] == [None, None, None]
+
+
 def test_two_of_one_rank_are_refused(address):
     """All hear it, not only the second."""
     callers = [Caller(address, rank, 3) for rank in (0, 1, 1)]

@@ -157,3 +157,21 @@ def test_the_end_of_what_is_under_way_is_told_once(workers, end):
     other.later.set_result([None])
     assert one.delivery.idle()
     assert len(one.answers) == 2
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_an_interrupted_send_stops_no_later_one(workers, monkeypatch, gather):
+    """The interrupt comes where the message is handed to another thread."""
+    one, other = workers
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    where = one.agent.timer if gather else one.agent.pool
+    with monkeypatch.context() as patch:
+        patch.setattr(where, "later" if gather else "run", interrupted)
+        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+            one.send(other, 1, gather=gather)
+    one.send(other, 2, gather=gather)
+    assert wait_for(lambda: 2 in other.handled())
+    assert wait_for(one.delivery.idle)
