@@ -8,6 +8,7 @@ import pytest
 from jdist.data_parallel.data.process_group import ProcessLost, _call_roll
 from jdist.rpc.group.rendezvous import ReservedPort
 from jdist.rpc.group.roll_call import RunPlace
+from tests.rpc import roll_callers
 
 SOON = 0.3  # Of what must not happen: how long the call waits for those who never come.
 PATIENCE = 60.0  # Of what must happen.
@@ -20,26 +21,10 @@ def address():
         yield f"127.0.0.1:{reserved.port}"
 
 
-class Caller(threading.Thread):
-    """A thread that answers the roll call, and keeps what came of it."""
+class Caller(roll_callers.Caller):
+    """One that trains over replicas."""
 
-    def __init__(self, address, rank, size, timeout=PATIENCE):
-        super().__init__(daemon=True)
-        self.place = RunPlace(rank, size, address, address)
-        self.timeout = timeout
-        self.error = None
-        self.start()
-
-    def run(self):
-        try:
-            _call_roll(self.place, self.timeout)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            self.error = error
-
-    def outcome(self):
-        self.join(PATIENCE)
-        assert not self.is_alive()
-        return self.error
+    answer = staticmethod(_call_roll)
 
 
 class Coordinator(threading.Thread):

@@ -23,13 +23,13 @@ class Line:
 
 def member(name, rank):
     """One that asks to join; nothing is sent to it."""
-    made = Member(WorkerInfo(name, rank), None, Line(name), ThreadPool("nobody", 2))
+    made = Member(WorkerInfo(name, rank), None, Line(name), ThreadPool("membership", 2))
     made.request = next(_numbers)
     return made
 
 
 def told(answers):
-    """What was told, to whom, in order."""
+    """Texts and the workers that they were sent to, in order."""
     return [(to.info.name, frame.kind) for to, frame in answers]
 
 

@@ -10,6 +10,7 @@ from jdist.rpc.group.rendezvous import KEY_VARIABLE, ReservedPort
 from jdist.rpc.group.roll_call import _NO_KEY, AbsentRanks, RunPlace, roll_call
 from jdist.rpc.wire.frame import Frame
 from jdist.rpc.wire.socket_transport import SocketTransport
+from tests.rpc.roll_callers import Caller
 from tests.rpc.sockets import nothing_left, soon
 
 SOON = 0.3  # Of what must not happen: how long the call waits for those who never come.
@@ -28,28 +29,6 @@ def address():
     """Where rank 0 is to listen: a port that is kept from others, as launch does."""
     with ReservedPort() as reserved:
         yield f"127.0.0.1:{reserved.port}"
-
-
-class Caller(threading.Thread):
-    """A thread that answers the roll call, and keeps what came of it."""
-
-    def __init__(self, address, rank, size, timeout=PATIENCE, bind=None):
-        super().__init__(daemon=True)
-        self.place = RunPlace(rank, size, address, bind or address)
-        self.timeout = timeout
-        self.error = None
-        self.start()
-
-    def run(self):
-        try:
-            roll_call(self.place, self.timeout)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
-            self.error = error
-
-    def outcome(self):
-        self.join(PATIENCE)
-        assert not self.is_alive()
-        return self.error
 
 
 def port_of(address):
