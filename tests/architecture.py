@@ -66,9 +66,9 @@ ROOMS = {
         "extension",
     ),
     "autograd": (
-        "graph",
-        "context",
-        "crossing engine modules remote_call",
+        "recording",
+        "contexts",
+        "crossing engine modules call_primitive",
         "optimizer picture",
         "install",
     ),

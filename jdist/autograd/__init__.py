@@ -13,14 +13,15 @@ Inside `jax.grad` and `jax.jit` it is `remote_call` that calls another worker.
 
 Rooms, each built on those before it:
 
-- `graph`: variables, recorded values, and the nodes that computed them.
-- `context`: distributed computations, their ids and their end.
+- `recording`: variables, recorded values, and the nodes that computed them.
+- `contexts`: distributed computations, their ids and their end.
 - `crossing`: the send and receive functions that calls and replies leave in the graph.
 - `engine`: backward passes.
-- `modules`, `remote_call`, `picture` and then `optimizer`: what is built on all that.
+- `modules`, `call_primitive`, `picture` and then `optimizer`: built on all that.
 """
 
-from jdist.autograd.context.api import (
+from jdist.autograd.call_primitive.call import remote_call
+from jdist.autograd.contexts.api import (
     context,
     current_context,
     get_gradients,
@@ -28,22 +29,21 @@ from jdist.autograd.context.api import (
     release,
     retrieve_context,
 )
-from jdist.autograd.context.context import Context
+from jdist.autograd.contexts.context import Context
 from jdist.autograd.engine.backward import backward, debug_info
 from jdist.autograd.engine.events import Event, record_events
 from jdist.autograd.engine.failure import BackwardError, UnusedSend
 from jdist.autograd.engine.replicated import replicated, unreplicate
-from jdist.autograd.graph.apply import apply
-from jdist.autograd.graph.errors import AutogradError, ContextNotFound, GraphFreed
-from jdist.autograd.graph.padding import pad_to
-from jdist.autograd.graph.purity import eager
-from jdist.autograd.graph.recorded import Recorded, detach
-from jdist.autograd.graph.variable import Variable, variable
 from jdist.autograd.install import install as _install
 from jdist.autograd.modules.nnx_module import TrainableModule, module
 from jdist.autograd.optimizer.distributed_optimizer import DistributedOptimizer
 from jdist.autograd.picture.graph import Graph, graph
-from jdist.autograd.remote_call.call import remote_call
+from jdist.autograd.recording.apply import apply
+from jdist.autograd.recording.errors import AutogradError, ContextNotFound, GraphFreed
+from jdist.autograd.recording.padding import pad_to
+from jdist.autograd.recording.purity import eager
+from jdist.autograd.recording.recorded import Recorded, detach
+from jdist.autograd.recording.variable import Variable, variable
 from jdist.rpc.extension import extend as _extend
 
 __all__ = [

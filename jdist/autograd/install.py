@@ -1,14 +1,14 @@
 """What a worker needs to record calls and to take part in backward passes."""
 
-from jdist.autograd.context.context import STATE, Container
-from jdist.autograd.context.release import Releases
+from jdist.autograd.contexts.context import STATE, Container
+from jdist.autograd.contexts.release import Releases
 from jdist.autograd.crossing.rpc_hooks import RpcHooks
 from jdist.autograd.engine import engine, reference_backward
-from jdist.autograd.graph.recorded import Recorded
-from jdist.autograd.graph.variable import Variable
 from jdist.autograd.modules import nnx_module
 from jdist.autograd.optimizer import owner_side
 from jdist.autograd.picture import graph
+from jdist.autograd.recording.recorded import Recorded
+from jdist.autograd.recording.variable import Variable
 from jdist.rpc.extension import TRAINABLE, Agent
 
 

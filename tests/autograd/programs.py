@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jdist import autograd, rpc
-from jdist.autograd.graph.node import RecvNode
+from jdist.autograd.recording.node import RecvNode
 from tests.autograd.engine_world import call
 
 

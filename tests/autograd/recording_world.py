@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import autograd, rpc
-from jdist.autograd.context.context import here
-from jdist.autograd.graph.node import RecvNode, SendNode
-from jdist.autograd.graph.variable import LeafNode
+from jdist.autograd.contexts.context import here
+from jdist.autograd.recording.node import RecvNode, SendNode
+from jdist.autograd.recording.variable import LeafNode
 
 PATIENCE = 60.0
 WAYS = ("sync", "async", "remote")

@@ -12,7 +12,7 @@ import pytest
 
 import jdist
 from jdist import autograd, rpc
-from jdist.autograd.context.locks import holding
+from jdist.autograd.contexts.locks import holding
 from jdist.autograd.engine.local_pass import StepQueue
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
 from tests.rpc.sockets import Outcome, blocked, wait_until

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jdist import rpc
-from jdist.autograd.context.context import here
+from jdist.autograd.contexts.context import here
 from jdist.autograd.crossing.rpc_hooks import META
 from jdist.rpc.base import current
 from jdist.rpc.base.extension_state import NEEDS

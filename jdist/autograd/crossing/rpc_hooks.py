@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.autograd.context.context import (
+from jdist.autograd.contexts.context import (
     Container,
     Context,
     Recording,
     recorded_into,
 )
-from jdist.autograd.graph.node import (
+from jdist.autograd.recording.node import (
     LAST,
     Edge,
     Reach,
@@ -30,9 +30,9 @@ from jdist.autograd.graph.node import (
     join,
     next_order,
 )
-from jdist.autograd.graph.purity import is_pure, refuse_in_pure
-from jdist.autograd.graph.recorded import Recorded, record
-from jdist.autograd.graph.variable import Variable
+from jdist.autograd.recording.purity import is_pure, refuse_in_pure
+from jdist.autograd.recording.recorded import Recorded, record
+from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
 from jdist.rpc.extension import NEEDS, Invocation, MessageContext, is_module
 

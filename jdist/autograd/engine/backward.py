@@ -10,14 +10,14 @@ from jax.typing import ArrayLike
 
 from jdist._compat import beside
 from jdist._errors import requirement
-from jdist.autograd.context.context import Context, here
+from jdist.autograd.contexts.context import Context, here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
 from jdist.autograd.engine.replicated import ReplicaReduction
-from jdist.autograd.graph.errors import AutogradError
-from jdist.autograd.graph.recorded import Recorded
-from jdist.autograd.graph.variable import LeafNode, Variable
+from jdist.autograd.recording.errors import AutogradError
+from jdist.autograd.recording.recorded import Recorded
+from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import RpcTimeout
 from jdist.rpc.extension import (
     DEFAULT,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from jdist._lru_cache import LRUCache
-from jdist.autograd.context.context import Container, Context, Ids, maker
+from jdist.autograd.contexts.context import Container, Context, Ids, maker
 from jdist.autograd.engine.failure import BackwardError, PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
 from jdist.autograd.engine.messages import (
@@ -21,7 +21,7 @@ from jdist.autograd.engine.messages import (
     unpack_reached,
 )
 from jdist.autograd.engine.termination_detector import UnansweredRequest
-from jdist.autograd.graph.node import Node, reached_from
+from jdist.autograd.recording.node import Node, reached_from
 from jdist.rpc import Future, ProtocolError, RpcError, WorkerInfo
 from jdist.rpc.extension import Deadline, Reply, current, incarnation_of
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jdist.autograd.graph.errors import AutogradError
+from jdist.autograd.recording.errors import AutogradError
 from jdist.rpc import ProtocolError, RpcError
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jdist._tree import PyTree
-from jdist.autograd.context.context import Context, maker
+from jdist.autograd.contexts.context import Context, maker
 from jdist.autograd.engine import events
 from jdist.autograd.engine.events import Event, note
 from jdist.autograd.engine.failure import PassFailure, UnusedSend
@@ -34,9 +34,9 @@ from jdist.autograd.engine.termination_detector import (
     UnansweredRequest,
     explain,
 )
-from jdist.autograd.graph.errors import AutogradError, no_context
-from jdist.autograd.graph.node import Cotangent, Edge, Node, RecvNode, SendNode
-from jdist.autograd.graph.variable import LeafNode, Variable
+from jdist.autograd.recording.errors import AutogradError, no_context
+from jdist.autograd.recording.node import Cotangent, Edge, Node, RecvNode, SendNode
+from jdist.autograd.recording.variable import LeafNode, Variable
 from jdist.rpc import Future, WorkerInfo, WorkerLost
 from jdist.rpc.extension import (
     DEFAULT,

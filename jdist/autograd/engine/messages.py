@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 
 from jdist.autograd.engine.failure import PassFailure
-from jdist.autograd.graph.node import Cotangent
+from jdist.autograd.recording.node import Cotangent
 from jdist.rpc import ProtocolError
 from jdist.rpc.extension import Reply
 

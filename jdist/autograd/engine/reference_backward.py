@@ -3,11 +3,11 @@
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.context.context import Container, here, recorded_into
+from jdist.autograd.contexts.context import Container, here, recorded_into
 from jdist.autograd.engine.backward import backward, backward_of
 from jdist.autograd.engine.failure import PassFailure
 from jdist.autograd.engine.local_pass import LocalPass
-from jdist.autograd.graph.errors import AutogradError
+from jdist.autograd.recording.errors import AutogradError
 from jdist.rpc import Future, ProtocolError, RRef, WorkerInfo
 from jdist.rpc.extension import BACKWARD, call_when_done, cancel, current, error_of
 

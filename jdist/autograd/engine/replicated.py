@@ -24,9 +24,9 @@ from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, named_leaves, wide_dtype
-from jdist.autograd.context.context import Container, here
-from jdist.autograd.graph.errors import AutogradError
-from jdist.autograd.graph.variable import Variable
+from jdist.autograd.contexts.context import Container, here
+from jdist.autograd.recording.errors import AutogradError
+from jdist.autograd.recording.variable import Variable
 from jdist.rpc import CollectiveMismatch, RpcError, RpcTimeout, WorkerLost
 from jdist.rpc.extension import (
     DEFAULT,

@@ -10,7 +10,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from jdist.autograd.graph.node import Cotangent, Node, plus
+from jdist.autograd.recording.node import Cotangent, Node, plus
 
 Summand = tuple[tuple[int, ...], int, Cotangent]
 """A summand of a cotangent: its place in the sum, which has two parts, and the array.

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jdist.autograd.engine.messages import Reports, StarvationReport, StarvingSend
-from jdist.autograd.graph.node import RecvNode
+from jdist.autograd.recording.node import RecvNode
 from jdist.rpc import Future
 from jdist.rpc.extension import Reply
 

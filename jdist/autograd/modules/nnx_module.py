@@ -19,11 +19,11 @@ from jax.typing import ArrayLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, abbreviated, is_inexact
-from jdist.autograd.context.locks import holding
-from jdist.autograd.graph.pure import Constant
-from jdist.autograd.graph.purity import eager, refuse_in_pure
-from jdist.autograd.graph.recorded import record
-from jdist.autograd.graph.variable import Variable
+from jdist.autograd.contexts.locks import holding
+from jdist.autograd.recording.pure import Constant
+from jdist.autograd.recording.purity import eager, refuse_in_pure
+from jdist.autograd.recording.recorded import record
+from jdist.autograd.recording.variable import Variable
 from jdist.rpc import RRef
 from jdist.rpc.extension import (
     InterruptSafeLock,

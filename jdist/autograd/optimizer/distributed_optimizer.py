@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, described
-from jdist.autograd.context.context import here
+from jdist.autograd.contexts.context import here
 from jdist.autograd.optimizer import checkpoint, owner_side
 from jdist.autograd.optimizer.checkpoint import State
 from jdist.autograd.optimizer.owned_optimizer import check_same

@@ -17,9 +17,9 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, described, path_of
-from jdist.autograd.context.locks import holding
-from jdist.autograd.graph.variable import Variable
+from jdist.autograd.contexts.locks import holding
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
+from jdist.autograd.recording.variable import Variable
 from jdist.optim.internal import square
 from jdist.rpc import RpcTimeout
 from jdist.rpc.extension import current

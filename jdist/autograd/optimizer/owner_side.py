@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.context.context import here
-from jdist.autograd.graph.variable import Variable
+from jdist.autograd.contexts.context import here
 from jdist.autograd.modules.nnx_module import TrainableModule
 from jdist.autograd.optimizer.compiled_optimizer import compiled_optimizer
 from jdist.autograd.optimizer.owned_optimizer import Gradients, OwnedOptimizer
+from jdist.autograd.recording.variable import Variable
 from jdist.rpc import Parameter, ProtocolError, RRef, WorkerInfo
 from jdist.rpc.extension import Agent
 

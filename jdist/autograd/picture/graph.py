@@ -5,11 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jdist._errors import requirement
-from jdist.autograd.context.context import Container, Context, here
+from jdist.autograd.contexts.context import Container, Context, here
 from jdist.autograd.engine import engine as engines
-from jdist.autograd.graph.node import Node
-from jdist.autograd.graph.recorded import Recorded
-from jdist.autograd.graph.variable import Variable
 from jdist.autograd.picture.graph_node import (
     RECEIVE,
     SEND,
@@ -19,6 +16,9 @@ from jdist.autograd.picture.graph_node import (
 )
 from jdist.autograd.picture.mermaid import mermaid
 from jdist.autograd.picture.svg import svg
+from jdist.autograd.recording.node import Node
+from jdist.autograd.recording.recorded import Recorded
+from jdist.autograd.recording.variable import Variable
 from jdist.rpc import ProtocolError, WorkerInfo
 from jdist.rpc.extension import DEFAULT, incarnation_of
 

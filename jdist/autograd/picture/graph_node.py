@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._tree import abbreviated
-from jdist.autograd.context.context import Context
+from jdist.autograd.contexts.context import Context
 from jdist.autograd.engine.sweep import dependencies
-from jdist.autograd.graph.node import Node, RecvNode, SendNode
-from jdist.autograd.graph.variable import LeafNode
+from jdist.autograd.recording.node import Node, RecvNode, SendNode
+from jdist.autograd.recording.variable import LeafNode
 from jdist.rpc import ProtocolError
 
 LEAF, FUNCTION, SEND, RECEIVE = "leaf", "function", "send", "receive"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.graph.variable import LeafNode
+from jdist.autograd.recording.variable import LeafNode
 from tests.autograd.recording_world import (
     WAYS,
     Model,

@@ -9,7 +9,7 @@ import pytest
 
 from jdist import autograd, rpc
 from jdist.autograd.engine.messages import GRADIENTS
-from jdist.autograd.graph import node
+from jdist.autograd.recording import node
 from jdist.rpc.base import current
 from tests.autograd import engine_world as world
 from tests.autograd.engine_world import after, counting, leaves, numbers

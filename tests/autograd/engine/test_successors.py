@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from jdist import autograd, rpc
-from jdist.autograd.context.context import here
+from jdist.autograd.contexts.context import here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.local_pass import LocalPass
 from jdist.autograd.engine.messages import PassTerms
-from jdist.autograd.graph.node import SendNode
+from jdist.autograd.recording.node import SendNode
 from jdist.rpc.base import current
 from jdist.rpc.base.deadline import NEVER
 from tests.autograd.recording_world import has, leaf, loses, numbers, wait_for

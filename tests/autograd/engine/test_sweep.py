@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdist.autograd.engine.sweep import Sweep, dependencies, total
-from jdist.autograd.graph.node import Edge, Node
+from jdist.autograd.recording.node import Edge, Node
 
 
 class Scaled(Node):

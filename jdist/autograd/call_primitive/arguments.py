@@ -1,0 +1,213 @@
+"""Pytrees as lists of arrays and the rest, which is hashable and can travel.
+
+Arrays and Python's numbers take part in differentiation and batching. The rest of a
+tree, such as a text or a function among the arguments, is part of *what* is called,
+like the code itself.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jdist._errors import requirement
+from jdist._tree import PyTree, abbreviated, named_leaves
+from jdist.autograd.recording.pure import Recordable
+from jdist.rpc import RRef
+
+_NUMBERS = (bool, int, float, complex)
+
+
+class AbstractArray(NamedTuple):
+    """The shape and dtype of an array, which are known before its numbers.
+
+    Attributes:
+      shape: Its shape.
+      dtype: Its dtype.
+      weak: Whether its type is weak, which yields to others in promotion.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    weak: bool = False
+
+    def __str__(self) -> str:
+        return abbreviated(self)
+
+    @property
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """The same as a type of JAX."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
+
+
+def abstract_of(array: ArrayLike) -> AbstractArray:
+    """The shape and dtype of an array, traced or not."""
+    known = jax.typeof(array)
+    return AbstractArray(known.shape, np.dtype(known.dtype), known.weak_type)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySlot:
+    """The place of an array in a tree.
+
+    Attributes:
+      index: Its number.
+      key: For a PRNG key, whose words are the array, its implementation.
+    """
+
+    index: int
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSlot:
+    """The place of a variable that the callee holds, in a tree of arguments.
+
+    Attributes:
+      index: Its number.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLeaf:
+    """A leaf that is no array; equal to another only if their types are equal too."""
+
+    kind: type
+    value: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A tree without its arrays.
+
+    Attributes:
+      treedef: The containers.
+      leaves: For each leaf the place of its array or variable, or its value.
+    """
+
+    treedef: jax.tree_util.PyTreeDef
+    leaves: tuple[ArraySlot | VariableSlot | StaticLeaf, ...]
+
+    @classmethod
+    def of(cls, skeleton: PyTree) -> "Structure":
+        """The inverse of `skeleton`."""
+        leaves, treedef = jax.tree.flatten(skeleton)
+        places = (
+            x if isinstance(x, ArraySlot | VariableSlot) else StaticLeaf(type(x), x)
+            for x in leaves
+        )
+        return cls(treedef, tuple(places))
+
+    @property
+    def skeleton(self) -> PyTree:
+        """The tree with slots in place of arrays, as a value that can be sent."""
+        return self.treedef.unflatten(
+            [x.value if isinstance(x, StaticLeaf) else x for x in self.leaves]
+        )
+
+    def tree(self, arrays: Sequence[jax.Array], held: Sequence[PyTree] = ()) -> PyTree:
+        """The tree with these arrays, and trees of variables, in their slots."""
+        return self.treedef.unflatten([_filled(x, arrays, held) for x in self.leaves])
+
+
+def _filled(
+    place: ArraySlot | VariableSlot | StaticLeaf,
+    arrays: Sequence[jax.Array],
+    held: Sequence[PyTree],
+) -> Any:
+    if isinstance(place, StaticLeaf):
+        return place.value
+    if isinstance(place, VariableSlot):
+        return held[place.index]
+    array = arrays[place.index]
+    return jax.random.wrap_key_data(array, impl=place.key) if place.key else array
+
+
+class FlatArguments(NamedTuple):
+    """A tree of arguments, taken apart.
+
+    Attributes:
+      arrays: Its arrays; of a PRNG key the words.
+      references: Its references to variables.
+      structure: The rest.
+    """
+
+    arrays: list[jax.Array]
+    references: tuple[RRef, ...]
+    structure: Structure
+
+
+def taken_apart(tree: PyTree, call: str) -> FlatArguments:
+    """The arrays of a tree, the references in it, and the tree without them.
+
+    Raises:
+      TypeError: A leaf is neither an array nor hashable, or it is recorded.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays: list[jax.Array] = []
+    references: list[RRef] = []
+    places: list[ArraySlot | VariableSlot | StaticLeaf] = []
+    for leaf in leaves:
+        if _is_array(leaf):
+            array, key = _words(leaf)
+            places.append(ArraySlot(len(arrays), key))
+            arrays.append(array)
+        elif isinstance(leaf, RRef):
+            places.append(VariableSlot(len(references)))
+            references.append(leaf)
+        else:
+            places.append(StaticLeaf(type(leaf), _hashable(leaf, call)))
+    return FlatArguments(arrays, tuple(references), Structure(treedef, tuple(places)))
+
+
+def arrays_of(tree: PyTree, call: str) -> tuple[list[jax.Array], Structure]:
+    """The arrays of a result, all of whose leaves must be arrays, and its structure.
+
+    Raises:
+      TypeError: One is not.
+    """
+    for path, leaf in named_leaves(tree).items():
+        if leaf is not None and not _is_array(leaf):
+            rule = "must return arrays, in any pytree"
+            got = f"a {type(leaf).__qualname__} at {path}"
+            raise TypeError(requirement(call, rule, got))
+    arrays, _, structure = taken_apart(tree, call)
+    return arrays, structure
+
+
+def _is_array(leaf: PyTree) -> bool:
+    # Exactly: an enumeration may be derived from int, and is none.
+    return type(leaf) in _NUMBERS or isinstance(
+        leaf, jax.Array | np.ndarray | np.generic
+    )
+
+
+def _words(leaf: PyTree) -> tuple[jax.Array, str]:
+    if not isinstance(leaf, jax.Array):
+        return jnp.asarray(leaf), ""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf, ""
+    return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
+
+
+def _hashable(leaf: PyTree, call: str) -> Hashable:
+    if isinstance(leaf, Recordable):
+        rule = "must not be recorded: its derivatives are those of JAX"
+        remedy = (
+            "Pass the value of a variable, or a reference to a variable of the callee; "
+            "for a recorded value call the function by rpc.rpc_sync."
+        )
+        raise TypeError(requirement(call, rule, leaf, remedy))
+    try:
+        hash(leaf)
+    except TypeError as error:
+        rule = "must be arrays, numbers, and values that can be hashed, in any pytree"
+        got = f"a {type(leaf).__qualname__}"
+        raise TypeError(requirement(call, rule, got)) from error
+    return leaf

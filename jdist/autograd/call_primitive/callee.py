@@ -1,0 +1,304 @@
+"""The callee's side: compiles and runs functions that other workers call.
+
+A function is described once (`describe`): it is traced here, which gives the caller the
+shapes of its results, and gets a number. Calls (`perform`) then carry the number, the
+transforms and arrays. Compiled functions are found again by code and contents, so they
+are shared by all callers, and compiled again when something changes that the function
+refers to. Nothing of a call is kept: a backward pass brings the arguments again.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from secrets import randbits
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, use_abstract_mesh
+
+from jdist._compat import evaluate, placed, trace_whole
+from jdist._lru_cache import LRUCache
+from jdist._tree import PyTree
+from jdist.autograd.call_primitive.arguments import (
+    AbstractArray,
+    Structure,
+    abstract_of,
+    arrays_of,
+)
+from jdist.autograd.call_primitive.transforms import (
+    Flat,
+    Transform,
+    first_pullback,
+    pullbacks,
+    shifted,
+    transformed,
+)
+from jdist.autograd.call_primitive.variables import context_of, trees, variables_of
+from jdist.autograd.recording.purity import tracing
+from jdist.rpc import RRef
+from jdist.rpc.extension import Agent, current, current_agent
+from jdist.rpc.extension import Operation as Described
+from jdist.segment.internal import (
+    VERSIONS,
+    Changed,
+    Contents,
+    FunctionCache,
+    contents_of,
+    identity_of,
+    refuse_hidden,
+    signature_of,
+)
+
+CACHE: FunctionCache[Flat] = FunctionCache("remote_call", size=256)
+_PART = "jdist.autograd.call_primitive.callee"
+_MOST = 4096
+# A call within one process may run in the caller's thread, under the caller's mesh.
+_NO_MESH = AbstractMesh((), ())
+
+
+class UnknownFunction(LookupError):
+    """The callee does not know a number, or not any more: it must be asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFunction:
+    """A function that others call.
+
+    Attributes:
+      function: The function.
+      structure: Of its arguments, `(args, kwargs)`.
+      weak: Numbers of the arrays among them whose types are weak.
+    """
+
+    function: Callable[..., PyTree]
+    structure: Structure
+    weak: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        """The call as messages name it."""
+        return f"remote_call(fn={getattr(self.function, '__qualname__', 'fn')})"
+
+    def run(
+        self, arrays: Sequence[jax.Array], held: Sequence[PyTree]
+    ) -> tuple[list[Any], Structure]:
+        """Runs the function; returns the arrays of the result and its structure.
+
+        Raises:
+          TypeError: The result is not made of arrays, or the function is not pure.
+        """
+        args, kwargs = self.structure.tree(arrays, held)
+        with tracing(self.name):
+            result = self.function(*args, **kwargs)
+        return arrays_of(result, self.name)
+
+
+class ServedFunctions:
+    """The functions that one worker runs for others, by number."""
+
+    def __init__(self) -> None:
+        self._known: LRUCache[int, ServedFunction] = LRUCache(_MOST)
+        # Random, because a caller may know numbers of a predecessor of this worker.
+        self._numbers = itertools.count(randbits(62))
+
+    def add(self, program: ServedFunction) -> int:
+        """Gives the function a number; the one least recently used is forgotten."""
+        number = next(self._numbers)
+        self._known.put(number, program)
+        return number
+
+    def find(self, number: int) -> ServedFunction:
+        """The program of a number.
+
+        Raises:
+          UnknownProgram: There is none, or not any more.
+        """
+        found = self._known.get(number)
+        if found is None:
+            raise UnknownFunction(number)
+        return found
+
+
+def describe(
+    function: Callable[..., PyTree],
+    skeleton: PyTree,
+    kinds: Sequence[AbstractArray],
+    references: Sequence[RRef],
+) -> tuple[int, Any, list[AbstractArray]]:
+    """Traces a function without running it.
+
+    Args:
+      function: The function.
+      skeleton: Its arguments `(args, kwargs)`, with places in place of arrays.
+      kinds: Of these arrays.
+      references: To variables among the arguments.
+
+    Returns:
+      Its number, the result with places in place of arrays, and the kinds of these.
+
+    Raises:
+      TypeError: Its result is not made of arrays.
+      Exception: Whatever it raises when it is traced.
+    """
+    agent = current_agent()
+    _say(agent, function)
+    weak = frozenset(i for i, kind in enumerate(kinds) if kind.weak)
+    program = ServedFunction(function, Structure.of(skeleton), weak)
+    held = variables_of(references, program.name)
+    found: list[Structure] = []
+
+    def traced(leaves: Sequence[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
+        results, structure = program.run(arrays, trees(held.structures, leaves))
+        found.append(structure)
+        return results
+
+    abstract = [AbstractArray(*kind).abstract for kind in kinds]
+    with use_abstract_mesh(_NO_MESH):
+        results = jax.eval_shape(traced, held.leaves, *abstract)
+    number = _programs(agent).add(program)
+    return number, found[0].skeleton, [abstract_of(x) for x in results]
+
+
+def perform(
+    number: int,
+    operations: tuple[Transform, ...],
+    leaves: Sequence[jax.Array],
+    host: bool,
+    references: Sequence[RRef],
+    context_id: int | None,
+) -> list[jax.Array] | list[np.ndarray]:
+    """Runs a function, or what operations make of it.
+
+    Args:
+      number: From `describe`.
+      operations: In order.
+      leaves: The arrays.
+      host: Whether the results are to be NumPy arrays.
+      references: To variables among the arguments.
+      context_id: Of the context to which their gradients go; None without one.
+
+    Raises:
+      UnknownProgram: The number is to be asked for again.
+      Exception: Whatever the function raises.
+    """
+    agent = current_agent()
+    program = _programs(agent).find(number)
+    _say(agent, program.function)
+    held = variables_of(references, program.name)
+    wanted = context_id is not None and pullbacks(operations)
+    also = held.floating if wanted else ()
+    made = TransformedFunction(
+        held.structures, shifted(operations, len(held.leaves), also), len(also)
+    )
+    # Functions that it calls remotely are called as this worker: hence the name.
+    key = (agent.info.name, program.structure, made)
+    arrays = [_on_device(x, agent, i in program.weak) for i, x in enumerate(leaves)]
+    arguments = (*held.leaves, *arrays)
+
+    def build(contents: Contents) -> Flat:
+        return _compiled(program, made, contents, key, arguments)
+
+    with use_abstract_mesh(_NO_MESH):
+        compiled = CACHE.get(program.function, key, build)
+        try:
+            results = compiled(*arguments)
+        except Changed:  # A function that was equal to this one when it was compiled.
+            CACHE.drop(compiled)
+            results = CACHE.get(program.function, key, build)(*arguments)
+    # Errors of the computation are this call's, also where arrays are only shared.
+    jax.block_until_ready(results)
+    if also and context_id is not None:
+        held.accumulate(context_of(agent, context_id), results[: len(also)])
+    results = results[len(also) :]
+    return [np.asarray(x) for x in results] if host else list(results)
+
+
+class TransformedFunction(NamedTuple):
+    """The transforms of a function before it is compiled.
+
+    Attributes:
+      structures: Of the variables, whose leaves are the first arguments.
+      operations: The transforms in order, with these arguments counted.
+      gradients: Number of results that are gradients of variables; they come first.
+    """
+
+    structures: tuple[jax.tree_util.PyTreeDef, ...]
+    operations: tuple[Transform, ...]
+    gradients: int
+
+
+def _compiled(
+    program: ServedFunction,
+    made: TransformedFunction,
+    contents: Contents,
+    key: Hashable,
+    arguments: tuple[PyTree, ...],
+) -> Flat:
+    """Compiles a transformed function; by its equations where contents are unknown.
+
+    Args:
+      program: The function.
+      made: Its transforms.
+      contents: Of the function.
+      key: The rest of its key in the cache.
+      arguments: Of the call.
+    """
+    function = _transformed(program, made)
+    if contents.complete:
+        VERSIONS.note(CACHE.user, contents, key)
+
+        def unchanged(*leaves: jax.Array) -> list[jax.Array]:
+            if contents_of(program.function, CACHE.user) != contents:
+                raise Changed
+            return function(*leaves)
+
+        return jax.jit(unchanged)
+    # What the function reads cannot be read here, so each call traces it, and compiles
+    # only if the traced program is new.
+    closed, _ = trace_whole(function, *arguments)
+    refuse_hidden(CACHE.user, closed)
+    case = (key, signature_of(arguments))
+    found = jax.jit(lambda *leaves: evaluate(closed, leaves))
+    return VERSIONS.get(CACHE.user, contents, case, identity_of(closed), found)
+
+
+def _transformed(program: ServedFunction, made: TransformedFunction) -> Flat:
+    count = sum(structure.num_leaves for structure in made.structures)
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        return program.run(arrays[count:], trees(made.structures, arrays[:count]))[0]
+
+    function = transformed(run, made.operations)
+    if not made.gradients:
+        return function
+    batches = tuple(range(len(made.operations) - 1 - first_pullback(made.operations)))
+
+    def with_sums(*arrays: jax.Array) -> list[jax.Array]:
+        # A variable is in no batch: its gradient is the sum over the pullback's batch.
+        results = function(*arrays)
+        sums = [x.sum(axis=batches) for x in results[: made.gradients]]
+        return sums + results[made.gradients :]
+
+    return with_sums
+
+
+def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:
+    """An array on the worker's device; NumPy arrays come from inside a jitted call."""
+    return leaf if isinstance(leaf, jax.Array) else placed(leaf, agent.device, weak)
+
+
+def _programs(agent: Agent) -> ServedFunctions:
+    found = agent.extension_state.get(_PART)
+    return (
+        agent.extension_state.setdefault(_PART, ServedFunctions())
+        if found is None
+        else found
+    )
+
+
+def _say(agent: Agent, function: Callable[..., PyTree]) -> None:
+    """Shows the user's function in debug information, in place of `perform`."""
+    scope = current.scope.get()
+    if scope is not None and scope.execution is not None:
+        scope.execution.operation = Described("remote_call", function)

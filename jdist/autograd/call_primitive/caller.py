@@ -1,0 +1,227 @@
+"""The caller's side: descriptions of functions on other workers, and calls of them."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
+from jdist._tree import PyTree
+from jdist.autograd.call_primitive import callee
+from jdist.autograd.call_primitive.arguments import (
+    AbstractArray,
+    Structure,
+    abstract_of,
+)
+from jdist.autograd.call_primitive.callee import UnknownFunction
+from jdist.autograd.call_primitive.transforms import Transform, pullbacks
+from jdist.autograd.call_primitive.variables import context_for
+from jdist.rpc import RRef
+from jdist.rpc.extension import (
+    CALL,
+    Agent,
+    current,
+    current_agent,
+)
+from jdist.rpc.extension import (
+    Operation as Described,
+)
+
+_PART = "jdist.autograd.call_primitive.caller"
+_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A remote function with its caller and structure: all of a call but its arrays.
+
+    Attributes:
+      caller: Name of the worker that calls.
+      to: Name of the worker that is called.
+      function: The function.
+      structure: Of its arguments, `(args, kwargs)`.
+      kinds: Of the arrays among them.
+      timeout: Seconds, as for `rpc_sync`.
+      references: To variables of the callee. Weak ones, because JAX's caches hold
+        targets and must not keep variables alive.
+    """
+
+    caller: str
+    to: str
+    function: Callable[..., PyTree]
+    structure: Structure
+    kinds: tuple[AbstractArray, ...]
+    timeout: float
+    references: tuple[weakref.ref[RRef], ...]
+
+    def __str__(self) -> str:
+        name = getattr(self.function, "__qualname__", None) or repr(self.function)
+        return f"remote_call({self.to!r}, {name})"
+
+
+class FunctionDescription(NamedTuple):
+    """The callee's description of a target.
+
+    Attributes:
+      number: The number by which it is called.
+      structure: Of the result.
+      kinds: Shapes and dtypes of the arrays in the result.
+    """
+
+    number: int
+    structure: Structure
+    kinds: tuple[AbstractArray, ...]
+
+
+class RemoteFunctions:
+    """One worker's descriptions of functions on others.
+
+    Args:
+      agent: The worker.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._known: LRUCache[Target, FunctionDescription] = LRUCache(_MOST)
+
+    def known(self, target: Target) -> FunctionDescription:
+        """The callee's description of a target, for which it is asked once.
+
+        Raises: what `describe` and `rpc_sync` raise.
+        """
+        found = self._known.get(target)
+        if found is not None:
+            return found
+        skeleton, kinds = target.structure.skeleton, list(target.kinds)
+        body: Any = (target.function, skeleton, kinds, _alive(target))
+        number, skeleton, kinds = self._exchange(target, callee.describe, body)
+        structure = Structure.of(skeleton)
+        found = FunctionDescription(
+            number, structure, tuple(AbstractArray(*kind) for kind in kinds)
+        )
+        self._known.put(target, found)
+        return found
+
+    def call(
+        self,
+        target: Target,
+        operations: tuple[Transform, ...],
+        arrays: Sequence[jax.Array] | Sequence[np.ndarray],
+        expected: Sequence[AbstractArray],
+        host: bool,
+    ) -> list[jax.Array]:
+        """Runs a target after operations on these arrays, in one exchange.
+
+        Args:
+          target: The target.
+          operations: In order.
+          arrays: Those of the arguments, and those that operations add.
+          expected: Kinds of the results.
+          host: Whether these are to be NumPy arrays.
+
+        Raises:
+          ValueError: The results are of other kinds.
+          TypeError: Gradients of variables are asked for, of higher than first order.
+          Exception: What `perform` and `rpc_sync` raise.
+        """
+        context = self._context(target, operations, jitted=host)
+
+        def once() -> list[jax.Array]:
+            number, references = self.known(target).number, _alive(target)
+            body: Any = (number, operations, list(arrays), host, references, context)
+            return self._exchange(target, callee.perform, body)
+
+        try:
+            results = once()
+        except UnknownFunction:
+            # The callee has forgotten the number, or is a successor: describe it again.
+            self._forget(target)
+            results = once()
+        found = [(x.shape, x.dtype) for x in results]
+        if found != [(kind.shape, kind.dtype) for kind in expected]:
+            self._forget(target)
+            raise ValueError(_changed(target, operations, expected, results))
+        return results
+
+    def _context(
+        self, target: Target, operations: Sequence[Transform], jitted: bool
+    ) -> int | None:
+        order = pullbacks(operations)
+        if not target.references or not order:
+            return None
+        context = context_for(self._agent, target.to, jitted)
+        if context is not None and order > 1:
+            rule = "has gradients of first order only for variables of the callee"
+            remedy = "Leave the context, or pass the variable's value as an argument."
+            raise TypeError(requirement(str(target), rule, f"order {order}", remedy))
+        return context
+
+    def _forget(self, target: Target) -> None:
+        self._known.pop(target)
+
+    def _exchange(
+        self, target: Target, what: Callable[..., PyTree], args: tuple[PyTree, ...]
+    ) -> Any:
+        body: Any = (what, args, {})
+        outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
+        described = Described("remote_call", target.function)
+        return self._agent.exchange(outgoing._replace(operation=described))
+
+
+def caller_of(agent: Agent) -> RemoteFunctions:
+    """The descriptions that a worker holds."""
+    found = agent.extension_state.get(_PART)
+    return (
+        agent.extension_state.setdefault(_PART, RemoteFunctions(agent))
+        if found is None
+        else found
+    )
+
+
+@contextmanager
+def calling(target: Target) -> Iterator[RemoteFunctions]:
+    """Lets this thread act as the worker that makes the call.
+
+    A jitted function may run on a thread of XLA, which belongs to no worker.
+
+    Raises:
+      ValueError: That worker is not in this process, or was shut down.
+    """
+    with current.use_worker(target.caller):
+        yield caller_of(current_agent())
+
+
+def _alive(target: Target) -> list[RRef]:
+    found = [reference() for reference in target.references]
+    alive = [reference for reference in found if reference is not None]
+    if len(alive) < len(found):
+        rule = "needs the references with which it was traced"
+        got = "one that was dropped meanwhile"
+        remedy = "Keep the RRef as long as the jitted function or the pullback."
+        raise ValueError(requirement(str(target), rule, got, remedy))
+    return alive
+
+
+def _changed(
+    target: Target,
+    operations: Sequence[Transform],
+    expected: Sequence[AbstractArray],
+    results: Sequence[jax.Array],
+) -> str:
+    what = "a transformation of the function" if operations else "the function"
+    rule = f"must return what it returned when it was traced: {_listed(expected)}"
+    got = f"{_listed([abstract_of(x) for x in results])} from {what}"
+    remedy = (
+        "Something that it refers to has changed on the callee, or the workers differ "
+        "in jax_enable_x64. Call again, a jitted caller after `jax.clear_caches()`."
+    )
+    return requirement(str(target), rule, got, remedy)
+
+
+def _listed(kinds: Sequence[AbstractArray]) -> str:
+    return ", ".join(map(str, kinds)) or "nothing"

@@ -1,0 +1,207 @@
+"""The call as a primitive of JAX, with a rule for each transformation.
+
+`remote_call` runs a target after operations. Its rules never look inside the function:
+
+- vmap appends `Vmap`;
+- reverse mode appends `Pullback`: the derivative of `remote_call` is a second
+  primitive, linear in the tangents, that can only be transposed; its transpose is
+  `remote_call` again, on the arguments and cotangents;
+- jit has it called back by the compiled program; without jit it is called at once.
+
+A derivative of any order and any mixture with vmap is thus one call.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jdist._compat import device_count_of, is_traced, unrepeatable_effect
+from jdist._errors import requirement
+from jdist._tree import PyTree, is_inexact
+from jdist.autograd.call_primitive import callback
+from jdist.autograd.call_primitive.arguments import AbstractArray, abstract_of
+from jdist.autograd.call_primitive.caller import Target, calling
+from jdist.autograd.call_primitive.transforms import Pullback, Transform, Vmap
+
+Operations = tuple[Transform, ...]
+Kinds = tuple[AbstractArray, ...]
+
+EFFECT = unrepeatable_effect(
+    "autograd.remote_call, which must not be made a second time in the backward pass. "
+    "Leave it out of jax.checkpoint: its backward pass keeps only its arguments anyway"
+)
+
+LoweredValue = Any
+"""A value of the program that JAX is lowering."""
+
+call_p = Primitive("remote_call")
+call_p.multiple_results = True
+tangent_p = Primitive("remote_call_tangent")
+tangent_p.multiple_results = True
+
+
+def bind(
+    target: Target, operations: Operations, results: Kinds, arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The call of a target after operations, within whatever transformation."""
+    return call_p.bind(*arrays, target=target, operations=operations, results=results)
+
+
+# --- without a transformation, and compiled ---
+
+
+def _run(
+    *arrays: jax.Array, target: Target, operations: Operations, results: Kinds
+) -> list[jax.Array]:
+    # JAX has classes of its own for constants; they do not travel.
+    given = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
+    with calling(target) as caller:
+        return caller.call(target, operations, given, results, host=False)
+
+
+def _kinds_and_effect(
+    *_: Any, results: Kinds, **__: Any
+) -> tuple[list[ShapedArray], set[Any]]:
+    return _abstract(results), {EFFECT}
+
+
+def _abstract(kinds: Kinds) -> list[ShapedArray]:
+    return [ShapedArray(k.shape, k.dtype, weak_type=k.weak) for k in kinds]
+
+
+def _lower(stage: Any) -> Any:
+    def lower(
+        context: mlir.LoweringRuleContext,
+        *values: LoweredValue,
+        target: Target,
+        operations: Operations,
+        results: Kinds,
+    ) -> Any:
+        devices = device_count_of(context)
+        if devices > 1:
+            rule = "must be in a program for one device: each device would make it"
+            remedy = "Call it outside of jit, which gathers sharded arrays."
+            raise NotImplementedError(
+                requirement(str(target), rule, f"a program for {devices}", remedy)
+            )
+
+        def staged(*arrays: jax.Array) -> list[jax.Array]:
+            return stage(target, operations, results, arrays)
+
+        return mlir.lower_fun(staged, multiple_results=True)(context, *values)
+
+    return lower
+
+
+call_p.def_impl(_run)
+call_p.def_effectful_abstract_eval(_kinds_and_effect)
+mlir.register_lowering(call_p, _lower(callback.staged_elsewhere))
+mlir.register_lowering(call_p, _lower(callback.staged_on_cpu), platform="cpu")
+
+
+# --- vmap ---
+
+
+def _batch(
+    arrays: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    target: Target,
+    operations: Operations,
+    results: Kinds,
+) -> tuple[list[Any], list[int]]:
+    pairs = zip(arrays, axes, strict=True)
+    size = next(array.shape[axis] for array, axis in pairs if axis is not None)
+    batched = tuple(k._replace(shape=(size, *k.shape)) for k in results)
+    found = bind(target, (*operations, Vmap(tuple(axes))), batched, arrays)
+    return found, [0] * len(found)
+
+
+batching.primitive_batchers[call_p] = _batch
+
+
+# --- reverse mode ---
+
+
+def _differentiate(
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+    *,
+    target: Target,
+    operations: Operations,
+    results: Kinds,
+) -> tuple[list[Any], list[Any]]:
+    values = bind(target, operations, results, primals)
+    wanted = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    varying = tuple(i for i, k in enumerate(results) if is_inexact(k))
+    found = tangent_p.bind(
+        *primals,
+        *[tangents[i] for i in wanted],
+        target=target,
+        operations=operations,
+        wanted=wanted,
+        varying=varying,
+        results=tuple(results[i] for i in varying),
+    )
+    derivatives = dict(zip(varying, found, strict=True))
+    return values, [
+        derivatives[i] if i in derivatives else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for i, x in enumerate(values)
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *arguments: PyTree,
+    target: Target,
+    operations: Operations,
+    wanted: tuple[int, ...],
+    varying: tuple[int, ...],
+    results: Kinds,
+) -> list[jax.Array | None]:
+    count = len(arguments) - len(wanted)
+    primals = arguments[:count]
+    pairs = list(zip(varying, cotangents, strict=True))
+    present = [(i, ct) for i, ct in pairs if type(ct) is not ad.Zero]
+    if not present:
+        return [None] * len(arguments)
+    operation = Pullback(wanted, tuple(i for i, _ in present))
+    kinds = tuple(abstract_of(primals[i])._replace(weak=False) for i in wanted)
+    arrays = [*primals, *[ct for _, ct in present]]
+    found = bind(target, (*operations, operation), kinds, arrays)
+    beside = zip(found, (primals[i] for i in wanted), strict=True)
+    placed: list[jax.Array | None] = [_beside(*pair) for pair in beside]
+    return [None] * count + placed
+
+
+def _beside(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
+    """The cotangent, where an argument is that was put on a device."""
+    arrays = isinstance(primal, jax.Array) and isinstance(cotangent, jax.Array)
+    if not arrays or is_traced(primal) or is_traced(cotangent):
+        return cotangent
+    if not primal.committed or primal.sharding == cotangent.sharding:
+        return cotangent
+    return jax.device_put(cotangent, primal.sharding)
+
+
+def _refuse_forward_mode(*_: Any, target: Target, **__: Any) -> NoReturn:
+    rule = "must be differentiated in reverse mode"
+    remedy = (
+        "Use jax.grad, jax.vjp or jax.jacrev in place of jax.jvp, jax.jacfwd and "
+        "jax.linearize, and jax.jacrev(jax.jacrev(f)) in place of jax.hessian(f)."
+    )
+    raise TypeError(requirement(str(target), rule, "forward mode", remedy))
+
+
+ad.primitive_jvps[call_p] = _differentiate
+ad.primitive_transposes[tangent_p] = _transpose
+tangent_p.def_abstract_eval(lambda *_, results, **__: _abstract(results))
+tangent_p.def_impl(_refuse_forward_mode)
+ad.primitive_jvps[tangent_p] = _refuse_forward_mode
+batching.primitive_batchers[tangent_p] = _refuse_forward_mode
+mlir.register_lowering(tangent_p, _refuse_forward_mode)

@@ -1,0 +1,415 @@
+"""Contexts: distributed computations and their gradients, as one worker keeps them.
+
+A `Context` is one worker's share of a distributed computation, a `Container` holds all
+contexts of a worker, `Ids` gives them their ids, and a `Recording` says which of them a
+thread of control is in.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar, Token
+from typing import Protocol
+
+import jax
+
+from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
+from jdist._tree import PyTree, add_trees
+from jdist.autograd.recording.errors import ContextNotFound, no_context
+from jdist.autograd.recording.node import (
+    Numbers,
+    RecvNode,
+    SendNode,
+    numbers,
+    numbers_in,
+    plus,
+)
+from jdist.autograd.recording.variable import Variable
+from jdist.rpc import Future, RpcError, WorkerInfo
+from jdist.rpc.extension import (
+    LOCAL_BITS,
+    Agent,
+    GloballyUniqueId,
+    IdCounter,
+    current_agent,
+    incarnation_of,
+)
+
+STATE = "jdist.autograd"
+"""The key under which a worker keeps its container."""
+
+LAST_WORKER = (1 << 16) - 1
+
+# Ended contexts are remembered, to refuse messages that the end has overtaken.
+_MOST_ENDED = 4096
+
+
+class Ids:
+    """Ids of contexts and messages: 64 bits, the worker on top, a counter below.
+
+    A worker gives them out without asking others. From one calling thread they repeat
+    from run to run.
+
+    Args:
+      worker: Its incarnation, 0 to 65535: in a fixed group its rank.
+      first: The first counter of contexts. Messages begin at 1: 0 stands for no
+        message.
+
+    Raises:
+      ValueError: The incarnation has more than 16 bits.
+
+    Source: `torch/csrc/distributed/autograd/context/container.h`.
+
+    Example:
+      >>> ids = Ids(worker=3)
+      >>> ids.context() >> 48, ids.message() - (3 << 48)
+      (3, 1)
+    """
+
+    def __init__(self, worker: int, first: int = 0) -> None:
+        if type(worker) is not int or not 0 <= worker <= LAST_WORKER:
+            rule = f"must be a worker id in 0..{LAST_WORKER}"
+            raise ValueError(requirement("Ids(worker)", rule, worker))
+        self.worker = worker
+        self._contexts = IdCounter(worker, first)
+        self._messages = IdCounter(worker, max(first, 1))
+
+    @property
+    def highest(self) -> int:
+        """The last id that this worker can give out."""
+        return (self.worker + 1 << LOCAL_BITS) - 1
+
+    def context(self) -> int:
+        """A new id for a context.
+
+        Raises:
+          OverflowError: All 2**48 are used up.
+        """
+        return self._contexts.packed()
+
+    def message(self) -> int:
+        """A new id for a request or a reply; raises what `context` raises."""
+        return self._messages.packed()
+
+
+def maker(packed: int) -> int:
+    """Incarnation of the worker that gave out an id.
+
+    Example:
+      >>> maker((2 << 48) + 5)
+      2
+    """
+    return GloballyUniqueId.unpacked(packed).created_on
+
+
+class Context:
+    """One worker's share of a context, which all workers know by the same id.
+
+    Made by `autograd.context` on the first worker, and by the first message of the
+    context on every other one. `lock` guards all attributes but the constant ones.
+
+    Args:
+      context_id: Its id.
+      container: The worker's container.
+
+    Attributes:
+      id: Its id; the incarnation of the worker that made it is in the top 16 bits.
+      sends: Send functions by message id.
+      recvs: Receive functions by message id.
+      known: The workers with which this one exchanged messages in it: names by
+        incarnations, because a lost worker's successor may bear its name.
+      gradients: The sums of what backward passes found for this worker's variables.
+      ended: Why it has ended, or None.
+      lock: A reentrant lock.
+
+    Source: `torch/csrc/distributed/autograd/context/context.h`.
+    """
+
+    def __init__(self, context_id: int, container: "Container") -> None:
+        self.id = context_id
+        self.container = container
+        self.lock = threading.RLock()
+        self.sends: dict[int, SendNode] = {}
+        self.recvs: dict[int, RecvNode] = {}
+        self.known: dict[int, str] = {}
+        self.gradients: dict[Variable, PyTree] = {}
+        self.ended: str | None = None
+
+    @property
+    def origin(self) -> int:
+        """Incarnation of the worker that made it."""
+        return maker(self.id)
+
+    def send_functions(self) -> dict[int, SendNode]:
+        """A copy of the send functions by message id."""
+        with self.lock:
+            return dict(self.sends)
+
+    def recv_functions(self) -> dict[int, RecvNode]:
+        """A copy of the receive functions by message id."""
+        with self.lock:
+            return dict(self.recvs)
+
+    def known_workers(self) -> set[str]:
+        """Names of the workers with which this one exchanged messages in it."""
+        with self.lock:
+            return set(self.known.values())
+
+    def known_incarnations(self) -> set[int]:
+        """Incarnations of the workers with which this one exchanged messages in it."""
+        with self.lock:
+            return set(self.known)
+
+    def release(self) -> Future[None]:
+        """Ends it here and on all workers that took part; done when all have."""
+        return self.container.release(self.id)
+
+    def check(self) -> None:
+        """Refuses to go on once it has ended.
+
+        Raises:
+          ContextNotFound: It was released.
+        """
+        if self.ended is not None:
+            raise no_context(self.id, self.ended)
+
+    def meet(self, worker: WorkerInfo) -> None:
+        """Notes a worker that exchanges messages with this one, to be told of the end.
+
+        Raises:
+          ContextNotFound: It was released.
+        """
+        with self.lock:
+            self.check()
+            self.known[incarnation_of(worker)] = worker.name
+
+    def accumulate(self, gradients: Mapping[Variable, PyTree]) -> None:
+        """Adds the gradients of one backward pass.
+
+        Raises:
+          ContextNotFound: It was released.
+        """
+        with self.lock:
+            self.check()
+            for variable, gradient in gradients.items():
+                known = self.gradients.get(variable)
+                if isinstance(known, jax.Array):  # the common case needs no tree map
+                    gradient = plus(known, gradient)
+                elif known is not None:
+                    gradient = add_trees(known, gradient, plus)
+                self.gradients[variable] = gradient
+
+    def end(self, reason: str) -> set[int]:
+        """Drops everything and ends the passes; returns incarnations to be told."""
+        with self.lock:
+            if self.ended is not None:
+                return set()
+            self.ended = reason
+            known = set(self.known)
+        # Outside of the lock: a pass that ends runs the callbacks of others.
+        self.container.on_end(self, reason)
+        with self.lock:
+            for kept in (self.sends, self.recvs, self.gradients):
+                kept.clear()
+        return known
+
+
+class EndsContexts(Protocol):
+    """Ends contexts on all workers that take part: see `release.Releases`."""
+
+    def release(self, context_id: int) -> Future[None]:
+        """Ends a context; done when all workers that took part have ended it."""
+
+    def leave(self, context_id: int) -> None:
+        """Ends a context here at once, and soon on all workers that took part."""
+
+    def seek_end(self, orphans: Iterable[Context]) -> None:
+        """Asks the makers of these to tell their end: the worker that would is gone."""
+
+
+class Container:
+    """All contexts of one worker.
+
+    Args:
+      agent: The worker.
+
+    Attributes:
+      agent: The worker.
+      releases: Ends contexts on other workers.
+      on_end: `on_end(context, reason)` ends the backward passes of a context that has
+        ended; set by the engine.
+      replicated: The variables of which other trainers have replicas.
+
+    Source: `torch/csrc/distributed/autograd/context/container.h`.
+    """
+
+    releases: EndsContexts
+    on_end: Callable[[Context, str], None]
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.replicated: set[Variable] = set()
+        self._lock = threading.Lock()
+        self._ids: Ids | None = None
+        self._contexts: dict[int, Context] = {}
+        self._ended: LRUCache[int, bool] = LRUCache(_MOST_ENDED)
+
+    @property
+    def ids(self) -> Ids:
+        """Gives out ids of contexts and messages, once the worker is in a group."""
+        if self._ids is None:
+            with self._lock:  # two would give out the same ids
+                self._ids = self._ids or Ids(incarnation_of(self.agent.info))
+        return self._ids
+
+    def worker(self, incarnation: int) -> WorkerInfo:
+        """The worker that gave out ids with this incarnation on top.
+
+        Raises:
+          ContextNotFound: It was gone before this worker joined.
+        """
+        peer = self.agent.directory.of_incarnation(incarnation)
+        if peer is None:
+            raise ContextNotFound(
+                f"Could not find the worker of number {incarnation}: it was gone "
+                f"before {self.agent.info.name!r} joined."
+            )
+        return peer.info
+
+    def is_gone(self, incarnation: int | None) -> bool:
+        """Whether the worker of this incarnation has left or was lost."""
+        if incarnation is None:
+            return True
+        peer = self.agent.directory.of_incarnation(incarnation)
+        return peer is None or peer.departed is not None
+
+    def new(self) -> Context:
+        """A new context, made by this worker.
+
+        Raises:
+          OverflowError: There are no ids left.
+        """
+        context = Context(self.ids.context(), self)
+        with self._lock:
+            self._contexts[context.id] = context
+        return context
+
+    def find(self, context_id: int) -> Context | None:
+        """The context of this id, if this worker has it."""
+        return self._contexts.get(context_id)
+
+    def retrieve(self, context_id: int) -> Context:
+        """The context of this id.
+
+        Raises:
+          TypeError: `context_id` is no id.
+          ContextNotFound: This worker does not have it, or not any more.
+        """
+        if type(context_id) is not int:
+            rule = "must be the id that autograd.context gives"
+            raise TypeError(requirement("autograd(context_id)", rule, context_id))
+        found = self.find(context_id)
+        if found is None:
+            raise no_context(context_id)
+        return found
+
+    def get_or_create(self, context_id: int) -> Context:
+        """The context of this id, of which a message came.
+
+        Raises:
+          ContextNotFound: It has ended, or the worker that made it has: the message
+            was overtaken by that.
+        """
+        found = self._contexts.get(context_id)
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._contexts.get(context_id)
+            if found is None:
+                if context_id in self._ended:
+                    raise no_context(context_id, "It was released.")
+                if self.is_gone(maker(context_id)):
+                    raise no_context(context_id, "The worker that made it is gone.")
+                found = self._contexts[context_id] = Context(context_id, self)
+        return found
+
+    def contexts(self) -> list[Context]:
+        """All contexts, in the order in which this worker got to know them."""
+        with self._lock:
+            return list(self._contexts.values())
+
+    def end(self, context_id: int, reason: str) -> set[int]:
+        """Forgets a context; returns incarnations of the workers to be told."""
+        with self._lock:
+            found = self._contexts.pop(context_id, None)
+            self._ended.put(context_id, True)
+        return set() if found is None else found.end(reason)
+
+    def release(self, context_id: int) -> Future[None]:
+        """Ends a context here and on all workers that took part; done when all have.
+
+        Raises:
+          TypeError, ContextNotFound: As `retrieve`.
+        """
+        self.retrieve(context_id)
+        return self.releases.release(context_id)
+
+
+def of(agent: Agent) -> Container:
+    """The container of a worker.
+
+    Raises:
+      RpcError: `jdist.autograd` was not installed on it.
+    """
+    found = agent.extension_state.get(STATE)
+    if not isinstance(found, Container):
+        raise RpcError(f"{agent.info.name!r} has no autograd: import jdist.autograd.")
+    return found
+
+
+def here() -> Container:
+    """The container of the current worker.
+
+    Raises:
+      RpcError: RPC has not been initialized.
+    """
+    return of(current_agent())
+
+
+class Recording:
+    """`with recording:` records what this thread of control does into a context.
+
+    Args:
+      context: The context.
+      message_id: Of the request that is being executed; 0 where the context was made.
+    """
+
+    __slots__ = ("_message_id", "_tokens", "context")
+
+    _tokens: tuple[Token["Recording | None"], Token[Numbers]]
+
+    def __init__(self, context: Context, message_id: int = 0) -> None:
+        self.context = context
+        self._message_id = message_id
+
+    def __enter__(self) -> None:
+        self._tokens = _recording.set(self), numbers.set(numbers_in(self._message_id))
+
+    def __exit__(self, *details: object) -> None:
+        recording, order = self._tokens
+        numbers.reset(order)
+        _recording.reset(recording)
+
+
+# A context variable, because a call and its callbacks may change threads.
+_recording: ContextVar[Recording | None] = ContextVar(
+    "jdist.autograd.recording", default=None
+)
+
+
+def recorded_into(container: Container) -> Context | None:
+    """The context into which this thread of control records as that worker, if any."""
+    found = _recording.get()
+    if found is None or found.context.container is not container:
+        return None
+    return found.context

@@ -1,0 +1,49 @@
+"""`apply`: a pure function of recorded values, on this worker."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jdist._errors import requirement
+from jdist.autograd.recording.padding import PadTo, padded
+from jdist.autograd.recording.recorded import record
+
+
+def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Runs `fn(*args, **kwargs)` and records it, to be differentiated by `backward`.
+
+    The function receives arrays where the arguments have recorded values, and the
+    whole tree where they have a variable. It is compiled once, with its backward half;
+    a lambda written in a loop too. Where nothing among the arguments is recorded the
+    function simply runs.
+
+    Args:
+      fn: A pure function of its arguments.
+      *args: Pytrees of recorded values, variables, arrays, and Python values. Arrays
+        and floating numbers are inputs; integers, booleans, strings and functions are
+        part of the compiled function, so that shapes and axes can be given.
+      **kwargs: Likewise. One of them, `pad=autograd.pad_to(...)`, is not given to the
+        function: it compiles for few batch sizes only, see there.
+
+    Returns:
+      What the function returns, with recorded values in place of floating arrays that
+      depend on recorded ones.
+
+    Raises:
+      TypeError: An argument can be neither an input nor a constant; the function refers
+        to recorded values that are no arguments, or makes calls to other workers; or
+        there are traced arrays beside recorded ones.
+      Exception: Whatever the function raises.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd
+      >>> w = autograd.variable(jnp.array([1.0, 2.0, 4.0]))
+      >>> total, half = autograd.apply(lambda w, n: (w[:n].sum(), n / 2), w, 2)
+      >>> total.value.item(), half.item()
+      (3.0, 1.0)
+    """
+    if not callable(fn):
+        raise TypeError(requirement("apply(fn)", "must be callable", fn))
+    if isinstance(kwargs.get("pad"), PadTo):
+        return padded(fn, args, kwargs)
+    return record(fn, args, kwargs)

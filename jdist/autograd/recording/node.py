@@ -1,0 +1,319 @@
+"""Nodes and edges of one worker's part of the autograd graph.
+
+A recorded value has an `Edge` to the node that made it, the node has edges to the nodes
+that made its inputs, and so on down to leaves, which are variables, and to receive
+functions, where the graph goes on at another worker. Nodes are kept alive by the values
+that were computed from them; a context only lists the nodes that cross workers.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import jax
+
+from jdist.autograd.recording.errors import GraphFreed
+from jdist.rpc import WorkerInfo
+from jdist.rpc.extension import incarnation_of
+from jdist.segment import Residuals, Segment
+from jdist.segment.internal import passed_on
+
+Cotangent = jax.Array | None
+"""None where no cotangent flows."""
+
+
+def plus(one: jax.Array, other: jax.Array) -> jax.Array:
+    """The sum of two arrays, on the device of the first one."""
+    place = getattr(one, "sharding", None)
+    if place != getattr(other, "sharding", None):
+        other = jax.device_put(other, place)
+    return one + other
+
+
+# --- the order of nodes, by which sums of cotangents are ordered ---
+
+Order = tuple[int, int]
+"""The message id of the call in which a node was made, or 0; a counter within it."""
+
+LAST = 1 << 62
+"""The counter of a reply's send function, which comes after all nodes of its call."""
+
+Numbers = tuple[int, Iterator[int]]
+"""The message id of a call, and the counter of the nodes that are made in it."""
+
+# One counter for all that is computed where contexts are made: what was computed before
+# a context comes before what is in it.
+_OUTSIDE_CALLS: Numbers = (0, itertools.count())
+
+# A context variable, because a call and its callbacks may change threads.
+numbers: ContextVar[Numbers] = ContextVar(
+    "jdist.autograd.node_numbers", default=_OUTSIDE_CALLS
+)
+
+
+def numbers_in(message_id: int) -> Numbers:
+    """The numbering of nodes in the call of this message id; 0 outside of calls."""
+    return (message_id, itertools.count()) if message_id else _OUTSIDE_CALLS
+
+
+def next_order() -> Order:
+    """The order of a node that is made now."""
+    message_id, counter = numbers.get()
+    return message_id, next(counter)
+
+
+# --- nodes ---
+
+Reach = frozenset[int]
+"""Message ids of send functions; an id tells its worker too."""
+
+MAX_REACH = 256
+"""A node carries at most so many ids of send functions; beyond, workers are asked."""
+
+NOWHERE: Reach = frozenset()
+
+
+class Edge(NamedTuple):
+    """Output `index` of `node`: where a value came from, where its cotangent goes."""
+
+    node: "Node"
+    index: int  # type: ignore[assignment]  # hides tuple.index, which an edge never needs
+
+
+class Node:
+    """A function that was called, as its backward pass sees it.
+
+    Args:
+      name: Shown in messages and pictures.
+      inputs: For each input the edge along which its cotangent goes, or None.
+      outputs: Number of outputs.
+      order: Position in a total order that repeats from run to run.
+
+    Attributes:
+      reach: All send functions, on any worker, that a cotangent which arrives here
+        would reach; None if there are more than `MAX_REACH`.
+    """
+
+    # Slots: a training step makes as many nodes as it calls functions.
+    __slots__ = ("__weakref__", "inputs", "name", "order", "outputs", "reach")
+
+    def __init__(
+        self,
+        name: str,
+        inputs: tuple[Edge | None, ...],
+        outputs: int,
+        order: Order = (0, 0),
+    ) -> None:
+        self.name = name
+        self.inputs = inputs
+        self.outputs = outputs
+        self.order = order
+        self.reach: Reach | None = below(inputs)
+
+    def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
+        """Computes the cotangents of the inputs from those of the outputs.
+
+        Leaves and receive functions have no inputs here and are never asked.
+
+        Raises:
+          GraphFreed: The residuals were released.
+          Exception: What the user's code raised.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Drops the residuals; `pull` raises `GraphFreed` afterwards."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class SegmentNode(Node):
+    """A call of a pure function, with the residuals of its forward half.
+
+    Args:
+      name: Of the function.
+      inputs: An edge or None for each array that it was given.
+      order: See `Node`.
+      segment: The function as a forward and a backward half.
+      residuals: What the forward half kept.
+      structure: Tree structure of the outputs.
+
+    Attributes:
+      segment: As given.
+    """
+
+    __slots__ = ("_residuals", "_structure", "segment")
+
+    def __init__(
+        self,
+        name: str,
+        inputs: tuple[Edge | None, ...],
+        order: Order,
+        segment: Segment,
+        residuals: Residuals,
+        structure: jax.tree_util.PyTreeDef,
+    ) -> None:
+        super().__init__(name, inputs, structure.num_leaves, order)
+        self.segment = segment
+        self._residuals: Residuals | None = residuals
+        self._structure = structure
+
+    def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
+        """See `Node`."""
+        residuals = self._residuals
+        if residuals is None:
+            raise GraphFreed(
+                "Trying to backward through the graph a second time: what "
+                f"{self.name} had kept for it was let go after the first time. Say "
+                "retain_graph=True in every backward pass but the last."
+            )
+        # A function that hands its cotangents on unchanged, such as a sum to its terms,
+        # needs no compiled program.
+        passed = passed_on(residuals, cotangents)
+        if passed is not None:
+            return passed
+        d_outputs = self._structure.unflatten(cotangents)
+        _, d_inputs = self.segment.backward((), residuals, d_outputs)
+        return d_inputs
+
+    def release(self) -> None:
+        """See `Node`."""
+        self._residuals = None
+
+
+class SendNode(Node):
+    """The recorded values in a message that this worker sent.
+
+    Output k is the k-th value. The engine feeds it the cotangent that the receiver
+    sends back; `pull` moves it to the device of the value.
+
+    Args:
+      message_id: Of the message.
+      worker: The receiver.
+      label: Description of the message, for error messages.
+      order: See `Node`.
+
+    Attributes:
+      message_id: Of the message.
+      worker: Name of the receiver.
+      incarnation: Of the receiver, which no successor of the same name shares.
+    """
+
+    __slots__ = ("_places", "_slots", "incarnation", "message_id", "worker")
+
+    def __init__(
+        self, message_id: int, worker: WorkerInfo, label: str, order: Order
+    ) -> None:
+        super().__init__(f"send {label} to {worker.name}", (), 0, order)
+        self.message_id = message_id
+        self.worker, self.incarnation = worker.name, incarnation_of(worker)
+        self._slots: dict[Edge, int] = {}
+        self._places: list[jax.sharding.Sharding | None] = []
+
+    def slot(self, edge: Edge, value: jax.Array) -> int:
+        """The number of a value in the message; the same value has one only."""
+        # By edge, so that a value that occurs twice gets one cotangent, already summed.
+        known = self._slots.setdefault(edge, len(self._slots))
+        if known == self.outputs:
+            self.inputs = (*self.inputs, edge)
+            self.outputs += 1
+            # A value that is not committed may be anywhere, and so its cotangent.
+            self._places.append(value.sharding if value.committed else None)
+            self.reach = join(self.reach, edge.node.reach)
+        return known
+
+    def pull(self, cotangents: Sequence[Cotangent]) -> Sequence[Cotangent]:
+        """See `Node`."""
+        return [
+            value
+            if value is None or place is None or value.sharding == place
+            else jax.device_put(value, place)
+            for value, place in zip(cotangents, self._places, strict=True)
+        ]
+
+
+class RecvNode(Node):
+    """The recorded values in a message that this worker received.
+
+    Output k is the k-th value. The engine sends the cotangents of all of them to the
+    send function of the same message id on `worker`.
+
+    Args:
+      context_id: Of the context in which the message was sent.
+      message_id: Of the message.
+      worker: The sender.
+      outputs: Number of recorded values in the message.
+      reach: The sender's send function and all send functions below it.
+
+    Attributes:
+      worker: Name of the sender.
+      incarnation: Of the sender, which no successor of the same name shares.
+    """
+
+    __slots__ = ("context_id", "incarnation", "message_id", "worker")
+
+    def __init__(
+        self,
+        context_id: int,
+        message_id: int,
+        worker: WorkerInfo,
+        outputs: int,
+        reach: Reach | None,
+    ) -> None:
+        super().__init__(f"receive from {worker.name}", (), outputs)
+        self.context_id = context_id
+        self.message_id = message_id
+        self.worker, self.incarnation = worker.name, incarnation_of(worker)
+        self.reach = reach
+
+
+# --- reach: the marking of SMART mode ---
+
+
+def below(inputs: Iterable[Edge | None]) -> Reach | None:
+    """The union of what the nodes of these edges reach."""
+    found: Reach | None = NOWHERE
+    for edge in inputs:
+        if edge is not None and edge.node.reach is not found:
+            found = join(found, edge.node.reach)
+    return found
+
+
+def join(one: Reach | None, other: Reach | None) -> Reach | None:
+    """The union of both; None if it is too large, or either is None."""
+    if one is None or other is None:
+        return None
+    if other <= one:
+        return one  # most nodes share their inputs' set, and take no memory for it
+    if one <= other:
+        return other
+    both = one | other
+    return both if len(both) <= MAX_REACH else None
+
+
+def reached_from(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
+    """The send functions that cotangents which arrive at `starts` would reach.
+
+    Returns:
+      The message ids of the send functions, and those among them, on other workers,
+      whose own reach is not known here.
+    """
+    known: set[int] = set()
+    beyond: set[int] = set()
+    seen: set[Node] = set()
+    rest = list(starts)
+    while rest:
+        node = rest.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.reach is not None:
+            known |= node.reach
+        elif isinstance(node, RecvNode):
+            known.add(node.message_id)
+            beyond.add(node.message_id)
+        else:
+            rest += [edge.node for edge in node.inputs if edge is not None]
+    return known, beyond

@@ -1,0 +1,392 @@
+"""Pure functions of recorded values: compiled once, run forward, and recorded.
+
+A function is found again by its code and the contents of its closure, so that a lambda
+in a loop is compiled once. Each call makes one node. An argument of the function counts
+in one of three ways:
+
+- arrays of recorded values and variables: differentiated;
+- other arrays, and Python's floating numbers: inputs without a derivative, so that
+  another value needs no other compilation;
+- all else (integers, booleans, strings, shapes, ...): part of the compiled function.
+"""
+
+import enum
+import functools
+import threading
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, SupportsInt
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jdist._compat import is_traced, part_of, without_unread
+from jdist._errors import requirement
+from jdist._tree import PyTree, is_inexact
+from jdist.autograd.recording.nnx_state import state_kept
+from jdist.autograd.recording.node import Edge, SegmentNode, next_order
+from jdist.autograd.recording.purity import refuse_in_pure, tracing
+from jdist.segment import Segment
+from jdist.segment.internal import (
+    Changed,
+    ForwardPlan,
+    FunctionCache,
+    contents_of,
+    is_fixed,
+    pure_segment,
+    value_of,
+)
+
+PureCallable = Callable[..., PyTree]
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+NUMBERS: tuple[type, ...] = (float, complex)
+"""Python's numbers that are inputs, unless said otherwise."""
+
+_STATIC = (bool, int, str, bytes, range, np.dtype, type(...))
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, type(jax.jit(abs)), jnp.ufunc
+)  # fmt: skip
+
+
+class Recordable:
+    """A value with a history: `Recorded` and `Variable`."""
+
+    __slots__ = ()
+
+    def flat(
+        self,
+    ) -> tuple["DifferentiatedTree", Sequence[jax.Array], Sequence[Edge | None]]:
+        """How a function takes it, its arrays, and the edge of each array."""
+        raise NotImplementedError
+
+
+class Constant:
+    """An argument that is a part of the compiled function; equal to itself only."""
+
+    __slots__ = ()
+
+
+class RecordedCall(NamedTuple):
+    """A call that was made and recorded.
+
+    Attributes:
+      outputs: The arrays that the function returned.
+      structure: Tree structure of what it returned.
+      node: Its node; None if no cotangent can flow back through it.
+      live: For each output, whether it has a history.
+    """
+
+    outputs: list[jax.Array]
+    structure: jax.tree_util.PyTreeDef
+    node: SegmentNode | None
+    live: tuple[bool, ...]
+
+
+def have_history(leaves: Iterable[object]) -> bool:
+    """Whether one of the leaves of arguments is recorded."""
+    return True in [isinstance(leaf, Recordable) for leaf in leaves]
+
+
+def call(
+    fn: PureCallable,
+    leaves: Sequence[PyTree],
+    structure: jax.tree_util.PyTreeDef,
+    numbers: tuple[type, ...] = NUMBERS,
+) -> RecordedCall:
+    """Runs `fn(*args, **kwargs)`, compiled, and records it.
+
+    Args:
+      fn: A pure function.
+      leaves: Of `(args, kwargs)`, recorded values and variables among them.
+      structure: Of `(args, kwargs)`.
+      numbers: Types of Python's numbers that are inputs.
+
+    Raises:
+      TypeError: The function or an argument cannot be compiled.
+      Exception: Whatever the function raises.
+    """
+    arrays: list[ArrayLike] = []
+    edges: list[Edge | None] = []
+    kinds: list[TakenLeaf] = []
+    kind: TakenLeaf
+    for leaf in leaves:
+        if isinstance(leaf, Recordable):
+            kind, found, to = leaf.flat()
+            arrays += found
+            edges += to
+        else:
+            kind = _take(leaf, arrays, edges, numbers)
+        kinds.append(kind)
+    # A call within a traced function would be recorded once, at compilation.
+    name = _name(fn)
+    refuse_in_pure("a call of {} with recorded values", name)
+    _refuse_closure(fn)
+    function, spec = _function_of(fn), ArgumentSpec(structure, tuple(kinds))
+    segment = function.segment(spec)
+    try:
+        outputs, residuals = segment.forward((), *arrays)
+    except Changed:
+        # It was found by the contents of another function, which have changed since.
+        _COMPILED.drop(function)
+        segment = function.alone(fn).segment(spec)
+        outputs, residuals = segment.forward((), *arrays)
+    made, live = _made(residuals.plan, tuple([edge is not None for edge in edges]))
+    node = None
+    if True in live:
+        inputs = tuple(edges)
+        node = SegmentNode(name, inputs, next_order(), segment, residuals, made)
+    return RecordedCall(made.flatten_up_to(outputs), made, node, live)
+
+
+def _function_of(fn: PureCallable) -> "PureFunction":
+    """The compiled function, or one of the same code and contents."""
+    if isinstance(fn, _FUNCTIONS) and is_fixed(fn):
+        # A function of a library cannot change, so its contents are not read.
+        return _function_of_library(fn)
+    return _COMPILED.get(fn, (), lambda contents: PureFunction(fn, contents.code))
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_of_library(fn: PureCallable) -> "PureFunction":
+    return PureFunction(fn, fn)
+
+
+class PureFunction:
+    """One function, compiled for each `ArgumentSpec` with which it is called.
+
+    Args:
+      fn: The function.
+      code: Its code, by which versions of it are counted.
+      alone: See `Traced`.
+    """
+
+    def __init__(self, fn: PureCallable, code: Hashable, alone: bool = False) -> None:
+        self._fn = fn
+        self._code = code
+        self._alone = alone
+        self._lock = threading.Lock()
+        self._segments: dict[ArgumentSpec, Segment] = {}
+
+    def segment(self, spec: "ArgumentSpec") -> Segment:
+        """The function of the arrays alone, in two halves."""
+        # One function with the spec as a static argument would have JAX compare the
+        # spec in each call.
+        found = self._segments.get(spec)
+        if found is not None:
+            return found
+        with self._lock:
+            made = _segment(self._fn, self._code, spec, self._alone)
+            found = self._segments.setdefault(spec, made)
+            # The oldest goes: segments that were handed out stay valid.
+            if len(self._segments) > _SPECS:
+                del self._segments[next(iter(self._segments))]
+        return found
+
+    def alone(self, fn: PureCallable) -> "PureFunction":
+        """A version for one of the functions of equal contents, as it is now."""
+        return PureFunction(fn, self._code, alone=True)
+
+
+def _segment(
+    fn: PureCallable, code: Hashable, spec: "ArgumentSpec", alone: bool
+) -> Segment:
+    name = _name(fn)
+
+    def run(_: tuple[()], *arrays: jax.Array) -> PyTree:
+        args, kwargs = spec.arguments(arrays)
+        call = f"apply({name})"
+        with tracing(call), state_kept(call, (args, kwargs)) as returned:
+            returned.append(fn(*args, **kwargs))
+        return returned[0]
+
+    run.__name__ = name
+    contents = contents_of(run, "apply")
+    return pure_segment(run, "apply", contents, (code, spec.case), alone=alone)
+
+
+class ArgumentSpec(NamedTuple):
+    """The arguments of a function without their arrays: a key of its compilation."""
+
+    structure: jax.tree_util.PyTreeDef
+    kinds: tuple["TakenLeaf", ...]
+
+    @property
+    def case(self) -> Hashable:
+        """The spec with functions reduced to their code, which versions share."""
+        kinds = [x.case if isinstance(x, _StaticArgument) else x for x in self.kinds]
+        return self.structure, tuple(kinds)
+
+    def arguments(self, arrays: Sequence[ArrayLike]) -> PyTree:
+        """`(args, kwargs)`, made of these arrays."""
+        given = iter(arrays)
+        return jax.tree.unflatten(
+            self.structure, [kind.value(given) for kind in self.kinds]
+        )
+
+
+class DifferentiatedTree(NamedTuple):
+    """A tree of arrays of which those with a derivative are `wanted`."""
+
+    structure: jax.tree_util.PyTreeDef
+    wanted: tuple[bool, ...]
+
+    def value(self, given: Iterator[ArrayLike]) -> PyTree:
+        """The tree of the next arrays of an iterator."""
+        arrays = [_given(given, wanted) for wanted in self.wanted]
+        return jax.tree.unflatten(self.structure, arrays)
+
+
+class _UndifferentiatedArray(NamedTuple):
+    """An array without a derivative."""
+
+    def value(self, given: Iterator[ArrayLike]) -> PyTree:
+        return _given(given, wanted=False)
+
+
+class _StaticArgument:
+    """A value that is part of the compiled function; equal by its key.
+
+    Args:
+      value: The value.
+      key: Its key; a new object where the value certainly equals no other.
+      case: The part of its key that versions of the value share.
+    """
+
+    __slots__ = ("_key", "_value", "case")
+
+    def __init__(self, value: object, key: Hashable, case: Hashable) -> None:
+        self._value = value
+        self._key = key
+        self.case = case
+
+    def value(self, given: Iterator[ArrayLike]) -> PyTree:
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StaticArgument) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+TakenLeaf = DifferentiatedTree | _UndifferentiatedArray | _StaticArgument
+"""How a function takes a leaf of its arguments."""
+
+_PLAIN = _UndifferentiatedArray()
+ONE = DifferentiatedTree(jax.tree.structure(0), (True,))
+"""A single array with a derivative."""
+
+_COMPILED: FunctionCache[PureFunction] = FunctionCache("apply", size=256)
+_SPECS = 256
+"""So many argument specs of each function are held compiled."""
+
+
+def _given(given: Iterator[ArrayLike], wanted: bool) -> ArrayLike:
+    array = next(given)
+    if wanted or not is_inexact(array):
+        return array
+    # Neither its cotangent nor what only that would need is computed then.
+    return jax.lax.stop_gradient(array)
+
+
+def _take(
+    leaf: PyTree,
+    arrays: list[ArrayLike],
+    edges: list[Edge | None],
+    numbers: tuple[type, ...],
+) -> "TakenLeaf":
+    """How a function takes a leaf without a history; an array is appended."""
+    if isinstance(leaf, _ARRAYS) or type(leaf) in numbers:
+        if is_traced(leaf):
+            rule = "must not be given traced arrays beside recorded values"
+            remedy = "Inside jax.grad and jax.jit use autograd.remote_call."
+            raise TypeError(requirement("apply(*args)", rule, str(leaf), remedy))
+        arrays.append(leaf)
+        edges.append(None)
+        return _PLAIN
+    if isinstance(leaf, Constant):
+        return _StaticArgument(leaf, leaf, leaf)
+    if isinstance(leaf, (*_FUNCTIONS, type, enum.Enum)):
+        return _static_by_contents(leaf)
+    key = _key(leaf)
+    return _StaticArgument(leaf, key, key)
+
+
+def _static_by_contents(leaf: PyTree) -> _StaticArgument:
+    """A function or class as part of the compiled function."""
+    _refuse_closure(leaf)
+    read = contents_of if isinstance(leaf, _FUNCTIONS) else value_of
+    contents = read(leaf, "apply")
+    key = contents if contents.complete else object()
+    return _StaticArgument(leaf, key, contents.code)
+
+
+def _key(leaf: object) -> Hashable:
+    if isinstance(leaf, _STATIC):
+        return type(leaf), leaf
+    if isinstance(leaf, slice):
+        return slice, _key_of_end(leaf.start), _key_of_end(leaf.stop), leaf.step
+    rule = "must be made of arrays, numbers, strings, functions and pytrees of them"
+    kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    remedy = (
+        "Register its class with jax.tree_util, or mark the function with "
+        "@autograd.eager: then it runs as Python, with recorded values."
+    )
+    raise TypeError(requirement("apply(*args)", rule, kind, remedy))
+
+
+def _key_of_end(end: SupportsInt | None) -> int | None:
+    return None if end is None else int(end)
+
+
+def _refuse_closure(fn: PureCallable) -> None:
+    """Refuses a function with recorded values in its closure: they get no gradient."""
+    cells = getattr(fn, "__closure__", None) or ()
+    for cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # A variable that is not assigned yet.
+            continue
+        if isinstance(value, Recordable):
+            rule = "must not refer to recorded values or variables"
+            remedy = "Pass them as arguments: only these are differentiated."
+            raise TypeError(requirement("apply(fn)", rule, _name(fn), remedy))
+
+
+@functools.lru_cache(maxsize=1024)
+def _made(
+    plan: ForwardPlan, recorded: tuple[bool, ...]
+) -> tuple[jax.tree_util.PyTreeDef, tuple[bool, ...]]:
+    """The structure of the outputs, and which of them have a history.
+
+    Floating outputs have one if a cotangent flows from them to a recorded input. One
+    that depends on recorded inputs only behind `stop_gradient`, a comparison or a
+    rounding has none.
+    """
+    shapes, structure = jax.tree.flatten(plan.outputs)
+    floating = [is_inexact(shape) for shape in shapes]
+    linear, _ = plan.linear_part([True] * sum(floating))
+    pairs = zip(recorded, plan.trained, strict=True)
+    wanted = [is_recorded for is_recorded, is_trained in pairs if is_trained]
+    results = [
+        x
+        for x, is_wanted in zip(linear.jaxpr.outvars, wanted, strict=True)
+        if is_wanted
+    ]
+    given = linear.jaxpr.invars
+    part = part_of(linear, given, results, effects=False)
+    _, read = without_unread(part, optional=len(given))
+    # The cotangents come last, after the residuals.
+    reached = iter(read[len(given) - sum(floating) :])
+    return structure, tuple([is_floating and next(reached) for is_floating in floating])
+
+
+def _name(fn: PureCallable) -> str:
+    inner = getattr(fn, "func", fn)
+    return getattr(inner, "__name__", None) or type(inner).__name__

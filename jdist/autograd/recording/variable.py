@@ -1,0 +1,294 @@
+"""Variables, which are the leaves of the graph, and what becomes of their gradients."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import KeyPath
+
+from jdist._compat import beside, is_traced, placed
+from jdist._errors import requirement
+from jdist._tree import PyTree, abbreviated, is_inexact, named_leaves, path_of
+from jdist.autograd.recording.nnx_state import refuse_state
+from jdist.autograd.recording.node import Cotangent, Edge, Node
+from jdist.autograd.recording.pure import DifferentiatedTree
+from jdist.autograd.recording.purity import eager, refuse_in_pure
+from jdist.autograd.recording.recorded import Operators, Recorded
+from jdist.rpc.extension import InterruptSafeLock
+
+Hook = Callable[[PyTree], PyTree]
+"""`hook(gradient)`: another gradient in its place, or None to leave it."""
+
+
+class _FlatTree(NamedTuple):
+    """The tree of a variable, flattened once for all its uses."""
+
+    tree: PyTree
+    kind: DifferentiatedTree
+    leaves: list[jax.Array]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "_FlatTree":
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(
+            tree, DifferentiatedTree(structure, tuple(map(is_inexact, leaves))), leaves
+        )
+
+    def is_like(self, other: "_FlatTree") -> bool:
+        """Whether structure, shapes and dtypes are the same."""
+        return self.kind.structure == other.kind.structure and all(
+            one.shape == two.shape and one.dtype == two.dtype
+            for one, two in zip(self.leaves, other.leaves, strict=True)
+        )
+
+
+class LeafNode(Node):
+    """A variable in the graph: its outputs are the leaves of the variable's tree.
+
+    Cotangents end here: a pass adds them to the gradients of its context.
+    """
+
+    __slots__ = ("variable",)
+
+    def __init__(self, variable: "Variable", leaves: int) -> None:
+        super().__init__("variable", (), leaves)
+        self.variable = variable
+
+
+class Variable(Operators):
+    """A leaf that wants a gradient: a mutable cell around an immutable tree of arrays.
+
+    A function that `apply` runs receives the tree; so does a pure function on another
+    worker. Operators and methods work on it as on a recorded value. Gradients are never
+    kept here, but in contexts: `autograd.get_gradients(context_id)[variable]`.
+
+    Attributes:
+      value: The tree. Another one of the same structure, shapes and dtypes may be put
+        in its place. A backward pass uses the one that its forward pass has used.
+      step_lock: Held by the thread that steps it.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_hooks", "_lock", "_node", "step_lock")
+
+    def __init__(self, tree: PyTree) -> None:
+        refuse_state("variable(tree)", tree)
+        self._held = _FlatTree.of(jax.tree.map_with_path(_array, tree))
+        if not any(self._held.kind.wanted):
+            rule = "must have at least one floating array"
+            raise ValueError(requirement("variable(tree)", rule, tree))
+        self._lock = threading.Lock()
+        # A weak dictionary of locks would compare variables, which compares arrays.
+        self.step_lock = InterruptSafeLock()
+        # Weak: the graph keeps its leaves, and a variable keeps no graph.
+        self._node: weakref.ref[LeafNode] | None = None
+        self._hooks: dict[object, Hook] = {}
+
+    @property
+    def value(self) -> Any:
+        """The tree of arrays."""
+        refuse_in_pure("the value of a variable that is no argument")
+        return self._held.tree
+
+    @value.setter
+    def value(self, tree: PyTree) -> None:
+        new = _FlatTree.of(jax.tree.map_with_path(_array, tree))
+        if not new.is_like(self._held):
+            _check_paths(self._held.tree, new.tree)
+        self._held = new
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def __deepcopy__(self, known: dict[int, object]) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        rule = "must not be given a variable: gradients would go to the original"
+        remedy = "Make another one: `autograd.variable(x.value)`."
+        raise TypeError(requirement("copy(x)", rule, repr(self), remedy))
+
+    @property
+    def structure(self) -> jax.tree_util.PyTreeDef:
+        """The structure of its tree."""
+        return self._held.kind.structure
+
+    @property
+    def node(self) -> LeafNode:
+        """The variable's node; the same one while any history leads to it."""
+        found = None if self._node is None else self._node()
+        if found is not None:
+            return found
+        with self._lock:
+            found = None if self._node is None else self._node()
+            if found is None:  # still, under the lock
+                found = LeafNode(self, len(self._held.leaves))
+                self._node = weakref.ref(found)
+            return found
+
+    def recorded(self) -> Any:
+        """The tree with recorded values in place of the floating arrays."""
+        kind, leaves, edges = self.flat()
+        values = [
+            leaf if to is None else Recorded(leaf, to)
+            for leaf, to in zip(leaves, edges, strict=True)
+        ]
+        return kind.structure.unflatten(values)
+
+    def register_hook(self, hook: Hook) -> Callable[[], None]:
+        """Has `hook(gradient)` called in every backward pass that reaches the variable.
+
+        Once for each pass, with the sum of all that the pass has found; hooks are
+        called in the order in which they were registered.
+
+        Args:
+          hook: Gets a tree like the value, with None for leaves that nothing reached.
+            Returns another one to take its place, or None.
+
+        Returns:
+          A function that removes the hook.
+
+        Source: `torch.Tensor.register_hook`.
+        """
+        if not callable(hook):
+            raise TypeError(
+                requirement("register_hook(hook)", "must be callable", hook)
+            )
+        key = object()
+        with self._lock:
+            self._hooks[key] = hook
+        return lambda: _discard(self._hooks, key)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks, in the order in which they were registered."""
+        if not self._hooks:
+            return ()
+        with self._lock:
+            return tuple(self._hooks.values())
+
+    def gradient(self, cotangents: Sequence[Cotangent]) -> PyTree:
+        """The gradient of one pass: a tree of these leaves, changed by the hooks.
+
+        Each leaf is placed as the leaf of the variable is. What an optimizer makes of
+        both is then placed so too, and the next step finds all programs compiled.
+
+        Raises:
+          ValueError: A hook returned another structure, shape or dtype.
+          Exception: Whatever a hook raised.
+        """
+        gradient = self.structure.unflatten(cotangents)
+        for hook in self.hooks:
+            changed = hook(gradient)
+            if changed is not None:
+                _check_hooked(gradient, changed)
+                gradient = changed
+        found = self.structure.flatten_up_to(gradient)
+        pairs = zip(found, self._held.leaves, strict=True)
+        return self.structure.unflatten(
+            [beside(x, leaf) if isinstance(x, jax.Array) else x for x, leaf in pairs]
+        )
+
+    def flat(
+        self,
+    ) -> tuple[DifferentiatedTree, Sequence[jax.Array], Sequence[Edge | None]]:
+        """See `Recordable`."""
+        _, kind, leaves = self._held
+        node = self.node
+        if len(leaves) == 1:
+            return kind, leaves, (Edge(node, 0),)
+        edges = [
+            Edge(node, index) if wanted else None
+            for index, wanted in enumerate(kind.wanted)
+        ]
+        return kind, leaves, edges
+
+    def __repr__(self) -> str:
+        shown = jax.tree.map(_Described, self._held.tree)
+        return f"Variable({shown})"
+
+
+@eager
+def variable(tree: PyTree) -> Variable:
+    """A leaf that wants a gradient.
+
+    Args:
+      tree: Pytree of arrays, at least one of them floating; NumPy arrays and Python's
+        numbers become JAX's. Leaves that are not floating are passed on, and have no
+        gradient.
+
+    Raises:
+      TypeError: A leaf is no array, or is recorded or traced; a Flax NNX module in it
+        holds more than `nnx.Param`, such as statistics or streams of random numbers:
+        these would never change.
+      ValueError: No leaf is floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jdist import autograd
+      >>> w = autograd.variable({"scale": 2.0, "shift": jnp.zeros(3)})
+      >>> w
+      Variable({'scale': float32[], 'shift': float32[3]})
+      >>> autograd.apply(lambda w, x: w["scale"] * x + w["shift"], w, jnp.arange(3.0))
+      Recorded(float32[3] of <lambda>)
+    """
+    return Variable(tree)
+
+
+def _array(keys: KeyPath, leaf: PyTree) -> jax.Array:
+    if isinstance(leaf, jax.Array) and not is_traced(leaf):
+        return leaf
+    if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        array = np.asarray(leaf)
+        if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number):
+            return _copied(array)
+    rule = "must be made of arrays"
+    shown = f"{leaf!r} at {path_of(keys)}"
+    raise TypeError(requirement("variable(tree)", rule, shown))
+
+
+def _copied(array: np.ndarray) -> jax.Array:
+    """`jnp.array`, in a third of its time, and of any byte order."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    return placed(np.array(array, dtype, order="C"), None)
+
+
+def _check_paths(before: PyTree, after: PyTree) -> None:
+    """Refuses leaves unlike those before; their containers may be other ones."""
+    old, new = named_leaves(before), named_leaves(after)
+    if old.keys() != new.keys():
+        rule = f"must have the leaves {', '.join(old)}, as before"
+        raise ValueError(requirement("Variable.value", rule, ", ".join(new)))
+    for path, leaf in old.items():
+        if abbreviated(leaf) != abbreviated(new[path]):
+            rule = f"must be {abbreviated(leaf)} at {path}, as before"
+            got = abbreviated(new[path])
+            raise ValueError(requirement("Variable.value", rule, got))
+
+
+def _check_hooked(gradient: PyTree, changed: PyTree) -> None:
+    kinds = [
+        jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+        for tree in (gradient, changed)
+    ]
+    if kinds[0] != kinds[1]:
+        rule = "must return a gradient of the same structure, shapes and dtypes, "
+        rule += f"{kinds[0]}"
+        raise ValueError(requirement("register_hook(hook)", rule, f"{kinds[1]}"))
+
+
+def _discard(hooks: dict[object, Hook], key: object) -> None:
+    hooks.pop(key, None)
+
+
+class _Described:
+    """Shown as dtype and shape."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._text = abbreviated(array)
+
+    def __repr__(self) -> str:
+        return self._text
