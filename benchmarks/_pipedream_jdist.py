@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks._pair import Job, Spent, timed
 from benchmarks._pipeline_jdist import WORKERS, examples, losses, stage_params, stages
 from jdist import optim, pipeline, rpc
-from jdist.pipeline.pipedream.stashed_stage import StashedStage, VersionRule
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun
+from jdist.pipeline.weight_stashing.stashed_stage import StashedStage, VersionRule
 
 ROWS = (64, 128, 256, 512)
 LENGTHS = (4, 16)

@@ -76,14 +76,14 @@ ROOMS = {
     "pipeline": (
         "schedule",
         "schedules",
-        "simulate",
+        "simulation",
         "plan",
         "stages",
         "run",
-        "pipedream spmd",
+        "weight_stashing spmd",
         "pipeline",
-        "timed checkpoint",
-        "fit",
+        "measured_timeline checkpoint",
+        "training_loop",
     ),
     "launch": ("options", "relay", "__main__"),
 }

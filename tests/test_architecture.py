@@ -46,8 +46,8 @@ PLANTED = {
     ),
     "schedule with the simulator": (
         "jdist/pipeline/schedule/clock.py",
-        '"""S."""\nfrom jdist.pipeline.simulate import Costs\n',
-        "a schedule file imports jdist.pipeline.simulate",
+        '"""S."""\nfrom jdist.pipeline.simulation import Costs\n',
+        "a schedule file imports jdist.pipeline.simulation",
     ),
     "schedule family with rpc": (
         "jdist/pipeline/schedules/gpipe.py",

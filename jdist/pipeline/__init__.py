@@ -2,12 +2,7 @@
 
 from jdist._fit import Metrics, over_epoch
 from jdist.pipeline.checkpoint import PipelineCheckpoints
-from jdist.pipeline.fit import fit
-from jdist.pipeline.pipedream.weight_stashing import (
-    StashState,
-    WeightStashing,
-    with_weight_stashing,
-)
+from jdist.pipeline.measured_timeline import timed
 from jdist.pipeline.pipeline import PipeDream, Pipeline
 from jdist.pipeline.plan import (
     Layer,
@@ -27,20 +22,18 @@ from jdist.pipeline.schedule import (
     split_drain,
     versions_used,
 )
-from jdist.pipeline.schedules import (
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    one_f_one_b,
-    pipedream,
-    pipedream_2bw,
-    pipedream_flush,
-    zbv,
-    zero_bubble,
-)
-from jdist.pipeline.simulate import Costs, Record, Timeline, simulate
+from jdist.pipeline.schedules.dualpipe_v import dualpipe_v
+from jdist.pipeline.schedules.forward_only import forward_only
+from jdist.pipeline.schedules.gpipe import gpipe
+from jdist.pipeline.schedules.interleaved import interleaved
+from jdist.pipeline.schedules.looped_bfs import looped_bfs
+from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
+from jdist.pipeline.schedules.pipedream import pipedream
+from jdist.pipeline.schedules.pipedream_2bw import pipedream_2bw
+from jdist.pipeline.schedules.pipedream_flush import pipedream_flush
+from jdist.pipeline.schedules.zbv import zbv
+from jdist.pipeline.schedules.zero_bubble import zero_bubble
+from jdist.pipeline.simulation import Costs, Record, Timeline, simulate
 from jdist.pipeline.stages import (
     FromModules,
     Module,
@@ -50,7 +43,12 @@ from jdist.pipeline.stages import (
     stages_from_modules,
     stages_from_nnx,
 )
-from jdist.pipeline.timed import timed
+from jdist.pipeline.training_loop import fit
+from jdist.pipeline.weight_stashing.optimizer import (
+    StashState,
+    WeightStashing,
+    with_weight_stashing,
+)
 
 __all__ = [
     "Action",

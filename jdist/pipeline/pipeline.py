@@ -13,10 +13,6 @@ from jdist._errors import requirement
 from jdist._fit import Metrics, check_state
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
-from jdist.pipeline.pipedream.batch_stream import Supply
-from jdist.pipeline.pipedream.epoch import PassRecord
-from jdist.pipeline.pipedream.executor import CALL, EpochExecutor, EpochPart
-from jdist.pipeline.pipedream.policy import schedule_of_epoch
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
@@ -43,6 +39,10 @@ from jdist.pipeline.schedule.update_policy import UpdateRule
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import wire
+from jdist.pipeline.weight_stashing.batch_stream import Supply
+from jdist.pipeline.weight_stashing.epoch import PassRecord
+from jdist.pipeline.weight_stashing.executor import CALL, EpochExecutor, EpochPart
+from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
 from jdist.reduction import check_reduction
 
 __all__ = ["PipeDream", "Pipeline"]

@@ -9,7 +9,7 @@ from experiments import _pipedream_clocks as clocks
 from experiments import _pipedream_runs as runs_of
 from experiments import pipedream as job
 from jdist import pipeline
-from jdist.pipeline.pipedream.epoch import PassRecord
+from jdist.pipeline.weight_stashing.epoch import PassRecord
 
 NETWORK = job.FULL[1]  # of two stages
 FLUSH, STASH, CONTROL = runs_of.FLUSH, runs_of.STASH, runs_of.CONTROL

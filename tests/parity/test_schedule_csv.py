@@ -7,25 +7,26 @@ import sys
 
 import pytest
 
-from jdist.pipeline import Schedule, schedules
+from jdist import pipeline
+from jdist.pipeline import Schedule
 
 pytestmark = pytest.mark.parity
 
 OURS = {
-    "gpipe": schedules.gpipe(3, 4),
-    "1f1b": schedules.one_f_one_b(3, 5),
-    "interleaved": schedules.interleaved(2, 4, 3),
-    "few": schedules.interleaved(4, 2, 2),
-    "looped_bfs": schedules.looped_bfs(3, 2, 2),
-    "zero_bubble": schedules.zero_bubble(3, 4),
-    "zbv": schedules.zbv(3, 4),
-    "dualpipe_v": schedules.dualpipe_v(2, 5),
+    "gpipe": pipeline.gpipe(3, 4),
+    "1f1b": pipeline.one_f_one_b(3, 5),
+    "interleaved": pipeline.interleaved(2, 4, 3),
+    "few": pipeline.interleaved(4, 2, 2),
+    "looped_bfs": pipeline.looped_bfs(3, 2, 2),
+    "zero_bubble": pipeline.zero_bubble(3, 4),
+    "zbv": pipeline.zbv(3, 4),
+    "dualpipe_v": pipeline.dualpipe_v(2, 5),
 }
 SAME_ORDER = {
-    "ScheduleGPipe": lambda n, m: schedules.gpipe(n, m),
-    "Schedule1F1B": lambda n, m: schedules.one_f_one_b(n, m),
-    "ScheduleInterleaved1F1B": lambda n, m: schedules.interleaved(n, m, 2),
-    "ScheduleDualPipeV": lambda n, m: schedules.dualpipe_v(n, m),
+    "ScheduleGPipe": lambda n, m: pipeline.gpipe(n, m),
+    "Schedule1F1B": lambda n, m: pipeline.one_f_one_b(n, m),
+    "ScheduleInterleaved1F1B": lambda n, m: pipeline.interleaved(n, m, 2),
+    "ScheduleDualPipeV": lambda n, m: pipeline.dualpipe_v(n, m),
 }
 """The others of torch order some actions differently from ours."""
 

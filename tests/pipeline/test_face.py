@@ -1,6 +1,8 @@
 """The face of `jdist.pipeline`: what completion shows, and nothing else."""
 
+import importlib
 import inspect
+import pkgutil
 import subprocess
 import sys
 import types
@@ -17,6 +19,26 @@ def test_dir_shows_what_users_may_touch():
     )
 
 
+def test_no_function_has_the_name_of_a_module_beside_it():
+    """`import jdist.pipeline.simulation as s` always gives the module."""
+    packages = [
+        importlib.import_module(name)
+        for _, name, is_package in pkgutil.walk_packages(
+            pipeline.__path__, "jdist.pipeline."
+        )
+        if is_package
+    ]
+    assert len(packages) > 6
+    for package in [pipeline, *packages]:
+        modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        assert modules, package
+        assert not modules & set(package.__all__), package
+        assert all(
+            inspect.ismodule(getattr(package, name))
+            for name in modules & vars(package).keys()
+        )
+
+
 def test_every_public_name_is_documented():
     for name in pipeline.__all__:
         documented = inspect.getdoc(getattr(pipeline, name))
@@ -29,8 +51,8 @@ import sys
 part = type(sys)("jdist.pipeline")
 part.__path__ = [__import__("jdist").__path__[0] + "/pipeline"]
 sys.modules["jdist.pipeline"] = part
-from jdist.pipeline.schedules import pipedream
-from jdist.pipeline.simulate import simulate
+from jdist.pipeline.schedules.pipedream import pipedream
+from jdist.pipeline.simulation import simulate
 from jdist.pipeline.plan import Layer, Profile, partition
 layers = [Layer(name, "", 1.0, 2.0, (8.0,), 4.0) for name in "abc"]
 plan = partition(Profile.chain(layers), 3, 1e9)

@@ -1,6 +1,6 @@
 """Planning: profiles of layers, cuts of a model, and PipeDream's partitioning."""
 
-from jdist.pipeline.plan.partition import partition
+from jdist.pipeline.plan.partitioner import partition
 from jdist.pipeline.plan.plan import Plan, PlannedStage, load_plan
 from jdist.pipeline.plan.profile import Layer, Profile, load_profile
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from jdist._errors import Unavailable, extra, requirement
 from jdist.pipeline.plan.profile import Profile
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedules import pipedream
-from jdist.pipeline.simulate.costs import Costs
+from jdist.pipeline.schedules.pipedream import pipedream
+from jdist.pipeline.simulation.costs import Costs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,7 +8,7 @@ import jax
 
 from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.schedule.actions import Action
-from jdist.pipeline.simulate.timeline import Record
+from jdist.pipeline.simulation.timeline import Record
 
 ROUND_TRIPS = 20
 """Number of readings of another clock; that of the shortest round trip counts."""

@@ -90,7 +90,7 @@ def representatives(schedule: Schedule, sizes: Sequence[int]) -> list[int]:
       sizes: The number of examples of each micro-batch.
 
     Example:
-      >>> from jdist.pipeline.schedules import one_f_one_b
+      >>> from jdist.pipeline import one_f_one_b
       >>> representatives(one_f_one_b(2, 5), [4, 4, 4, 3, 3])
       [0, 0, 0, 3, 3]
     """

@@ -126,7 +126,7 @@ def steady_length(schedule: Schedule) -> int:
       schedule: An asynchronous one, of an epoch of any length.
 
     Example:
-      >>> from jdist.pipeline.schedules import pipedream
+      >>> from jdist.pipeline import pipedream
       >>> steady_length(pipedream(3, 1, update_every=2))
       24
     """

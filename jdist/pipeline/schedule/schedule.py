@@ -59,7 +59,7 @@ class Schedule:
         for one number only. See `resized`.
 
     Example:
-      >>> from jdist.pipeline.schedules import one_f_one_b
+      >>> from jdist.pipeline import one_f_one_b
       >>> schedule = one_f_one_b(2, 3)
       >>> print(schedule)
       worker 0 | 0F0 0F1  .  0B0 0F2 0B1  .  0B2
@@ -216,7 +216,7 @@ class Schedule:
           path: A file that the text is written to, too.
 
         Example:
-          >>> from jdist.pipeline.schedules import zero_bubble
+          >>> from jdist.pipeline import zero_bubble
           >>> print(zero_bubble(2, 2).to_csv(), end="")
           0F0,0F1,,0I0,0W0,0I1,0W1
           ,1F0,1I0,1F1,1I1,1W0,1W1
@@ -342,7 +342,7 @@ class Schedule:
             its update policy was replaced.
 
         Example:
-          >>> from jdist.pipeline.schedules import pipedream
+          >>> from jdist.pipeline import pipedream
           >>> pipedream(2, 3).resized(5) == pipedream(2, 5)
           True
         """

@@ -46,7 +46,7 @@ def versions_used(schedule: Schedule) -> np.ndarray:
         or a stage has several workers under "vertical_sync" or "2bw".
 
     Example:
-      >>> from jdist.pipeline.schedules import pipedream
+      >>> from jdist.pipeline import pipedream
       >>> versions_used(pipedream(3, 6))
       array([[0, 0, 0, 1, 2, 3],
              [0, 0, 1, 2, 3, 4],

@@ -100,7 +100,7 @@ def tabulate(schedule: Schedule) -> Table:
       schedule: Each stage has one worker, and all workers have equally many stages.
 
     Example:
-      >>> from jdist.pipeline.schedules import one_f_one_b
+      >>> from jdist.pipeline import one_f_one_b
       >>> table = tabulate(one_f_one_b(3, 8))
       >>> table.distances, table.slots
       ((1, 2), Slots(mail=3, activations=3, rests=0))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdist.pipeline import schedules
+from jdist import pipeline
 from jdist.pipeline.schedule.actions import ScheduleError
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
@@ -11,13 +11,13 @@ from jdist.pipeline.schedule.update_policy import UpdatePolicy
 @pytest.mark.parametrize(
     "schedule",
     [
-        schedules.forward_only(2, 3),
-        schedules.gpipe(3, 2),
-        schedules.interleaved(2, 4, 2),
-        schedules.looped_bfs(2, 3, 2),
-        schedules.zero_bubble(3, 5),
-        schedules.zbv(3, 6),
-        schedules.dualpipe_v(2, 5),
+        pipeline.forward_only(2, 3),
+        pipeline.gpipe(3, 2),
+        pipeline.interleaved(2, 4, 2),
+        pipeline.looped_bfs(2, 3, 2),
+        pipeline.zero_bubble(3, 5),
+        pipeline.zbv(3, 6),
+        pipeline.dualpipe_v(2, 5),
     ],
     ids=lambda schedule: schedule.name,
 )
@@ -30,7 +30,7 @@ def test_there_and_back(schedule, tmp_path):
 
 
 def test_replicas_and_updates_come_from_the_caller():
-    schedule = schedules.pipedream(2, 5, replicas=(2, 1), update_every=2)
+    schedule = pipeline.pipedream(2, 5, replicas=(2, 1), update_every=2)
     text = schedule.to_csv()
     back = Schedule.from_csv(
         text, placement=schedule.placement, update_policy=UpdatePolicy(every=2)
@@ -120,12 +120,12 @@ def test_the_order_alone_where_columns_are_no_clocks():
 def test_dumps_of_torch_with_collectives():
     """GPipe and 1F1B as torch 2.13 orders them, its last stage of 1F1B included."""
     text = "0F0,0F1,0B0,0B1,0REDUCE_GRAD\r\n1F0,1F1,1B0,1B1,1REDUCE_GRAD\r\n"
-    assert Schedule.from_csv(text) == schedules.gpipe(2, 2)
+    assert Schedule.from_csv(text) == pipeline.gpipe(2, 2)
     text = (
         "0F0,0F1,0B0,0F2,0B1,0B2,0REDUCE_GRAD\r\n"
         "1F1,1B0,1F2,1B1,1F3,1B2,1REDUCE_GRAD\r\n"
     )
-    assert Schedule.from_csv(text) == schedules.one_f_one_b(2, 3)
+    assert Schedule.from_csv(text) == pipeline.one_f_one_b(2, 3)
 
 
 def test_a_dump_of_torch_with_messages():
@@ -138,7 +138,7 @@ def test_a_dump_of_torch_with_messages():
         "3RECV_F1,3B0,3SEND_B0,1RECV_B0,3F1,3B1,3SEND_B1,1RECV_B1,3REDUCE_GRAD,"
         "3RESHARD,1B0,1SEND_B0,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD\r\n"
     )
-    assert Schedule.from_csv(text) == schedules.interleaved(2, 2, 2)
+    assert Schedule.from_csv(text) == pipeline.interleaved(2, 2, 2)
 
 
 def test_overlapped_pairs_are_consecutive_actions():
@@ -151,7 +151,7 @@ def test_overlapped_pairs_are_consecutive_actions():
         "(2F3;1B1)OVERLAP_F_B,(1F4;2B2)OVERLAP_F_B,(2F4;1B2)OVERLAP_F_B,2B3,1B3,2I4,"
         "1I4,2W4,1W4\r\n"
     )
-    assert Schedule.from_csv(text) == schedules.dualpipe_v(2, 5)
+    assert Schedule.from_csv(text) == pipeline.dualpipe_v(2, 5)
 
 
 def test_a_file_of_a_spreadsheet(tmp_path):

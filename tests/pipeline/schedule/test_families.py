@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jdist.pipeline import schedules
+from jdist import pipeline
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 
@@ -37,7 +37,7 @@ def test_one_stage_per_worker(name):
     """Valid, the published clocks exactly, the published memory reached or less."""
     clocks, alive = ONE_STAGE[name]
     for n, m in PAIRS:
-        schedule = getattr(schedules, name)(n, m).validate()
+        schedule = getattr(pipeline, name)(n, m).validate()
         assert schedule.clocks == clocks(n, m), (n, m)
         found = schedule.peak_activations
         bound = tuple(alive(n, m, j) for j in range(n))
@@ -50,7 +50,7 @@ def test_interleaved(chunks):
     for n, m in PAIRS:
         if m >= n and m % n:
             continue
-        schedule = schedules.interleaved(n, m, chunks).validate()
+        schedule = pipeline.interleaved(n, m, chunks).validate()
         late = (chunks - 1) * max(0, n - m)
         assert schedule.clocks == 2 * (m * chunks + n - 1 + late)
         ahead = [2 * (n - j - 1) + (chunks - 1) * min(n, m) + 1 for j in range(n)]
@@ -63,9 +63,9 @@ def test_interleaved_with_rounds_longer_than_the_pipeline():
         rounds = max(1, m // n)
         if m % rounds:
             with pytest.raises(ValueError, match=f"multiple of its {rounds} rounds"):
-                schedules.interleaved(n, m, chunks=2)
+                pipeline.interleaved(n, m, chunks=2)
         elif m >= n:
-            schedule = schedules.interleaved(n, m, chunks=3).validate()
+            schedule = pipeline.interleaved(n, m, chunks=3).validate()
             assert schedule.clocks == 2 * (3 * m + n - 1)
 
 
@@ -73,7 +73,7 @@ def test_interleaved_with_rounds_longer_than_the_pipeline():
 def test_looped_bfs(chunks):
     """The interleaved schedule's clocks for m >= n, and everything alive."""
     for n, m in PAIRS:
-        schedule = schedules.looped_bfs(n, m, chunks).validate()
+        schedule = pipeline.looped_bfs(n, m, chunks).validate()
         late = (chunks - 1) * max(0, n - m)
         assert schedule.clocks == 2 * (m * chunks + n - 1 + late)
         assert schedule.peak_activations == (m * chunks,) * n
@@ -81,14 +81,14 @@ def test_looped_bfs(chunks):
 
 def test_one_chunk_is_the_plain_schedule():
     for n, m in PAIRS:
-        assert schedules.looped_bfs(n, m, 1).columns == schedules.gpipe(n, m).columns
-    assert schedules.interleaved(4, 8, 1).clocks == schedules.one_f_one_b(4, 8).clocks
+        assert pipeline.looped_bfs(n, m, 1).columns == pipeline.gpipe(n, m).columns
+    assert pipeline.interleaved(4, 8, 1).clocks == pipeline.one_f_one_b(4, 8).clocks
 
 
 def test_zbv():
     """No idle clock between a worker's first and last action, from m = 2n - 1 on."""
     for n, m in PAIRS:
-        schedule = schedules.zbv(n, m).validate()
+        schedule = pipeline.zbv(n, m).validate()
         assert max(schedule.peak_in_flight) <= 2 * n
         assert schedule.clocks == max(6 * m + n - 1, 4 * (m + n) - 2)
         if m < 2 * n - 1:
@@ -107,15 +107,15 @@ def test_dualpipe_v():
     for n in range(1, 5):
         for m in range(1, 2 * n):
             with pytest.raises(ValueError, match=f"at least {2 * n}, one per stage"):
-                schedules.dualpipe_v(n, m)
+                pipeline.dualpipe_v(n, m)
         for m in range(2 * n, 2 * n + 9):
-            schedule = schedules.dualpipe_v(n, m).validate()
+            schedule = pipeline.dualpipe_v(n, m).validate()
             assert schedule.peak_activations == (2 * n + 1,) * n
             assert schedule.clocks == 4 * m + 2 * n - 1
 
 
 def test_v_placement():
-    for schedule in (schedules.zbv(3, 5), schedules.dualpipe_v(3, 6)):
+    for schedule in (pipeline.zbv(3, 5), pipeline.dualpipe_v(3, 6)):
         assert schedule.placement == ((0,), (1,), (2,), (2,), (1,), (0,))
         assert schedule.workers == 3
         assert schedule.stages == 6
@@ -126,7 +126,7 @@ def test_replicas_take_turns(rng):
     for _ in range(60):
         n, m = (int(x) for x in rng.integers(1, 7, 2))
         counts = [int(x) for x in rng.integers(1, 5, n)]
-        schedule = schedules.pipedream(n, m, replicas=counts).validate()
+        schedule = pipeline.pipedream(n, m, replicas=counts).validate()
         assert schedule.workers == sum(counts)
         for stage, count in enumerate(counts):
             first = sum(counts[:stage])
@@ -141,30 +141,30 @@ def test_replicas_take_turns(rng):
 
 
 def test_pipedream_says_how_it_updates():
-    assert schedules.pipedream(3, 5).update_policy == UpdatePolicy("stashing", 1)
-    synced = schedules.pipedream(3, 5, update_every=4, policy="vertical_sync")
+    assert pipeline.pipedream(3, 5).update_policy == UpdatePolicy("stashing", 1)
+    synced = pipeline.pipedream(3, 5, update_every=4, policy="vertical_sync")
     assert synced.update_policy == UpdatePolicy("vertical_sync", 4)
-    assert schedules.pipedream_2bw(3, 6).update_policy == UpdatePolicy("2bw", 3)
-    assert schedules.pipedream_flush(3, 6).update_policy == UpdatePolicy("flush", 3)
-    assert schedules.one_f_one_b(3, 5).update_policy is None
+    assert pipeline.pipedream_2bw(3, 6).update_policy == UpdatePolicy("2bw", 3)
+    assert pipeline.pipedream_flush(3, 6).update_policy == UpdatePolicy("flush", 3)
+    assert pipeline.one_f_one_b(3, 5).update_policy is None
 
 
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: schedules.gpipe(0, 3), r"gpipe\(n=...\).*at least 1. Got 0"),
-        (lambda: schedules.gpipe(2, True), r"gpipe\(m=...\).*Got True"),
-        (lambda: schedules.one_f_one_b(2, 1.5), r"one_f_one_b\(m=...\).*Got 1.5"),
-        (lambda: schedules.forward_only(-1, 2), r"forward_only\(n=...\)"),
-        (lambda: schedules.interleaved(2, 4, 0), r"interleaved\(chunks=...\)"),
-        (lambda: schedules.looped_bfs(2, 4, 0), r"looped_bfs\(chunks=...\)"),
-        (lambda: schedules.zero_bubble(2, 0), r"zero_bubble\(m=...\)"),
-        (lambda: schedules.zbv(0, 2), r"zbv\(n=...\)"),
-        (lambda: schedules.pipedream(2, 4, replicas=(1,)), "each of 2 stages. Got"),
-        (lambda: schedules.pipedream(2, 4, replicas=(1, 0)), r"replicas=...\).*Got 0"),
-        (lambda: schedules.pipedream(2, 4, update_every=0), "update_every=...|every="),
-        (lambda: schedules.pipedream_2bw(4, 8, update_every=3), "at least the 4 stag"),
-        (lambda: schedules.pipedream_flush(4, 8, update_every=0), "every=.*at least 1"),
+        (lambda: pipeline.gpipe(0, 3), r"gpipe\(n=...\).*at least 1. Got 0"),
+        (lambda: pipeline.gpipe(2, True), r"gpipe\(m=...\).*Got True"),
+        (lambda: pipeline.one_f_one_b(2, 1.5), r"one_f_one_b\(m=...\).*Got 1.5"),
+        (lambda: pipeline.forward_only(-1, 2), r"forward_only\(n=...\)"),
+        (lambda: pipeline.interleaved(2, 4, 0), r"interleaved\(chunks=...\)"),
+        (lambda: pipeline.looped_bfs(2, 4, 0), r"looped_bfs\(chunks=...\)"),
+        (lambda: pipeline.zero_bubble(2, 0), r"zero_bubble\(m=...\)"),
+        (lambda: pipeline.zbv(0, 2), r"zbv\(n=...\)"),
+        (lambda: pipeline.pipedream(2, 4, replicas=(1,)), "each of 2 stages. Got"),
+        (lambda: pipeline.pipedream(2, 4, replicas=(1, 0)), r"replicas=...\).*Got 0"),
+        (lambda: pipeline.pipedream(2, 4, update_every=0), "update_every=...|every="),
+        (lambda: pipeline.pipedream_2bw(4, 8, update_every=3), "at least the 4 stag"),
+        (lambda: pipeline.pipedream_flush(4, 8, update_every=0), "every=.*at least 1"),
     ],
 )
 def test_bad_numbers_are_refused(call, match):
@@ -173,4 +173,4 @@ def test_bad_numbers_are_refused(call, match):
 
 
 def test_numpy_integers_are_integers():
-    assert schedules.gpipe(np.int64(2), np.int32(3)) == schedules.gpipe(2, 3)
+    assert pipeline.gpipe(np.int64(2), np.int32(3)) == pipeline.gpipe(2, 3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline import Costs, Schedule, schedules, simulate
+from jdist.pipeline import Costs, Schedule, simulate
 from jdist.pipeline.run.action_timer import ActionTimer
 
 # --- one action at a time ---
@@ -39,15 +39,15 @@ def book(schedule, worker, activation, pending, joined=()):
 
 
 FAMILIES = {
-    "1F1B": lambda: schedules.one_f_one_b(3, 7),
-    "GPipe": lambda: schedules.gpipe(3, 5),
-    "ZB-H1": lambda: schedules.zero_bubble(4, 7),
-    "ZBV": lambda: schedules.zbv(3, 6),
-    "DualPipeV": lambda: schedules.dualpipe_v(2, 6),
-    "interleaved": lambda: schedules.interleaved(2, 6, 2),
-    "split drain": lambda: pipeline.split_drain(schedules.one_f_one_b(4, 6)),
-    "split drain of GPipe": lambda: pipeline.split_drain(schedules.gpipe(3, 4)),
-    "forward only": lambda: schedules.forward_only(2, 3),
+    "1F1B": lambda: pipeline.one_f_one_b(3, 7),
+    "GPipe": lambda: pipeline.gpipe(3, 5),
+    "ZB-H1": lambda: pipeline.zero_bubble(4, 7),
+    "ZBV": lambda: pipeline.zbv(3, 6),
+    "DualPipeV": lambda: pipeline.dualpipe_v(2, 6),
+    "interleaved": lambda: pipeline.interleaved(2, 6, 2),
+    "split drain": lambda: pipeline.split_drain(pipeline.one_f_one_b(4, 6)),
+    "split drain of GPipe": lambda: pipeline.split_drain(pipeline.gpipe(3, 4)),
+    "forward only": lambda: pipeline.forward_only(2, 3),
 }
 
 
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_a_book_kept_by_hand(family, rng):
 
 def test_updates_in_between_give_joined_gradients_back():
     """Every second micro-batch: never more than two of them wait."""
-    schedule = schedules.pipedream(1, 5, update_every=2)
+    schedule = pipeline.pipedream(1, 5, update_every=2)
     costs = Costs(
         activation_bytes=[1.0], pending_bytes=[10.0], join_weight_gradients=True
     )
@@ -80,7 +80,7 @@ def test_updates_in_between_give_joined_gradients_back():
     assert found.activation_bytes == (11.0,)
     assert found.peak_activations == (3,)
     costs = Costs(activation_bytes=1.0, join_weight_gradients=[True])
-    assert simulate(schedules.gpipe(1, 5), costs).peak_activations == (9,)
+    assert simulate(pipeline.gpipe(1, 5), costs).peak_activations == (9,)
 
 
 def test_two_sizes_stand_for_what_is_not_given():
@@ -99,25 +99,25 @@ def test_two_sizes_stand_for_what_is_not_given():
 def test_promises_are_reached():
     """In activations; a pending weight gradient counts as two."""
     for n, m in itertools.product(range(1, 9), repeat=2):
-        found = schedules.zero_bubble(n, m).validate()
+        found = pipeline.zero_bubble(n, m).validate()
         assert found.peak_activations == found.activation_bound
         if m >= n:
             assert found.activation_bound == tuple(n + j + 1 for j in range(n))
             assert found.peak_in_flight == tuple(n - j for j in range(n))
-        found = schedules.zbv(n, m).validate()
+        found = pipeline.zbv(n, m).validate()
         if m >= 2 * n - 1:
             assert found.peak_activations == found.activation_bound
             assert found.peak_in_flight == (2 * n,) * n
-        found = schedules.one_f_one_b(n, m).validate()
+        found = pipeline.one_f_one_b(n, m).validate()
         assert found.peak_activations == found.peak_in_flight == found.activation_bound
 
 
 def test_a_split_drain_holds_one_micro_batch_more():
     """Cotangents of the first that it splits; worker 0 splits none."""
     for n, m in itertools.product(range(2, 6), repeat=2):
-        found = pipeline.split_drain(schedules.one_f_one_b(n, m)).validate()
+        found = pipeline.split_drain(pipeline.one_f_one_b(n, m)).validate()
         assert found.peak_activations == found.activation_bound
-        before = schedules.one_f_one_b(n, m).peak_activations
+        before = pipeline.one_f_one_b(n, m).peak_activations
         more = [0] + [1] * (n - 1)
         assert found.peak_activations == tuple(np.add(before, more))
 
@@ -193,17 +193,17 @@ def most_alive(pipe, params, batch, shapes):
 
 
 RUNS = {
-    "1F1B": lambda: schedules.one_f_one_b(4, 6),
-    "GPipe": lambda: schedules.gpipe(3, 4),
-    "ZB-H1": lambda: schedules.zero_bubble(4, 6),
-    "split drain": lambda: pipeline.split_drain(schedules.one_f_one_b(4, 6)),
-    "interleaved": lambda: schedules.interleaved(2, 4, 2),
+    "1F1B": lambda: pipeline.one_f_one_b(4, 6),
+    "GPipe": lambda: pipeline.gpipe(3, 4),
+    "ZB-H1": lambda: pipeline.zero_bubble(4, 6),
+    "split drain": lambda: pipeline.split_drain(pipeline.one_f_one_b(4, 6)),
+    "interleaved": lambda: pipeline.interleaved(2, 4, 2),
     "split drain of the interleaved": lambda: pipeline.split_drain(
-        schedules.interleaved(2, 4, 2)
+        pipeline.interleaved(2, 4, 2)
     ),
-    "looped BFS": lambda: schedules.looped_bfs(2, 3, 2),
-    "ZBV": lambda: schedules.zbv(2, 5),
-    "DualPipeV": lambda: schedules.dualpipe_v(2, 5),
+    "looped BFS": lambda: pipeline.looped_bfs(2, 3, 2),
+    "ZBV": lambda: pipeline.zbv(2, 5),
+    "DualPipeV": lambda: pipeline.dualpipe_v(2, 5),
 }
 
 
@@ -241,7 +241,7 @@ def test_arrays_alive_are_those_that_the_simulator_counts(family, join):
 def test_outputs_are_not_kept_for_the_backward_pass():
     """The last stage's cotangents wait in GPipe, one for each micro-batch; not its
     outputs, which its backward pass does not need."""
-    schedule = schedules.gpipe(2, 5)
+    schedule = pipeline.gpipe(2, 5)
 
     assert most_alive(*built(schedule), {(1, (ROWS, WIDTHS[2])): 1}) == (0, 5)
 
@@ -249,7 +249,7 @@ def test_outputs_are_not_kept_for_the_backward_pass():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_run_tells_what_other_schedules_hold(recompute):
     """Bytes of one run's stages, all arrays of them, foretell those of others."""
-    split, whole = schedules.zero_bubble(4, 6), schedules.one_f_one_b(4, 6)
+    split, whole = pipeline.zero_bubble(4, 6), pipeline.one_f_one_b(4, 6)
     kinds = {"recompute": [recompute] * 4}
 
     def held(schedule, **options):
@@ -259,7 +259,7 @@ def test_a_run_tells_what_other_schedules_hold(recompute):
     run = held(split)
     costs = Costs.measured(run)
     assert simulate(split, costs).activation_bytes == run.activation_bytes
-    for other in (whole, pipeline.split_drain(whole), schedules.gpipe(4, 3)):
+    for other in (whole, pipeline.split_drain(whole), pipeline.gpipe(4, 3)):
         assert simulate(other, costs).activation_bytes == held(other).activation_bytes
     joins = [False, True, False, True]
     joined = held(whole, join_weight_gradients=joins)
@@ -274,7 +274,7 @@ def test_a_run_tells_what_other_schedules_hold(recompute):
 
 def test_sizes_of_a_stage_are_those_of_its_formula():
     """Input and hidden array; then these, the cotangents of both products."""
-    run_of = schedules.zero_bubble(3, 4)
+    run_of = pipeline.zero_bubble(3, 4)
     pipe, params, batch = built(run_of)
     run = pipeline.timed(pipe, lambda: pipe.value_and_grad(params, batch))[1]
     sides = [
@@ -300,7 +300,7 @@ def test_a_pair_of_outputs_may_be_a_named_one():
 
     first = pipeline.Stage(two, ("x",), ("a", "b"))
     last = pipeline.Stage(lambda w, a, b: a * b * w, ("a", "b"), ("y",))
-    pipe = pipeline.Pipeline([first, last], lambda y, batch: y, schedules.gpipe(2, 2))
+    pipe = pipeline.Pipeline([first, last], lambda y, batch: y, pipeline.gpipe(2, 2))
     params = [jnp.float32(2), jnp.float32(3)]
     _, grads = pipe.value_and_grad(params, {"x": np.array([1.0, 5.0], np.float32)})
     # y = 3 (2x)(x + 2): dy/dw at w = 2 is 3 (x (x + 2) + 2x).

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jdist.pipeline.pipedream.policy import schedule_of_epoch
 from jdist.pipeline.schedule.open_schedule import (
     OpenActions,
     OpenSchedule,
     steady_length,
 )
 from jdist.pipeline.schedule.versions import live_versions, versions_used
+from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
 
 CASES = [
     ("stashing", 1, None, 1),

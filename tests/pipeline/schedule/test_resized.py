@@ -6,24 +6,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jdist.pipeline import Schedule, UpdatePolicy, schedules, split_drain, versions_used
+from jdist import pipeline
+from jdist.pipeline import Schedule, UpdatePolicy, split_drain, versions_used
 
 FAMILIES = {
-    "forward_only": lambda m: schedules.forward_only(3, m),
-    "gpipe": lambda m: schedules.gpipe(3, m, replicas=(1, 2, 1)),
-    "one_f_one_b": lambda m: schedules.one_f_one_b(2, m, replicas=(2, 1)),
-    "interleaved": lambda m: schedules.interleaved(2, m, chunks=3),
-    "looped_bfs": lambda m: schedules.looped_bfs(3, m, chunks=2),
-    "zero_bubble": lambda m: schedules.zero_bubble(3, m),
-    "zbv": lambda m: schedules.zbv(2, m),
-    "dualpipe_v": lambda m: schedules.dualpipe_v(2, m),
-    "pipedream": lambda m: schedules.pipedream(2, m, replicas=(2, 1), update_every=3),
-    "vertical_sync": lambda m: schedules.pipedream(3, m, policy="vertical_sync"),
-    "pipedream_2bw": lambda m: schedules.pipedream_2bw(3, m, update_every=4),
-    "pipedream_flush": lambda m: schedules.pipedream_flush(3, m, update_every=2),
-    "split_drain": lambda m: split_drain(schedules.gpipe(3, m)),
-    "synchronous": lambda m: schedules.pipedream(3, m).synchronous(),
-    "both": lambda m: split_drain(schedules.pipedream(3, m).synchronous()),
+    "forward_only": lambda m: pipeline.forward_only(3, m),
+    "gpipe": lambda m: pipeline.gpipe(3, m, replicas=(1, 2, 1)),
+    "one_f_one_b": lambda m: pipeline.one_f_one_b(2, m, replicas=(2, 1)),
+    "interleaved": lambda m: pipeline.interleaved(2, m, chunks=3),
+    "looped_bfs": lambda m: pipeline.looped_bfs(3, m, chunks=2),
+    "zero_bubble": lambda m: pipeline.zero_bubble(3, m),
+    "zbv": lambda m: pipeline.zbv(2, m),
+    "dualpipe_v": lambda m: pipeline.dualpipe_v(2, m),
+    "pipedream": lambda m: pipeline.pipedream(2, m, replicas=(2, 1), update_every=3),
+    "vertical_sync": lambda m: pipeline.pipedream(3, m, policy="vertical_sync"),
+    "pipedream_2bw": lambda m: pipeline.pipedream_2bw(3, m, update_every=4),
+    "pipedream_flush": lambda m: pipeline.pipedream_flush(3, m, update_every=2),
+    "split_drain": lambda m: split_drain(pipeline.gpipe(3, m)),
+    "synchronous": lambda m: pipeline.pipedream(3, m).synchronous(),
+    "both": lambda m: split_drain(pipeline.pipedream(3, m).synchronous()),
 }
 
 
@@ -45,16 +46,16 @@ def test_what_cannot_be_resized():
     with pytest.raises(ValueError, match=r"must be the 1 that its actions were .*by a"):
         own.resized(2)
     with pytest.raises(ValueError, match=r"resized\(micro_batches=.*at least 1. Got 0"):
-        schedules.gpipe(2, 2).resized(0)
+        pipeline.gpipe(2, 2).resized(0)
     with pytest.raises(ValueError, match="at least 4, one per stage"):
-        schedules.dualpipe_v(2, 4).resized(3)
-    replaced = replace(schedules.pipedream(2, 2), update_policy=UpdatePolicy("flush"))
+        pipeline.dualpipe_v(2, 4).resized(3)
+    replaced = replace(pipeline.pipedream(2, 2), update_policy=UpdatePolicy("flush"))
     with pytest.raises(ValueError, match=r"must keep .*'flush'.*'stashing'.*Give"):
         replaced.resized(4)
 
 
 def test_synchronous_keeps_the_actions():
-    made = schedules.pipedream(3, 5, replicas=(1, 2, 1))
+    made = pipeline.pipedream(3, 5, replicas=(1, 2, 1))
     found = made.synchronous()
     assert found.columns == made.columns
     assert found.update_policy is None
@@ -65,12 +66,12 @@ def test_synchronous_keeps_the_actions():
 def test_one_version_at_all_stages(rule):
     """What the policy says is what the versions show."""
     make = {
-        "stashing": lambda n: schedules.pipedream(n, 30, update_every=n),
-        "vertical_sync": lambda n: schedules.pipedream(
+        "stashing": lambda n: pipeline.pipedream(n, 30, update_every=n),
+        "vertical_sync": lambda n: pipeline.pipedream(
             n, 30, update_every=n, policy="vertical_sync"
         ),
-        "2bw": lambda n: schedules.pipedream_2bw(n, 30),
-        "flush": lambda n: schedules.pipedream_flush(n, 30),
+        "2bw": lambda n: pipeline.pipedream_2bw(n, 30),
+        "flush": lambda n: pipeline.pipedream_flush(n, 30),
     }[rule]
     for n in (2, 3, 5):
         schedule = make(n)
@@ -84,4 +85,4 @@ def test_one_version_at_all_stages(rule):
 def test_policies_with_a_schedule_of_their_own():
     for policy in ("2bw", "flush", "newest"):
         with pytest.raises(ValueError, match=r"must be 'stashing' or 'vertical_sync'"):
-            schedules.pipedream(2, 4, policy=policy)
+            pipeline.pipedream(2, 4, policy=policy)

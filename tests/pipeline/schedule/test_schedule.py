@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jdist.pipeline import forward_only, one_f_one_b, pipedream, zero_bubble
 from jdist.pipeline.schedule.actions import Action, Columns, ScheduleError
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
-from jdist.pipeline.schedules import forward_only, one_f_one_b, pipedream, zero_bubble
 
 GOOD = [["0F0", "0F1", "0B0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1", "1W1"]]
 

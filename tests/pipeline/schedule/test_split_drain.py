@@ -5,16 +5,17 @@ import re
 import numpy as np
 import pytest
 
-from jdist.pipeline import Schedule, schedules, split_drain
+from jdist import pipeline
+from jdist.pipeline import Schedule, split_drain
 from jdist.pipeline.schedule.actions import Action
 
 FAMILIES = {
-    "gpipe": schedules.gpipe,
-    "1F1B": schedules.one_f_one_b,
-    "looped": lambda n, m: schedules.looped_bfs(n, m, 2),
-    "interleaved": lambda n, m: schedules.interleaved(n, n * m, 3),
-    "zero bubble": schedules.zero_bubble,
-    "DualPipeV": lambda n, m: schedules.dualpipe_v(n, 2 * n + m),
+    "gpipe": pipeline.gpipe,
+    "1F1B": pipeline.one_f_one_b,
+    "looped": lambda n, m: pipeline.looped_bfs(n, m, 2),
+    "interleaved": lambda n, m: pipeline.interleaved(n, n * m, 3),
+    "zero bubble": pipeline.zero_bubble,
+    "DualPipeV": lambda n, m: pipeline.dualpipe_v(n, 2 * n + m),
 }
 
 
@@ -48,7 +49,7 @@ def test_what_is_split_and_what_stays(family):
 
 
 def test_twice_is_once():
-    once = split_drain(schedules.one_f_one_b(3, 4))
+    once = split_drain(pipeline.one_f_one_b(3, 4))
     assert split_drain(once) == once
 
 
@@ -62,7 +63,7 @@ def test_a_worker_without_actions_and_workers_in_turn():
 
 @pytest.mark.parametrize(
     "schedule",
-    [schedules.forward_only(2, 3), schedules.pipedream(2, 3)],
+    [pipeline.forward_only(2, 3), pipeline.pipedream(2, 3)],
     ids=lambda s: s.name,
 )
 def test_schedules_without_a_drain_are_refused(schedule):

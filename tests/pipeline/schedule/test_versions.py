@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from jdist import pipeline
 from jdist.pipeline import (
     Action,
     Schedule,
     UpdatePolicy,
-    schedules,
     simulate,
     versions_used,
 )
@@ -39,15 +39,15 @@ def kept_by_hand(schedule, worker):
 
 
 CASES = [
-    schedules.pipedream(n, m, update_every=k, policy=policy)
+    pipeline.pipedream(n, m, update_every=k, policy=policy)
     for n, m in ((1, 3), (3, 2), (4, 11), (5, 20))
     for k in (1, 2, 3, 7)
     for policy in ("stashing", "vertical_sync")
 ] + [
-    schedules.pipedream(3, 17, replicas=(3, 2, 1), update_every=2),
-    schedules.pipedream(3, 16, replicas=(1, 4, 2)),
-    schedules.pipedream_2bw(4, 24),
-    schedules.pipedream_2bw(3, 17, update_every=5),
+    pipeline.pipedream(3, 17, replicas=(3, 2, 1), update_every=2),
+    pipeline.pipedream(3, 16, replicas=(1, 4, 2)),
+    pipeline.pipedream_2bw(4, 24),
+    pipeline.pipedream_2bw(3, 17, update_every=5),
 ]
 
 
@@ -61,16 +61,16 @@ def test_kept_versions_are_those_of_a_plain_count(number):
 def test_without_replicas_n_minus_j():
     """PipeDream keeps n - j versions at stage j; vertical sync n everywhere."""
     for n in range(1, 9):
-        found = simulate(schedules.pipedream(n, 3 * n))
+        found = simulate(pipeline.pipedream(n, 3 * n))
         assert found.weight_versions == tuple(n - j for j in range(n))
-        found = simulate(schedules.pipedream(n, 3 * n, policy="vertical_sync"))
+        found = simulate(pipeline.pipedream(n, 3 * n, policy="vertical_sync"))
         assert found.weight_versions == (n,) * n
 
 
 def test_with_replicas_one_more_than_the_warm_up():
     for replicas in ((2, 1), (3, 2, 1), (1, 3), (4, 3, 2, 2)):
         n = len(replicas)
-        found = simulate(schedules.pipedream(n, 60, replicas=replicas))
+        found = simulate(pipeline.pipedream(n, 60, replicas=replicas))
         expected = []
         for stage, count in enumerate(replicas):
             ahead = (sum(replicas[stage:]) - 1) // count
@@ -82,7 +82,7 @@ def test_with_macro_batches():
     """1 + ceil((n - j - 1) / k): two are enough only from k = n - j - 1 on."""
     for n in range(1, 9):
         for k in range(1, 10):
-            found = simulate(schedules.pipedream(n, 90, update_every=k))
+            found = simulate(pipeline.pipedream(n, 90, update_every=k))
             expected = [1 + math.ceil((n - j - 1) / k) for j in range(n)]
             assert found.weight_versions == tuple(expected)
 
@@ -90,7 +90,7 @@ def test_with_macro_batches():
 def test_two_versions_are_enough_for_2bw():
     for n in range(1, 9):
         for k in range(n, 10):
-            found = simulate(schedules.pipedream_2bw(n, 6 * k, update_every=k))
+            found = simulate(pipeline.pipedream_2bw(n, 6 * k, update_every=k))
             assert found.weight_versions == (2,) * n
 
 
@@ -99,11 +99,11 @@ def test_the_papers_rules():
     n, m = 5, 17
     t = np.arange(m)
     for stage in range(n):
-        used = versions_used(schedules.pipedream(n, m))[stage]
+        used = versions_used(pipeline.pipedream(n, m))[stage]
         np.testing.assert_array_equal(used, np.maximum(t - n + 1 + stage, 0))
-        used = versions_used(schedules.pipedream(n, m, policy="vertical_sync"))[stage]
+        used = versions_used(pipeline.pipedream(n, m, policy="vertical_sync"))[stage]
         np.testing.assert_array_equal(used, np.maximum(t - n + 1, 0))
-        used = versions_used(schedules.pipedream_2bw(n, m, update_every=6))[stage]
+        used = versions_used(pipeline.pipedream_2bw(n, m, update_every=6))[stage]
         np.testing.assert_array_equal(used, np.maximum(t // 6 - 1, 0))
 
 
@@ -119,7 +119,7 @@ def test_a_version_is_there_when_it_is_used():
 
 
 def test_with_a_flush_there_is_one_version():
-    for schedule in (schedules.gpipe(3, 5), schedules.zbv(2, 4)):
+    for schedule in (pipeline.gpipe(3, 5), pipeline.zbv(2, 4)):
         assert simulate(schedule).weight_versions == (1,) * schedule.workers
         assert not versions_used(schedule).any()
 
@@ -137,6 +137,6 @@ def test_backward_passes_out_of_order_are_refused():
 
 
 def test_vertical_sync_wants_one_worker_per_stage():
-    schedule = schedules.pipedream(2, 6, replicas=(2, 1), policy="vertical_sync")
+    schedule = pipeline.pipedream(2, 6, replicas=(2, 1), policy="vertical_sync")
     with pytest.raises(ValueError, match=r"UpdatePolicy\(rule=...\).*several workers"):
         versions_used(schedule)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
+from jdist.pipeline.weight_stashing.batch_stream import BatchStream, Supply
 
 CALL = "train"
 

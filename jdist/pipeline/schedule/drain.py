@@ -33,7 +33,7 @@ def split_drain(schedule: Schedule) -> Schedule:
       The split is that of Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, 2.
 
     Example:
-      >>> from jdist.pipeline.schedules import one_f_one_b
+      >>> from jdist.pipeline import one_f_one_b
       >>> print(split_drain(one_f_one_b(2, 3)))
       worker 0 | 0F0 0F1  .  0B0 0F2 0B1  .  0B2
       worker 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1W2

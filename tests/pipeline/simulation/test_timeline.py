@@ -6,15 +6,15 @@ import json
 import numpy as np
 import pytest
 
-from jdist import Unavailable
-from jdist.pipeline import Costs, Record, Timeline, UpdatePolicy, schedules, simulate
+from jdist import Unavailable, pipeline
+from jdist.pipeline import Costs, Record, Timeline, UpdatePolicy, simulate
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_from_its_own_records(rng):
     """In any order and with another origin: the same timeline."""
-    schedule = schedules.pipedream(3, 8)
+    schedule = pipeline.pipedream(3, 8)
     before = simulate(schedule, Costs(forward=rng.uniform(1, 2, (3, 8))))
     records = [r._replace(start=r.start + 7, end=r.end + 7) for r in before.records()]
     rng.shuffle(records)
@@ -57,12 +57,12 @@ def test_records_that_cannot_be(records, match):
 
 
 def test_of_no_time_at_all():
-    found = simulate(schedules.gpipe(2, 2), Costs(forward=0, backward=0))
+    found = simulate(pipeline.gpipe(2, 2), Costs(forward=0, backward=0))
     assert (found.makespan, found.bubble) == (0, 0)
 
 
 def test_the_trace_has_every_action(tmp_path):
-    found = simulate(schedules.zero_bubble(2, 3))
+    found = simulate(pipeline.zero_bubble(2, 3))
     path = found.to_chrome_trace(tmp_path / "trace.json")
     events = json.loads(path.read_text())["traceEvents"]
     named = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -81,9 +81,9 @@ def test_the_trace_has_every_action(tmp_path):
 @pytest.mark.parametrize(
     "schedule",
     [
-        schedules.interleaved(2, 4, 2),
-        schedules.zero_bubble(4, 60),
-        schedules.one_f_one_b(64, 256),
+        pipeline.interleaved(2, 4, 2),
+        pipeline.zero_bubble(4, 60),
+        pipeline.one_f_one_b(64, 256),
     ],
     ids=["labels", "bars", "pixels"],
 )
@@ -99,9 +99,9 @@ def test_the_picture_shows_what_happened(tmp_path):
     """Every pixel of a row: the colour of the action under it, or white."""
     from matplotlib.image import imread
 
-    from jdist.pipeline.simulate import pictures
+    from jdist.pipeline.simulation import pictures
 
-    found = simulate(schedules.one_f_one_b(128, 128))
+    found = simulate(pipeline.one_f_one_b(128, 128))
     assert len(found.columns) > pictures.BARS
     pixels = imread(found.plot(tmp_path / "gantt.png"))[..., :3]
     for color in pictures.COLORS[:2]:
@@ -120,7 +120,7 @@ def test_without_matplotlib(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(Unavailable, match="needs matplotlib: pip install"):
-        simulate(schedules.gpipe(1, 1)).plot(tmp_path / "gantt.png")
+        simulate(pipeline.gpipe(1, 1)).plot(tmp_path / "gantt.png")
     assert not list(tmp_path.iterdir())
 
 
@@ -128,13 +128,13 @@ def test_costs_from_a_run_predict_another(rng):
     """Taken from 1F1B they give GPipe's makespan; split ones those of ZB-H1."""
     shape = (3, 9)
     real = {"forward": [1, 2, 3], "backward": [4, 3, 2], "latency": [0.5, 0.25]}
-    run = simulate(schedules.one_f_one_b(*shape), Costs(**real))
+    run = simulate(pipeline.one_f_one_b(*shape), Costs(**real))
     costs = Costs.measured(run, latency=[0.5, 0.25])
-    for schedule in (schedules.gpipe(*shape), schedules.one_f_one_b(3, 20)):
+    for schedule in (pipeline.gpipe(*shape), pipeline.one_f_one_b(3, 20)):
         expected = simulate(schedule, Costs(**real)).makespan
         assert simulate(schedule, costs).makespan == expected
     halves = {**real, "backward_inputs": [3, 2, 1], "backward_params": [1, 1, 2]}
-    run = simulate(schedules.zero_bubble(*shape), Costs(**halves))
+    run = simulate(pipeline.zero_bubble(*shape), Costs(**halves))
     found = Costs.measured(run)
     assert found.backward_inputs.tolist() == [3, 2, 1]
     assert found.backward_params.tolist() == [1, 1, 2]
@@ -142,9 +142,9 @@ def test_costs_from_a_run_predict_another(rng):
 
 def test_costs_are_medians_without_the_first_micro_batch():
     table = np.array([[100.0, 1.0, 2.0, 9.0]])
-    run = simulate(schedules.gpipe(1, 4), Costs(forward=table))
+    run = simulate(pipeline.gpipe(1, 4), Costs(forward=table))
     assert Costs.measured(run).forward.tolist() == [2.0]
-    run = simulate(schedules.gpipe(1, 1), Costs(forward=7.0))
+    run = simulate(pipeline.gpipe(1, 1), Costs(forward=7.0))
     assert Costs.measured(run).forward.tolist() == [7.0]
 
 

@@ -20,8 +20,8 @@ from jdist.pipeline.schedule.clock import Links, play, waits_for
 from jdist.pipeline.schedule.memory import held, peaks
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.versions import live_versions
-from jdist.pipeline.simulate.costs import Costs
-from jdist.pipeline.simulate.timeline import Timeline
+from jdist.pipeline.simulation.costs import Costs
+from jdist.pipeline.simulation.timeline import Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

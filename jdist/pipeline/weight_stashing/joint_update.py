@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import final
 
 from jdist._errors import requirement
-from jdist.pipeline.pipedream.stashed_stage import StashedStage
 from jdist.pipeline.run.stage_channels import (
     MessageTag,
     Places,
@@ -23,6 +22,7 @@ from jdist.pipeline.run.tied import Tied
 from jdist.pipeline.run.update import square_of, sum_of_squares
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.stages.stage import Stage
+from jdist.pipeline.weight_stashing.stashed_stage import StashedStage
 
 
 def check_together(

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jdist import pipeline
 from jdist.pipeline import (
     Action,
     Costs,
     Schedule,
     ScheduleError,
-    schedules,
     simulate,
     split_drain,
 )
@@ -23,15 +23,15 @@ SECONDS = ("forward", "backward", "backward_inputs", "backward_params")
 BETWEEN = ("message_bytes", "latency", "bandwidth")
 
 FAMILIES = {
-    "forward_only": lambda n, m: schedules.forward_only(n, m),
-    "gpipe": schedules.gpipe,
-    "one_f_one_b": schedules.one_f_one_b,
-    "interleaved": lambda n, m: schedules.interleaved(n, m * n, 3),
-    "looped_bfs": lambda n, m: schedules.looped_bfs(n, m, 2),
-    "zero_bubble": schedules.zero_bubble,
-    "zbv": schedules.zbv,
-    "dualpipe_v": lambda n, m: schedules.dualpipe_v(n, m + 2 * n),
-    "pipedream": lambda n, m: schedules.pipedream(
+    "forward_only": lambda n, m: pipeline.forward_only(n, m),
+    "gpipe": pipeline.gpipe,
+    "one_f_one_b": pipeline.one_f_one_b,
+    "interleaved": lambda n, m: pipeline.interleaved(n, m * n, 3),
+    "looped_bfs": lambda n, m: pipeline.looped_bfs(n, m, 2),
+    "zero_bubble": pipeline.zero_bubble,
+    "zbv": pipeline.zbv,
+    "dualpipe_v": lambda n, m: pipeline.dualpipe_v(n, m + 2 * n),
+    "pipedream": lambda n, m: pipeline.pipedream(
         n, m, replicas=[1 + (n + j) % 3 for j in range(n)]
     ),
 }
@@ -149,7 +149,7 @@ def test_any_order_that_works(rng):
 def test_a_link_carries_one_message_at_a_time():
     """Three activations of 4 s each arrive at 1 + 4, 5 + 4, 9 + 4, latency apart."""
     costs = Costs(forward=1, message_bytes=8, bandwidth=2, latency=0.5)
-    found = simulate(schedules.forward_only(2, 3), costs)
+    found = simulate(pipeline.forward_only(2, 3), costs)
     starts = [r.start for r in found.records() if r.stage == 1]
     assert starts == [5.5, 9.5, 13.5]
 
@@ -167,10 +167,10 @@ def test_activations_and_cotangents_do_not_share_a_link():
 def test_neighbours_on_one_worker_send_nothing():
     """The turn of the V, and everything on one worker."""
     slow = Costs(latency=1000.0)
-    alone = simulate(schedules.interleaved(1, 4, chunks=3), slow)
+    alone = simulate(pipeline.interleaved(1, 4, chunks=3), slow)
     assert alone.makespan == 4 * 3 * 3
     assert alone.bubble == 0
-    found = simulate(schedules.zbv(2, 1), Costs(latency=[10.0, 1000.0, 100.0]))
+    found = simulate(pipeline.zbv(2, 1), Costs(latency=[10.0, 1000.0, 100.0]))
     assert 110 * 2 < found.makespan < 1000
 
 
@@ -183,7 +183,7 @@ PAIRS = list(itertools.product(range(1, 9), range(1, 9)))
 def test_the_bubble_of_plain_schedules(name):
     """(n - 1)(F + B) on every worker, whatever F and B are."""
     for (n, m), (f, b) in itertools.product(PAIRS, [(1, 2), (3, 1), (2, 2)]):
-        schedule = getattr(schedules, name)(n, m)
+        schedule = getattr(pipeline, name)(n, m)
         found = simulate(schedule, Costs(forward=f, backward=b))
         assert found.makespan == (m + n - 1) * (f + b)
         assert found.busy == (m * (f + b),) * n
@@ -192,7 +192,7 @@ def test_the_bubble_of_plain_schedules(name):
 
 def test_the_bubble_of_forward_only():
     for n, m in PAIRS:
-        found = simulate(schedules.forward_only(n, m), Costs(forward=3))
+        found = simulate(pipeline.forward_only(n, m), Costs(forward=3))
         assert found.makespan == 3 * (m + n - 1)
 
 
@@ -203,7 +203,7 @@ def test_the_bubble_of_looped_schedules(name, chunks):
     for n, rounds in itertools.product(range(1, 9), (1, 2, 3)):
         m = n * rounds
         costs = Costs(forward=4 / chunks, backward=8 / chunks)
-        found = simulate(getattr(schedules, name)(n, m, chunks), costs)
+        found = simulate(getattr(pipeline, name)(n, m, chunks), costs)
         assert found.makespan == 12 * m + (n - 1) * 12 / chunks
 
 
@@ -215,7 +215,7 @@ def test_the_bubble_of_zero_bubble():
         if m < n:
             continue
         costs = Costs(forward=f, backward_inputs=b, backward_params=w)
-        found = simulate(schedules.zero_bubble(n, m), costs)
+        found = simulate(pipeline.zero_bubble(n, m), costs)
         assert found.makespan == m * (f + b + w) + (n - 1) * (f + b - w)
 
 
@@ -226,7 +226,7 @@ def test_the_bubble_of_a_split_drain(name):
         PAIRS, [(1, 1, 1), (5, 6, 4), (4, 3, 3), (1, 2, 3)]
     ):
         costs = Costs(forward=f, backward=b + w, backward_inputs=b, backward_params=w)
-        whole = getattr(schedules, name)(n, m)
+        whole = getattr(pipeline, name)(n, m)
         found = simulate(split_drain(whole), costs)
         least = (m + n - 1) * (f + b + w) - (n - 1) * w
         assert least <= found.makespan <= simulate(whole, costs).makespan
@@ -241,8 +241,8 @@ def test_zero_bubble_beats_one_f_one_b():
             continue
         split = Costs(forward=1, backward=2)
         saved = (
-            simulate(schedules.one_f_one_b(n, m), split).makespan
-            - simulate(schedules.zero_bubble(n, m), split).makespan
+            simulate(pipeline.one_f_one_b(n, m), split).makespan
+            - simulate(pipeline.zero_bubble(n, m), split).makespan
         )
         assert saved == 2 * (n - 1)
 
@@ -251,7 +251,7 @@ def test_the_bubble_of_zbv():
     """None between a worker's first action and its last, when F = B = W."""
     for n in range(1, 6):
         for m in range(2 * n - 1, 12):
-            found = simulate(schedules.zbv(n, m))
+            found = simulate(pipeline.zbv(n, m))
             records = list(found.records())
             for worker in range(n):
                 own = [r for r in records if r.worker == worker]
@@ -269,7 +269,7 @@ def test_the_bubble_of_dualpipe_v():
         b = i + w
         costs = Costs(forward=f, backward=b, backward_inputs=i, backward_params=w)
         for m in range(2 * n, 14):
-            found = simulate(schedules.dualpipe_v(n, m), costs)
+            found = simulate(pipeline.dualpipe_v(n, m), costs)
             bubble = found.makespan - 2 * m * (f + b)
             assert bubble == (n - 1) * (f + b - 2 * w)
             assert bubble <= (n - 1) * (f + b + b - 3 * w)
@@ -277,7 +277,7 @@ def test_the_bubble_of_dualpipe_v():
 
 def test_without_a_flush_the_bubble_vanishes():
     """PipeDream over an epoch: one fill and one drain, however many micro-batches."""
-    bubbles = [simulate(schedules.pipedream(4, m)).bubble for m in (8, 80, 800)]
+    bubbles = [simulate(pipeline.pipedream(4, m)).bubble for m in (8, 80, 800)]
     assert bubbles == pytest.approx([3 / 11, 3 / 83, 3 / 803])
 
 
@@ -286,7 +286,7 @@ def test_without_a_flush_the_bubble_vanishes():
 
 def test_bytes_of_activations(rng):
     """Live bytes at each moment, added up one action at a time."""
-    schedule = schedules.zero_bubble(3, 7)
+    schedule = pipeline.zero_bubble(3, 7)
     table = rng.uniform(1, 9, (3, 7))
     found = simulate(schedule, Costs(activation_bytes=table, weight_bytes=[5, 6, 7]))
     for worker in range(3):
@@ -301,9 +301,9 @@ def test_bytes_of_activations(rng):
 
 
 def test_bytes_of_weights_count_versions_and_stages():
-    found = simulate(schedules.pipedream(3, 9), Costs(weight_bytes=[1, 10, 100]))
+    found = simulate(pipeline.pipedream(3, 9), Costs(weight_bytes=[1, 10, 100]))
     assert found.weight_bytes == (3, 20, 100)
-    found = simulate(schedules.zbv(2, 4), Costs(weight_bytes=[1, 10, 100, 1000]))
+    found = simulate(pipeline.zbv(2, 4), Costs(weight_bytes=[1, 10, 100, 1000]))
     assert found.weight_bytes == (1001, 110)
 
 
@@ -350,7 +350,7 @@ def test_a_circle_is_refused():
 )
 def test_costs_of_the_wrong_length_are_refused(costs, match):
     with pytest.raises(ValueError, match=match):
-        simulate(schedules.gpipe(3, 4), Costs(**costs))
+        simulate(pipeline.gpipe(3, 4), Costs(**costs))
 
 
 @pytest.mark.parametrize(

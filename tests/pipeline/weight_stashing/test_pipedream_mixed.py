@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import optim, pipeline, verify
-from jdist.pipeline.pipedream.epoch import EpochStep
+from jdist.pipeline.weight_stashing.epoch import EpochStep
 from tests.pipeline.pipedream_rules import (
     SKIPPED,
     adam,

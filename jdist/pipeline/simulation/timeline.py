@@ -14,7 +14,7 @@ from jdist.pipeline.schedule import memory
 from jdist.pipeline.schedule.actions import Action, ActionKind, B, Columns, F
 from jdist.pipeline.schedule.update_policy import UpdatePolicy
 from jdist.pipeline.schedule.versions import live_versions
-from jdist.pipeline.simulate import pictures
+from jdist.pipeline.simulation import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

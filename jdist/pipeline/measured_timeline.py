@@ -9,7 +9,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.action_timer import ActionTimer
-from jdist.pipeline.simulate.timeline import Record, StageBytes, Timeline
+from jdist.pipeline.simulation.timeline import Record, StageBytes, Timeline
 
 T = TypeVar("T")
 

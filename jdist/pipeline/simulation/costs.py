@@ -9,7 +9,7 @@ import numpy as np
 from jdist._errors import requirement
 from jdist.pipeline.schedule.actions import KINDS, B, F, W
 from jdist.pipeline.schedule.memory import PENDING
-from jdist.pipeline.simulate.timeline import Timeline
+from jdist.pipeline.simulation.timeline import Timeline
 
 Cost = float | Sequence[float] | np.ndarray
 """One number for all stages; one per stage; or `(stages, micro_batches)`."""
@@ -127,8 +127,8 @@ class Costs:
           ValueError: A stage has no forward passes.
 
         Example:
-          >>> from jdist.pipeline.schedules import gpipe
-          >>> from jdist.pipeline.simulate.simulate import simulate
+          >>> from jdist.pipeline import gpipe
+          >>> from jdist.pipeline import simulate
           >>> run = simulate(gpipe(2, 4), Costs(forward=[3, 4], backward=[5, 6]))
           >>> Costs.measured(run).backward
           array([5., 6.])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist import optim, pipeline, verify
-from jdist.pipeline.pipedream import epoch as epoch_module
-from jdist.pipeline.pipedream.epoch import EpochStep
+from jdist.pipeline.weight_stashing import epoch as epoch_module
+from jdist.pipeline.weight_stashing.epoch import EpochStep
 from tests.pipeline.pipedream_rules import (
     OPTIMIZERS,
     adam,

@@ -12,11 +12,6 @@ from jdist._errors import requirement
 from jdist._fit import Metrics
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
-from jdist.pipeline.pipedream.batch_stream import BatchStream, Supply
-from jdist.pipeline.pipedream.epoch import EpochPlan, EpochStep, PassRecord
-from jdist.pipeline.pipedream.joint_update import JointUpdate, check_together
-from jdist.pipeline.pipedream.stashed_stage import StashedStage, VersionRule
-from jdist.pipeline.pipedream.weight_stashing import with_weight_stashing
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.executor import (
     CallInputs,
@@ -39,6 +34,11 @@ from jdist.pipeline.run.update import (
     static_loss_scale_of,
 )
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
+from jdist.pipeline.weight_stashing.batch_stream import BatchStream, Supply
+from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecord
+from jdist.pipeline.weight_stashing.joint_update import JointUpdate, check_together
+from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
+from jdist.pipeline.weight_stashing.stashed_stage import StashedStage, VersionRule
 
 CALL = "Pipeline.train_epoch"
 

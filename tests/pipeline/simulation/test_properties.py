@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.pipeline import Costs, schedules, simulate
+from jdist import pipeline
+from jdist.pipeline import Costs, simulate
 
 FAMILIES = (
-    schedules.gpipe,
-    schedules.one_f_one_b,
-    schedules.zero_bubble,
-    schedules.zbv,
-    lambda n, m: schedules.looped_bfs(n, m, 2),
-    lambda n, m: schedules.pipedream(n, m, replicas=(1 + m % 2,) * n),
+    pipeline.gpipe,
+    pipeline.one_f_one_b,
+    pipeline.zero_bubble,
+    pipeline.zbv,
+    lambda n, m: pipeline.looped_bfs(n, m, 2),
+    lambda n, m: pipeline.pipedream(n, m, replicas=(1 + m % 2,) * n),
 )
 SECONDS = ("forward", "backward", "backward_inputs", "backward_params")
 LINKS = ("message_bytes", "latency")
@@ -88,8 +89,8 @@ def test_seconds_are_a_unit(case, power):
 def test_time_runs_backwards_too(m):
     """GPipe from its end: backward passes are forward passes of the mirrored model."""
     forward, backward = [1.0, 2.5, 0.5], [2.0, 0.25, 4.0]
-    there = simulate(schedules.gpipe(3, m), Costs(forward=forward, backward=backward))
-    back = simulate(schedules.gpipe(3, m), Costs(forward=backward, backward=forward))
+    there = simulate(pipeline.gpipe(3, m), Costs(forward=forward, backward=backward))
+    back = simulate(pipeline.gpipe(3, m), Costs(forward=backward, backward=forward))
     assert there.makespan == back.makespan
 
 
@@ -100,7 +101,7 @@ def test_bars_are_the_actions():
     """One bar and one label each, where and when the action is."""
     from matplotlib.figure import Figure
 
-    found = simulate(schedules.interleaved(2, 4, 2), Costs(forward=[1, 2, 3, 4]))
+    found = simulate(pipeline.interleaved(2, 4, 2), Costs(forward=[1, 2, 3, 4]))
     axes = Figure().subplots()
     found.draw(axes)
     drawn = {
@@ -124,9 +125,9 @@ def test_pixels_are_the_actions():
     """Beyond so many actions an image, whose pixels show what is under their middle."""
     from matplotlib.figure import Figure
 
-    from jdist.pipeline.simulate import pictures
+    from jdist.pipeline.simulation import pictures
 
-    found = simulate(schedules.one_f_one_b(8, 1300))
+    found = simulate(pipeline.one_f_one_b(8, 1300))
     assert len(found.columns) > pictures.BARS
     axes = Figure().subplots()
     found.draw(axes)

@@ -13,8 +13,8 @@ from jdist import reduction
 from jdist._tree import PyTree
 from jdist.optim import Optimizer
 from jdist.optim.internal import scaled, shrinking
-from jdist.pipeline.pipedream.weight_stashing import StashState, WeightStashing
 from jdist.pipeline.run.stage_run import StageRun
+from jdist.pipeline.weight_stashing.optimizer import StashState, WeightStashing
 from jdist.reduction import Partial
 
 

@@ -19,9 +19,6 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.pipeline.pipedream.batch_stream import BatchStream
-from jdist.pipeline.pipedream.joint_update import JointUpdate
-from jdist.pipeline.pipedream.stashed_stage import StashedStage
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.loss import Entries, merged, stacked
 from jdist.pipeline.run.stage_channels import MessageTag, StageChannels
@@ -29,6 +26,9 @@ from jdist.pipeline.run.stage_run import StageRun
 from jdist.pipeline.run.step import Actions, Step, StepInputs
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.schedule.open_schedule import OpenActions, OpenSchedule
+from jdist.pipeline.weight_stashing.batch_stream import BatchStream
+from jdist.pipeline.weight_stashing.joint_update import JointUpdate
+from jdist.pipeline.weight_stashing.stashed_stage import StashedStage
 from jdist.reduction import Partial
 
 _CALL = "Pipeline.train_epoch"

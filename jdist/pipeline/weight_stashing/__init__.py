@@ -1,6 +1,6 @@
 """PipeDream: asynchronous epochs with weight stashing."""
 
-from jdist.pipeline.pipedream.weight_stashing import (
+from jdist.pipeline.weight_stashing.optimizer import (
     StashState,
     WeightStashing,
     with_weight_stashing,
