@@ -12,10 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.bound import BLIND, Limit, bound
 from jdist.verify.diagnosis import diagnose
 from jdist.verify.report import LeafReport, Report, looseness
+
+Named = str | tuple[str, tuple[int, ...]]
+"""A candidate's leaf by path, and the order in which its axes are the reference's."""
 
 
 def compare(
@@ -25,6 +29,7 @@ def compare(
     scale: Any = None,
     *,
     name: str = "candidate",
+    names: Mapping[str, Named] | None = None,
 ) -> Report:
     """Judges one gradient tree against another.
 
@@ -39,20 +44,31 @@ def compare(
         arrays that broadcast to the leaves. None: the largest magnitude in each leaf of
         the reference; right unless terms cancel. `verify.gradients` measures both.
       name: What to call the candidate.
+      names: For gradients of another framework, such as
+        `{name: p.grad for name, p in module.named_parameters()}`: the reference's paths
+        to the candidate's. Each leaf of either side has to be named once. A leaf whose
+        axes are in another order is named with that order, as for `numpy.transpose`:
+        `("linear.weight", (1, 0))` where torch stores `(out, in)`. None: both sides
+        have the same paths.
 
     Returns:
       A `Report` with a row per leaf; see `jdist.verify.bound` for the bound.
 
     Raises:
-      ValueError: There is no leaf to compare, or `terms` or `scale` do not have the
-        reference's structure.
+      ValueError: There is no leaf to compare; `terms` or `scale` do not have the
+        reference's structure; `names` leaves out a leaf of either side, names one that
+        is not there or one twice, or orders axes that the leaf does not have.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> reference = {"b": jnp.array([0.1, 0.2]), "w": jnp.array([0.3, 0.4])}
+      >>> reference = {"b": jnp.array([0.1, 0.2]), "w": jnp.array([[0.3], [0.4]])}
       >>> report = compare(reference, {"b": reference["b"], "w": -reference["w"]})
       >>> report.ok, report.failures[0].path
       (False, 'w')
+      >>> theirs = {"lin.bias": reference["b"], "lin.weight": reference["w"].T}
+      >>> names = {"b": "lin.bias", "w": ("lin.weight", (1, 0))}
+      >>> compare(reference, theirs, names=names).ok
+      True
     """
     wanted = named_leaves(reference)
     if not wanted:
@@ -65,8 +81,55 @@ def compare(
         path: _assumed(_host(leaf), terms_of[path], scale_of[path])
         for path, leaf in wanted.items()
     }
-    rows = compare_leaves(name, wanted, named_leaves(candidate), limits)
+    found = named_leaves(candidate)
+    if names is not None:
+        found = _renamed(wanted, found, names)
+    rows = compare_leaves(name, wanted, found, limits)
     return Report(rows, notes=looseness(rows))
+
+
+def _renamed(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], names: Mapping[str, Named]
+) -> dict[str, Any]:
+    """The candidate's leaves by the reference's paths, axes in the reference's order.
+
+    A name that is missing is refused and not reported as a missing leaf: a map that
+    leaves out a parameter would otherwise hide its gradient.
+    """
+    theirs = {path: x if isinstance(x, str) else x[0] for path, x in names.items()}
+    named = list(theirs.values())
+    needed = [path for path, leaf in wanted.items() if leaf is not None]
+    faults = {
+        "name every leaf of the reference": [p for p in needed if p not in theirs],
+        "name leaves of the reference only": [p for p in theirs if p not in wanted],
+        "name every leaf of the candidate": [p for p in found if p not in named],
+        "name leaves of the candidate only": [p for p in named if p not in found],
+        "name a leaf of the candidate once": [
+            p for p in dict.fromkeys(named) if named.count(p) > 1
+        ],
+    }
+    for rule, paths in faults.items():
+        if paths:
+            got = f"{'no ' if 'every' in rule else ''}{', '.join(paths)}"
+            raise ValueError(requirement("compare(names=...)", f"must {rule}", got))
+    # A leaf that the reference has as None needs no name: there is nothing to find.
+    renamed: dict[str, Any] = {p: None for p, leaf in wanted.items() if leaf is None}
+    for path, x in names.items():
+        own = found[theirs[path]]
+        renamed[path] = own if isinstance(x, str) else _ordered(path, own, x[1])
+    return renamed
+
+
+def _ordered(path: str, leaf: Any, axes: tuple[int, ...]) -> np.ndarray | None:
+    """A leaf with its axes in the reference's order; None, no gradient, has none."""
+    array = _host(leaf)
+    if array is None:
+        return None
+    if sorted(axes) != list(range(array.ndim)):
+        rule = f"must order the {array.ndim} axes of the candidate's leaf"
+        where = f"compare(names={{{path!r}: ...}})"
+        raise ValueError(requirement(where, rule, repr(axes)))
+    return np.transpose(array, axes)
 
 
 def compare_leaves(

@@ -302,3 +302,83 @@ def test_a_candidates_name_is_that_of_its_rows(tree):
     rows = verify.compare(tree, {"more": np.ones(2)}, name="mine").leaves
     assert {leaf.candidate for leaf in rows} == {"mine"}
     assert {leaf.verdict for leaf in rows} == {"FAILS"}
+
+
+# --- another framework's names ---
+
+NAMES = {
+    "layer1/b": "first.bias",
+    "layer1/w": ("first.weight", (1, 0)),
+    "layer2/square": ("square", (1, 0)),
+    "layer2/w": ("second.weight", (1, 0)),
+    "unused": "unused",
+}
+
+
+@pytest.fixture
+def theirs(tree):
+    """The same leaves as a framework has them that stores (out, in)."""
+    return {
+        "first.bias": tree["layer1"]["b"],
+        "first.weight": tree["layer1"]["w"].T,
+        "second.weight": tree["layer2"]["w"].T,
+        "square": tree["layer2"]["square"].T,
+        "unused": tree["unused"],
+    }
+
+
+def test_leaves_of_other_names_are_compared_under_the_references(tree, theirs):
+    """Every number of every leaf; the report has the reference's paths."""
+    report = verify.compare(tree, theirs, names=NAMES)
+    assert report.bit_equal
+    assert [leaf.path for leaf in report.leaves] == list(NAMES)
+    theirs["second.weight"] = theirs["second.weight"] * 2
+    (leaf,) = verify.compare(tree, theirs, names=NAMES).failures
+    assert leaf.path == "layer2/w"
+    assert "it is 2 times the reference" in leaf.problem
+
+
+def test_axes_are_only_reordered_where_the_map_says_so(tree, theirs):
+    """A square leaf hides a forgotten transpose from its shape, not from the judge."""
+    forgotten = {**NAMES, "layer2/square": "square", "layer1/w": "first.weight"}
+    rows = {x.path: x for x in verify.compare(tree, theirs, names=forgotten).failures}
+    assert rows.keys() == {"layer1/w", "layer2/square"}
+    assert "wrong shape: expected (4, 5), got (5, 4)" in rows["layer1/w"].problem
+    assert "it is the reference transposed" in rows["layer2/square"].problem
+
+
+def test_four_axes_may_come_in_any_order(rng):
+    """A convolution's kernel, which torch stores as (out, in, height, width)."""
+    kernel = rng.normal(size=(2, 3, 4, 5)).astype(np.float32)
+    theirs = {"conv.weight": kernel.transpose(3, 2, 0, 1)}
+    names = {"k": ("conv.weight", (2, 3, 1, 0))}
+    assert verify.compare({"k": kernel}, theirs, names=names).bit_equal
+
+
+def test_a_gradient_that_another_framework_does_not_have_fails(tree, theirs):
+    """torch has None where a parameter took no part."""
+    theirs["first.weight"] = None
+    (leaf,) = verify.compare(tree, theirs, names=NAMES).failures
+    assert leaf.path == "layer1/w"
+    assert leaf.problem.endswith("got None")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unused": ...}, r"must name every leaf of the reference\. Got no unused\."),
+        ({"layer3/w": "x"}, r"name leaves of the reference only\. Got layer3/w\."),
+        ({"unused": "first.bias"}, r"name every leaf of the candidate\. Got no unused"),
+        ({"frozen": "gone"}, r"must name leaves of the candidate only\. Got gone\."),
+        ({"frozen": "unused"}, r"name a leaf of the candidate once\. Got unused\."),
+        (
+            {"layer1/w": ("first.weight", (1, 1))},
+            r"'layer1/w': \.\.\.\}.* must order the 2 axes .* Got \(1, 1\)\.",
+        ),
+    ],
+)
+def test_a_map_that_leaves_anything_open_is_refused(tree, theirs, change, message):
+    """What no name leads to would otherwise never be judged."""
+    names = {k: x for k, x in {**NAMES, **change}.items() if x is not ...}
+    with pytest.raises(ValueError, match=message):
+        verify.compare(tree, theirs, names=names)
