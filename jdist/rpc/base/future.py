@@ -316,19 +316,25 @@ def wait_all(futures: Iterable[Future[T]], timeout: float = -1) -> list[T]:
     # Not a semaphore: an interrupt of this wait would leave its inner lock taken, and
     # block the thread that completes a future (see `interrupt_safe_lock`).
     progress: queue.SimpleQueue[None] = queue.SimpleQueue()
+    left = [None] * len(waited)  # its `pop` is one step: no lock is needed
+
+    def one_done(future: Future[T]) -> None:
+        left.pop()
+        # To wake this thread for each of them would cost more than the answers.
+        if not left or error_of(future) is not None:
+            progress.put(None)
+
     for future in waited:
-        if watch(future, ring := functools.partial(progress.put, None)):
+        if watch(future, ring := functools.partial(one_done, future)):
             ring()
-    left = set(range(len(waited)))
     while left:
         try:
             progress.get(timeout=limit.remaining())
         except queue.Empty:
             remaining = f"{len(left)} of {len(waited)} futures are not complete"
             raise RpcTimeout(f"{exceeded(limit)} in wait_all: {remaining}.") from None
-        for index in [i for i in left if waited[i].done()]:
-            waited[index].value()
-            left.remove(index)
+        for failed in [one for one in waited if error_of(one) is not None]:
+            failed.value()
     return [future.value() for future in waited]
 
 

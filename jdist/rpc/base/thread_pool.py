@@ -8,7 +8,6 @@ of places and wait in order when all are taken. What the library does itself (`r
 not limited: a function that has a place may wait for it.
 """
 
-import functools
 import logging
 import threading
 import time
@@ -41,6 +40,7 @@ class ThreadPool:
         self._idle: list[_IdleThread] = []
         self._waiting: deque[Task] = deque()
         self._taken = 0
+        self._coming = False
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
@@ -56,11 +56,7 @@ class ThreadPool:
         All connections are closed before the pool is, so a task then finds nothing to
         wait for. If the system refuses a new thread, this one runs the task too.
         """
-        try:
-            handed_over = self._hand_over(task)
-        except RuntimeError:
-            handed_over = False
-        if not handed_over:
+        if not self._try_to_hand_over(task):
             task()
 
     def start(self, task: Task) -> None:
@@ -85,14 +81,20 @@ class ThreadPool:
                 self._start(task)
             return True
 
+    def _try_to_hand_over(self, task: Task) -> bool:
+        """As `_hand_over`; False also if the system refuses a new thread."""
+        try:
+            return self._hand_over(task)
+        except RuntimeError:
+            return False
+
     def run_limited(self, task: Task) -> None:
         """Has another thread run `task()` as soon as one of the places is free."""
         with self._lock:
-            if self._taken >= self.places and not self._closed:
-                self._waiting.append(task)
+            self._waiting.append(task)
+            if not self._take_place():
                 return
-            self._taken += 1
-        self.run(functools.partial(self._run_in_place, task))
+        self.run(self._run_waiting)
 
     def close(self, timeout: float) -> list[threading.Thread]:
         """Ends the threads; returns those still busy after `timeout` seconds."""
@@ -107,16 +109,40 @@ class ThreadPool:
             thread.join(max(0.0, until - time.monotonic()))
         return [thread for thread in threads if thread.is_alive()]
 
-    def _run_in_place(self, task: Task | None) -> None:
-        """Runs a task that has a place, and then those that wait for the place."""
-        while task is not None:
+    def _take_place(self) -> bool:
+        """Reserves a place for one more thread if a task needs it; under the lock."""
+        # One thread at a time is on its way, and calls the next one when it takes a
+        # task. Of a burst of short tasks most are then run by threads that are awake,
+        # and no task waits behind a long one.
+        if self._coming or not self._waiting or self._taken >= self.places:
+            return False
+        self._coming = True
+        self._taken += 1
+        return True
+
+    def _run_waiting(self) -> None:
+        """Runs the tasks that wait for a place, in order, until none is left."""
+        arriving = True
+        while (task := self._next_waiting(arriving)) is not None:
+            arriving = False
             self._attempt(task)
-            task = None
+            task = None  # nothing of it is kept while this thread waits for the lock
+
+    def _next_waiting(self, arriving: bool) -> Task | None:
+        with self._lock:
+            if arriving:
+                self._coming = False
+            if not self._waiting:
+                self._taken -= 1
+                return None
+            task = self._waiting.popleft()
+            another = self._take_place()
+        if another and not self._try_to_hand_over(self._run_waiting):
+            # Without one more thread, those that run take the tasks in turn.
             with self._lock:
-                if self._waiting:
-                    task = self._waiting.popleft()
-                else:
-                    self._taken -= 1
+                self._coming = False
+                self._taken -= 1
+        return task
 
     def _start(self, task: Task) -> None:
         idle = _IdleThread()

@@ -3,11 +3,15 @@
 import asyncio
 import contextvars
 import logging
+import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from jdist import rpc
+from jdist.rpc.base import future as future_module
+from tests.rpc.sockets import wait_until
 
 
 def add(x, y):
@@ -261,6 +265,36 @@ def test_wait_all_raises_while_it_waits():
     with pytest.raises(OSError, match="now"):
         rpc.wait_all(futures)
     failing.join()
+
+
+def test_wait_all_is_woken_once(monkeypatch):
+    """Not by each answer: a thread that wakes takes the interpreter from the reader."""
+    woken = []
+
+    class Counting:
+        def __init__(self):
+            self._queue = queue.SimpleQueue()
+            self.get = self._queue.get
+
+        def put(self, item):
+            woken.append(item)
+            self._queue.put(item)
+
+    counted = SimpleNamespace(SimpleQueue=Counting, Empty=queue.Empty)
+    monkeypatch.setattr(future_module, "queue", counted)
+    futures = [rpc.Future() for _ in range(20)]
+    for number, future in enumerate(futures[:7]):
+        future.set_result(number)
+    waiting = threading.Thread(target=lambda: found.extend(rpc.wait_all(futures)))
+    found = []
+    waiting.start()
+    wait_until(lambda: all(future._waiters for future in futures[7:]))
+    for number, future in enumerate(futures[7:], 7):
+        assert woken == []
+        future.set_result(number)
+    waiting.join(60)
+    assert found == list(range(20))
+    assert len(woken) == 1
 
 
 def test_wait_all_has_a_limit():

@@ -1,5 +1,6 @@
 """Threads on demand, places for users' functions, and calls when all are taken."""
 
+import inspect
 import threading
 
 import pytest
@@ -129,6 +130,7 @@ def test_a_place_goes_on_to_the_task_that_has_waited_for_longest(pool):
     ran, gates = [], [threading.Event() for _ in range(3)]
     for gate in gates:
         pool.run_limited(lambda gate=gate: gate.wait(PATIENCE))
+    wait_until(lambda: pool.free == 0)
     for number in range(4):
         pool.run_limited(lambda number=number: ran.append(number))
     assert (pool.free, ran) == (0, [])
@@ -138,6 +140,73 @@ def test_a_place_goes_on_to_the_task_that_has_waited_for_longest(pool):
     gates[0].set()
     gates[2].set()
     wait_until(lambda: pool.free == 3)
+
+
+def test_of_a_burst_one_thread_at_a_time_is_called(pool, monkeypatch):
+    """Each calls the next one when it takes a task; those that are awake go on."""
+    called, ran = [], []
+    monkeypatch.setattr(pool, "_hand_over", lambda run: called.append(run) or True)
+    for number in range(5):
+        pool.run_limited(lambda number=number: ran.append((number, len(called))))
+    assert (len(called), ran) == (1, [])
+    called[0]()  # takes all of them, and calls a second one that has not come yet
+    assert ran == [(number, 2) for number in range(5)]
+    called[1]()
+    assert (len(called), len(ran), pool.free) == (2, 5, 3)
+
+
+def test_behind_a_task_that_waits_each_other_task_gets_a_thread(pool):
+    """Also where every one of them waits for the next one to begin."""
+    begun = [threading.Event() for _ in range(4)]
+    ended = threading.Semaphore(0)
+
+    def begin(number):
+        begun[number].set()
+        assert begun[number + 1].wait(PATIENCE)
+        ended.release()
+
+    for number in range(3):
+        pool.run_limited(lambda number=number: begin(number))
+    assert begun[2].wait(PATIENCE)
+    begun[3].set()
+    for _ in range(3):
+        assert ended.acquire(timeout=PATIENCE)
+
+
+def test_no_task_is_left_when_the_system_gives_no_further_thread(pool, monkeypatch):
+    """The thread that could not call another one takes the other tasks too."""
+    hand_over, ran = pool._hand_over, []
+    gate, done = threading.Event(), threading.Semaphore(0)
+
+    def refuse(run):
+        raise RuntimeError("can't start new thread")
+
+    def note(number):
+        assert gate.wait(PATIENCE)
+        ran.append((number, threading.get_ident()))
+        done.release()
+
+    pool.run_limited(lambda: note(0))
+    monkeypatch.setattr(pool, "_hand_over", refuse)
+    for number in (1, 2):
+        pool._waiting.append(lambda number=number: note(number))
+    gate.set()
+    for _ in range(3):
+        assert done.acquire(timeout=PATIENCE)
+    monkeypatch.setattr(pool, "_hand_over", hand_over)
+    assert [number for number, _ in ran] == [0, 1, 2]
+    assert len({thread for _, thread in ran}) == 1
+    wait_until(lambda: pool.free == 3)
+
+
+def test_after_the_end_the_tasks_that_wait_run_one_after_the_other():
+    """Not each within the one before: there may be more than the stack has frames."""
+    pool, depths = ThreadPool("pool", 3), []
+    pool._waiting.extend([lambda: depths.append(len(inspect.stack(0)))] * 3)
+    pool.close(PATIENCE)
+    pool.run_limited(lambda: None)
+    assert len(depths) == 3
+    assert len(set(depths)) == 1
 
 
 def test_without_a_thread_a_task_runs_at_once(pool, monkeypatch):
