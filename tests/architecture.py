@@ -47,8 +47,8 @@ ROOMS = {
         "registry internal",
     ),
     "verify": (
-        "bound report",
-        "diagnosis lockstep",
+        "bound report defects",
+        "diagnosis lockstep score",
         "compare oracle",
         "measure",
         "gradients",

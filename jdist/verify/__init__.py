@@ -3,14 +3,16 @@
 It imports no strategy, and no strategy imports it. `compare` judges two gradient trees;
 `gradients` judges functions, and measures for itself how far apart right answers may
 be; `judge` does so at every step of a run; `step` judges whole optimizer steps by the
-new parameters. `python -m jdist.verify` judges every
-strategy that is installed.
+new parameters. `defects` are wrong steps to try a test on, and `score` does so.
+`python -m jdist.verify` judges every strategy that is installed.
 """
 
+import jdist.verify.defects as defects
 from jdist.verify.compare import compare
 from jdist.verify.gradients import gradients, judge
 from jdist.verify.problem import Problem
 from jdist.verify.report import LeafReport, OracleCheck, Report
+from jdist.verify.score import Score, Trial, score
 from jdist.verify.step import step
 
 __all__ = [
@@ -18,9 +20,13 @@ __all__ = [
     "OracleCheck",
     "Problem",
     "Report",
+    "Score",
+    "Trial",
     "compare",
+    "defects",
     "gradients",
     "judge",
+    "score",
     "step",
 ]
 

@@ -1,0 +1,234 @@
+"""Defects of what is computed: which examples, weights, keys and parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._tree import PyTree, named_leaves
+from jdist.verify.defects.defect import Alteration, Defect, distance
+from jdist.verify.defects.step_call import (
+    NoEffect,
+    NotApplicable,
+    StepCall,
+    combined,
+    is_key,
+    leaf_of,
+    like,
+    taken,
+    with_leaf,
+)
+
+# --- micro-batches and shards: combinations of the parts' own results ---
+
+
+def _without(call: StepCall, rows: np.ndarray) -> Any:
+    return combined([1.0, -call.share(rows)], [call.right, call.over(rows)])
+
+
+def _twice(call: StepCall, rows: np.ndarray) -> Any:
+    return combined([1.0, call.share(rows)], [call.right, call.over(rows)])
+
+
+def _mean_of_means(call: StepCall) -> Any:
+    if call.traits.reduction == "sum":
+        raise NotApplicable("the step returns a sum")
+    shares = [call.share(rows) for rows in call.parts]
+    if np.ptp(shares) == 0:
+        raise NoEffect("the micro-batches all have the same weight")
+    factors = [1 / len(call.parts)] * len(call.parts)
+    return combined(factors, [call.over(rows) for rows in call.parts])
+
+
+def _accumulated(call: StepCall) -> Any:
+    """The running sum of the micro-batches, each sum rounded to bfloat16."""
+
+    def rounded(leaf: Any) -> np.ndarray:
+        # NumPy rounds each result; XLA may keep float32 in between.
+        return np.asarray(leaf).astype(jnp.bfloat16)
+
+    loss, gradient = call.right
+    total: Any = None
+    for rows in call.parts:
+        part = combined([call.share(rows)], [call.over(rows)[1]])
+        terms = jax.tree.map(rounded, part)
+        total = terms if total is None else jax.tree.map(np.add, total, terms)
+    return loss, jax.tree.map(like, gradient, total)
+
+
+# --- the arguments of the step ---
+
+
+def _one_for_another(call: StepCall) -> Any:
+    (lost,) = call.one_example()
+    others = np.flatnonzero(call.weights)
+    others = others[others != lost]
+    rows = np.arange(call.examples)
+    rows[lost] = others[call.choices.integers(len(others))]
+    return call.on(taken(call.batch, rows))
+
+
+def _unweighted(call: StepCall) -> Any:
+    ones = call.reweighted(lambda leaf: like(leaf, np.ones(leaf.shape)))
+    if not np.ptp(call.weights) and not _has_zeros(call):
+        raise NoEffect("every weight is the same")
+    return call.on(ones)
+
+
+def _has_zeros(call: StepCall) -> bool:
+    """Whether a weight is 0, such as that of one token in every example."""
+    leaf = leaf_of(call.batch, str(call.traits.weights), "Traits(weights=...)")
+    return not np.asarray(leaf).all()
+
+
+def _stale(call: StepCall) -> Any:
+    if call.previous is None:
+        raise NoEffect("there was no call before this one", final=False)
+    params, *rest = call.arguments
+    old = call.previous[0]
+    if distance(params, old) == 0:
+        reason = "the parameters are those of the call before"
+        raise NoEffect(reason, final=False)
+    found, second = call.step(old, *rest)
+    if call.traits.kind == "gradient":
+        return found, second
+    # The step that belongs to the old parameters is taken from the new ones.
+    return combined([1.0, 1.0, -1.0], [params, found, old]), second
+
+
+def _keys(call: StepCall) -> dict[str, Any]:
+    """The leaves of random keys among the batch and what follows it, by path."""
+    named = named_leaves(call.arguments[call.batch_at :])
+    if call.traits.keys is not None:
+        leaf_of(call.batch, call.traits.keys, "Traits(keys=...)")
+        path = f"0/{call.traits.keys}"
+        return {path: named[path]}
+    found = {path: leaf for path, leaf in named.items() if is_key(leaf)}
+    if not found:
+        raise NotApplicable(
+            "the step is given no typed random keys: name plain ones, Traits(keys=)"
+        )
+    return found
+
+
+def _with_keys(call: StepCall, keys: dict[str, Any]) -> Any:
+    given: PyTree = call.arguments[call.batch_at :]
+    for path, leaf in keys.items():
+        given = with_leaf(given, path, leaf)
+    return call.step(*call.arguments[: call.batch_at], *given)
+
+
+def _other_keys(call: StepCall) -> Any:
+    def other(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return like(leaf, np.asarray(leaf) + 1)
+        bits = np.asarray(jax.random.key_data(leaf))
+        other = jnp.asarray(bits + bits.dtype.type(1))
+        return jax.random.wrap_key_data(other, impl=jax.random.key_impl(leaf))
+
+    return _with_keys(call, {path: other(x) for path, x in _keys(call).items()})
+
+
+def _one_key(call: StepCall) -> Any:
+    able = {
+        path: leaf
+        for path, leaf in _keys(call).items()
+        if leaf.ndim and leaf.shape[0] == call.examples
+    }
+    if not able:
+        raise NotApplicable("the step is given no random key for each example")
+    first = np.zeros(call.examples, int)
+    return _with_keys(call, taken(able, first))
+
+
+def _gradient(
+    name: str, sentence: str, alteration: Alteration, needs: str = ""
+) -> Defect:
+    return Defect(name, sentence, ("gradient",), alteration, needs)
+
+
+def _any_step(
+    name: str, sentence: str, alteration: Alteration, needs: str = ""
+) -> Defect:
+    return Defect(name, sentence, ("gradient", "training"), alteration, needs)
+
+
+_PARTS = "two micro-batches that count"
+_EXAMPLES = "two examples that count"
+
+BATCH_DEFECTS = (
+    _gradient(
+        "lost micro-batch",
+        "The result of one micro-batch is not added, the total weight is the whole's.",
+        lambda call: _without(call, call.one_part()),
+        _PARTS,
+    ),
+    _gradient(
+        "doubled micro-batch",
+        "The result of one micro-batch is added twice.",
+        lambda call: _twice(call, call.one_part()),
+        _PARTS,
+    ),
+    _gradient(
+        "mean of means",
+        "The micro-batches' means are averaged, whatever they weigh.",
+        _mean_of_means,
+        "micro-batches of different weight",
+    ),
+    _gradient(
+        "one shard only",
+        "The result is that of one shard, as where the sum over replicas (a psum) is "
+        "lost.",
+        lambda call: call.over(call.one_part()),
+        _PARTS,
+    ),
+    _gradient(
+        "lost example",
+        "One example is not added, the total weight is the whole's.",
+        lambda call: _without(call, call.one_example()),
+        _EXAMPLES,
+    ),
+    _gradient(
+        "doubled example",
+        "One example is added twice.",
+        lambda call: _twice(call, call.one_example()),
+        _EXAMPLES,
+    ),
+    _gradient(
+        "bfloat16 accumulation",
+        "The micro-batches' gradients are added up in bfloat16.",
+        _accumulated,
+        _PARTS,
+    ),
+    _any_step(
+        "one example for another",
+        "One example is replaced by another one of the batch.",
+        _one_for_another,
+        _EXAMPLES,
+    ),
+    _any_step(
+        "weights ignored",
+        "All weights (a mask) are 1.",
+        _unweighted,
+        "Traits(weights=...) and weights that differ",
+    ),
+    _any_step(
+        "other keys",
+        "Each random key is another one.",
+        _other_keys,
+        "random keys in the batch or behind it",
+    ),
+    _any_step(
+        "one key for all",
+        "All examples have the first one's random key.",
+        _one_key,
+        "a random key for each example",
+    ),
+    _any_step(
+        "stale parameters",
+        "From the second call on, the parameters are those of the call before.",
+        _stale,
+        "two calls with different parameters",
+    ),
+)

@@ -1,0 +1,206 @@
+"""A defect: a named way in which a step goes wrong, and the step that has it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+from jdist._tree import PyTree, is_inexact, named_leaves
+from jdist.verify.defects.step_call import (
+    Kind,
+    NoEffect,
+    NotApplicable,
+    Step,
+    StepCall,
+    Traits,
+    is_key,
+)
+
+Alteration = Callable[[StepCall], Any]
+"""From a call of the right step to the wrong result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A way in which a step goes wrong.
+
+    Attributes:
+      name: A few words.
+      sentence: What the wrong step does.
+      kinds: Which kinds of step can have it: "gradient", "training".
+      alteration: From a call of the right step to the wrong result.
+      needs: What the step or the batch must have; empty for nothing.
+    """
+
+    name: str
+    sentence: str
+    kinds: tuple[Kind, ...]
+    alteration: Alteration
+    needs: str = ""
+
+    def plant(self, step: Step, traits: Traits | None = None) -> "PlantedStep":
+        """The wrong twin of a right step.
+
+        Args:
+          step: `(params, batch, *rest) -> (loss, gradient)`, or, of kind "training",
+            `(params, opt_state, batch, *rest) -> (params, opt_state)`. It is called
+            several times for each call of its twin, always with batches of the same
+            shapes and dtypes, and must not donate its arguments.
+          traits: What is known of the step; None for `Traits()`.
+
+        Returns:
+          A function that is called like the step, with arrays: compile the step itself
+          (`jax.jit`), and not its twin.
+
+        Raises:
+          NotApplicable: A step of this kind cannot have the defect. On calling: the
+            step or the batch lacks what the defect needs, or the call is being traced.
+          NoEffect: On calling: the wrong result is the right one, bit for bit.
+          ValueError: On calling: a path in `traits` that is not in the batch or in the
+            parameters.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from jdist.verify import defects
+          >>> step = jax.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2))
+          >>> [defect] = [d for d in defects.GRADIENT if d.name == "lost example"]
+          >>> x, w = jnp.array([0.0, 3.0, 6.0]), jnp.array(1.5)
+          >>> wrong = defect.plant(step)
+          >>> print(step(w, x)[1], wrong(w, x)[1])
+          -3.0 0.0
+        """
+        given = traits or Traits()
+        if given.kind not in self.kinds:
+            raise NotApplicable(f"no step of kind {given.kind!r} can have it")
+        return PlantedStep(self, step, given)
+
+
+class PlantedStep:
+    """A right step with a defect in it.
+
+    It remembers the last call, which a stale step computes with.
+
+    Args:
+      defect: What to plant.
+      step: The right step.
+      traits: What is known of it.
+      silent: Whether a call in which nothing can be planted returns the right result
+        and its reason is kept in `refusals`, as `verify.score` wants it; otherwise such
+        a call raises `NotApplicable` or `NoEffect`.
+
+    Attributes:
+      refusals: Why nothing was planted, for each call in which that was so.
+      size: The largest effect in any call: the distance of the wrong result from the
+        right one, relative to it, in the 2-norm of a leaf; infinite where the structure
+        differs or a number is not finite.
+      error: What the right step itself raised last; None.
+    """
+
+    def __init__(
+        self, defect: Defect, step: Step, traits: Traits, silent: bool = False
+    ) -> None:
+        self.refusals: list[NotApplicable | NoEffect] = []
+        self.size = 0.0
+        self.error: Exception | None = None
+        self._defect = defect
+        self._silent = silent
+        self._step = step
+        self._traits = traits
+        self._previous: tuple[Any, ...] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The wrong result."""
+        previous, self._previous = self._previous, arguments
+        call = StepCall(
+            self._right, arguments, previous, self._traits, self._defect.name
+        )
+        try:
+            return self._wrong(call)
+        except (NotApplicable, NoEffect) as error:
+            self.refusals.append(error)
+            shown_later = isinstance(error, NoEffect) and not error.final
+            if self._silent or shown_later:
+                return call.right
+            raise
+
+    def _wrong(self, call: StepCall) -> Any:
+        _check(call.arguments, self._traits.kind)
+        right = call.right
+        _check_kept(call.arguments)
+        wrong = self._defect.alteration(call)
+        size = distance(right, wrong)
+        if size == 0:
+            raise NoEffect("the wrong result is the right one, bit for bit")
+        self.size = max(self.size, size)
+        return wrong
+
+    def _right(self, *arguments: Any) -> Any:
+        try:
+            result = self._step(*arguments)
+        except Exception as error:
+            # Kept, so that a crash of the step is not taken for a failing test.
+            self.error = error
+            raise
+        if not isinstance(result, tuple) or len(result) != 2:
+            kind = self._traits.kind
+            pair = "loss, gradient" if kind == "gradient" else "params, opt_state"
+            rule, got = f"must return ({pair})", f"a {type(result).__name__}"
+            raise TypeError(requirement("Defect.plant(step)", rule, got))
+        return result
+
+
+def _check(arguments: tuple[Any, ...], kind: Kind) -> None:
+    least = 2 if kind == "gradient" else 3
+    if len(arguments) < least:
+        rule = f"is called with {least} arguments at least, none of them by name"
+        got = str(len(arguments))
+        raise TypeError(requirement("Defect.plant(step)", rule, got))
+    for leaf in jax.tree.leaves(arguments):
+        if isinstance(leaf, jax.core.Tracer):
+            raise NotApplicable(
+                "the planted step is being traced: compile the step, not its twin"
+            )
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise NotApplicable("an argument lies on devices of several processes")
+
+
+def _check_kept(arguments: tuple[Any, ...]) -> None:
+    for leaf in jax.tree.leaves(arguments):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise NotApplicable("the step donates its arguments: build it without")
+
+
+def distance(right: PyTree, wrong: PyTree) -> float:
+    """The largest relative distance of two leaves in the 2-norm.
+
+    Infinite where structure, dtype or shape differ, where a number is not finite on one
+    side, and where only the right leaf is 0.
+    """
+    leaves, others = named_leaves(right), named_leaves(wrong)
+    if leaves.keys() != others.keys():
+        return np.inf
+    return max(
+        (_leaf_distance(x, others[path]) for path, x in leaves.items()), default=0.0
+    )
+
+
+def _leaf_distance(right: Any, wrong: Any) -> float:
+    if right is None or wrong is None:
+        return 0.0 if right is wrong else np.inf
+    a, b = (
+        np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for leaf in (right, wrong)
+    )
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return np.inf
+    if not is_inexact(a):
+        return 0.0 if np.array_equal(a, b) else np.inf
+    kind = np.complex128 if np.iscomplexobj(a) else np.float64
+    wide_a, wide_b = a.astype(kind), b.astype(kind)
+    if np.array_equal(wide_a, wide_b, equal_nan=True):
+        return 0.0
+    off, own = np.linalg.norm(wide_b - wide_a), np.linalg.norm(wide_a)
+    return float(off / own) if own > 0 and np.isfinite(off) else np.inf

@@ -1,0 +1,248 @@
+"""Defects of a finished gradient: its scale, or one of its leaves."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jdist._tree import is_inexact, named_leaves
+from jdist.verify.defects.defect import Alteration, Defect
+from jdist.verify.defects.step_call import (
+    NoEffect,
+    NotApplicable,
+    StepCall,
+    combined,
+    leaf_of,
+    like,
+    with_leaf,
+)
+
+# Of the gradient's typical entry: what an unused leaf gets.
+NOISE = 1e-3
+
+
+def _times(factor: float) -> Alteration:
+    def alteration(call: StepCall) -> Any:
+        loss, gradient = call.right
+        return loss, combined([factor], [gradient])
+
+    return alteration
+
+
+def _sum_for_mean(call: StepCall) -> Any:
+    total = float(call.weights.sum())
+    if total == 1:
+        raise NoEffect("the weights add up to 1, so that the sum is the mean")
+    return combined(
+        [total if call.traits.reduction == "mean" else 1 / total], [call.right]
+    )
+
+
+# --- one leaf ---
+
+
+def _one_leaf(
+    change: Callable[[Any], Any], able: Callable[[np.ndarray], bool], wanted: str
+) -> Alteration:
+    """Changes one leaf of those that can be changed.
+
+    Args:
+      change: From the leaf to the wrong one.
+      able: Whether a leaf, on the host, is one that the change can show in.
+      wanted: Which leaf that is, for the error's text.
+    """
+
+    def alteration(call: StepCall) -> Any:
+        loss, gradient = call.right
+        leaves = named_leaves(gradient)
+        chosen = _chosen(call, [p for p, x in _floating(gradient) if able(x)], wanted)
+        return loss, with_leaf(gradient, chosen, change(leaves[chosen]))
+
+    return alteration
+
+
+def _floating(gradient: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in named_leaves(gradient).items():
+        if leaf is not None and is_inexact(leaf):
+            yield path, np.asarray(leaf)
+
+
+def _chosen(call: StepCall, paths: list[str], wanted: str) -> str:
+    if not paths:
+        raise NotApplicable(f"the gradient has no {wanted}")
+    return paths[call.choices.integers(len(paths))]
+
+
+def _nonzero(leaf: np.ndarray) -> bool:
+    return bool(leaf.any())
+
+
+def _matrix(leaf: np.ndarray) -> bool:
+    return leaf.ndim >= 2 and min(leaf.shape[-2:]) > 1 and _nonzero(leaf)
+
+
+def _transposed(leaf: Any) -> Any:
+    # In a leaf that is not square, the same numbers read in the other order.
+    return like(leaf, np.asarray(leaf).swapaxes(-1, -2).reshape(leaf.shape))
+
+
+def _one_entry(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Changes the largest entry of a leaf."""
+
+    def changed(leaf: Any) -> Any:
+        at = int(np.abs(np.asarray(leaf)).argmax())
+        wrong = np.array(leaf)
+        wrong.reshape(-1)[at] = change(wrong.reshape(-1)[at])
+        return like(leaf, wrong)
+
+    return changed
+
+
+def _swapped(call: StepCall) -> Any:
+    loss, gradient = call.right
+    leaves = dict(_floating(gradient))
+    pairs = [
+        (a, b)
+        for a in leaves
+        for b in leaves
+        if a < b
+        and leaves[a].shape == leaves[b].shape
+        and leaves[a].dtype == leaves[b].dtype
+    ]
+    if not pairs:
+        raise NotApplicable("the gradient has no two leaves of one shape and dtype")
+    first, second = pairs[call.choices.integers(len(pairs))]
+    own = named_leaves(gradient)
+    swapped = with_leaf(gradient, first, own[second])
+    return loss, with_leaf(swapped, second, own[first])
+
+
+def _noise(call: StepCall) -> Any:
+    loss, gradient = call.right
+    leaves = dict(_floating(gradient))
+    unused = [path for path, leaf in leaves.items() if leaf.size and not _nonzero(leaf)]
+    chosen = _chosen(call, unused, "leaf that is all 0")
+    entries = np.concatenate(
+        [np.abs(x.astype(np.float64)).ravel() for x in leaves.values()]
+    )
+    if not entries.any():
+        raise NotApplicable("the gradient has no leaf that is not all 0")
+    leaf = named_leaves(gradient)[chosen]
+    size = NOISE * float(entries[entries > 0].mean())
+    drawn = size * call.choices.standard_normal(leaf.shape)
+    return loss, with_leaf(gradient, chosen, like(leaf, drawn))
+
+
+def _tied_twice(call: StepCall) -> Any:
+    if call.traits.tied is None:
+        raise NotApplicable("no tied parameter is known: name it, Traits(tied=)")
+    loss, gradient = call.right
+    leaf = leaf_of(gradient, call.traits.tied, "Traits(tied=...)")
+    return loss, with_leaf(gradient, call.traits.tied, combined([2.0], [leaf]))
+
+
+def clipped_by_leaf(tree: Any) -> Any:
+    """Each floating leaf clipped by its own norm, to half the norm of all.
+
+    Raises:
+      NoEffect: No leaf's norm is above half the norm of all.
+    """
+    norms = {
+        path: float(np.linalg.norm(leaf.astype(np.complex128)))
+        for path, leaf in _floating(tree)
+    }
+    limit = 0.5 * float(np.linalg.norm(list(norms.values())))
+    for path, norm in norms.items():
+        if norm > limit:
+            leaf = named_leaves(tree)[path]
+            tree = with_leaf(tree, path, combined([limit / norm], [leaf]))
+    return tree
+
+
+def _clipped(call: StepCall) -> Any:
+    loss, gradient = call.right
+    return loss, clipped_by_leaf(gradient)
+
+
+def _gradient(
+    name: str, sentence: str, alteration: Alteration, needs: str = ""
+) -> Defect:
+    return Defect(name, sentence, ("gradient",), alteration, needs)
+
+
+_NONZERO = "leaf that is not all 0"
+
+LEAF_DEFECTS = (
+    _gradient("factor 1.001", "The gradient is multiplied by 1.001.", _times(1.001)),
+    _gradient("factor 1.1", "The gradient is multiplied by 1.1.", _times(1.1)),
+    _gradient(
+        "sum for mean",
+        "Loss and gradient are not divided by the total weight (or, where the step "
+        "returns a sum, are divided by it).",
+        _sum_for_mean,
+        "a total weight other than 1",
+    ),
+    _gradient(
+        "negated leaf",
+        "One leaf has the other sign.",
+        _one_leaf(lambda x: like(x, -np.asarray(x)), _nonzero, _NONZERO),
+        f"a {_NONZERO}",
+    ),
+    _gradient(
+        "zero leaf",
+        "One leaf is 0, as behind a `stop_gradient`.",
+        _one_leaf(lambda x: like(x, np.zeros(x.shape)), _nonzero, _NONZERO),
+        f"a {_NONZERO}",
+    ),
+    _gradient(
+        "missing leaf",
+        "One leaf is None, so that no optimizer moves its parameter.",
+        _one_leaf(lambda x: None, lambda x: True, "floating leaf"),
+    ),
+    _gradient(
+        "NaN",
+        "The largest entry of one leaf is NaN.",
+        _one_leaf(
+            _one_entry(lambda x: np.nan), lambda x: x.size > 0, "leaf with entries"
+        ),
+    ),
+    _gradient(
+        "wrong entry",
+        "The largest entry of one leaf is multiplied by 1.1.",
+        _one_leaf(_one_entry(lambda x: x * x.dtype.type(1.1)), _nonzero, _NONZERO),
+        f"a {_NONZERO}",
+    ),
+    _gradient(
+        "transposed leaf",
+        "One matrix is transposed; where it is not square, it has the transposed "
+        "one's numbers in the right one's shape.",
+        _one_leaf(_transposed, _matrix, "matrix"),
+        "a leaf whose last two axes are longer than 1",
+    ),
+    _gradient(
+        "swapped leaves",
+        "Two leaves of one shape have each other's gradient, as two layers would.",
+        _swapped,
+        "two leaves of one shape and dtype",
+    ),
+    _gradient(
+        "noise in an unused leaf",
+        "A parameter that the loss does not depend on gets a small random gradient.",
+        _noise,
+        "a leaf that is all 0",
+    ),
+    _gradient(
+        "tied leaf counted twice",
+        "The gradient of a parameter that is used more than once is doubled, as where "
+        "two stages each add the other's share.",
+        _tied_twice,
+        "Traits(tied=...)",
+    ),
+    _gradient(
+        "clipped leaf by leaf",
+        "Each leaf is clipped to half the gradient's norm by its own norm, and not by "
+        "the norm of all.",
+        _clipped,
+        "a leaf with more than half the gradient's norm",
+    ),
+)

@@ -1,0 +1,123 @@
+"""Defects of an optimizer's step: its size, its count, its state, its clipping."""
+
+from typing import Any
+
+import numpy as np
+
+from jdist._tree import is_inexact, named_leaves
+from jdist.verify.defects.defect import Alteration, Defect
+from jdist.verify.defects.leaf_defects import clipped_by_leaf
+from jdist.verify.defects.step_call import (
+    NoEffect,
+    NotApplicable,
+    StepCall,
+    combined,
+    like,
+    with_leaf,
+)
+
+
+def _learning_rate(factor: float) -> Alteration:
+    def alteration(call: StepCall) -> Any:
+        params, state = call.right
+        return _moved(call.arguments[0], params, factor), state
+
+    return alteration
+
+
+def _moved(old: Any, new: Any, factor: float) -> Any:
+    """The step from old to new parameters, times a factor."""
+    return combined([factor, 1 - factor], [new, old])
+
+
+def _count_off_by_one(call: StepCall) -> Any:
+    params, old, *rest = call.arguments
+    before, after = named_leaves(old), named_leaves(call.right[1])
+    counts = [path for path in before if _counted(before[path], after.get(path))]
+    if not counts:
+        raise NotApplicable("the optimizer's state has no count that a step adds 1 to")
+    for path in counts:
+        old = with_leaf(old, path, like(before[path], np.asarray(before[path]) + 1))
+    found, state = call.step(params, old, *rest)
+    for path in counts:
+        # What it counts is right, so that only the update shows the mistake.
+        state = with_leaf(state, path, after[path])
+    return found, state
+
+
+def _counted(old: Any, new: Any) -> bool:
+    """Whether a leaf is a number to which the step adds 1; some counts are floating."""
+    if old is None or new is None or np.ndim(old) or not hasattr(old, "dtype"):
+        return False
+    real = is_inexact(old) or np.issubdtype(old.dtype, np.integer)
+    return bool(real and np.asarray(new) == np.asarray(old) + 1)
+
+
+def _state_lost(call: StepCall) -> Any:
+    return call.right[0], call.arguments[1]
+
+
+def _leaf_left(call: StepCall) -> Any:
+    params, state = call.right
+    before, after = named_leaves(call.arguments[0]), named_leaves(params)
+    moved = [
+        path
+        for path, leaf in after.items()
+        if leaf is not None and not np.array_equal(before[path], leaf)
+    ]
+    if not moved:
+        raise NoEffect("no parameter moves")
+    chosen = moved[call.choices.integers(len(moved))]
+    return with_leaf(params, chosen, before[chosen]), state
+
+
+def _clipped(call: StepCall) -> Any:
+    params, state = call.right
+    old = call.arguments[0]
+    taken = clipped_by_leaf(combined([1.0, -1.0], [params, old]))
+    return combined([1.0, 1.0], [old, taken]), state
+
+
+def _training(
+    name: str, sentence: str, alteration: Alteration, needs: str = ""
+) -> Defect:
+    return Defect(name, sentence, ("training",), alteration, needs)
+
+
+TRAINING_DEFECTS = (
+    _training(
+        "learning rate times 1.001",
+        "The step of all parameters is multiplied by 1.001.",
+        _learning_rate(1.001),
+    ),
+    _training(
+        "learning rate times 1.1",
+        "The step of all parameters is multiplied by 1.1.",
+        _learning_rate(1.1),
+    ),
+    _training(
+        "count off by one",
+        "The optimizer computes with a count that is 1 too high.",
+        _count_off_by_one,
+        "a number in the state that a step adds 1 to",
+    ),
+    _training(
+        "state not kept",
+        "The optimizer's state is returned as it was, so that momentum is lost.",
+        _state_lost,
+        "a state that a step changes",
+    ),
+    _training(
+        "leaf left behind",
+        "One parameter is not moved.",
+        _leaf_left,
+        "a step that moves a parameter",
+    ),
+    _training(
+        "step clipped leaf by leaf",
+        "Each leaf's step is clipped to half the norm of the whole step by its own "
+        "norm.",
+        _clipped,
+        "a leaf with more than half the step's norm",
+    ),
+)
