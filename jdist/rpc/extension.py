@@ -19,7 +19,7 @@ from jdist.rpc.base.deadline import (
 )
 from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
-from jdist.rpc.base.ids import LOCAL_BITS, GloballyUniqueId, IdCounter
+from jdist.rpc.base.ids import LOCAL_BITS, IdCounter
 from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
 from jdist.rpc.base.message_context import MessageContext
@@ -62,7 +62,6 @@ __all__ = [  # noqa: RUF022 - by subject
     "current",
     "Scope",
     "incarnation_of",
-    "GloballyUniqueId",
     "IdCounter",
     "LOCAL_BITS",
     # What a package keeps for each worker, and does when one comes.

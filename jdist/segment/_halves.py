@@ -35,12 +35,7 @@ from jdist.segment._residuals import Deferred, Residuals, Rest
 
 FoldFunction = Callable[[Any, Any, Any], Any]
 Invoke = Callable[..., Any]
-"""`invoke(function, *arguments)`: calls a compiled function, or stands in for that."""
-
-
-def call_now(function: Callable[..., Any], *arguments: PyTree) -> Any:
-    """The `Invoke` that calls."""
-    return function(*arguments)
+"""`invoke(function, *arguments)`: `operator.call`, or what stands in for it."""
 
 
 class Fold(NamedTuple):

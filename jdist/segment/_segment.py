@@ -1,5 +1,6 @@
 """The public face: `segment` and the calls of a `Segment`."""
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jdist._errors import requirement
 from jdist._tree import PyTree
-from jdist.segment._halves import Fold, Halves, Invoke, call_now
+from jdist.segment._halves import Fold, Halves, Invoke
 from jdist.segment._lookup.cache import PATIENCE, PATIENCE_WITH_MODELS, FunctionCache
 from jdist.segment._lookup.contents import Contents, value_of
 from jdist.segment._lookup.traced import Changed, Static, StaticValue
@@ -49,7 +50,7 @@ class Segment:
         halves: Halves,
         static: tuple[int, ...],
         own: bool = True,
-        invoke: Invoke = call_now,
+        invoke: Invoke = operator.call,
     ) -> None:
         self.fn = fn
         self._halves = halves
@@ -235,7 +236,9 @@ class Segment:
     def _home(self, call: str, value: Any, kind: Any) -> Halves:
         """The halves that made what a call of this segment has returned."""
         if type(value) is kind:
-            home = self._halves.home_of(value.owner)
+            owner, own = value.owner, self._halves
+            # Nearly always these very halves, and a search costs as much as the check.
+            home = own if owner is own.owner else own.home_of(owner)
             if home is not None:
                 return home
         refuse_origin(call, value, kind)

@@ -8,7 +8,7 @@ as `segment` itself, so that what counts as the same function is decided in one 
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jdist.segment._halves import Fold, Halves, Invoke, call_now
+from jdist.segment._halves import Fold, Halves, Invoke
 from jdist.segment._lookup.cache import PATIENCE_WITH_MODELS, VERSIONS, FunctionCache
 from jdist.segment._lookup.contents import Contents, contents_of, is_fixed, value_of
 from jdist.segment._lookup.program_key import identity_of
@@ -38,7 +38,6 @@ __all__ = [
     "Traced",
     "TracedProgram",
     "backward_deferring",
-    "call_now",
     "contents_of",
     "identity_of",
     "is_fixed",

@@ -29,7 +29,6 @@ from jdist.rpc import Future, RpcError, WorkerInfo
 from jdist.rpc.extension import (
     LOCAL_BITS,
     Agent,
-    GloballyUniqueId,
     IdCounter,
     current_agent,
     incarnation_of,
@@ -99,7 +98,7 @@ def maker(packed: int) -> int:
       >>> maker((2 << 48) + 5)
       2
     """
-    return GloballyUniqueId.unpacked(packed).created_on
+    return packed >> LOCAL_BITS
 
 
 class Context:

@@ -1,7 +1,6 @@
 """`backward`: the gradients of roots, on all workers of a context."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jdist._compat import beside
 from jdist._errors import requirement
+from jdist._lru_cache import LRUCache
 from jdist.autograd.contexts.context import Context, here
 from jdist.autograd.engine import engine as engines
 from jdist.autograd.engine.failure import PassFailure
@@ -218,16 +218,18 @@ def _scalar_root(position: int, root: Recorded) -> Root:
         raise AutogradError(
             requirement("backward(roots)", rule, f"shape {value.shape}", remedy)
         )
-    ones = _ones(value.shape, value.dtype, value.sharding)
-    return Root(root.edge, beside(ones, value))
+    shape, dtype, place = value.shape, value.dtype, value.sharding
 
+    def ones() -> jax.Array:
+        return beside(jax.device_put(np.ones(shape, dtype), place), value)
 
-@functools.lru_cache(maxsize=64)
-def _ones(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
-) -> jax.Array:
     # Kept, because to make one takes longer than a small backward pass.
-    return jax.device_put(np.ones(shape, dtype), sharding)
+    seed = _ONES.get_or_make((shape, dtype, place, value.committed), ones)
+    return Root(root.edge, seed)
+
+
+_ONES: LRUCache[Hashable, jax.Array] = LRUCache(64)
+"""Cotangents of scalar roots, by shape, dtype, sharding and whether committed."""
 
 
 def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:

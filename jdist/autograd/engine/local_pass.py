@@ -364,7 +364,8 @@ class LocalPass:
                 known = (node.name, message_id, node.worker)
                 note(Event(self._me, events.RECEIVED, *known))
             for index, value in enumerate(cotangents):
-                self._sweep.add(node, index, ((), 0, value))
+                if value is not None:
+                    self._sweep.add(node, index, ((), 0, value))
             self._sweep.arrive(node)
 
     def _send_function(self, sends: dict[int, SendNode], message_id: int) -> SendNode:
@@ -391,18 +392,19 @@ class LocalPass:
                 return
             self._run(sweep, *ready)
 
-    def _run(self, sweep: Sweep, node: Node, cotangents: list[Cotangent]) -> None:
-        absent = all(cotangent is None for cotangent in cotangents)
+    def _run(
+        self, sweep: Sweep, node: Node, cotangents: list[Cotangent] | None
+    ) -> None:
         if isinstance(node, LeafNode):
-            if not absent:
+            if cotangents is not None:
                 self._stage(node, cotangents)
         elif isinstance(node, RecvNode):
-            gradient = MessageGradient(node.message_id, cotangents)
+            absent: list[Cotangent] = [None] * node.outputs
+            gradient = MessageGradient(node.message_id, cotangents or absent)
             self._outbox.setdefault(node.incarnation, []).append(gradient)
         else:
             # A node without any cotangent is not run, but its inputs count the arrival.
-            nothing = (None,) * len(node.inputs)
-            sweep.pass_on(node, nothing if absent else node.pull(cotangents))
+            sweep.pass_on(node, None if cotangents is None else node.pull(cotangents))
             if not self.terms.retain_graph:
                 node.release()
             if events.recordings:

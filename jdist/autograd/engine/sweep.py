@@ -10,9 +10,11 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import jax
+
 from jdist.autograd.recording.node import Cotangent, Node, plus
 
-Summand = tuple[tuple[int, ...], int, Cotangent]
+Summand = tuple[tuple[int, ...], int, jax.Array]
 """A summand of a cotangent: its place in the sum, which has two parts, and the array.
 
 First comes the order of the node that it comes from, empty for a root; then the
@@ -56,9 +58,8 @@ class Sweep:
         self._ready: deque[Node] = deque()
 
     def add(self, node: Node, index: int, summand: Summand) -> None:
-        """Adds a summand of the cotangent of output `index`, unless it is absent."""
-        if summand[2] is not None:
-            self._summands.setdefault((node, index), []).append(summand)
+        """Adds a summand of the cotangent of output `index`."""
+        self._summands.setdefault((node, index), []).append(summand)
 
     def arrive(self, node: Node) -> None:
         """Counts an arrival at a node, whether or not it brought a cotangent."""
@@ -66,41 +67,44 @@ class Sweep:
         if not missing:
             self._ready.append(node)
 
-    def next(self) -> tuple[Node, list[Cotangent]] | None:
-        """Takes a node that is ready, with the cotangents of its outputs; or None."""
+    def next(self) -> tuple[Node, list[Cotangent] | None] | None:
+        """Takes a node that is ready, with the cotangents of its outputs; or None.
+
+        None in place of all cotangents: none has come.
+        """
         if not self._ready:
             return None
         node = self._ready.popleft()
         self.left -= 1
-        cotangents: list[Cotangent] = [None] * node.outputs
+        found: list[Cotangent] | None = None
         for index in range(node.outputs):
             summands = self._summands.pop((node, index), None)
             if summands is not None:
-                cotangents[index] = total(summands)
-        return node, cotangents
+                found = found or [None] * node.outputs
+                # Most values are used once, and one summand needs no order.
+                found[index] = summands[0][2] if len(summands) == 1 else total(summands)
+        return node, found
 
-    def pass_on(self, node: Node, cotangents: Sequence[Cotangent]) -> None:
-        """Hands on the cotangents of the inputs of a node that has run."""
+    def pass_on(self, node: Node, cotangents: Sequence[Cotangent] | None) -> None:
+        """Hands on the cotangents of the inputs of a node; None if it was not run."""
         order, summands = node.order, self._summands
-        for position, (edge, value) in enumerate(
-            zip(node.inputs, cotangents, strict=True)
-        ):
+        values = (None,) * len(node.inputs) if cotangents is None else cotangents
+        pairs = zip(node.inputs, values, strict=True)
+        for position, (edge, value) in enumerate(pairs):
             if edge is not None:
                 if value is not None:  # as `add`, with the edge itself as the key
                     summands.setdefault(edge, []).append((order, position, value))
                 self.arrive(edge[0])
 
 
-def total(summands: Sequence[Summand]) -> Cotangent:
-    """The sum, in an order that does not depend on which came first; None of nothing.
+def total(summands: Sequence[Summand]) -> jax.Array:
+    """The sum, in an order that does not depend on which came first.
 
     Example:
       >>> later, earlier = ((7, 1), 0, 2.0), ((0, 3), 1, 0.5)
       >>> total([later, earlier])
       2.5
     """
-    if len(summands) == 1:
-        return summands[0][2]
+    # By place alone: where two are equal, a comparison would go on to the arrays.
     ordered = sorted(summands, key=lambda summand: summand[:2])
-    arrays = [summand[2] for summand in ordered if summand[2] is not None]
-    return functools.reduce(plus, arrays) if arrays else None
+    return functools.reduce(plus, [summand[2] for summand in ordered])

@@ -7,6 +7,7 @@ that were computed from them; a context only lists the nodes that cross workers.
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -28,7 +29,11 @@ def plus(one: jax.Array, other: jax.Array) -> jax.Array:
     place = getattr(one, "sharding", None)
     if place != getattr(other, "sharding", None):
         other = jax.device_put(other, place)
-    return one + other
+    return _add(one, other)
+
+
+# The operator calls a compiled function through Python; this is one, in half the time.
+_add = jax.jit(operator.add)
 
 
 # --- the order of nodes, by which sums of cotangents are ordered ---

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from jdist.segment.internal import (
     FunctionCache,
     Invoke,
     Traced,
-    call_now,
 )
 
 
@@ -107,7 +107,7 @@ class PipelineLoss:
     ) -> None:
         self._names = names
         self._factor: Any = None
-        self._invoke: Invoke = call_now
+        self._invoke: Invoke = operator.call
         self._unread: dict[Any, tuple[ArraySpec, ...]] = {}
         self._fn = fn
         self._compiled = _CACHE.get(fn, (), functools.partial(_Compiled, fn))

@@ -7,6 +7,7 @@ busy. With one worker the same loop waits for what the other processes send.
 
 import contextlib
 import functools
+import operator
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from jdist.pipeline.run.stage_run import MicroBatchShare, StageRun, join
 from jdist.pipeline.schedule.actions import Action
 from jdist.pipeline.stages.wiring import BATCH, StageWiring
 from jdist.reduction import Partial
-from jdist.segment.internal import Invoke, call_now
+from jdist.segment.internal import Invoke
 
 
 class StepInputs(NamedTuple):
@@ -74,7 +75,7 @@ class Step(ABC):
       transfers: What was sent from here, in order.
     """
 
-    def __init__(self, given: StepInputs, invoke: Invoke = call_now) -> None:
+    def __init__(self, given: StepInputs, invoke: Invoke = operator.call) -> None:
         self.transfers: list[Transfer] = []
         self._wiring, self._places, self._runs = given[:3]
         self._channels, self._loss, self._read, self._parts = given[3:]
@@ -495,7 +496,7 @@ def _naming(worker: int, action: Action) -> Iterator[None]:
         raise
 
 
-def summed(cotangents: Sequence[PyTree], invoke: Invoke = call_now) -> Any:
+def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> Any:
     """The sum over all consumers of a value, the first ones first; None for none."""
     flowing = [cotangent for cotangent in cotangents if cotangent is not None]
     if not flowing:
