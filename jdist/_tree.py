@@ -6,14 +6,27 @@ Errors, reports and tables all use the same one.
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 PyTree = Any
 """A tree of arrays; Python's types cannot say which."""
+
+
+class Shaped(Protocol):
+    """An array of JAX or NumPy, or an abstract value."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of its elements."""
 
 
 def is_none(x: object) -> bool:
@@ -31,7 +44,7 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/") or "(root)"
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: PyTree) -> dict[str, PyTree]:
     """All leaves by path, in JAX's order; a None in the place of a leaf is kept.
 
     Example:
@@ -42,7 +55,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {path_of(keys): leaf for keys, leaf in pairs}
 
 
-def described(leaf: Any) -> str:
+def described(leaf: ArrayLike | jax.ShapeDtypeStruct) -> str:
     """Dtype and shape of an array or an abstract value, as error messages give them.
 
     Example:
@@ -54,7 +67,7 @@ def described(leaf: Any) -> str:
     return f"{dtype} of shape {tuple(np.shape(leaf))}"
 
 
-def abbreviated(leaf: Any) -> str:
+def abbreviated(leaf: Shaped) -> str:
     """Dtype and shape in JAX's own short form, for `repr` and lists of arrays.
 
     Example:
@@ -64,7 +77,7 @@ def abbreviated(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: object) -> bool:
     """Whether a leaf is a real or complex floating array, so that it has a gradient."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
@@ -72,7 +85,7 @@ def is_inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype to add up in: float32 at least, since 16-bit sums lose what they add.
 
     Example:
@@ -83,7 +96,7 @@ def wide_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else jnp.dtype(dtype)
 
 
-def split_inexact(tree: Any) -> tuple[Any, Any]:
+def split_inexact(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a tree into its floating leaves and the rest, None in the other's place.
 
     Together with `merge` it lets integers, booleans and PRNG keys stand in a tree of
@@ -94,7 +107,7 @@ def split_inexact(tree: Any) -> tuple[Any, Any]:
     return inexact, rest
 
 
-def merge(first: Any, second: Any) -> Any:
+def merge(first: PyTree, second: PyTree) -> PyTree:
     """Inverse of `split_inexact`: at each leaf, whichever is not None."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=is_none
@@ -102,8 +115,8 @@ def merge(first: Any, second: Any) -> Any:
 
 
 def add_trees(
-    first: Any, second: Any, add: Callable[[Any, Any], Any] = operator.add
-) -> Any:
+    first: PyTree, second: PyTree, add: Callable[[Any, Any], Any] = operator.add
+) -> PyTree:
     """Adds two trees leaf by leaf; where one has None, the other's leaf stands.
 
     Example:
@@ -111,7 +124,7 @@ def add_trees(
       {'b': 2.0, 'w': 1.5}
     """
 
-    def one(a: Any, b: Any) -> Any:
+    def one(a: PyTree, b: PyTree) -> PyTree:
         if a is None or b is None:
             return b if a is None else a
         return add(a, b)
@@ -119,7 +132,7 @@ def add_trees(
     return jax.tree.map(one, first, second, is_leaf=is_none)
 
 
-def examples_in(batch: Any, call: str) -> int:
+def examples_in(batch: PyTree, call: str) -> int:
     """The common leading dimension of all leaves of a batch.
 
     Args:

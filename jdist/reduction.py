@@ -43,10 +43,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import tracks_varying_axes, varying_axes
 from jdist._errors import check_choice, requirement
 from jdist._tree import (
+    PyTree,
     described,
     is_inexact,
     merge,
@@ -64,7 +66,7 @@ class Partial(NamedTuple):
     value: jax.Array
     """Scalar, float32 or wider: S w l, or the extreme loss of the examples here."""
 
-    gradient: Any
+    gradient: PyTree
     """Tree like the parameters, float32 or wider: S seed * dl/dW. None where a
     parameter is not a floating array."""
 
@@ -83,8 +85,8 @@ def check_reduction(call: str, reduction: str) -> None:
 
 def partial(
     loss_fn: Callable[..., jax.Array],
-    params: Any,
-    batch: Any,
+    params: PyTree,
+    batch: PyTree,
     weights: jax.Array,
     reduction: str,
 ) -> Partial:
@@ -101,7 +103,7 @@ def partial(
       ValueError: `loss_fn` returned something else than one loss per example.
     """
 
-    def without_aux(params: Any, batch: Any) -> tuple[jax.Array, None]:
+    def without_aux(params: PyTree, batch: PyTree) -> tuple[jax.Array, None]:
         return loss_fn(params, batch), None
 
     part, _ = partial_with_aux(without_aux, params, batch, weights, reduction)
@@ -110,15 +112,15 @@ def partial(
 
 def partial_with_aux(
     loss_fn: Callable[..., tuple[jax.Array, Any]],
-    params: Any,
-    batch: Any,
+    params: PyTree,
+    batch: PyTree,
     weights: jax.Array,
     reduction: str,
 ) -> tuple[Partial, Any]:
     """`partial` of a loss function that returns `(losses, aux)`; and its `aux`."""
     trainable, fixed = split_inexact(params)
 
-    def losses_of(trainable: Any) -> tuple[jax.Array, Any]:
+    def losses_of(trainable: PyTree) -> tuple[jax.Array, Any]:
         losses, aux = loss_fn(merge(trainable, fixed), batch)
         check_losses(losses, weights.shape)
         return losses, aux
@@ -131,7 +133,9 @@ def partial_with_aux(
     return Partial(value, gradient, weight), aux
 
 
-def normalized(weights: Any, reduction: str, total: Any = None) -> jax.Array:
+def normalized(
+    weights: ArrayLike, reduction: str, total: ArrayLike | None = None
+) -> jax.Array:
     """Weights of a mean, times the power of two that brings their total to (1/2, 1].
 
     Nothing is rounded, and a mean does not change: both of its sums get the factor.
@@ -159,7 +163,7 @@ def normalized(weights: Any, reduction: str, total: Any = None) -> jax.Array:
     return weights * jnp.where(usable, _reciprocal_power(total), 1)
 
 
-def wide_weights(weights: Any) -> jax.Array:
+def wide_weights(weights: ArrayLike) -> jax.Array:
     """Weights, or one, in the precision that they are added up in: 16 bits overflow."""
     weights = jnp.asarray(weights)
     return _widen(weights) if is_inexact(weights) else weights.astype(jnp.float32)
@@ -190,7 +194,7 @@ def seeds(
     return value, ties, jnp.where(broken, jnp.nan, jnp.sum(ties))
 
 
-def check_losses(losses: Any, expected: tuple[int, ...]) -> None:
+def check_losses(losses: PyTree, expected: tuple[int, ...]) -> None:
     """Refuses what a loss function returned if it is not one loss per example."""
     shape = getattr(losses, "shape", None)
     if shape == expected and jnp.issubdtype(losses.dtype, jnp.floating):
@@ -217,7 +221,9 @@ def check_losses(losses: Any, expected: tuple[int, ...]) -> None:
     raise ValueError(requirement("loss_fn(params, batch)", rule, got, remedy))
 
 
-def rounded(cotangents: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+def rounded(
+    cotangents: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array | None]:
     """Cotangents of losses, in the dtype of the losses.
 
     Args:
@@ -241,7 +247,7 @@ def rounded(cotangents: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | N
     return given, jnp.where(sent == 0, 1, total / sent)
 
 
-def scaled(gradient: Any, factor: jax.Array | None) -> Any:
+def scaled(gradient: PyTree, factor: jax.Array | None) -> PyTree:
     """A tree times what `rounded` returned.
 
     16-bit leaves are multiplied in float32: in 16 bits the factor may round to 1.
@@ -254,7 +260,7 @@ def scaled(gradient: Any, factor: jax.Array | None) -> Any:
 
 
 def _entering(
-    cotangents: jax.Array, dtype: Any, reduction: str
+    cotangents: jax.Array, dtype: DTypeLike, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """The seeds of the backward pass, and the factor of its result."""
     if reduction not in ("max", "min"):
@@ -293,7 +299,7 @@ def combine(first: Partial, second: Partial, reduction: str) -> Partial:
     )
 
 
-def empty(like: Any, reduction: str) -> Partial:
+def empty(like: PyTree, reduction: str) -> Partial:
     """The partial of no examples: combined with any other, it changes nothing.
 
     Args:
@@ -324,7 +330,7 @@ def share(gradient: jax.Array, total: jax.Array, reduction: str) -> jax.Array:
     return gradient if reduction == "sum" else _scaled(jnp.divide, gradient, total)
 
 
-def finish(part: Partial, reduction: str, like: Any) -> tuple[jax.Array, Any]:
+def finish(part: Partial, reduction: str, like: PyTree) -> tuple[jax.Array, Any]:
     """Divides by the total: the loss, and the gradient in the dtypes of `like`."""
     total = part.weight
     if reduction == "sum":
@@ -367,7 +373,7 @@ def _scaled(
 # --- for gradients that are already there ---
 
 
-def weighted_mean(tree: Any, weight: Any, axis_name: Hashable) -> Any:
+def weighted_mean(tree: PyTree, weight: ArrayLike, axis_name: Hashable) -> PyTree:
     """Averages a tree over replicas in proportion to each replica's weight.
 
         mean = sum_i weight_i * tree_i / sum_i weight_i
@@ -427,7 +433,7 @@ def weighted_mean(tree: Any, weight: Any, axis_name: Hashable) -> Any:
     )
 
 
-def _check_reducible(tree: Any, axis_name: Hashable) -> None:
+def _check_reducible(tree: PyTree, axis_name: Hashable) -> None:
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     checked = [axis for axis in axes if tracks_varying_axes(axis)]
     for path, leaf in named_leaves(tree).items():

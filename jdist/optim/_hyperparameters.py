@@ -57,7 +57,7 @@ class Hyperparameter:
     rules: tuple[Rule, ...] = (A_NUMBER,)
     fixed: str = ""
 
-    def check(self, call: str, value: Any) -> None:
+    def check(self, call: str, value: object) -> None:
         """Refuses a value of the wrong kind, or one that is seen to break a rule."""
         argument = f"{call}({self.name}=...)"
         if not self.rules:
@@ -88,12 +88,15 @@ class Hyperparameter:
         return resolved
 
 
+_NUMERIC = (int, float, np.number, np.ndarray, jax.Array)
+
+
 def flag(name: str, value: bool) -> Hyperparameter:
     """A hyperparameter that is on or off and chooses the program."""
     return Hyperparameter(name, value, (), "it chooses the program, and is no number")
 
 
-def known_zero(value: Any) -> bool:
+def known_zero(value: object) -> bool:
     """Whether a value is a Python 0, so that the program can leave its term out."""
     return isinstance(value, int | float) and value == 0
 
@@ -138,11 +141,11 @@ def _at(value: Any, count: jax.Array, dtype: DTypeLike) -> Any:
     return value if isinstance(value, int | float) else jnp.asarray(value, dtype)
 
 
-def _check_number(argument: str, rule: Rule, value: Any) -> None:
+def _check_number(argument: str, rule: Rule, value: object) -> None:
     if callable(value):
         return
-    is_number = isinstance(value, int | float | np.number | np.ndarray | jax.Array)
-    if isinstance(value, bool) or not is_number:
+    # `bool` is an int, and no number.
+    if isinstance(value, bool) or not isinstance(value, _NUMERIC):
         kind = "must be a number, a scalar array or a schedule"
         remedy = "`float` makes a number of a text." if isinstance(value, str) else ""
         raise TypeError(requirement(argument, kind, repr(value), remedy))

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._compat import alike, is_traced
 from jdist._errors import requirement
@@ -113,7 +113,7 @@ class Optimizer:
         return _settled(self.init_tree(params), params)
 
     def step(
-        self, params: PyTree, grads: PyTree, state: PyTree, **overrides: Any
+        self, params: PyTree, grads: PyTree, state: PyTree, **overrides: object
     ) -> tuple[PyTree, PyTree]:
         """One step: pure, so it may be jitted, vmapped, sharded and donated to.
 
@@ -140,7 +140,7 @@ class Optimizer:
         return self.step_tree(params, grads, state, overrides)
 
     def updates(
-        self, params: PyTree, grads: PyTree, state: PyTree, **overrides: Any
+        self, params: PyTree, grads: PyTree, state: PyTree, **overrides: object
     ) -> tuple[PyTree, PyTree]:
         """The updates that `step` would add to the parameters, and the new state.
 
@@ -277,8 +277,8 @@ class _Rule:
     def moved(
         self,
         path: str,
-        param: Any,
-        grad: Any,
+        param: ArrayLike,
+        grad: ArrayLike | None,
         state: PyTree,
         overrides: Mapping[str, Any],
         updates: bool,
@@ -386,7 +386,7 @@ def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) ->
             raise ValueError(requirement(argument, rule, described(grad)))
 
 
-def _widens(dtype: DTypeLike, other: Any) -> bool:
+def _widens(dtype: DTypeLike, other: DTypeLike) -> bool:
     """Whether every number of one floating dtype is one of the other, of its kind."""
     kinds = (jnp.floating, jnp.complexfloating)
     alike = any(all(jnp.issubdtype(d, k) for d in (dtype, other)) for k in kinds)
@@ -425,7 +425,7 @@ def _init_one(init_leaf: InitLeaf, param: jax.Array) -> PyTree:
     )
 
 
-def _placed(state: PyTree, param: jax.Array) -> Any:
+def _placed(state: PyTree, param: jax.Array) -> PyTree:
     """Arrays laid out as their parameter is; scalars where a step will leave them.
 
     Zeros do not follow from the parameter, so that a compiler which is told nothing
@@ -456,14 +456,15 @@ def _settled(state: PyTree, params: PyTree) -> PyTree:
         return state
     (place,) = places
 
-    def settled(leaf: Any) -> Any:
-        free = isinstance(leaf, jax.Array) and not is_traced(leaf)
-        return jax.device_put(leaf, place) if free and not leaf.committed else leaf
+    def settled(leaf: object) -> object:
+        if isinstance(leaf, jax.Array) and not (is_traced(leaf) or leaf.committed):
+            return jax.device_put(leaf, place)
+        return leaf
 
     return jax.tree.map(settled, state)
 
 
-def _whole(param: jax.Array) -> Any:
+def _whole(param: jax.Array) -> Sharding:
     """Where the parameter is, for what is not divided as it is."""
     place = param.sharding
     if isinstance(place, NamedSharding):

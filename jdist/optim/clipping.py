@@ -8,7 +8,6 @@ over max_norm.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +96,7 @@ def scaled(leaf: jax.Array, factor: jax.Array) -> jax.Array:
     return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
 
 
-def _check_leaf(argument: str, path: str, leaf: Any, axis_name: Hashable) -> None:
+def _check_leaf(argument: str, path: str, leaf: jax.Array, axis_name: Hashable) -> None:
     if not is_inexact(leaf):
         got = f"{jnp.result_type(leaf)} at {path}"
         raise TypeError(requirement(argument, "must have floating leaves only", got))

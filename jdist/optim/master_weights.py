@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, named_leaves, wide_dtype
@@ -185,7 +185,7 @@ def all_finite(params: PyTree, grads: PyTree, state: MasterState) -> jax.Array:
     return _all_finite(_wide_gradients(params, grads, state), None)
 
 
-def _check_arguments(call: str, opt: Any, compute_dtype: jnp.dtype) -> None:
+def _check_arguments(call: str, opt: Optimizer, compute_dtype: jnp.dtype) -> None:
     check_optimizer(f"{call}(opt=...)", opt)
     if not jnp.issubdtype(compute_dtype, jnp.floating):
         argument, rule = f"{call}(compute_dtype=...)", "must be a real floating dtype"
@@ -195,11 +195,11 @@ def _check_arguments(call: str, opt: Any, compute_dtype: jnp.dtype) -> None:
         raise ValueError(requirement(f"{call}(opt=...)", rule, opt.name, remedy))
 
 
-def _is_real(leaf: Any) -> bool:
+def _is_real(leaf: object) -> bool:
     return is_inexact(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def _master(param: Any) -> jax.Array | None:
+def _master(param: ArrayLike) -> jax.Array | None:
     """A copy of its own: the state may be donated while the parameters live on."""
     if not is_inexact(param):
         return None
@@ -226,7 +226,7 @@ def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree
     """Gradients of the masters: widened, then divided by the loss scale."""
     masters, scale = state.masters, state.loss_scale
 
-    def widened(grad: Any, master: Any) -> jax.Array | None:
+    def widened(grad: ArrayLike | None, master: jax.Array | None) -> jax.Array | None:
         if grad is None or master is None:
             return None
         wide = jnp.asarray(grad).astype(master.dtype)
@@ -244,7 +244,9 @@ def _moved(params: PyTree, grads: PyTree, masters: PyTree, updates: bool) -> PyT
     As updates what leads from the old copies to the masters, which add up there.
     """
 
-    def one(param: Any, grad: Any, master: Any) -> Any:
+    def one(
+        param: jax.Array, grad: ArrayLike | None, master: jax.Array | None
+    ) -> jax.Array:
         if grad is None or master is None:
             return jnp.zeros_like(param) if updates else param
         if updates:

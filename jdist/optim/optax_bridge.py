@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jdist._errors import Unavailable, requirement
 from jdist._tree import PyTree, is_inexact, merge, path_of, split_inexact, wide_dtype
@@ -153,7 +154,7 @@ def _floating_gradients(call: str, params: PyTree, grads: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, kept)
 
 
-def _applied(param: Any, update: Any) -> jax.Array:
+def _applied(param: ArrayLike, update: ArrayLike) -> jax.Array:
     """p + u as optax.apply_updates does it: in 32 bits at least, rounded once."""
     param = jnp.asarray(param)
     wide = wide_dtype(param.dtype)

@@ -161,7 +161,7 @@ class Halves:
 
     def call(
         self, invoke: Invoke, half: str, params: PyTree, inputs: PyTree, static: Static
-    ) -> Any:
+    ) -> PyTree:
         """Calls `forward` or `outputs`, here or where the program is compiled."""
         signature = None
         if self._elsewhere:
@@ -197,7 +197,7 @@ class Halves:
         VERSIONS.note_sizes(self._user, self._contents, self._label, kinds)
         return program
 
-    def _run_forward(self, params: PyTree, inputs: PyTree, static: Static) -> Any:
+    def _run_forward(self, params: PyTree, inputs: PyTree, static: Static) -> PyTree:
         program = self._program(params, inputs, static)
         planned = plan(program.run, params, inputs, self._policy, self.owner)
         # The derivative rules have run, and may have brought something in.
@@ -205,16 +205,16 @@ class Halves:
         outputs, computed = _differentiable(planned, program.run, params, inputs)
         return outputs, Residuals(planned, computed)
 
-    def _run_outputs(self, params: PyTree, inputs: PyTree, static: Static) -> Any:
+    def _run_outputs(self, params: PyTree, inputs: PyTree, static: Static) -> PyTree:
         return self._program(params, inputs, static).run(params, *inputs)
 
 
 def _compiled(
-    name: str, half: Callable[..., Any], **options: Any
+    name: str, half: Callable[..., Any], **options: PyTree
 ) -> Callable[..., Any]:
     """A half, compiled under the function's name, which shows in profiles."""
 
-    def run(*arguments: PyTree) -> Any:
+    def run(*arguments: PyTree) -> PyTree:
         return half(*arguments)
 
     run.__name__ = f"{name}_{half.__name__.removeprefix('_run_').lstrip('_')}"
@@ -229,7 +229,7 @@ def _backward(
     residuals: Residuals,
     d_outputs: PyTree,
     layout: Layout,
-) -> Any:
+) -> PyTree:
     kept = residuals.arrays
     whole = gradient(residuals.plan, kept, params, d_outputs)
     leaves = jax.tree.leaves((params, kept, d_outputs))
@@ -241,7 +241,7 @@ def _backward(
 
 def _first(
     params: PyTree, residuals: Residuals, d_outputs: PyTree, layout: Layout
-) -> Any:
+) -> PyTree:
     kept = residuals.arrays
     parts = split(gradient(residuals.plan, kept, params, d_outputs))
     leaves = jax.tree.leaves((params, kept, d_outputs))
@@ -251,7 +251,7 @@ def _first(
 
 def _second(
     fold: FoldFunction | None, carry: PyTree, given: PyTree, rest: Rest, layout: Layout
-) -> Any:
+) -> PyTree:
     finished = rest.split.finish(rest.arrays, layout)
     if fold is None:
         return finished  # The others are in the rest: to return them would copy them.
@@ -271,7 +271,7 @@ def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
         residuals: Residuals,
         d_outputs: PyTree,
         layout: Layout,
-    ) -> Any:
+    ) -> PyTree:
         planned, kept = residuals.plan, residuals.arrays
         case = planned, tuple(cotangents_of(d_outputs, planned.outputs)[1])
         if case not in known:
@@ -307,15 +307,15 @@ def _differentiable(
         return planned.forward(leaves)
 
     @jax.custom_jvp
-    def run(leaves: list[Any]) -> Any:
+    def run(leaves: list[Any]) -> PyTree:
         return planned.forward(leaves)
 
-    def outputs_of(leaves: list[Any]) -> Any:
+    def outputs_of(leaves: list[Any]) -> PyTree:
         params, inputs = jax.tree.unflatten(structure, leaves)
         return jax.tree.map(jnp.asarray, fn(params, *inputs))
 
     @run.defjvp
-    def _rule(primals: Any, tangents: Any) -> Any:
+    def _rule(primals: PyTree, tangents: PyTree) -> PyTree:
         outputs, d_outputs = jax.jvp(outputs_of, primals, tangents)
         computed, d_computed = jax.jvp(
             lambda leaves: planned.forward(leaves)[1], primals, tangents

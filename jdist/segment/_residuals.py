@@ -177,7 +177,7 @@ def version_of(leaves: Sequence[Any]) -> Version:
     return tuple([_reference(leaf) for leaf in leaves])
 
 
-def _reference(leaf: Any) -> Callable[[], Any]:
+def _reference(leaf: PyTree) -> Callable[[], Any]:
     try:
         return ref(leaf)
     except TypeError:  # A Python number, which is not an array to keep alive.
@@ -195,7 +195,7 @@ def layout_of(leaves: Sequence[Any]) -> Layout:
     return tuple([_place_of(leaf) for leaf in leaves])
 
 
-def _place_of(leaf: Any) -> Sharding | None:
+def _place_of(leaf: PyTree) -> Sharding | None:
     """Its sharding on several devices, in the one form of those that mean the same.
 
     JAX writes P() into P(None, None) where it computes with explicit axes, and a layout
@@ -218,7 +218,7 @@ _ONE_DEVICE = (SingleDeviceSharding, NoneType)
 # --- what is refused ---
 
 
-def refuse_origin(call: str, value: Any, kind: type) -> NoReturn:
+def refuse_origin(call: str, value: PyTree, kind: type) -> NoReturn:
     """Refuses what another method, or another segment, has returned."""
     name, maker = {
         Residuals: ("residuals", "forward"),

@@ -203,7 +203,9 @@ class Segment:
             return finished
         return rest.split.gradients(rest.arrays, finished)
 
-    def _call(self, half: str, params: PyTree, inputs: PyTree, static: Static) -> Any:
+    def _call(
+        self, half: str, params: PyTree, inputs: PyTree, static: Static
+    ) -> PyTree:
         given = self._invoke, half, params, inputs, static
         try:
             return self._halves.call(*given)
@@ -221,7 +223,7 @@ class Segment:
         half: str,
         arguments: tuple[Any, Residuals, Any],
         fold: tuple[Any, ...] = (),
-    ) -> Any:
+    ) -> PyTree:
         params, residuals, _ = arguments
         home = self._home(call, residuals, Residuals)
         check_version(call, params, residuals.version)
@@ -233,7 +235,7 @@ class Segment:
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
             raise
 
-    def _home(self, call: str, value: Any, kind: Any) -> Halves:
+    def _home(self, call: str, value: PyTree, kind: PyTree) -> Halves:
         """The halves that made what a call of this segment has returned."""
         if type(value) is kind:
             owner, own = value.owner, self._halves
@@ -317,7 +319,7 @@ def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) ->
     return fold.carry
 
 
-def _static(place: int, value: Any) -> StaticValue:
+def _static(place: int, value: PyTree) -> StaticValue:
     call = "Segment.forward(*inputs)"
     if not isinstance(value, Hashable):
         rule = "must be hashable where an argument is static"
@@ -335,7 +337,7 @@ def _static(place: int, value: Any) -> StaticValue:
 
 
 def _gathered(
-    found: Rest | Deferred, arguments: tuple[Any, Residuals, Any], d_inputs: Any
+    found: Rest | Deferred, arguments: tuple[Any, Residuals, Any], d_inputs: PyTree
 ) -> tuple[Any, ...]:
     """All that is kept: what others hold, and what was computed for it."""
     params, residuals, d_outputs = arguments

@@ -7,7 +7,7 @@ like the code itself.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def _filled(
     place: ArraySlot | VariableSlot | StaticLeaf,
     arrays: Sequence[jax.Array],
     held: Sequence[PyTree],
-) -> Any:
+) -> PyTree:
     if isinstance(place, StaticLeaf):
         return place.value
     if isinstance(place, VariableSlot):

@@ -21,7 +21,7 @@ def remote_call(
     *args: PyTree,
     kwargs: Mapping[str, PyTree] | None = None,
     timeout: float = DEFAULT,
-) -> Any:
+) -> PyTree:
     """`fn(*args, **kwargs)` computed on the worker `to`, as a function of JAX.
 
     It can stand in `jax.grad`, `jax.vjp`, `jax.value_and_grad` and `jax.jacrev`, to any

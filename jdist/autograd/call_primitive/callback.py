@@ -33,7 +33,7 @@ def staged_on_cpu(
 
     kinds = [abstract_of(x) for x in arrays]
 
-    def run(context: Any, buffers: Sequence[Any], *inputs: ArrayLike) -> None:
+    def run(context: object, buffers: Sequence[Any], *inputs: ArrayLike) -> None:
         views = zip(map(np.asarray, inputs), kinds, strict=True)
         given = [view.astype(kind.dtype, copy=False) for view, kind in views]
         found = _waited_for(target, operations, results, given)

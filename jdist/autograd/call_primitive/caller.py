@@ -166,7 +166,7 @@ class RemoteFunctions:
 
     def _exchange(
         self, target: Target, what: Callable[..., PyTree], args: tuple[PyTree, ...]
-    ) -> Any:
+    ) -> PyTree:
         body: Any = (what, args, {})
         outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
         described = Described("remote_call", target.function)

@@ -65,7 +65,7 @@ def _run(
 
 
 def _kinds_and_effect(
-    *_: Any, results: Kinds, **__: Any
+    *_: object, results: Kinds, **__: object
 ) -> tuple[list[ShapedArray], set[Any]]:
     return _abstract(results), {EFFECT}
 
@@ -81,7 +81,7 @@ def _lower(stage: Any) -> Any:
         target: Target,
         operations: Operations,
         results: Kinds,
-    ) -> Any:
+    ) -> LoweredValue:
         devices = device_count_of(context)
         if devices > 1:
             rule = "must be in a program for one device: each device would make it"
@@ -189,7 +189,7 @@ def _beside(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
     return jax.device_put(cotangent, primal.sharding)
 
 
-def _refuse_forward_mode(*_: Any, target: Target, **__: Any) -> NoReturn:
+def _refuse_forward_mode(*_: object, target: Target, **__: object) -> NoReturn:
     rule = "must be differentiated in reverse mode"
     remedy = (
         "Use jax.grad, jax.vjp or jax.jacrev in place of jax.jvp, jax.jacfwd and "

@@ -314,7 +314,7 @@ class ReplicaGroup:
     def _refuse(self, error: BaseException, tag: str) -> None:
         self._agent.group.refuse(self.names, error, "all_gather", tag)
 
-    def _gather(self, brought: Any, seconds: float, tag: str) -> dict[str, Any]:
+    def _gather(self, brought: PyTree, seconds: float, tag: str) -> dict[str, Any]:
         try:
             found = self._agent.group.all_gather(
                 brought, self.names, seconds, "all_gather", tag
@@ -540,7 +540,7 @@ def _mean(
     return [_leaf_mean(row, weights) for row in rows]
 
 
-def _leaf_mean(row: Sequence[Any], weights: Sequence[float]) -> Any:
+def _leaf_mean(row: Sequence[Any], weights: Sequence[float]) -> jax.Array | None:
     like = next((leaf for leaf in row if leaf is not None), None)
     if like is None:
         return None
@@ -563,7 +563,7 @@ def _weighted(leaves: Sequence[Any], weights: Sequence[Any]) -> jax.Array:
     return mean.astype(leaves[0].dtype)
 
 
-def _placed(variable: Variable, leaves: Sequence[Any]) -> Any:
+def _placed(variable: Variable, leaves: Sequence[Any]) -> PyTree:
     """A gradient, placed as its variable is."""
     own = jax.tree.leaves(variable.value)
     pairs = zip(leaves, own, strict=True)

@@ -109,7 +109,7 @@ def _program(make: Callable[[], Any]) -> CompiledOptimizer:
     )
 
 
-def _optimizer(made: Any) -> Optimizer:
+def _optimizer(made: object) -> Optimizer:
     if isinstance(made, Optimizer):
         opt = made
     elif hasattr(made, "init") and hasattr(made, "update"):

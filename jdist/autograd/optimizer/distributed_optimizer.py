@@ -78,8 +78,8 @@ class DistributedOptimizer:
         self,
         optimizer: Callable[..., Any],
         params_rrefs: Iterable[Any],
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         _check_factory(optimizer)
         current_agent().codec.functions.reference(optimizer)
@@ -108,7 +108,7 @@ class DistributedOptimizer:
         *,
         max_norm: float | None = None,
         timeout: float = DEFAULT,
-        **overrides: Any,
+        **overrides: object,
     ) -> jax.Array | None:
         """Steps all parameters with the gradients that a context has for them.
 
@@ -261,7 +261,7 @@ class DistributedOptimizer:
         return ask_all(kind, bodies, timeout, complaint)
 
 
-def _check_factory(optimizer: Any) -> None:
+def _check_factory(optimizer: object) -> None:
     argument = f"{_CALL}(optimizer)"
     rule = "must be a function that makes an optimizer, by which it can travel"
     if isinstance(optimizer, Optimizer):

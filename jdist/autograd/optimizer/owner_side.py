@@ -1,6 +1,6 @@
 """Handlers of the requests of distributed optimizers, on owners of parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jdist._errors import requirement
@@ -35,7 +35,7 @@ def install(agent: Agent) -> None:
 
 
 def _answering(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def answer(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def answer(caller: WorkerInfo, body: object, meta: dict[str, Any]) -> object:
         if type(body) is not tuple or not body or type(body[0]) is not RRef:
             raise ProtocolError(
                 "A distributed optimizer names its part by a reference."
@@ -48,14 +48,20 @@ def _answering(operation: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def _squares(owned: OwnedOptimizer, context_id: int) -> Any:
+_Creation = tuple[
+    Callable[..., object], Sequence[Any], Mapping[str, Any], Mapping[int, RRef[Any]]
+]
+"""A constructor with its arguments, and references to variables by position."""
+
+
+def _squares(owned: OwnedOptimizer, context_id: int) -> object:
     return owned.squares(_gradients(context_id))
 
 
 def _step(
     owned: OwnedOptimizer,
     context_id: int,
-    factor: Any,
+    factor: object,
     overrides: Mapping[str, Any],
 ) -> None:
     owned.step(_gradients(context_id), factor, overrides)
@@ -70,7 +76,7 @@ def _gradients(context_id: int) -> Gradients:
         return dict(context.gradients)
 
 
-def _create(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> RRef[Any]:
+def _create(caller: WorkerInfo, body: _Creation, meta: dict[str, Any]) -> RRef[Any]:
     factory, args, kwargs, references = body
     steps = compiled_optimizer(factory, args, kwargs)
     return RRef(OwnedOptimizer(steps, _variables(references)))

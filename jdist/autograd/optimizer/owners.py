@@ -48,7 +48,7 @@ def ask_all(
 
 
 def _begun(
-    agent: Agent, worker: WorkerInfo, kind: str, body: Any, timeout: float
+    agent: Agent, worker: WorkerInfo, kind: str, body: object, timeout: float
 ) -> Future[Any]:
     try:
         return agent.call_async(worker, kind, body, timeout, _META)

@@ -142,7 +142,7 @@ def graph(
 def install(container: Container) -> None:
     """Lets a worker send others its part of a graph."""
 
-    def show(caller: WorkerInfo, body: Any, meta: dict[str, Any]) -> Any:
+    def show(caller: WorkerInfo, body: object, meta: dict[str, Any]) -> object:
         match body:
             case (int() as context_id, None | list() | tuple() | set() as marks):
                 pass

@@ -74,7 +74,7 @@ def graph_nodes(
     ]
 
 
-def checked(rows: Any) -> list[GraphNode]:
+def checked(rows: object) -> list[GraphNode]:
     """The graph nodes that another worker has sent.
 
     Raises:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist._errors import requirement
+from jdist._tree import PyTree
 from jdist.autograd.recording.padding import PadTo, padded
 from jdist.autograd.recording.recorded import record
 
 
-def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def apply(fn: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Runs `fn(*args, **kwargs)` and records it, to be differentiated by `backward`.
 
     The function receives arrays where the arguments have recorded values, and the

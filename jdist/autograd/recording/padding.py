@@ -117,11 +117,11 @@ def pad_to(sizes: int | Iterable[int], args: Iterable[int] | None = None) -> Pad
     call = "pad_to(sizes)"
     single = isinstance(sizes, int | np.integer)
     given: list[Any] = [sizes] if single else _listed(call, sizes)
-    if not given or not all(_is_positive(size) for size in given):
+    if not given or not all(_is_integer(size, 1) for size in given):
         rule = "must be a positive integer, or several"
         raise ValueError(requirement(call, rule, sizes))
     places = None if args is None else tuple(_listed("pad_to(args=...)", args))
-    if places is not None and not all(_is_position(place) for place in places):
+    if places is not None and not all(_is_integer(place, 0) for place in places):
         rule = "must be positions of arguments, from 0"
         raise ValueError(requirement("pad_to(args=...)", rule, args))
     buckets = () if single else tuple(sorted({int(size) for size in given}))
@@ -280,7 +280,7 @@ def _resized(leaf: PyTree, rows: int, repeated: int = -1) -> PyTree:
     return Recorded(_of_length(leaf.value, rows, repeated), Edge(node, 0))
 
 
-def _of_length(array: Any, rows: int, repeated: int | None = -1) -> Any:
+def _of_length(array: PyTree, rows: int, repeated: int | None = -1) -> PyTree:
     """The first rows of an array; beyond its own one of them again, or zeros."""
     own = np.asarray(array)
     found = own[:rows]
@@ -293,7 +293,7 @@ def _of_length(array: Any, rows: int, repeated: int | None = -1) -> Any:
     return _placed_like(array, found)
 
 
-def _placed_like(array: Any, found: np.ndarray) -> Any:
+def _placed_like(array: PyTree, found: np.ndarray) -> PyTree:
     if not isinstance(array, jax.Array):
         return found
     if array.committed:
@@ -364,10 +364,7 @@ def _listed(call: str, values: object) -> list[Any]:
     return list(values)
 
 
-def _is_positive(size: Any) -> bool:
-    return _is_position(size) and size > 0
-
-
-def _is_position(place: Any) -> bool:
-    is_integer = isinstance(place, int | np.integer) and not isinstance(place, bool)
-    return is_integer and place >= 0
+def _is_integer(value: object, least: int) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return bool(value >= least)

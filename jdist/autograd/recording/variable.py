@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ class Variable(Operators):
         self._hooks: dict[object, Hook] = {}
 
     @property
-    def value(self) -> Any:
+    def value(self) -> PyTree:
         """The tree of arrays."""
         refuse_in_pure("the value of a variable that is no argument")
         return self._held.tree
@@ -129,7 +129,7 @@ class Variable(Operators):
                 self._node = weakref.ref(found)
             return found
 
-    def recorded(self) -> Any:
+    def recorded(self) -> PyTree:
         """The tree with recorded values in place of the floating arrays."""
         kind, leaves, edges = self.flat()
         values = [

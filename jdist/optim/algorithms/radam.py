@@ -21,7 +21,7 @@ because R = coth(x/2) and 2 beta2^t / (1 - beta2^t) = coth(x t/2) - 1; the poles
 """
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def radam(
     )
 
 
-def _rectifier(beta2: Any, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rectifier(beta2: float | jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     """rho at step t, and r; r means something only where rho > 5."""
     longest = (1 + beta2) / (1 - beta2)
     x = -log(beta2)

@@ -7,7 +7,6 @@ parameter's precision, and in float32 `1 - b**t` has lost half of its digits at 
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +28,23 @@ def ascending(grad: jax.Array, h: SimpleNamespace) -> jax.Array:
     return -grad if h.maximize else grad
 
 
-def decay(h: SimpleNamespace) -> Any:
+def decay(h: SimpleNamespace) -> float | jax.Array:
     """By which fraction decoupled weight decay shrinks the parameter, lr * wd."""
     return 0 if known_zero(h.weight_decay) else h.lr * h.weight_decay
 
 
-def average(old: jax.Array, new: jax.Array, decay: Any) -> jax.Array:
+def average(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Array:
     """One step of an exponential moving average: decay * old + (1 - decay) * new."""
     return decay * old + (1 - decay) * new
 
 
-def log(x: Any) -> Any:
+def log(x: float | jax.Array) -> float | jax.Array:
     """Natural logarithm; on the host and in double precision for a Python number."""
     if isinstance(x, int | float):
         return math.log(x) if x > 0 else -math.inf
     return jnp.log(x)
 
 
-def one_minus_power(base: Any, exponent: jax.Array) -> jax.Array:
+def one_minus_power(base: float | jax.Array, exponent: jax.Array) -> jax.Array:
     """1 - base**exponent to full relative precision, for 0 <= base < 1."""
     return -jnp.expm1(exponent * log(base))

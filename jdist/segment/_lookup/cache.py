@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from jdist._lru_cache import LRUCache
-from jdist._tree import abbreviated
+from jdist._tree import Shaped, abbreviated
 from jdist.segment._lookup.contents import FIXED_PACKAGES, Contents, contents_of
 
 Entry = TypeVar("Entry")
@@ -156,7 +156,7 @@ class ProgramVersions:
         contents: Contents,
         case: Hashable,
         program: Hashable,
-        entry: Any,
+        entry: object,
         patience: int = PATIENCE,
     ) -> Any:
         """The entry of a program; the given one from now on, if there was none.
@@ -250,7 +250,7 @@ VERSIONS = ProgramVersions(size=256)
 """Of all functions that this package compiles."""
 
 
-def _size(array: Any, shape: tuple[int, ...]) -> str:
+def _size(array: Shaped, shape: tuple[int, ...]) -> str:
     return abbreviated(jax.ShapeDtypeStruct(shape, array.dtype))
 
 

@@ -34,7 +34,7 @@ import functools
 import hashlib
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, Generic, NoReturn
@@ -182,7 +182,7 @@ def contents_of(fn: Callable[..., Any], user: str) -> Contents:
     return Contents(found.code, found.parts, tuple(dict.fromkeys(reader.unread)))
 
 
-def value_of(value: Any, user: str) -> Contents:
+def value_of(value: object, user: str) -> Contents:
     """The contents of an argument that is part of what is compiled: `contents_of`."""
     reader = _ContentsReader(user)
     part = "the argument"
@@ -241,10 +241,10 @@ class _ContentsReader:
             return Contents(own.code, (*own.parts, bound))
         return self._function(fn.__func__, first=fn.__self__)
 
-    def _function(self, fn: types.FunctionType, first: Any = _MISSING) -> Contents:
+    def _function(self, fn: types.FunctionType, first: object = _MISSING) -> Contents:
         return Contents(fn.__code__, tuple(self._parts(fn, first)))
 
-    def _parts(self, fn: types.FunctionType, first: Any) -> Iterator[Part]:
+    def _parts(self, fn: types.FunctionType, first: object) -> Iterator[Part]:
         code, reads = fn.__code__, reads_of(fn.__code__)
         positional = code.co_varnames[: code.co_argcount]
         defaults = fn.__defaults__ or ()
@@ -289,7 +289,7 @@ class _ContentsReader:
     # --- what code reads of a variable ---
 
     def _at(
-        self, part: str, name: str, value: Any, paths: frozenset[Path]
+        self, part: str, name: str, value: object, paths: frozenset[Path]
     ) -> Iterator[Part]:
         """Parts for a variable that is read at some attributes, or as a whole."""
         if () in paths or self._whole(value):
@@ -300,7 +300,7 @@ class _ContentsReader:
             shown = f"{kind}`{'.'.join((name, *path))}`"
             yield shown, self._attribute(shown, value, path)
 
-    def _whole(self, value: Any) -> bool:
+    def _whole(self, value: object) -> bool:
         """Whether attributes of a value tell less than the value."""
         if isinstance(value, types.ModuleType | type):
             return _fixed(value)
@@ -308,7 +308,7 @@ class _ContentsReader:
         plain = kind.__getattribute__ in _PLAIN_ACCESS
         return not plain or not _in_python(kind) or _is_known(value)
 
-    def _attribute(self, part: str, value: Any, path: Path) -> Hashable:
+    def _attribute(self, part: str, value: object, path: Path) -> Hashable:
         """The key of what `value.a.b` yields; no code of the user's runs for it."""
         if not path or self._whole(value):
             return self.key(part, value)
@@ -320,7 +320,7 @@ class _ContentsReader:
             return self._of_class(part, value, path)
         return self._of_object(part, value, path)
 
-    def _of_object(self, part: str, value: Any, path: Path) -> Hashable:
+    def _of_object(self, part: str, value: object, path: Path) -> Hashable:
         name, rest = path[0], path[1:]
         kind, own = type(value), getattr(value, "__dict__", {})
         raw = _in_class(kind, name)
@@ -345,7 +345,7 @@ class _ContentsReader:
         return self._of_entry(part, kind, kind, raw, path[1:])
 
     def _of_entry(
-        self, part: str, owner: Any, kind: type, raw: Any, rest: Path
+        self, part: str, owner: object, kind: type, raw: object, rest: Path
     ) -> Hashable:
         """The key of what an entry of a class is, seen from an object or the class."""
         if isinstance(raw, staticmethod):
@@ -356,7 +356,7 @@ class _ContentsReader:
             return self.key(part, owner)
         return self._attribute(part, raw, rest)
 
-    def _bound(self, part: str, fn: Any, first: Any) -> Hashable:
+    def _bound(self, part: str, fn: object, first: object) -> Hashable:
         """The key of a function and of what it reads of its first argument."""
         if not isinstance(fn, types.FunctionType):
             return self._not_read(part, fn)
@@ -366,12 +366,12 @@ class _ContentsReader:
 
     # --- values ---
 
-    def key(self, part: str, value: Any) -> Hashable:
+    def key(self, part: str, value: object) -> Hashable:
         """The key of a value; `part` is how the outermost function refers to it."""
         self._values -= 1
         kind: Any = type(value)
         if kind in _EXACT:
-            if kind in (str, bytes):
+            if isinstance(value, str | bytes):
                 self._bytes -= len(value)
             return kind, value
         if self._values < 0 or self._bytes < 0:
@@ -381,13 +381,13 @@ class _ContentsReader:
             return read(self, part, value)
         return self._once(id(value), value, lambda: self._structure(part, value))
 
-    def _refuse(self, part: str, value: Any) -> NoReturn:
+    def _refuse(self, part: str, value: object) -> NoReturn:
         rule = f"must not refer to values that are being traced; {part} is one"
         remedy = "Pass it as an input; only inputs and parameters are differentiated."
         call = f"{self._user}(fn)"
         raise TypeError(requirement(call, rule, str(value), remedy))
 
-    def _array(self, part: str, value: Any) -> Hashable:
+    def _array(self, part: str, value: object) -> Hashable:
         array = np.asarray(value)
         self._bytes -= array.nbytes
         if array.dtype.hasobject or self._bytes < 0:
@@ -395,17 +395,19 @@ class _ContentsReader:
         digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
         return array.dtype.str, array.shape, digest
 
-    def _equal(self, part: str, value: Any) -> Hashable:
+    def _equal(self, part: str, value: object) -> Hashable:
         return (type(value), value) if _hashable(value) else self._not_read(part, value)
 
-    def _once(self, met: Any, held: Any, read: Callable[[], Hashable]) -> Hashable:
+    def _once(
+        self, met: object, held: object, read: Callable[[], Hashable]
+    ) -> Hashable:
         """Reads a value where it is met first; after that its number says it all."""
         if met in self._met:
             return "met", self._met[met][0]
         self._met[met] = len(self._met), held
         return read()
 
-    def _structure(self, part: str, value: Any) -> Hashable:
+    def _structure(self, part: str, value: object) -> Hashable:
         """The key of what refers to other values."""
         kind = type(value)
         read = _CONTAINERS.get(kind)
@@ -413,54 +415,54 @@ class _ContentsReader:
             read = next(read for kinds, read in _OTHERS if isinstance(value, kinds))
         return read(self, part, value)
 
-    def _mapping(self, part: str, value: Any) -> Hashable:
+    def _mapping(self, part: str, value: Mapping[object, object]) -> Hashable:
         factory = self.key(part, getattr(value, "default_factory", None))
         return type(value), factory, self._items(part, value)
 
-    def _sequence(self, part: str, value: Any) -> Hashable:
+    def _sequence(self, part: str, value: Collection[object]) -> Hashable:
         length = getattr(value, "maxlen", None)
         return type(value), length, self._keys(part, value)
 
-    def _set(self, part: str, value: Any) -> Hashable:
+    def _set(self, part: str, value: Collection[object]) -> Hashable:
         keys = self._keys(part, value)
         return type(value), frozenset(keys) if isinstance(keys, tuple) else keys
 
-    def _keys(self, part: str, values: Any) -> Hashable:
+    def _keys(self, part: str, values: Collection[object]) -> Hashable:
         if len(values) > self._values:
             return self._not_read(part, values)
         # `list` copies at once: another thread may be changing the container.
         return tuple([self.key(part, value) for value in list(values)])
 
-    def _items(self, part: str, values: Any) -> Hashable:
+    def _items(self, part: str, values: Mapping[object, object]) -> Hashable:
         if len(values) > self._values:
             return self._not_read(part, values)
         pairs = zip(list(values), list(values.values()), strict=False)
         return self._keys(part, [x for pair in pairs for x in pair])
 
-    def _plain_function(self, part: str, fn: Any) -> Hashable:
+    def _plain_function(self, part: str, fn: types.FunctionType) -> Hashable:
         return SameObject(fn) if is_fixed(fn) else self._function(fn)
 
-    def _reference(self, part: str, value: Any) -> Hashable:
+    def _reference(self, part: str, value: weakref.ref[Any]) -> Hashable:
         return weakref.ReferenceType, self.key(part, value())
 
-    def _module(self, part: str, module: Any) -> Hashable:
+    def _module(self, part: str, module: object) -> Hashable:
         return SameObject(module) if _fixed(module) else self._not_read(part, module)
 
-    def _member(self, part: str, value: Any) -> Hashable:
+    def _member(self, part: str, value: enum.Enum) -> Hashable:
         return (
             SameObject(value),
             self.key(part, value._value_),
             self.key(part, type(value)),
         )
 
-    def _builtin(self, part: str, fn: Any) -> Hashable:
+    def _builtin(self, part: str, fn: types.BuiltinFunctionType) -> Hashable:
         owner = fn.__self__
         if owner is None or isinstance(owner, types.ModuleType):
             fixed = _fixed_name(getattr(fn, "__module__", None) or "")
             return SameObject(fn) if fixed else self._not_read(part, fn)
         return fn.__name__, self.key(part, owner)
 
-    def _class(self, part: str, kind: Any) -> Hashable:
+    def _class(self, part: str, kind: type) -> Hashable:
         """The key of a class: all that its code, and that of its bases, refers to."""
         if _fixed(kind):
             return SameObject(kind)
@@ -477,7 +479,7 @@ class _ContentsReader:
         )
         return SameObject(kind), entries
 
-    def _entry(self, part: str, raw: Any) -> Hashable:
+    def _entry(self, part: str, raw: object) -> Hashable:
         if isinstance(raw, staticmethod | classmethod):
             return type(raw), self.key(part, raw.__func__)
         if isinstance(raw, property):
@@ -489,7 +491,7 @@ class _ContentsReader:
             return SameObject(raw)
         return self.key(part, raw)
 
-    def _object(self, part: str, value: Any) -> Hashable:
+    def _object(self, part: str, value: object) -> Hashable:
         """The key of an object: all of its attributes, and its class."""
         kind: Any = type(value)
         if not _in_python(kind):
@@ -511,7 +513,7 @@ class _ContentsReader:
         made_of = SameObject(kind) if _fixed(kind) else self.key(part, kind)
         return which, attributes, inside, made_of
 
-    def _not_read(self, part: str, value: Any) -> Hashable:
+    def _not_read(self, part: str, value: object) -> Hashable:
         self.unread.append(f"{part} (a {type(value).__name__})")
         return SameObject(value)
 
@@ -557,7 +559,7 @@ _OTHERS: tuple[tuple[Any, _Read], ...] = (
 
 
 @functools.lru_cache(maxsize=4096)
-def _sort(kind: Any) -> str:
+def _sort(kind: type) -> str:
     """How values of a type count, where the type alone tells; or ""."""
     if issubclass(kind, jax.core.Tracer):
         return "traced"
@@ -570,7 +572,7 @@ def _sort(kind: Any) -> str:
     return "equality" if issubclass(kind, _BY_EQUALITY) else ""
 
 
-def _is_known(value: Any) -> bool:
+def _is_known(value: object) -> bool:
     """Whether a value is of a kind that is read as a whole, whatever is asked of it."""
     kind: Any = type(value)
     if kind in _EXACT or _sort(kind):
@@ -578,7 +580,7 @@ def _is_known(value: Any) -> bool:
     return isinstance(value, (types.FunctionType, *_CALLABLE, enum.Enum))
 
 
-def _code_behind(raw: Any) -> Any:
+def _code_behind(raw: object) -> Callable[..., object] | None:
     """The function that an entry of a class runs when an object is asked for it."""
     if isinstance(raw, property):
         return raw.fget
@@ -587,14 +589,14 @@ def _code_behind(raw: Any) -> Any:
     return raw if isinstance(raw, types.FunctionType) else None
 
 
-def _in_slot(slot: Any, value: Any) -> Any:
+def _in_slot(slot: types.MemberDescriptorType, value: object) -> object:
     try:
         return slot.__get__(value)
     except AttributeError:  # It is not assigned yet.
         return _MISSING
 
 
-def _in_class(kind: type, name: str) -> Any:
+def _in_class(kind: type, name: str) -> object:
     """An attribute as it stands in a class or in one of its bases."""
     for each in kind.__mro__:
         if name in vars(each):
@@ -602,7 +604,7 @@ def _in_class(kind: type, name: str) -> Any:
     return _MISSING
 
 
-def _is_data_descriptor(raw: Any) -> bool:
+def _is_data_descriptor(raw: object) -> bool:
     return hasattr(type(raw), "__set__") or hasattr(type(raw), "__delete__")
 
 
@@ -623,7 +625,7 @@ def _written_in_python(kind: type) -> bool:
     )
 
 
-def _state(value: Any) -> list[tuple[str, Any]]:
+def _state(value: object) -> list[tuple[str, Any]]:
     """The attributes that an object has: those in its dict and in its slots."""
     found = list(getattr(value, "__dict__", {}).copy().items())
     kind: Any = type(value)
@@ -641,7 +643,7 @@ def _slots(kind: type) -> list[tuple[str, Any]]:
     ]
 
 
-def _fixed(thing: Any) -> bool:
+def _fixed(thing: object) -> bool:
     """Whether a function, class or module is one that does not change."""
     if isinstance(thing, types.FunctionType):  # `functools.wraps` renames its module.
         return _fixed_name(thing.__globals__.get("__name__") or "")
@@ -650,11 +652,11 @@ def _fixed(thing: Any) -> bool:
     return _fixed_name(getattr(thing, "__module__", None) or "")
 
 
-def _fixed_name(module: Any) -> bool:
+def _fixed_name(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in FIXED_PACKAGES
 
 
-def _hashable(value: Any) -> bool:
+def _hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:
@@ -662,12 +664,11 @@ def _hashable(value: Any) -> bool:
     return True
 
 
-def _innermost(was: Any, now: Any) -> tuple[Any, Any]:
+def _innermost(was: object, now: object) -> tuple[Any, Any]:
     """The first parts of two keys that differ, as deep inside as they are alike."""
     if isinstance(was, Contents) and isinstance(now, Contents) and was.code == now.code:
         was, now = was.parts, now.parts
-    both = isinstance(was, tuple) and isinstance(now, tuple)
-    if both and len(was) == len(now) and len(was) > 0:
+    if isinstance(was, tuple) and isinstance(now, tuple) and 0 < len(was) == len(now):
         pairs = zip(was, now, strict=True)
         return next(_innermost(a, b) for a, b in pairs if a != b)
     return was, now

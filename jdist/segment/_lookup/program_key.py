@@ -95,7 +95,7 @@ class _Writer:
             self._context(equation.ctx),
         )
 
-    def _context(self, context: Any) -> str:
+    def _context(self, context: object) -> str:
         """The settings under which an equation was written, which many share."""
         if id(context) not in self._contexts:
             self._contexts[id(context)] = repr(context)
@@ -115,7 +115,7 @@ class _Writer:
             ]
         )
 
-    def _constant(self, array: Any) -> Hashable:
+    def _constant(self, array: object) -> Hashable:
         if isinstance(array, np.ndarray | np.generic):
             self._bytes -= array.nbytes
             too_large = self._certain and self._bytes < 0
@@ -127,11 +127,11 @@ class _Writer:
             return SameObject(array)
         return _bits(np.asarray(array))
 
-    def _parameter(self, value: Any) -> Hashable:
+    def _parameter(self, value: object) -> Hashable:
         readers = (read for kinds, read in _PARAMETERS if isinstance(value, kinds))
         return next(readers)(self, value)
 
-    def _other(self, value: Any) -> Hashable:
+    def _other(self, value: object) -> Hashable:
         """Descriptions of JAX's own, which are equal by what they say."""
         if callable(value) and not isinstance(value, type):
             return self._callable(value)
@@ -141,7 +141,7 @@ class _Writer:
             return kind, value
         return SameObject(value) if self._certain else kind
 
-    def _callable(self, fn: Any) -> Hashable:
+    def _callable(self, fn: object) -> Hashable:
         if not self._certain:
             return "callable"
         if self._host:
@@ -171,7 +171,7 @@ def _bits(array: np.ndarray) -> Hashable:
     return array.dtype, array.shape, digest
 
 
-def _users_functions(fn: Any) -> Iterator[Callable[..., Any]]:
+def _users_functions(fn: object) -> Iterator[Callable[..., Any]]:
     """The functions that are not a library's, among all that a callable is made of."""
     waiting, met = [fn], {id(None)}
     while waiting:
@@ -185,7 +185,7 @@ def _users_functions(fn: Any) -> Iterator[Callable[..., Any]]:
             waiting += _inside(value)
 
 
-def _of_library(value: Any) -> bool:
+def _of_library(value: object) -> bool:
     if isinstance(value, types.FunctionType):
         module = str(value.__globals__.get("__name__"))
         return module.partition(".")[0] in FIXED_PACKAGES
@@ -196,7 +196,7 @@ def _of_library(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in FIXED_PACKAGES
 
 
-def _inside(value: Any) -> list[Any]:
+def _inside(value: object) -> list[Any]:
     """The objects that a library's callable, or a tuple, refers to."""
     if isinstance(value, tuple | list):
         return list(value)
@@ -211,7 +211,7 @@ def _inside(value: Any) -> list[Any]:
     return [*getattr(value, "__dict__", {}).values(), *named, *slots]
 
 
-def _referents(fn: Any) -> Hashable:
+def _referents(fn: object) -> Hashable:
     """A function by its code and the very objects that it refers to."""
     if isinstance(fn, types.MethodType):
         return _referents(fn.__func__), SameObject(fn.__self__)
@@ -224,7 +224,7 @@ def _referents(fn: Any) -> Hashable:
     return fn.__code__, SameObject(fn.__globals__), tuple(map(SameObject, held))
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # A variable that is not assigned.

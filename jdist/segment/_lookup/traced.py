@@ -46,7 +46,7 @@ class StaticValue:
 
     __slots__ = ("key", "place", "value")
 
-    def __init__(self, place: int, value: Any, key: Hashable) -> None:
+    def __init__(self, place: int, value: PyTree, key: Hashable) -> None:
         self.place = place
         self.value = value
         self.key = key
@@ -79,7 +79,7 @@ class TracedProgram:
     closed: ClosedJaxpr
     outputs: Any
 
-    def run(self, *arguments: PyTree) -> Any:
+    def run(self, *arguments: PyTree) -> PyTree:
         """Computes the outputs; traced and differentiated as the function would be."""
         found = evaluate(self.closed, jax.tree.leaves(arguments))
         return jax.tree.unflatten(self.outputs, list(found))
@@ -121,7 +121,7 @@ class Traced:
         self._alone = alone or not contents.complete
         self._programs = dict(programs)
 
-    def __call__(self, *arguments: PyTree) -> Any:
+    def __call__(self, *arguments: PyTree) -> PyTree:
         """Computes the outputs, while JAX traces only."""
         return self.program(arguments).run(*arguments)
 
@@ -146,7 +146,7 @@ class Traced:
     def _trace(self, signature: Signature) -> TracedProgram:
         structure, kinds, static, _ = signature
 
-        def called(*leaves: Any) -> Any:
+        def called(*leaves: PyTree) -> PyTree:
             arguments = list(jax.tree.unflatten(structure, leaves))
             for each in static:
                 arguments[each.place] = each.value

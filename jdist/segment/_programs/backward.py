@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from jdist._compat import evaluate, part_of, trace
 from jdist._errors import requirement
@@ -62,7 +64,7 @@ class BackwardProgram:
     def _makers(self) -> dict[Var, JaxprEqn]:
         return {x: e for e in self.program.jaxpr.eqns for x in e.outvars}
 
-    def is_absent(self, atom: Any) -> bool:
+    def is_absent(self, atom: Var | Literal) -> bool:
         """Whether a result is a zero by structure: no cotangent flows there."""
         if isinstance(atom, Literal):
             return not np.any(atom.val)
@@ -128,7 +130,7 @@ def _places(plan: ForwardPlan, layout: Layout) -> list[Sharding | None]:
     return [place for place, is_trained in pairs if is_trained]
 
 
-def _placed(value: Any, place: Sharding | None) -> Any:
+def _placed(value: jax.Array, place: Sharding | None) -> jax.Array:
     """The value constrained to a sharding; explicit axes carry theirs in the type."""
     if place is None:
         return value
@@ -226,7 +228,7 @@ def cotangents_of(d_outputs: PyTree, outputs: PyTree) -> tuple[list[Any], list[b
     return cotangents, live
 
 
-def _check(keys: Any, cotangent: Any, shape: jax.ShapeDtypeStruct) -> None:
+def _check(keys: KeyPath, cotangent: ArrayLike, shape: jax.ShapeDtypeStruct) -> None:
     if not is_inexact(shape):
         rule = f"must be None for an output of {shape.dtype}, which has no cotangent"
         _refuse(keys, rule, described(jax.typeof(cotangent)))
@@ -239,7 +241,7 @@ def _check(keys: Any, cotangent: Any, shape: jax.ShapeDtypeStruct) -> None:
         _refuse(keys, rule, described(got))
 
 
-def _refuse(keys: Any, rule: str, got: str) -> NoReturn:
+def _refuse(keys: KeyPath, rule: str, got: str) -> NoReturn:
     raise ValueError(
         requirement(
             "Segment.backward(d_outputs=...)",

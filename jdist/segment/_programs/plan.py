@@ -140,7 +140,7 @@ class ForwardPlan:
         shapes = [x for x in jax.tree.leaves(self.outputs) if is_inexact(x)]
         residuals, structure = jax.tree.flatten(self.pull_back)
 
-        def pull(residuals: list[Any], cotangents: list[Any]) -> Any:
+        def pull(residuals: list[Any], cotangents: list[Any]) -> PyTree:
             given = iter(cotangents)
             pull_back = jax.tree.unflatten(structure, residuals)
             return pull_back(
@@ -165,8 +165,8 @@ def plan(
     trained = tuple(map(is_inexact, leaves))
     param_count = len(jax.tree.leaves(params))
 
-    def run(*leaves: Any) -> Any:
-        def outputs_of(floating: list[Any]) -> Any:
+    def run(*leaves: PyTree) -> PyTree:
+        def outputs_of(floating: list[Any]) -> PyTree:
             given = iter(floating)
             merged = [
                 next(given) if is_trained else leaf
