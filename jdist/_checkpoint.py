@@ -274,5 +274,6 @@ def check_same(
 
 
 def _is_key(leaf: Any) -> bool:
+    # Python's numbers may stand among the leaves.
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))

@@ -33,7 +33,7 @@ State = TypeVar("State")
 
 
 class Metrics(NamedTuple):
-    """What a step, an evaluation or an epoch measured; None for what it did not.
+    """The results of a step, an evaluation or an epoch; None for what it has not.
 
     A step's are of the parameters before it moved them.
     """
@@ -175,6 +175,7 @@ def fitted(
             metrics.append(found)
             if checkpoints is not None and number % save_every == 0:
                 checkpoints.save(state)
+    # The last state, unless the loop has saved it just now.
     if checkpoints is not None and metrics and number % save_every:
         checkpoints.save(state)
     return state, metrics

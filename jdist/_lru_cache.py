@@ -57,6 +57,7 @@ class LRUCache(Generic[Key, Entry]):
     def drop(self, entry: Entry) -> None:
         """Removes an entry, under whatever keys it is held."""
         with self._lock:
+            # Listed first: a dict must not change while it is walked through.
             keys = [key for key, other in self._entries.items() if other is entry]
             for key in keys:
                 del self._entries[key]

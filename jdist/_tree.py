@@ -80,6 +80,7 @@ def abbreviated(leaf: Shaped) -> str:
 def is_inexact(leaf: object) -> bool:
     """Whether a leaf is a real or complex floating array, so that it has a gradient."""
     dtype = getattr(leaf, "dtype", None)
+    # Python's numbers have no dtype, and NumPy's own scalars have one.
     if dtype is None:
         return isinstance(leaf, float | complex | np.inexact)
     return bool(jnp.issubdtype(dtype, jnp.inexact))
@@ -142,6 +143,7 @@ def examples_in(batch: PyTree, call: str) -> int:
     Raises:
       ValueError: The batch has no leaf, a scalar leaf, or leaves of unequal length.
     """
+    # A scalar yields (), which is no length, and is told apart by that.
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(lengths) == 1 and () not in lengths:
         return int(lengths.pop()[0])

@@ -159,6 +159,7 @@ def normalized(
     if reduction != "mean":
         return weights
     total = jnp.sum(weights) if total is None else jnp.asarray(total, weights.dtype)
+    # A total that is not usable gives NaN in the end, and must not give 0 on the way.
     usable = (total > 0) & jnp.isfinite(total)
     return weights * jnp.where(usable, _reciprocal_power(total), 1)
 
@@ -178,6 +179,7 @@ def seeds(
     """
     losses = _widen(losses)
     weights = wide_weights(weights).astype(losses.dtype)
+    # NaN compares false as well, and stays NaN.
     weights = jnp.where(weights >= 0, weights, jnp.nan)
     if reduction in ("mean", "sum"):
         # A loss of weight 0 must not matter, even when it is infinite.
@@ -187,6 +189,7 @@ def seeds(
         "max": (jnp.max, -jnp.inf),
         "min": (jnp.min, jnp.inf),
     }[reduction]
+    # What is left out is infinitely far from the extreme.
     value = extreme(jnp.where(weights == 0, excluded, losses))
     ties = jnp.where((losses == value) & (weights > 0), 1, 0).astype(losses.dtype)
     # Not `isnan(value)`: on CPU XLA's maximum of the rows of a matrix can miss a NaN.
@@ -266,6 +269,7 @@ def _entering(
     if reduction not in ("max", "min"):
         return rounded(cotangents, dtype)
     power = _reciprocal_power(jnp.maximum(jnp.sum(cotangents), 1))
+    # A power of two rounds nothing, and brings the sum of the seeds to 1 at most.
     given, factor = rounded(cotangents * power, dtype)
     return given, (1 if factor is None else factor) / power
 
@@ -339,6 +343,7 @@ def finish(part: Partial, reduction: str, like: PyTree) -> tuple[jax.Array, Any]
     else:
         divided = jax.tree.map(lambda g: _scaled(jnp.divide, g, total), part.gradient)
         loss = part.value / total if reduction == "mean" else part.value
+    # A sum of nothing is 0; a mean or an extreme of nothing is nothing.
     usable = total >= 0 if reduction == "sum" else total > 0
     loss = jnp.where(usable, loss, jnp.nan)
     trainable, _ = split_inexact(like)
@@ -425,6 +430,7 @@ def weighted_mean(tree: PyTree, weight: ArrayLike, axis_name: Hashable) -> PyTre
         wide = _widen(jnp.asarray(leaf))
         return jnp.where(weight == 0, 0, _scaled(jnp.multiply, wide, weight))
 
+    # One collective for all leaves and the total.
     sums, total = jax.lax.psum((jax.tree.map(weighted, tree), weight), axis_name)
     return jax.tree.map(
         lambda s, x: _scaled(jnp.divide, s, total).astype(jnp.result_type(x)),

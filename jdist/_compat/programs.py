@@ -47,6 +47,7 @@ def trace_whole(fn: Callable[..., Any], *arguments: Any) -> tuple[ClosedJaxpr, A
     which may be written to before the program is lowered.
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
+    # Rewritten only then: most programs close over nothing of NumPy's.
     borrowed = any(isinstance(x, np.ndarray) for x in constants_of(program))
     return (_with_copies(program) if borrowed else program), shapes
 
@@ -230,6 +231,7 @@ def _rearranged(
     consts: bool = True,
 ) -> ClosedJaxpr:
     jaxpr = program.jaxpr
+    # JAX checks that a program names the effects of its equations.
     effects = frozenset().union(*(equation.effects for equation in equations))
     replaced = jaxpr.replace(
         constvars=jaxpr.constvars if consts else [],
@@ -259,6 +261,8 @@ def equations_for(
     wanted = {x for x in results if not isinstance(x, Literal)} - given
     needed: list[JaxprEqn] = []
     for equation in reversed(program.jaxpr.eqns):
+        # From the end backwards: a value is wanted before the equation that makes it is
+        # met.
         if wanted.intersection(equation.outvars) or (effects and equation.effects):
             needed.append(equation)
             wanted |= {x for x in equation.invars if not isinstance(x, Literal)} - given

@@ -114,6 +114,7 @@ def beside(array: jax.Array, value: jax.Array) -> jax.Array:
         done = same and array.committed
         return array if done else jax.device_put(array, value.sharding)
     devices = list(array.devices())
+    # Elsewhere it may stay, and over several devices there is no uncommitted array.
     if not (same and array.committed) or len(devices) > 1:
         return array
     return xla_client.batched_device_put(

@@ -53,6 +53,7 @@ def map_shards(
         axis_names=frozenset(mesh.axis_names if axis is None else (axis,)),
         check_vma=False,
     )
+    # With automatic axes JAX lays the inputs out itself.
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
 
@@ -76,6 +77,7 @@ def after(array: jax.Array, earlier: jax.Array) -> jax.Array:
     """
     if not array.size or not earlier.size:
         return array
+    # One element suffices for a dependence, and the rest is not copied through `where`.
     own = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
     signal = jax.lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim)
     never = signal.real.reshape(()) < -jnp.inf

@@ -18,6 +18,7 @@ def unrepeatable_effect(text: str) -> Effect:
     def told(self: Effect) -> str:
         return text
 
+    # A class for each text: JAX registers effects by their types, and prints them.
     kind = type("UnrepeatableEffect", (Effect,), {"__repr__": told, "__str__": told})
     effects.lowerable_effects.add_type(kind)
     effects.control_flow_allowed_effects.add_type(kind)

@@ -15,6 +15,7 @@ from jdist.rpc.extension import TRAINABLE, Agent
 def install(agent: Agent) -> None:
     """Gives a worker its contexts, and registers its hooks and message handlers."""
     container = Container(agent)
+    # Set behind its construction: contexts know releases by a protocol only.
     container.releases = Releases(container)
     agent.extension_state[STATE] = container
     hooks = RpcHooks(container)

@@ -84,6 +84,7 @@ class Hyperparameter:
             resolved = tuple(_at(entry, count, dtype) for entry in value)
         else:
             resolved = _at(value, count, dtype)
+        # What a schedule returns is seen here for the first time.
         self.check(call, resolved)
         return resolved
 
@@ -135,9 +136,13 @@ def resolved(
 
 def _at(value: Any, count: jax.Array, dtype: DTypeLike) -> Any:
     if callable(value):
+        # A schedule sees the leaf's own count, which stands still where a gradient is
+        # None.
         value = value(count)
+    # NumPy's scalars are strongly typed and would widen a float32 leaf.
     if isinstance(value, np.generic):
         value = value.item()
+    # Python's numbers stay, see the module; arrays take the precision of the step.
     return value if isinstance(value, int | float) else jnp.asarray(value, dtype)
 
 
@@ -153,5 +158,6 @@ def _check_number(argument: str, rule: Rule, value: object) -> None:
         got = f"an array of shape {np.shape(value)}"
         remedy = "For a value per parameter use `by_label`."
         raise ValueError(requirement(argument, "must be a scalar", got, remedy))
+    # A traced value cannot be looked at, and is trusted.
     if not is_traced(value) and not rule.holds(value):
         raise ValueError(requirement(argument, rule.says, value))

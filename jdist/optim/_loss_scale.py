@@ -81,6 +81,7 @@ def scaling_of(
     if not loss_scale > 0:
         argument = f"{call}(loss_scale=...)"
         raise ValueError(requirement(argument, "must be above 0", loss_scale))
+    # One mechanism for both: a step that overflows is skipped under a static scale too.
     return DynamicLossScale(loss_scale, growth_factor=1.0, backoff_factor=1.0)
 
 
@@ -88,9 +89,11 @@ def next_scale(
     scaling: DynamicLossScale, state: LossScaleState, finite: jax.Array
 ) -> LossScaleState:
     """The state after a step whose gradients were finite, or were not."""
+    # Selected on the device: to branch, the host would wait for the flag.
     good = jnp.where(finite, state.good_steps + 1, 0)
     full = good >= scaling.growth_interval
     grown = state.scale * scaling.growth_factor
+    # An infinite scale would make every later gradient NaN, and never shrink again.
     grown = jnp.where(full & jnp.isfinite(grown), grown, state.scale)
     return LossScaleState(
         scale=jnp.where(finite, grown, state.scale * scaling.backoff_factor),

@@ -231,6 +231,7 @@ def leafwise(
         spec.check(name, spec.value)
     # To recognise a leaf's state in `step`, whatever the shapes.
     one = jax.ShapeDtypeStruct((), jnp.float32)
+    # By abstract evaluation: the rule of the leaf may allocate.
     state_structure: Any = jax.tree.structure(jax.eval_shape(init_leaf, one))
     rule = _Rule(name, specs, state_structure, step_leaf)
     call = f"{name}.step"
@@ -290,9 +291,12 @@ class _Rule:
             rule += f"`{self.name}.init` or the last step returned, at {path}"
             got = str(jax.tree.structure(state))
             raise ValueError(requirement(f"{self.name}.step(state=...)", rule, got))
+        # The very state, and not a copy: a count that moved would change the bias
+        # corrections.
         if not floating or grad is None:
             return jnp.zeros_like(param) if updates else param, state
         param = jnp.asarray(param)
+        # From here to `_left` nothing is rounded to 16 bits.
         wide = _entered(param)
         call = f"{self.name}.step"
         h = resolved(call, self.specs, overrides, state.step, wide.dtype)
@@ -303,6 +307,7 @@ class _Rule:
             rule = "must return an `Update` of the parameter and its new state"
             got = type(update).__name__
             raise TypeError(requirement(f"{self.name}: step_leaf", rule, got))
+        # Two forms, because the difference of new and old is rounded to their spacing.
         found = update.total(wide) if updates else update.applied(wide)
         return _left(found, param), jax.tree.map(_left, new, state)
 
@@ -371,6 +376,7 @@ def matching(call: str, argument: str, params: PyTree, tree: PyTree) -> list[Any
 
 
 def _check_gradients(name: str, params: PyTree, grads: PyTree, masters: bool) -> None:
+    # Checked before anything is computed: inside jit the error would name a primitive.
     leaves = matching(f"{name}.step", "grads", params, grads)
     for (keys, param), grad in zip(
         jax.tree.leaves_with_path(params), leaves, strict=True
@@ -438,6 +444,7 @@ def _placed(state: PyTree, param: jax.Array) -> PyTree:
         )
     if not param.committed:
         return state
+    # A scalar cannot be divided over an axis.
     place = _whole(param)
     return jax.tree.map(lambda s: s if s.ndim else jax.device_put(s, place), state)
 
@@ -449,8 +456,11 @@ def _settled(state: PyTree, params: PyTree) -> PyTree:
     one alone could not meet parameters on a mesh.
     """
     arrays = [p for p in jax.tree.leaves(params) if isinstance(p, jax.Array)]
+    # Under jit arrays have no place yet; the compiler lays the state out.
     if any(map(is_traced, arrays)):
         return state
+    # Where parameters lie in several places no single one is right, and nothing is
+    # moved.
     places = {_whole(p) for p in arrays if p.committed}
     if len(places) != 1:
         return state
@@ -465,7 +475,7 @@ def _settled(state: PyTree, params: PyTree) -> PyTree:
 
 
 def _whole(param: jax.Array) -> Sharding:
-    """Where the parameter is, for what is not divided as it is."""
+    """The place of a parameter, for values that are not divided as it is."""
     place = param.sharding
     if isinstance(place, NamedSharding):
         return NamedSharding(place.mesh, PartitionSpec())

@@ -64,8 +64,10 @@ def clip_by_global_norm(
         _check_leaf(f"{call}(grads=...)", path, leaf, axis_name)
     total = sum_of([square(jnp.asarray(leaf)) for leaf in leaves.values()])
     if axis_name is not None:
+        # Squares are added over the axis, not norms: the root is taken once.
         total = jax.lax.psum(total, axis_name)
     norm = jnp.sqrt(total)
+    # The one factor for all leaves keeps the direction of the gradient.
     factor = shrinking(norm, max_norm)
     return jax.tree.map(lambda g: scaled(jnp.asarray(g), factor), grads), norm
 
@@ -76,11 +78,13 @@ def clip_by_global_norm(
 def square(leaf: jax.Array) -> jax.Array:
     """The sum of |g|^2 over one leaf, in 32 bits at least."""
     wide = leaf.astype(wide_dtype(leaf.dtype))
+    # Not `abs(wide)**2`, whose root would round and be squared again.
     return jnp.sum(jnp.real(wide * jnp.conj(wide)))
 
 
 def sum_of(squares: Sequence[jax.Array]) -> jax.Array:
     """The sum from the first to the last, in the widest precision among them."""
+    # A single float64 leaf must not be rounded by the others.
     widest = max((s.dtype for s in squares), key=lambda dtype: dtype.itemsize)
     return sum((s.astype(widest) for s in squares), jnp.zeros((), widest))
 

@@ -96,6 +96,8 @@ def by_label(
             part, states[label] = opt.step_tree(
                 part, part_grads, state[label], own[label], **form
             )
+            # `part` has None for other labels, so its leaves are those of this label in
+            # order.
             moved = iter(jax.tree.leaves(part))
             leaves = [
                 next(moved) if mine == label else leaf
@@ -121,6 +123,7 @@ def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
 
 def _only(label: str, found: list[str], params: PyTree, tree: PyTree) -> PyTree:
     """`tree` with None in the place of every parameter of another label."""
+    # `flatten_up_to` keeps a None in `tree` as a leaf, where flattening would drop it.
     structure: Any = jax.tree.structure(params)
     leaves = structure.flatten_up_to(tree)
     return structure.unflatten(
@@ -145,6 +148,7 @@ def _by_optimizer(
             rule = f"has no hyperparameter {name!r} to override in any optimizer"
             remedy = f"There are {known or 'none'}."
             raise TypeError(requirement("by_label.step", rule, value, remedy))
+        # Only to optimizers that have it: momentum of one group is no error of another.
         values = value if isinstance(value, Mapping) else dict.fromkeys(holders, value)
         for label, one in values.items():
             if label not in holders:

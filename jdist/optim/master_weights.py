@@ -137,6 +137,7 @@ def with_master_weights(
         scale, elsewhere = state.loss_scale, True
         if scaling is not None:
             overrides = dict(overrides)
+            # Not a hyperparameter: the inner optimizer would refuse it.
             elsewhere = overrides.pop("finite", True)
         wide = _wide_gradients(params, grads, state)
         masters, inner = opt.step_tree(state.masters, wide, state.inner, overrides)
@@ -215,6 +216,7 @@ def _check_state(call: str, state: PyTree) -> None:
 
 def _check_copies(call: str, params: PyTree, dtype: DTypeLike) -> None:
     for path, leaf in named_leaves(params).items():
+        # Full-precision parameters would train, without what the copies are for.
         if _is_real(leaf) and jnp.result_type(leaf) != dtype:
             got = f"{jnp.result_type(leaf)} at {path}"
             rule = f"must be compute copies, {dtype}"
@@ -229,6 +231,7 @@ def _wide_gradients(params: PyTree, grads: PyTree, state: MasterState) -> PyTree
     def widened(grad: ArrayLike | None, master: jax.Array | None) -> jax.Array | None:
         if grad is None or master is None:
             return None
+        # Widened first: unscaled in float16 small gradients would vanish after all.
         wide = jnp.asarray(grad).astype(master.dtype)
         return wide if scale is None else wide * (1 / scale.scale.astype(wide.dtype))
 
@@ -250,6 +253,7 @@ def _moved(params: PyTree, grads: PyTree, masters: PyTree, updates: bool) -> PyT
         if grad is None or master is None:
             return jnp.zeros_like(param) if updates else param
         if updates:
+            # From the rounded copy: what is added to it must lead to the master.
             return master - jnp.asarray(param).astype(master.dtype)
         return master.astype(param.dtype)
 

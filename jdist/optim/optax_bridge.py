@@ -56,7 +56,10 @@ def as_optax(opt: Optimizer) -> "optax.GradientTransformationExtraArgs":
             argument = f"as_optax({opt.name}).update(params=...)"
             remedy = "Pass the parameters as third argument."
             raise ValueError(requirement(argument, "must be given", None, remedy))
+        # Other links of a chain get the same arguments, and theirs are not refused
+        # here.
         mine = {k: v for k, v in extra.items() if k in opt.hyperparameters}
+        # Found again from the parameters, abstractly: nothing is computed for it.
         structure: Any = jax.tree.structure(jax.eval_shape(opt.init, params))
         own = structure.unflatten(state)
         moves, own = opt.updates(params, updates, own, **mine)

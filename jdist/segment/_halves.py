@@ -110,6 +110,8 @@ class Halves:
         before: "Halves | None" = None,
         alone: bool = False,
     ) -> None:
+        # Compared by identity: residuals carry it in their tree structure, which JAX
+        # compares.
         self.owner = object()
         self._user = user
         self._policy = policy
@@ -152,6 +154,8 @@ class Halves:
         """The halves that made residuals for a call of these; None if none did."""
         if owner is self.owner:
             return self
+        # Residuals may come from halves that were set aside since, or that had the
+        # program.
         others = [*self._elsewhere.values(), *([self._before] if self._before else [])]
         for other in others:
             home = other.home_of(owner)
@@ -163,6 +167,7 @@ class Halves:
         self, invoke: Invoke, half: str, params: PyTree, inputs: PyTree, static: Static
     ) -> PyTree:
         """Calls `forward` or `outputs`, here or where the program is compiled."""
+        # Found only where some program is elsewhere: it costs more than a small call.
         signature = None
         if self._elsewhere:
             signature = signature_of((params, *inputs), static)
@@ -191,6 +196,8 @@ class Halves:
             self._user, self._contents, case, key, self, self._patience
         )
         if home is not self:
+            # Through JAX's trace, which is given up by that: nothing is compiled a
+            # second time.
             raise Elsewhere(home)
         # Here, and not in `call`: JAX traces once for each set of shapes.
         kinds = [jax.typeof(x) for x in jax.tree.leaves(arguments)]
@@ -217,6 +224,7 @@ def _compiled(
     def run(*arguments: PyTree) -> PyTree:
         return half(*arguments)
 
+    # JAX names the compiled program by the function.
     run.__name__ = f"{name}_{half.__name__.removeprefix('_run_').lstrip('_')}"
     return jax.jit(run, **options)
 
@@ -273,6 +281,8 @@ def _deferring_and_joined() -> tuple[Callable[..., Any], ...]:
         layout: Layout,
     ) -> PyTree:
         planned, kept = residuals.plan, residuals.arrays
+        # Another pattern of absent cotangents is another program, whose factors do not
+        # join.
         case = planned, tuple(cotangents_of(d_outputs, planned.outputs)[1])
         if case not in known:
             known[case] = defer(gradient(planned, kept, params, d_outputs))
@@ -316,6 +326,8 @@ def _differentiable(
 
     @run.defjvp
     def _rule(primals: PyTree, tangents: PyTree) -> PyTree:
+        # Outputs by the function's own rules; what is kept by the program's, since no
+        # rule of the function yields it.
         outputs, d_outputs = jax.jvp(outputs_of, primals, tangents)
         computed, d_computed = jax.jvp(
             lambda leaves: planned.forward(leaves)[1], primals, tangents

@@ -66,6 +66,8 @@ class Residuals:
     @classmethod
     def tree_unflatten(cls, plan: ForwardPlan, arrays: Sequence[Any]) -> "Residuals":
         """Residuals of the same plan; which parameters they are of is not known."""
+        # Without a version: JAX rebuilds trees of other arrays, which it alone can
+        # tell.
         return cls(plan, tuple(arrays))
 
 
@@ -154,6 +156,7 @@ def passed_on(residuals: Residuals, cotangents: Sequence[Any]) -> Sequence[Any] 
       One for each input: these very arrays, or None where no cotangent flows. None in
       place of all: something is to be computed, or a cotangent does not fit.
     """
+    # Something was kept to be computed with, or the cotangent is to be laid out.
     if residuals.arrays or residuals.layout is not None:
         return None
     places = backward.passed_on(residuals.plan)
@@ -242,6 +245,7 @@ def check_version(call: str, params: PyTree, version: Version | None) -> None:
         return
     leaves = jax.tree.leaves(params)
     if len(leaves) == len(version):
+        # The common case first and alone: nothing is listed where all are the same.
         for leaf, was in zip(leaves, version, strict=True):
             if was() is not leaf:
                 break
@@ -252,6 +256,7 @@ def check_version(call: str, params: PyTree, version: Version | None) -> None:
             for place, (leaf, was) in enumerate(zip(leaves, version, strict=True))
             if was() is not leaf and not is_traced(leaf)
         ]
+        # Tracers only: under a transformation identity says nothing.
         if not changed:
             return
         got = f"another array at {_leaves_by_path(params)[changed[0]][0]}"

@@ -92,6 +92,8 @@ class Segment:
         static: Static = ()
         if self._static:
             inputs, static = self._without_static(inputs)
+        # The compiled function returns only what is nowhere else; the rest is gathered
+        # here, by reference.
         outputs, saved = self._call("forward", params, inputs, static)
         plan = saved.plan
         leaves = jax.tree.leaves((params, inputs, outputs))
@@ -193,6 +195,8 @@ class Segment:
         home = self._home(call, rest, Rest)
         second = home.second if fold is None else home.folding_second
         finished: Any = []
+        # Without a fold nothing may be left to compute, and a call would cost for
+        # nothing.
         if fold is not None or None in rest.split.ready:
             try:
                 finished = self._invoke(second, *(fold or _NO_FOLD), rest, rest.layout)
@@ -210,9 +214,13 @@ class Segment:
         try:
             return self._halves.call(*given)
         except Changed:
+            # The caller found the function by its contents and looks for it anew
+            # itself.
             if not self._own:
                 raise
         # Another function of equal contents is not what it was: this one goes on alone.
+        # Dropped from the cache too, or each new function of these contents would end
+        # here.
         CACHE.drop(self._halves)
         self._halves = self._halves.aside(self.fn)
         return self._halves.call(*given)
@@ -231,6 +239,7 @@ class Segment:
         try:
             return self._invoke(compiled, *fold, *arguments, residuals.layout)
         except (RuntimeError, ValueError) as error:
+            # JAX's own error names neither the argument nor the leaf.
             names = ("params", "residuals", "d_outputs")
             explain_deleted(call, error, dict(zip(names, arguments, strict=True)))
             raise
@@ -312,6 +321,7 @@ def join_deferred(segment: Segment, deferred: Sequence[Deferred], fold: Fold) ->
         for (home, split), calls in alike.items():
             if any(split.put_off):
                 carry = segment._invoke(home.joined, *fold, calls, calls[0].layout)
+                # The carry was donated: the next program takes the one that came back.
                 fold = fold._replace(carry=carry)
     except (RuntimeError, ValueError) as error:
         explain_deleted(call, error, {"deferred": list(deferred)})
@@ -327,6 +337,7 @@ def _static(place: int, value: PyTree) -> StaticValue:
     # The usual ones, without reading their contents; 1, 1.0 and True are three values.
     if type(value) in (bool, int, str, type(None)):
         return StaticValue(place, value, (type(value), value))
+    # By contents, so that equal values made twice compile once.
     contents = value_of(value, call)
     if not contents.complete:
         rule = "must be readable where an argument is static: what it holds may change"

@@ -68,4 +68,5 @@ def pure_segment(
       alone: Whether only `fn` uses it, and no function of equal contents.
     """
     halves = Halves(fn, False, user, contents, label, alone=alone)
+    # Not its own: where it has changed, the caller's cache is asked again.
     return Segment(fn, halves, (), own=False)

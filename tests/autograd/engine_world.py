@@ -193,7 +193,7 @@ def times_own(name, seed, x):
 
 
 def gradient_of_own(context_id, name):
-    """What this worker's context has for its variable."""
+    """The gradient of this worker's variable in its context."""
     found = autograd.get_gradients(context_id)
     assert len(found) <= 1 or name in _own
     gradient = found.get(_own[name])

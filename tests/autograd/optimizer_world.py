@@ -1,4 +1,4 @@
-"""What tests of the distributed optimizer share: variables, gradients, optimizers.
+"""Helpers of tests of the distributed optimizer: variables, gradients, optimizers.
 
 Gradients of chosen values are put into a context by hand, where a test is about what
 the optimizer does with them.

@@ -1,4 +1,4 @@
-"""What tests of records share: functions to call, and bodies that look at records."""
+"""Helpers of tests of records: functions to call, bodies that look at records."""
 
 import threading
 import time
@@ -145,14 +145,14 @@ def power(x, n, scale=1.0):
 
 
 def sees_arrays(x, y):
-    """What a function sees within a context: arrays, never recorded values."""
+    """A function within a context gets arrays, never recorded values."""
     assert not isinstance(x, autograd.Recorded)
     return x + y
 
 
 @autograd.eager
 def kinds(*args):
-    """What an eager function sees."""
+    """The kinds of the arguments of an eager function."""
     return [type(arg).__name__ for arg in args]
 
 

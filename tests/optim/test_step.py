@@ -1,4 +1,4 @@
-"""What holds for every algorithm: None, dtypes, transformations, overrides, trees."""
+"""Rules of every algorithm: None, dtypes, transformations, overrides, trees."""
 
 import dataclasses
 

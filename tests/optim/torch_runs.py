@@ -90,7 +90,7 @@ def made_functional(name, params):
 
 
 def golden(algorithm):
-    """What the golden file of an algorithm should hold."""
+    """The expected content of an algorithm's golden file."""
     data = problem(GOLDEN_SEED)
     return {
         case: {

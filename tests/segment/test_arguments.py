@@ -1,4 +1,4 @@
-"""What may be passed in and out: absent cotangents, every dtype, every structure."""
+"""Arguments and results: absent cotangents, every dtype, every structure."""
 
 import jax
 import jax.numpy as jnp
@@ -267,7 +267,7 @@ def test_static_values_of_different_types(rng):
 
 
 def test_numpy_inputs_may_be_overwritten(rng):
-    """What is kept of a NumPy array is a copy: the caller may reuse the buffer."""
+    """A copy of a NumPy array is kept: the caller may reuse the buffer."""
     p, x = normal(rng, 5, 3), rng.standard_normal((4, 5)).astype(np.float32)
     seg = segment(lambda p, x: x @ p)
     outputs, residuals = seg.forward(p, x)

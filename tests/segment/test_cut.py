@@ -51,7 +51,7 @@ def test_cheapest_of_all_sets(graph):
 
 
 def test_nothing_superfluous():
-    """What can be had from nothing is not kept, even if to keep it is free."""
+    """A value that can be made from nothing is not kept, even if keeping it is free."""
     recipes = {"weights": [], "input": None, "product": ["weights", "input"]}
     assert cheapest_cut(["weights"], recipes.get, lambda _: 0) == []
     assert cheapest_cut(["product"], recipes.get, lambda _: 0) == ["product"]

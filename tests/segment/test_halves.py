@@ -56,7 +56,7 @@ def test_in_double_precision(name, rng):
 @pytest.mark.parametrize("recompute", [True, "dots"])
 @pytest.mark.parametrize("name", ["relu_mlp", "dropout", "conv_norm", "scanned"])
 def test_gradients_with_recomputation(name, recompute, rng):
-    """What is computed again changes no gradient beyond rounding."""
+    """Recomputation changes no gradient beyond rounding."""
     case = CASES[name]
     params, inputs = case.params(rng), case.inputs(rng)
     seg = segment(case.fn, recompute=recompute)

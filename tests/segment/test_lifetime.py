@@ -1,4 +1,4 @@
-"""Whose arrays live how long: versions of parameters, donation, nothing left over."""
+"""Lifetimes of arrays: versions of parameters, donation, nothing left over."""
 
 import gc
 import threading
@@ -89,7 +89,7 @@ def test_donated_parameters_are_named(call):
 
 
 def test_donation_between_the_halves_is_named(rng):
-    """Where the second half reads a parameter, it says that it was donated."""
+    """A second half that reads a parameter says that it was donated."""
 
     def fn(p, x):
         return x @ (p["v"] / jnp.linalg.norm(p["v"]))
@@ -186,7 +186,7 @@ def test_nothing_is_left(rng):
 
 
 def test_a_segment_outlives_its_cache_entry(call):
-    """What was handed out works when the cache has forgotten it."""
+    """A segment that was handed out works after the cache has forgotten it."""
     seg, params, x, _, residuals, d_outputs = call
     before = seg.backward(params, residuals, d_outputs)
     CACHE.clear()

@@ -1,4 +1,4 @@
-"""Where a backward pass computes nothing, cotangents are passed on as they are."""
+"""A backward pass that computes nothing passes cotangents on as they are."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_a_cotangent_that_does_not_fit_is_left_to_backward_which_refuses_it(rng)
 
 
 def test_parameters_have_gradients_of_their_own(rng):
-    """They may be donated, so they are never an array that somebody else has."""
+    """They may be donated, so no array of them is held elsewhere."""
     seg = segment(lambda w, x: w + x)
     w, x = arrays(rng, (3,), (3,))
     _, residuals = seg.forward(w, x)

@@ -1,4 +1,4 @@
-"""What `_compat` reaches of JAX's programs; fails when JAX changes it."""
+"""The parts of JAX's programs that `_compat` reaches; fails when JAX changes them."""
 
 import jax
 import jax.numpy as jnp

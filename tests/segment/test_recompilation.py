@@ -1,4 +1,4 @@
-"""What is traced and compiled anew, and what is read: by counts."""
+"""Traces, compilations and reads, by counts."""
 
 import argparse
 import hashlib
@@ -41,7 +41,7 @@ def read(thing):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled():
-    """What another test has compiled would be found."""
+    """Clears the caches: programs of another test would be found."""
     CACHE.clear()
     VERSIONS.clear()
 
@@ -104,7 +104,7 @@ def test_an_object_that_is_passed_on_is_traced_anew_and_not_compiled(
 
 
 def test_halves_of_one_program_take_residuals_of_each_call(arrays):
-    """What another segment has compiled serves this one in all its calls."""
+    """Programs of another segment serve this one in all its calls."""
     p, x = arrays
     lock = threading.Lock()  # It cannot be read.
     first, second = [segment(lambda p, x: (lock, jnp.sin(p * x))[1]) for _ in range(2)]
@@ -136,7 +136,7 @@ def test_a_long_history_is_not_read(arrays, counted, compilations):
 
 
 def test_a_large_closure_is_not_hashed(arrays, counted):
-    """Where an array is too large to be read in every call, each segment compiles."""
+    """Each segment compiles if an array is too large to be read in every call."""
     p, x = arrays
     table = np.arange(4_000_000, dtype=np.float32)
 
@@ -270,7 +270,7 @@ def test_one_that_changes_does_not_stop_another_that_does_not(arrays):
 
 
 def test_a_program_of_another_version_is_not_found_by_the_old_contents(arrays):
-    """What changes between making a segment and its first call misleads no other."""
+    """A change between making a segment and its first call misleads no other."""
     p, x = arrays
     FOREIGN.K = 2.0
 
@@ -388,7 +388,7 @@ def test_ragged_data_are_warned_of(rng, compilations):
 
 
 def test_layers_of_many_shapes_are_no_ragged_data(rng):
-    """Where they differ in several dimensions, or in rank or dtype."""
+    """Shapes that differ in several dimensions, or in rank or dtype."""
     seg = segment(lambda p, x: jnp.sum(x) * p)
     for size in range(2, 20):
         seg.forward(jnp.float32(1), jnp.ones((size, 2 * size), jnp.float32))

@@ -1,4 +1,4 @@
-"""Which equations may run again under which policy."""
+"""The equations that each policy may run again."""
 
 import jax
 import jax.numpy as jnp

@@ -65,7 +65,7 @@ def test_gradients_keep_their_shardings(grid, rng, recompute):
 
 
 def test_residuals_are_sharded(grid, rng):
-    """What is kept is spread over the devices like the activations, not gathered."""
+    """Kept values are spread over the devices like the activations, not gathered."""
     mesh = grid(AxisType.Auto)
     _, sharded = _placed(mesh, rng)
     _, residuals = segment(_mlp).forward(*sharded[:2])
@@ -77,7 +77,7 @@ def test_residuals_are_sharded(grid, rng):
 
 
 def test_explicit_axes(grid, rng):
-    """Where shardings are part of types, they come out as from `jax.vjp`."""
+    """With explicit axes shardings are part of types, and equal those of `jax.vjp`."""
     mesh = grid(AxisType.Explicit)
     with jax.set_mesh(mesh):
         (params, x, d_outputs), _ = _placed(grid(AxisType.Auto), rng)

@@ -193,6 +193,7 @@ def _words(leaf: PyTree) -> tuple[jax.Array, str]:
         return jnp.asarray(leaf), ""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf, ""
+    # Keys are no buffers that could travel; their words are.
     return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
 
 

@@ -35,6 +35,7 @@ def staged_on_cpu(
 
     def run(context: object, buffers: Sequence[Any], *inputs: ArrayLike) -> None:
         views = zip(map(np.asarray, inputs), kinds, strict=True)
+        # Back from the dtype in which the buffer carries them.
         given = [view.astype(kind.dtype, copy=False) for view, kind in views]
         found = _waited_for(target, operations, results, given)
         for buffer, result in zip(buffers, found, strict=True):

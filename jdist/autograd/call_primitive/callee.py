@@ -186,6 +186,7 @@ def perform(
     program = _programs(agent).find(number)
     _say(agent, program.function)
     held = variables_of(references, program.name)
+    # A forward call, or one outside of contexts, has no use for their gradients.
     wanted = context_id is not None and pullbacks(operations)
     also = held.floating if wanted else ()
     made = TransformedFunction(

@@ -142,6 +142,8 @@ class RemoteFunctions:
             # The callee has forgotten the number, or is a successor: describe it again.
             self._forget(target)
             results = once()
+        # JAX has compiled for these kinds, and would read other buffers as if they
+        # were.
         found = [(x.shape, x.dtype) for x in results]
         if found != [(kind.shape, kind.dtype) for kind in expected]:
             self._forget(target)
@@ -169,6 +171,7 @@ class RemoteFunctions:
     ) -> PyTree:
         body: Any = (what, args, {})
         outgoing = self._agent.outgoing(target.to, CALL, body, target.timeout)
+        # Errors name the user's function, and not `perform`.
         described = Described("remote_call", target.function)
         return self._agent.exchange(outgoing._replace(operation=described))
 

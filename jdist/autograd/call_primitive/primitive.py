@@ -136,6 +136,8 @@ def _differentiate(
     operations: Operations,
     results: Kinds,
 ) -> tuple[list[Any], list[Any]]:
+    # The call itself; its derivative is bound beside it and made only if it is
+    # transposed.
     values = bind(target, operations, results, primals)
     wanted = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     varying = tuple(i for i, k in enumerate(results) if is_inexact(k))
@@ -167,6 +169,7 @@ def _transpose(
     count = len(arguments) - len(wanted)
     primals = arguments[:count]
     pairs = list(zip(varying, cotangents, strict=True))
+    # Symbolic zeros are neither sent nor computed with.
     present = [(i, ct) for i, ct in pairs if type(ct) is not ad.Zero]
     if not present:
         return [None] * len(arguments)

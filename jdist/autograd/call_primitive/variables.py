@@ -52,6 +52,7 @@ class CalleeVariables(NamedTuple):
         sums: dict[Variable, Any] = {}
         for variable, gradient in zip(self.variables, found, strict=True):
             if variable in sums:
+                # Two references may lead to one variable, which has one gradient.
                 gradient = jax.tree.map(jnp.add, sums[variable], gradient)
             sums[variable] = gradient
         context.accumulate(
@@ -96,6 +97,7 @@ def context_for(agent: Agent, to: str, jitted: bool) -> int | None:
     """
     own = of(agent)
     if jitted:
+        # A callback runs on a thread of XLA, which is within no context.
         made = [each for each in own.contexts() if each.origin == own.ids.worker]
         if len(made) > 1:
             raise AutogradError(

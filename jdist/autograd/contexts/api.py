@@ -38,6 +38,7 @@ def context() -> Iterator[int]:
       (Recorded(float32[] of receive from worker1), False)
     """
     container = here()
+    # By the worker: several workers of one process may be each within a context.
     outer = recorded_into(container)
     if outer is not None:
         raise AutogradError(
@@ -122,4 +123,5 @@ def get_gradients(context_id: int) -> Mapping[Variable, PyTree]:
     """
     context = here().retrieve(context_id)
     with context.lock:
+        # A copy: a later pass must not change what was handed out.
         return MappingProxyType(dict(context.gradients))

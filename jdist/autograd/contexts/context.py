@@ -195,6 +195,7 @@ class Context:
                 if isinstance(known, jax.Array):  # the common case needs no tree map
                     gradient = plus(known, gradient)
                 elif known is not None:
+                    # A leaf that only one pass has reached is None in the other.
                     gradient = add_trees(known, gradient, plus)
                 self.gradients[variable] = gradient
 
@@ -203,11 +204,14 @@ class Context:
         with self.lock:
             if self.ended is not None:
                 return set()
+            # Marked under the lock: what comes later is refused by `check`.
             self.ended = reason
             known = set(self.known)
         # Outside of the lock: a pass that ends runs the callbacks of others.
         self.container.on_end(self, reason)
         with self.lock:
+            # Nodes refer to histories, and these to arrays: memory goes now, not with
+            # the context.
             for kept in (self.sends, self.recvs, self.gradients):
                 kept.clear()
         return known
@@ -325,6 +329,7 @@ class Container:
         with self._lock:
             found = self._contexts.get(context_id)
             if found is None:
+                # Looked at under the lock: the end of a context may be under way.
                 if context_id in self._ended:
                     raise no_context(context_id, "It was released.")
                 if self.is_gone(maker(context_id)):
@@ -341,6 +346,8 @@ class Container:
         """Forgets a context; returns incarnations of the workers to be told."""
         with self._lock:
             found = self._contexts.pop(context_id, None)
+            # Also of a context that never was here: its first message may come after
+            # its end.
             self._ended.put(context_id, True)
         return set() if found is None else found.end(reason)
 
@@ -409,6 +416,7 @@ _recording: ContextVar[Recording | None] = ContextVar(
 def recorded_into(container: Container) -> Context | None:
     """The context into which this thread of control records as that worker, if any."""
     found = _recording.get()
+    # A thread may act as one worker while it is within a context of another.
     if found is None or found.context.container is not container:
         return None
     return found.context

@@ -23,6 +23,7 @@ def holding(
       RpcTimeout: The deadline of the call came first.
       RuntimeError: This very thread holds one: it was interrupted meanwhile.
     """
+    # The caller's deadline: a lock without one could hold up a worker for good.
     limit = current.deadline()
 
     def act() -> T:

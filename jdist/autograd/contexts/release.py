@@ -88,6 +88,7 @@ class Releases:
         told: Future[Sequence[None]] = _quietly(Future)
 
         def end() -> None:
+            # The caller knows, and is not told back.
             reason, by = f"{caller.name!r} released it.", incarnation_of(caller)
             ended = _all_of([self._end(one, reason, by) for one in ids])
             call_when_done(ended, lambda: told.set_result([None] * len(ids)))
@@ -118,8 +119,10 @@ class Releases:
         for context in self._container.contexts():
             if context.origin == worker.incarnation:
                 self._container.end(context.id, why)
+            # The lost worker may be the one that would have told this one of the end.
             elif worker.incarnation in context.known_incarnations():
                 orphans.append(context)
+        # Nothing is delivered to it any more, nor waited for.
         self.delivery.forget(incarnation_of(worker))
         self.seek_end(orphans)
 
@@ -127,6 +130,8 @@ class Releases:
         """Asks the makers of contexts for their end, which a lost worker would tell."""
         for context in orphans:
             if context.origin != self._container.ids.worker:
+                # The maker lives and ends it for all; from now on it counts this worker
+                # among them.
                 asked = self._ask(context.origin, _HOLD, context.id)
                 end = functools.partial(self._end_if_over, context.id, asked)
                 call_when_done(asked, end)

@@ -112,6 +112,8 @@ class RpcHooks:
         context = recorded_into(self._container)
         if context is None:
             return call, {}
+        # Before the call goes out: if it fails half-way, the callee is told of the end
+        # too.
         context.meet(to)
         row = _row(context.id, 0, self._container.ids.message())
         return call, {META: row, NEEDS: _NEEDED}
@@ -129,12 +131,15 @@ class RpcHooks:
             return run(call), {}
         context = self._container.get_or_create(header.context)
         context.meet(caller)
+        # Its loss was noticed before this message was read, and will not be noticed
+        # again.
         if self._container.is_gone(caller.incarnation):
             self._container.releases.seek_end([context])
         if header.slots:
             _refuse_untrainable(call.function)
         if header.slots and is_pure(call.function):
             kind, function, args, kwargs = call
+            # Recorded as one function, compiled; an eager one gets recorded values.
             call = Invocation(kind, _Applied(function), args, kwargs)
         with Recording(context, header.message):
             value = run(call)
@@ -157,6 +162,7 @@ class RpcHooks:
     def give(self, value: Recorded, message: MessageContext | None) -> object:
         """Encodes a recorded value: within a context its slot goes with the array."""
         row = None if message is None else message.meta.get(META)
+        # Outside of contexts nothing is recorded: the receiver gets the plain array.
         if row is None or message is None:
             return value.value
         send = message.crossing
@@ -176,6 +182,7 @@ class RpcHooks:
         self, variable: Variable, message: MessageContext | None
     ) -> PyTree:
         """Encodes a variable: its tree, recorded within a context."""
+        # Within a context each leaf is recorded by itself and travels by `give`.
         inside = message is not None and META in message.meta
         return variable.recorded() if inside else variable.value
 
@@ -208,6 +215,7 @@ class RpcHooks:
             )
             made = SendNode(row[_MESSAGE], message.worker, label, order)
             context.sends[made.message_id] = made
+        # A call that fails sends no cotangent back, and a FAST pass would wait for one.
         lost = functools.partial(_forget, context, made.message_id)
         message.if_lost = [*message.if_lost, lost]
         return made
@@ -233,6 +241,7 @@ class RpcHooks:
         with context.lock:
             if context.ended is not None:
                 return made
+            # A request may arrive twice on two threads, and has one receive function.
             return context.recvs.setdefault(header.message, made)
 
 

@@ -97,10 +97,12 @@ def backward(
         if mode not in MODES:
             rule = "must be 'smart' or 'fast'"
             raise ValueError(requirement("backward(mode=...)", rule, mode))
+        # Within a call of another worker its deadline counts too.
         limit = resolve(timeout, agent.default_timeout, current.deadline())
         seeds = _roots(roots, cotangents)
         local_pass = _begin(context, seeds, mode, retain_graph, limit)
         if reduction is not None:
+            # They count only once all trainers have reduced them.
             local_pass.withheld = reduction.found
         _run(local_pass, context, agent.info.name)
         return context, limit
@@ -167,6 +169,7 @@ def _run(local_pass: LocalPass, context: Context, worker: str) -> None:
                 f"{context.id}, waiting for {waiting}."
             )
             local_pass.fail(PassFailure(worker, late))
+            # Failed here, so that it is done as soon as the step that runs has ended.
             await_done(local_pass.done, None)
     except BaseException as interrupt:
         # Such as Ctrl-C: then the pass has no use any more.
@@ -244,6 +247,7 @@ def _seeded_root(position: int, root: Recorded, cotangent: ArrayLike) -> Root:
         call = f"backward(cotangents[{position}])"
         rule = f"must be of its root's shape {value.shape} and dtype {value.dtype}"
         raise ValueError(requirement(call, rule, f"{shape} and {dtype}"))
+    # Programs are compiled for the places of their arguments.
     if seed.sharding != value.sharding:
         seed = jax.device_put(seed, value.sharding)
     return Root(root.edge, beside(seed, value))

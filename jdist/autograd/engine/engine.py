@@ -88,9 +88,11 @@ class Engine:
           RpcTimeout, WorkerLost: A worker that had to be asked did not answer.
           ContextNotFound: One has released the context.
         """
+        # Known here without a message, unless a node reaches too many.
         known, beyond = reached_from(starts)
         asked: set[int] = set()
         while questions := beyond - asked:
+            # Each once: histories of several workers may share a message.
             asked |= questions
             # The top of a message id is the worker that has its send function.
             by_worker = defaultdict(list)
@@ -137,6 +139,8 @@ class Engine:
             self._ended.put(terms.pass_id, PassFailure(failure.worker, told))
         body = (terms.context_id, terms.pass_id, *failure)
         fresh = contextvars.Context()  # not under a deadline that may have passed
+        # From neighbour to neighbour: each tells those that it knows, and each only
+        # once.
         others = context.known_incarnations() - {self._container.ids.worker}
         for incarnation in sorted(others):
             worker = self._container.worker(incarnation)
@@ -155,6 +159,7 @@ class Engine:
         with context.lock:  # so that the end of the context comes before or after
             context.check()
             with self._lock:
+                # Two first messages of a pass may come on two threads.
                 return self._passes.setdefault(made.terms[:2], made)
 
     def _on_context_end(self, context: Context, reason: str) -> None:
@@ -186,6 +191,7 @@ class Engine:
         unanswered = UnansweredRequest(incarnation_of(caller), Future())
         found.receive(request, unanswered)
         answer = unanswered.answer
+        # Mostly it is there, and is sent by this thread without a callback.
         return answer.value() if answer.done() else answer
 
     def _on_end(
@@ -211,6 +217,8 @@ class Engine:
     ) -> tuple[list[int], list[int]]:
         context_id, ids = unpack_reach(body)
         sends = self._container.retrieve(context_id).send_functions()
+        # A send that has failed, say. To leave it out would end a SMART pass without
+        # its gradient.
         unknown = [message_id for message_id in ids if message_id not in sends]
         if unknown:
             raise ProtocolError(

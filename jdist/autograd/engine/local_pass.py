@@ -93,6 +93,8 @@ class StepQueue:
         Returns:
           Whether this thread ran it.
         """
+        # Appended before the lock is tried: the thread that holds it looks again before
+        # it goes.
         self.waiting.append(step)
         ran = False
         # Again: a step may be left just before the other thread releases the lock.
@@ -105,6 +107,8 @@ class StepQueue:
     def _work_if_free(self) -> bool:
         if not self._running.try_acquire():
             return False
+        # In a context of its own: a thread that brings a step must not lend it its
+        # deadline.
         self._context.run(self._work)
         return True
 
@@ -126,7 +130,7 @@ class Root(NamedTuple):
 
 
 class PassOwner(Protocol):
-    """What a local pass needs of the engine that owns it."""
+    """The owner of a local pass: the engine, as the pass knows it."""
 
     def forget(self, local_pass: "LocalPass") -> bool:
         """Removes a pass that is over; False if it was removed before."""
@@ -176,6 +180,7 @@ class LocalPass:
         self._me = self._agent.info.name
         self._marks = marks
         self._roots = roots
+        # A default timeout limits the pass as a whole, and not each of its steps.
         limit = deadline if deadline.firm else NEVER
         self._steps = StepQueue(Scope(self._agent, limit))
         self._detector = TerminationDetector(self._me, root=roots is not None)
@@ -205,6 +210,7 @@ class LocalPass:
         A thread that waits for the end anyway then sends a request and reads the answer
         itself, without a hand-off to another thread.
         """
+        # Other threads bring steps too, and must not send the driver's request.
         self._driver = threading.get_ident()
         self._put(self._begin)
         while self._inline is not None:
@@ -324,6 +330,8 @@ class LocalPass:
             marked = [mark for mark in self._marks or () if maker(mark) == mine]
             sends = {mark: self._send_function(sends, mark) for mark in marked}
         roots = self._roots or ()
+        # Roots and marked sends are the only places to which cotangents come from
+        # outside.
         starts = [root.edge.node for root in roots]
         self._awaited = sends
         self._sweep = sweep = Sweep([*starts, *sends.values()])
@@ -354,6 +362,7 @@ class LocalPass:
         assert self._sweep is not None
         for message_id, cotangents in gradients:
             node = self._send_function(self._awaited, message_id)
+            # A second gradient for one message is an error, and not a second summand.
             del self._awaited[message_id]
             if len(cotangents) != node.outputs:
                 raise AutogradError(
@@ -401,6 +410,7 @@ class LocalPass:
         elif isinstance(node, RecvNode):
             absent: list[Cotangent] = [None] * node.outputs
             gradient = MessageGradient(node.message_id, cotangents or absent)
+            # By incarnation: a successor of the same name has no such send function.
             self._outbox.setdefault(node.incarnation, []).append(gradient)
         else:
             # A node without any cotangent is not run, but its inputs count the arrival.
@@ -435,6 +445,7 @@ class LocalPass:
             # To a worker that waits for an answer they go along with the answer.
             if not self._detector.holds(peer):
                 self._request(peer, self._outbox.pop(peer))
+        # Before the answer goes out: gradients are read as soon as the pass is over.
         if not sweep.left and not self._committed:
             self._commit()
         for unanswered in self._detector.take_others():
@@ -467,6 +478,7 @@ class LocalPass:
         # The marks go along until that worker has answered once: a later request may
         # overtake the first one.
         marks = None if peer in self._told else self._marks
+        # Counted before it is sent: the answer may come within the call that sends it.
         self._detector.outstanding += 1
         self._make_ready(peer, gradients)
         request = GradientRequest(self.terms, marks, gradients)
@@ -506,6 +518,7 @@ class LocalPass:
         if starving:
             # Quiet, and yet a send function waits: its gradient will never come.
             worker = next(iter(starving))
+            # For the message alone: which receptions the roots have nothing to do with.
             reached = {} if self._sweep is None else self._sweep.counts
             recvs = self._context.recv_functions().values()
             unreached = [recv for recv in recvs if recv not in reached]

@@ -26,6 +26,7 @@ def install(container: Container) -> None:
         ]:  # fmt: skip
             raise ProtocolError("A reference, a context and a mode are needed.")
         rref, context_id, retain_graph = body
+        # Taken in the call: the pass begins later, on another thread.
         limit = current.deadline()
 
         def begin(computed: Future[type]) -> LocalPass:
@@ -85,6 +86,7 @@ def _follow(begun: Future[LocalPass], outcome: Future[None], worker: str) -> Non
     def given_up() -> None:
         error = error_of(outcome)
         if isinstance(error, Exception) and not local_pass.done.done():
+            # The caller has given up, and its deadline is that of the pass.
             local_pass.fail(PassFailure(worker, error))
 
     call_when_done(local_pass.done, over)

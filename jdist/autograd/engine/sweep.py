@@ -35,6 +35,8 @@ def dependencies(starts: Iterable[Node]) -> dict[Node, int]:
         known = counts.get(node, 0)
         counts[node] = known + 1
         if not known:
+            # Only at the first arrival: a node passes on once, however often it is
+            # reached.
             arrivals += [edge[0] for edge in node.inputs if edge is not None]
     return counts
 

@@ -58,6 +58,7 @@ class TerminationDetector:
 
     def asked(self, request: UnansweredRequest) -> None:
         """Notes a request, which engages a worker at rest."""
+        # A second engagement would make two parents, and the tree a graph with circles.
         if self._root or self.engager is not None:
             self.others.append(request)
         else:
@@ -84,6 +85,7 @@ class TerminationDetector:
         """Takes what other workers wait for."""
         for worker, report in reports.items():
             known = self._reports.get(worker)
+            # Reports travel on several ways, and an older one may come later.
             if known is None or known.number < report.number:
                 self._reports[worker] = report
                 self._news.add(worker)
@@ -100,6 +102,7 @@ class TerminationDetector:
         """Takes the reports that have changed since they were last taken."""
         if not self._news:
             return {}
+        # Sorted, so that a pass sends the same bytes from run to run.
         news = {worker: self._reports[worker] for worker in sorted(self._news)}
         self._news.clear()
         return news

@@ -215,6 +215,7 @@ class TrainableModule(StandIn):
         self, name: str, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> PyTree:
         refuse_in_pure("a call of the module {}", self._function.__name__)
+        # Without a state calls change nothing, and run at the same time.
         if not self._state:
             return self._record(name, args, kwargs)[0]
 
@@ -238,6 +239,7 @@ class TrainableModule(StandIn):
             getattr(changed, name)(**attributes)
             layout, *_ = _taken_apart(changed)
             known = [each for each in self._layouts if each.graph == layout.graph]
+            # By its structure: a mode that comes again finds its compiled functions.
             if not known:
                 self._layouts.append(layout)
             self._layout = known[0] if known else layout

@@ -28,6 +28,7 @@ def save(folder: str | Path, step: int, state: State, keep: int | None) -> None:
         for worker, numbers in state.items()
         for path, array in numbers.items()
     ]
+    # Numbered: names of workers and paths may hold what a file name must not.
     arrays = {str(i): array for i, (_, _, array) in enumerate(entries)}
     description = [[w, p, x.dtype.name, list(x.shape)] for w, p, x in entries]
     with StepFolder(folder, keep) as saved:

@@ -99,6 +99,7 @@ def _program(make: Callable[[], Any]) -> CompiledOptimizer:
         overrides: Mapping[str, Any],
     ) -> tuple[Any, Any]:
         if factor is not None:
+            # In the step's own program: gradients are read once.
             grads = jax.tree.map(lambda g: scaled(g, factor), grads)
         return opt.step(params, grads, state, **overrides)
 

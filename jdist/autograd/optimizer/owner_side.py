@@ -73,6 +73,7 @@ def _gradients(context_id: int) -> Gradients:
     if context is None:
         return {}
     with context.lock:
+        # A copy: a pass of another trainer may be adding to it.
         return dict(context.gradients)
 
 

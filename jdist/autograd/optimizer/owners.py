@@ -63,6 +63,7 @@ def _all_of(
     answers: Iterable[WorkerInfo],
     complaint: str,
 ) -> ExceptionGroup[Exception]:
+    # Not in the order of arrival: the message is the same in every run.
     by_rank = sorted(errors, key=lambda worker: worker.id)
     told = "; ".join(
         f"{worker.name!r}: {type(errors[worker]).__name__}: {errors[worker]}"

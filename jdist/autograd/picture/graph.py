@@ -166,6 +166,7 @@ def _others(
     found: list[tuple[WorkerInfo, list[GraphNode]]] = []
     ask = context.known_incarnations() - seen
     while ask:
+        # Before their answers: two workers may name each other.
         seen |= ask
         body = (context.id, marks)
         asked = []

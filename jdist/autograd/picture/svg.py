@@ -62,6 +62,7 @@ def layout(
         filled[node.worker, column] += 1
     lanes, top = [], _MARGIN
     for worker in dict.fromkeys(node.worker for node in nodes):
+        # A lane is as high as its fullest column.
         deepest = max(n for (name, _), n in filled.items() if name == worker)
         lanes.append(Swimlane(worker, top, _TITLE + deepest * _DOWN))
         top += lanes[-1].height

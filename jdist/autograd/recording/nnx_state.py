@@ -69,6 +69,7 @@ def state_kept(call: str, arguments: PyTree) -> Iterator[list[PyTree]]:
     yield returned
     if nnx is None or not before:
         return
+    # By identity: a module writes a new array where it changes its state.
     kept = {
         id(leaf) for leaf in [*(one for _, one in before), *jax.tree.leaves(returned)]
     }

@@ -28,6 +28,7 @@ def plus(one: jax.Array, other: jax.Array) -> jax.Array:
     """The sum of two arrays, on the device of the first one."""
     place = getattr(one, "sharding", None)
     if place != getattr(other, "sharding", None):
+        # The two may come from functions on different devices of one worker.
         other = jax.device_put(other, place)
     return _add(one, other)
 
@@ -281,6 +282,7 @@ def below(inputs: Iterable[Edge | None]) -> Reach | None:
     """The union of what the nodes of these edges reach."""
     found: Reach | None = NOWHERE
     for edge in inputs:
+        # Identity first: most inputs share one set, and a union of it costs.
         if edge is not None and edge.node.reach is not found:
             found = join(found, edge.node.reach)
     return found
@@ -295,6 +297,7 @@ def join(one: Reach | None, other: Reach | None) -> Reach | None:
     if one <= other:
         return other
     both = one | other
+    # Sets travel with every message, so that their size is bounded.
     return both if len(both) <= MAX_REACH else None
 
 
@@ -320,5 +323,6 @@ def reached_from(starts: Iterable[Node]) -> tuple[set[int], set[int]]:
             known.add(node.message_id)
             beyond.add(node.message_id)
         else:
+            # Its own set was too large; those below it may be known.
             rest += [edge.node for edge in node.inputs if edge is not None]
     return known, beyond

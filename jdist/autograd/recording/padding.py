@@ -156,6 +156,7 @@ def padded(
     outputs = run(-1)
     for keys, leaf in jax.tree.leaves_with_path(outputs):
         _check_output(keys, leaf, size)
+    # Without repeated examples there is nothing that an output could depend on.
     if rows < size:
         _check_independence(fn, run, outputs, rows, list(batches.values()))
     return jax.tree.map(lambda leaf: _resized(leaf, rows), outputs)
@@ -265,6 +266,7 @@ class ResizedNode(Node):
             return [_of_length(cotangent, self._rows, None)]
         # A function such as `x - x.max(0)` has the same outputs and passes the check.
         own = np.array(cotangent)[: self._rows]
+        # The added rows are this row: their cotangents are summands of its own.
         own[self._repeated] += added.sum(0, dtype=own.dtype)
         return [_placed_like(cotangent, own)]
 

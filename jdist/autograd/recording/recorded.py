@@ -54,6 +54,7 @@ def record(
     parts of it.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
+    # Nothing to record, and nothing to compile for.
     if not pure.have_history(leaves):
         return fn(*args, **kwargs)
     called = pure.call(fn, leaves, structure, numbers)
@@ -314,6 +315,7 @@ class Operators(Recordable):
         self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Computed:
         name = getattr(function, "__name__", "function")
+        # NumPy asks for a shape by these, which has no history to lose.
         if function in _METADATA and len(args) == 1:
             return getattr(self, name)
         # Some, such as array_equal, would take an error of `__array__` for an answer.

@@ -95,6 +95,7 @@ class Variable(Operators):
 
     @value.setter
     def value(self, tree: PyTree) -> None:
+        # Compared as a whole first: paths are worked out for a message only.
         new = _FlatTree.of(jax.tree.map_with_path(_array, tree))
         if not new.is_like(self._held):
             _check_paths(self._held.tree, new.tree)
@@ -186,6 +187,7 @@ class Variable(Operators):
             if changed is not None:
                 _check_hooked(gradient, changed)
                 gradient = changed
+        # A hook may have returned other containers with equal leaves.
         found = self.structure.flatten_up_to(gradient)
         pairs = zip(found, self._held.leaves, strict=True)
         return self.structure.unflatten(

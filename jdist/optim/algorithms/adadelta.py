@@ -76,7 +76,9 @@ def adadelta(
     ) -> tuple[Update, AdadeltaState]:
         grad = penalized(param, grad, h)
         square = average(state.square_avg, grad * grad, h.rho)
+        # eps in both roots: at the first step acc_delta is 0 and nothing would move.
         delta = jnp.sqrt(state.acc_delta + h.eps) / jnp.sqrt(square + h.eps) * grad
+        # Of the step before lr, so that an override of lr does not change later steps.
         acc_delta = average(state.acc_delta, delta * delta, h.rho)
         new = AdadeltaState(state.step + 1, square, acc_delta)
         return Update(-h.lr * delta), new

@@ -76,6 +76,7 @@ def adagrad(
     ) -> tuple[Update, AdagradState]:
         grad = penalized(param, grad, h)
         total = state.sum + grad * grad
+        # The count before this step: the first step has the whole rate.
         size = h.lr / (1 + state.step.astype(param.dtype) * h.lr_decay)
         delta = -size * (grad / (jnp.sqrt(total) + h.eps))
         return Update(delta), AdagradState(state.step + 1, total)

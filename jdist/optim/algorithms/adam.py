@@ -129,7 +129,9 @@ def adam_form(
         m = average(state.exp_avg, grad, beta1)
         v = average(state.exp_avg_sq, grad * grad, beta2)
         largest = state.max_exp_avg_sq
+        # Of the uncorrected average, as in the paper and in torch.
         largest = None if largest is None else jnp.maximum(largest, v)
+        # Scalars take the corrections, so that each element is divided once.
         root_c2 = jnp.sqrt(one_minus_power(beta2, t))
         size = h.lr * root_c2 / one_minus_power(beta1, t)
         denominator = jnp.sqrt(v if largest is None else largest) + h.eps * root_c2

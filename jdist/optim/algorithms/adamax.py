@@ -81,7 +81,10 @@ def adamax(
         beta1, beta2 = h.betas
         step = state.step + 1
         m = average(state.exp_avg, grad, beta1)
+        # eps goes into the maximum, where torch adds it, so that the divisor is never
+        # 0.
         peak = jnp.maximum(beta2 * state.exp_inf, jnp.abs(grad) + h.eps)
+        # A maximum needs no bias correction; the average does.
         size = h.lr / one_minus_power(beta1, step.astype(param.dtype))
         return Update(-size * (m / peak)), AdamaxState(step, m, peak)
 

@@ -92,12 +92,14 @@ def asgd(
         grad = penalized(param, grad, h)
         # torch makes the state at the first step, so that the rate of that step counts.
         eta = jnp.where(state.step == 0, h.lr, state.eta).astype(param.dtype)
+        # As a decay, because torch multiplies first and rounds before it adds.
         update = Update(-eta * grad, decay=h.lambd * eta)
         new = update.applied(param)
         # Where mu is 1 torch copies; a + (p - a) would round.
         ax = jnp.where(state.mu == 1, new, state.ax + state.mu * (new - state.ax))
         step = state.step + 1
         t = step.astype(param.dtype)
+        # For the next step: torch updates the rate at the end of a step.
         next_eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
         next_mu = 1 / jnp.maximum(1, t - h.t0)
         return update, ASGDState(step, next_eta, next_mu, ax)

@@ -98,6 +98,7 @@ def nadam(
     """
 
     def init_leaf(param: jax.Array) -> NAdamState:
+        # Each step multiplies it: in 16 bits the roundings would add up.
         one = jnp.ones((), wide_dtype(param.dtype))
         return NAdamState(
             count_zero(), one, jnp.zeros_like(param), jnp.zeros_like(param)
@@ -111,6 +112,8 @@ def nadam(
         beta1, beta2 = h.betas
         step = state.step + 1
         t = step.astype(param.dtype)
+        # 0.96 to a power by its logarithm, which is taken on the host in double
+        # precision.
         mu, mu_next = (
             beta1 * (1 - 0.5 * jnp.exp(count * h.momentum_decay * log(0.96)))
             for count in (t, t + 1)
@@ -121,6 +124,7 @@ def nadam(
         of_grad = h.lr * (1 - mu) / (1 - product)
         of_m = h.lr * mu_next / (1 - product * mu_next)
         denominator = jnp.sqrt(v / one_minus_power(beta2, t)) + h.eps
+        # Both parts have one divisor: one division per element in place of torch's two.
         delta = -((of_grad * grad + of_m * m) / denominator)
         update = Update(delta, decay(h) if decoupled else 0)
         return update, NAdamState(step, product, m, v)

@@ -110,6 +110,7 @@ def radam(
         rho, rectifier = _rectifier(beta2, t)
         size = h.lr / one_minus_power(beta1, t)
         rectified = rectifier * jnp.sqrt(one_minus_power(beta2, t))
+        # Selected and not branched: the count is on the device.
         delta = -size * jnp.where(rho > 5, m * (rectified / (jnp.sqrt(v) + h.eps)), m)
         update = Update(delta, decay(h) if decoupled else 0)
         return update, RAdamState(step, m, v)
@@ -140,6 +141,8 @@ def _rectifier(beta2: float | jax.Array, t: jax.Array) -> tuple[jax.Array, jax.A
         longest - 2 * t / jnp.expm1(x * t),
     )
     square = (rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho)
+    # Where rho <= 5 the product may be negative, and a NaN would pass through `where`
+    # into derivatives.
     return rho, jnp.sqrt(jnp.maximum(square, 0))
 
 

@@ -104,9 +104,13 @@ def rmsprop(
         if state.grad_avg is not None:
             mean = average(state.grad_avg, grad, h.alpha)
             variance = square - mean * mean
+        # Not clamped at 0: the NaN of a negative variance is torch's, and hides
+        # nothing.
         update = grad / (jnp.sqrt(variance) + h.eps)
         buffer = state.momentum_buffer
         if buffer is not None:
+            # The rate is applied behind the buffer: an override of lr acts on old
+            # gradients too.
             update = buffer = h.momentum * buffer + update
         return Update(-h.lr * update), RMSpropState(
             state.step + 1, square, mean, buffer

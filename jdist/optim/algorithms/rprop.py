@@ -79,6 +79,7 @@ def rprop(
     ) -> tuple[Update, RpropState]:
         grad = ascending(grad, h)
         shrink, grow = h.etas
+        # At the first step prev is 0 and so is the product: the length stays lr.
         agreement = grad * state.prev
         factor = jnp.where(
             agreement > 0, grow, jnp.where(agreement < 0, shrink, 1.0)
@@ -86,6 +87,8 @@ def rprop(
         # torch makes the state at the first step, so that the rate of that step counts.
         length = jnp.where(state.step == 0, h.lr, state.step_size).astype(param.dtype)
         length = jnp.clip(length * factor, *h.step_sizes)
+        # The zero is remembered too, so that the step after a change of sign keeps its
+        # length.
         grad = jnp.where(agreement < 0, 0, grad)
         return Update(-jnp.sign(grad) * length), RpropState(
             state.step + 1, grad, length

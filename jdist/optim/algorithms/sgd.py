@@ -94,6 +94,7 @@ def sgd(
         grad = penalized(param, grad, h)
         buffer = state.momentum_buffer
         if buffer is not None:
+            # Both forms are computed and one is selected: the count is on the device.
             later = h.momentum * buffer + (1 - h.dampening) * grad
             # torch does not dampen the first gradient.
             buffer = jnp.where(state.step == 0, grad, later)

@@ -30,6 +30,7 @@ def ascending(grad: jax.Array, h: SimpleNamespace) -> jax.Array:
 
 def decay(h: SimpleNamespace) -> float | jax.Array:
     """By which fraction decoupled weight decay shrinks the parameter, lr * wd."""
+    # A Python 0 lets the program leave the product out.
     return 0 if known_zero(h.weight_decay) else h.lr * h.weight_decay
 
 
@@ -41,10 +42,12 @@ def average(old: jax.Array, new: jax.Array, decay: float | jax.Array) -> jax.Arr
 def log(x: float | jax.Array) -> float | jax.Array:
     """Natural logarithm; on the host and in double precision for a Python number."""
     if isinstance(x, int | float):
+        # Python raises where JAX returns this; a beta may be 0.
         return math.log(x) if x > 0 else -math.inf
     return jnp.log(x)
 
 
 def one_minus_power(base: float | jax.Array, exponent: jax.Array) -> jax.Array:
     """1 - base**exponent to full relative precision, for 0 <= base < 1."""
+    # 1 - base**t would lose three digits in float32 where base is 0.999.
     return -jnp.expm1(exponent * log(base))

@@ -51,6 +51,7 @@ def reads_of(code: types.CodeType) -> Reads:
         found.add(opname, variable, path)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
+            # A function inside may be called, so that what it reads counts as read.
             found.include(reads_of(inner))
     return found.reads()
 
@@ -59,6 +60,7 @@ class _CodeReads:
     """The reads of one code object, as they are collected."""
 
     def __init__(self, code: types.CodeType) -> None:
+        # In a method that is `self`, of which only some attributes may be read.
         self._first = code.co_varnames[0] if code.co_argcount else None
         self._outside = code.co_freevars
         self._names: dict[str, set[Path]] = {}
@@ -106,10 +108,13 @@ def _uses(code: types.CodeType) -> Iterator[tuple[str, str, Path]]:
     instructions = list(dis.get_instructions(code))
     for place, instruction in enumerate(instructions):
         opname, named = instruction.opname, instruction.argval
+        # Attributes belong to the variable before them.
         if opname in _NO_READ or opname in _ATTRIBUTE:
             continue
         if isinstance(named, tuple):  # Two variables in one instruction.
             for variable in named:
+                # To which of them a following attribute belongs is not worked out: both
+                # count as read whole.
                 yield opname, variable, ()
         elif isinstance(named, str):
             path = _attributes(instructions, place + 1) if _loads(opname) else ()

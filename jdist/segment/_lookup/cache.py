@@ -93,6 +93,7 @@ class FunctionCache(Generic[Entry]):
           TypeError: `fn` refers to a traced value.
         """
         contents = contents_of(fn, self.user)
+        # Equal contents prove nothing then; the program is compared instead, see above.
         if not contents.complete:
             return build(contents)
         return self._entries.get_or_make((contents, options), lambda: build(contents))
@@ -124,6 +125,8 @@ class _Sizes:
     def along_one_axis(self, shapes: Shapes) -> list[Shapes]:
         """The most of them that differ from these in one dimension only."""
         by_axis: dict[int, list[Shapes]] = {}
+        # By the axis: a ragged batch varies along one, a model of several sizes along
+        # many.
         for other in self.seen:
             pairs = zip(shapes, other, strict=True)
             axes = {
@@ -170,6 +173,7 @@ class ProgramVersions:
           patience: See `note`.
         """
         key = (user, contents.code, case, program)
+        # `get_or_make` does not say whether it has made something.
         compiles: list[Any] = []
 
         def new() -> Any:
@@ -187,9 +191,12 @@ class ProgramVersions:
         """Counts a compilation of a code object; warns once there are `patience`."""
         key = (user, contents.code, case)
         with self._lock:
+            # Taken out and put back, so that what is compiled now is the last to be
+            # forgotten.
             before = self._histories.pop(key)
             versions = 1 if before is None else before.versions + 1
             self._histories.put(key, _History(versions, contents))
+        # Once, at the limit, and not at every version after it.
         if before is None or versions != patience:
             return
         changed = "; ".join(contents.changes_since(before.last))
@@ -217,6 +224,8 @@ class ProgramVersions:
         key = (user, contents.code, label, kinds)
         with self._lock:
             sizes = self._sizes.get_or_make(key, _Sizes)
+            # A program that was dropped from the cache comes again with sizes known
+            # before.
             if sizes.warned or shapes in sizes.seen:
                 return
             others = sizes.along_one_axis(shapes)
@@ -263,6 +272,7 @@ def _users_level() -> int:
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        # Frames of jdist, JAX and Flax stand between the warning and the user's line.
         if package not in FIXED_PACKAGES:
             break
         level, frame = level + 1, frame.f_back

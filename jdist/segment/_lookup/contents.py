@@ -140,6 +140,7 @@ class Contents:
             else:
                 was, now = _innermost(was, now)
                 changes.append(f"{part} from {_shown(was)} to {_shown(now)}")
+        # Equal parts, and yet compiled anew: what could not be read must have changed.
         return changes or [f"something within {part}" for part in self.unread]
 
 
@@ -220,6 +221,8 @@ class _ContentsReader:
         if isinstance(fn, types.MethodType):
             return self._method(fn)
         if isinstance(fn, functools.partial):
+            # The code is that of the inner function, by which versions are counted and
+            # named.
             own = self.callable(part, fn.func)
             given: dict[Any, Any] = {**dict(enumerate(fn.args)), **fn.keywords}
             names = {f"argument {name} of partial": x for name, x in given.items()}
@@ -279,6 +282,8 @@ class _ContentsReader:
             if not _fixed_name(module):
                 self.unread.append(f"the import of `{module}`")
         for name, value in vars(fn).copy().items():
+            # `functools.wraps` puts the wrapped function there, which the closure has
+            # too.
             if name != "__wrapped__":
                 yield f"attribute `{name}`", self.key(f"attribute `{name}`", value)
 
@@ -324,9 +329,12 @@ class _ContentsReader:
         name, rest = path[0], path[1:]
         kind, own = type(value), getattr(value, "__dict__", {})
         raw = _in_class(kind, name)
+        # The order in which Python itself looks: data descriptors before the object's
+        # dict.
         if name in own and not _is_data_descriptor(raw):
             return self._attribute(part, own[name], rest)
         if raw is _MISSING:
+            # A `__getattr__` may answer by anything that the object holds.
             computed = _in_class(kind, "__getattr__") is not _MISSING
             return self.key(part, value) if computed else "missing"
         code = _code_behind(raw)
@@ -352,6 +360,7 @@ class _ContentsReader:
             return self._attribute(part, raw.__func__, rest)
         if isinstance(raw, classmethod):
             return self._bound(part, raw.__func__, kind)
+        # A descriptor runs code that is not read here, and may read all of its owner.
         if hasattr(type(raw), "__get__"):
             return self.key(part, owner)
         return self._attribute(part, raw, rest)
@@ -374,6 +383,7 @@ class _ContentsReader:
             if isinstance(value, str | bytes):
                 self._bytes -= len(value)
             return kind, value
+        # Beyond that a look-up would take longer than the trace that it saves.
         if self._values < 0 or self._bytes < 0:
             return self._not_read(part, value)
         read = _SIMPLE.get(_sort(kind))
@@ -388,6 +398,7 @@ class _ContentsReader:
         raise TypeError(requirement(call, rule, str(value), remedy))
 
     def _array(self, part: str, value: object) -> Hashable:
+        # Bytes, because the caller may write to the array between two calls.
         array = np.asarray(value)
         self._bytes -= array.nbytes
         if array.dtype.hasobject or self._bytes < 0:
@@ -416,10 +427,12 @@ class _ContentsReader:
         return read(self, part, value)
 
     def _mapping(self, part: str, value: Mapping[object, object]) -> Hashable:
+        # A defaultdict answers with it for keys that it does not hold.
         factory = self.key(part, getattr(value, "default_factory", None))
         return type(value), factory, self._items(part, value)
 
     def _sequence(self, part: str, value: Collection[object]) -> Hashable:
+        # Two deques of the same elements differ by what they drop next.
         length = getattr(value, "maxlen", None)
         return type(value), length, self._keys(part, value)
 
@@ -466,6 +479,7 @@ class _ContentsReader:
         """The key of a class: all that its code, and that of its bases, refers to."""
         if _fixed(kind):
             return SameObject(kind)
+        # A metaclass of the user's may change what a class does.
         if not _fixed(type(kind)):
             self._not_read(part, type(kind))
         if not _in_python(kind):
@@ -486,6 +500,7 @@ class _ContentsReader:
             return property, self._keys(part, [raw.fget, raw.fset, raw.fdel])
         if isinstance(raw, functools.cached_property):
             return functools.cached_property, self.key(part, raw.func)
+        # Such as an `object()` that serves as a marker: there is nothing in it to read.
         inert = _fixed(type(raw)) and not _state(raw) and not callable(raw)
         if isinstance(raw, _ATTRIBUTE_OF_C) or inert:
             return SameObject(raw)

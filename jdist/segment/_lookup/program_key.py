@@ -85,7 +85,9 @@ class _Writer:
         return len(jaxpr.constvars), given, equations, self._read(jaxpr.outvars)
 
     def _equation(self, equation: JaxprEqn) -> Hashable:
+        # Sorted, because their order is that of the calls that made them.
         params = sorted(equation.params.items())
+        # Callables in the parameters count by identity then, see `_callable`.
         self._host = _calls_host(equation)
         return (
             equation.primitive.name,
@@ -118,6 +120,7 @@ class _Writer:
     def _constant(self, array: object) -> Hashable:
         if isinstance(array, np.ndarray | np.generic):
             self._bytes -= array.nbytes
+            # A new object is equal to nothing, so that the program is one of its kind.
             too_large = self._certain and self._bytes < 0
             return object() if too_large else _bits(np.asarray(array))
         comparable = isinstance(array, jax.Array) and not jnp.issubdtype(
@@ -139,6 +142,8 @@ class _Writer:
         ours = kind.__module__.partition(".")[0] in FIXED_PACKAGES
         if ours and kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
             return kind, value
+        # The safe side of each question: never the same by mistake, never changed by
+        # mistake.
         return SameObject(value) if self._certain else kind
 
     def _callable(self, fn: object) -> Hashable:
@@ -168,6 +173,7 @@ _PARAMETERS: tuple[tuple[Any, Callable[[_Writer, Any], Hashable]], ...] = (
 
 def _bits(array: np.ndarray) -> Hashable:
     digest = hashlib.blake2b(array.tobytes(), digest_size=16).digest()
+    # A digest in place of the bytes: keys of many programs are kept.
     return array.dtype, array.shape, digest
 
 

@@ -118,6 +118,8 @@ class Traced:
         self._fn = fn
         self._user = user
         self._contents = contents
+        # What is not read completely was not found by contents either: nothing shares
+        # it.
         self._alone = alone or not contents.complete
         self._programs = dict(programs)
 
@@ -149,6 +151,7 @@ class Traced:
         def called(*leaves: PyTree) -> PyTree:
             arguments = list(jax.tree.unflatten(structure, leaves))
             for each in static:
+                # Static arguments arrived as None in their places.
                 arguments[each.place] = each.value
             return self._fn(*arguments)
 
@@ -160,6 +163,7 @@ class Traced:
 
     def _check(self, new: Signature) -> None:
         """Refuses a function that is another one than when it was first traced."""
+        # Only for a new set of shapes: programs that are there cannot change.
         now = contents_of(self._fn, self._user)
         if now.complete and now == self._contents:
             return

@@ -123,7 +123,7 @@ class BackwardProgram:
 
 
 def _places(plan: ForwardPlan, layout: Layout) -> list[Sharding | None]:
-    """Where the cotangent of each floating leaf belongs."""
+    """The sharding of the cotangent of each floating leaf."""
     if layout is None:
         return [None] * sum(plan.trained)
     pairs = zip(layout, plan.trained, strict=True)
@@ -149,6 +149,7 @@ def gradient(
     dtypes = [x.dtype for x, is_live in zip(shapes, live, strict=True) if is_live]
     params_vars = plan.program.jaxpr.invars[: plan.param_count]
     sources = [*params_vars, *plan.kept]
+    # Without effects: what the forward pass printed is not printed a second time.
     again = part_of(plan.program, sources, residuals, effects=False)
 
     def run(params: list[Any], kept: list[Any], cotangents: list[Any]) -> list[Any]:
@@ -160,6 +161,7 @@ def gradient(
         ]
         return evaluate(linear, [*found, *strong])
 
+    # Traced as one program, so that XLA sees recomputation and pull-back together.
     groups = (jax.tree.leaves(params), list(kept), cotangents)
     program, _ = trace(run, *groups)
     values = iter(program.jaxpr.invars)
@@ -175,6 +177,7 @@ def passed_on(plan: ForwardPlan) -> tuple[int | None, ...] | None:
     what it was given costs as much to call as one that computes something, and makes an
     array for each input; on the way to another worker these are as many arrays to send.
     """
+    # A parameter would need its gradient; what is kept is there to be computed with.
     if plan.param_count or plan.kept:
         return None
     if not all(map(is_inexact, jax.tree.leaves(plan.outputs))):

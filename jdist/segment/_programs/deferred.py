@@ -58,6 +58,7 @@ class Term(NamedTuple):
             values = [kept[self.places[0]] for kept in calls]
             return functools.reduce(jnp.add, values)
         factors = [
+            # Along the contracted axis: the product then adds over the calls by itself.
             jnp.concatenate([kept[place] for kept in calls], axis)
             for place, axis in zip(self.places, self.axes, strict=True)
         ]
@@ -137,6 +138,8 @@ def defer(gradient: BackwardProgram) -> Deferral:
             return [value]
         given = [x for x in equation.invars if isinstance(x, Var)]
         name = equation.primitive.name
+        # Linear functions of the product can be applied once, to the sum over all
+        # calls.
         linear = name in LINEAR and len(equation.invars) == 1
         if given and (linear or (name in SUMS and len(given) == 2)):
             return [part for x in given for part in parts(x)]
@@ -150,6 +153,7 @@ def defer(gradient: BackwardProgram) -> Deferral:
     pairs = zip(ends, put_off, strict=True)
     summed = dict.fromkeys(x for own, is_off in pairs if is_off for x in own)
     factors = {x: makers[x].invars if is_product(x) else [x] for x in summed}
+    # A factor of two products, such as a shared input, is kept once.
     held = list(dict.fromkeys(x for own in factors.values() for x in own))
     terms = [
         Term(

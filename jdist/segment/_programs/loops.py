@@ -56,6 +56,7 @@ def with_loops_cut(
 
     def rewrite(equation: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         loop = loop_of(equation)
+        # A loop over parameters alone is made again from them as a whole.
         if loop is None or not dependent.intersection(equation.outvars):
             return None
         sources = zip(equation.invars, loop.body.jaxpr.invars, strict=True)
@@ -71,6 +72,7 @@ def with_loops_cut(
             for place, (outer, inner) in enumerate(zip(stacks, stacked, strict=True))
             if outer in dependent and outer not in read and isinstance(inner, Var)
         ]
+        # Once each: a body may stack the same value for several readers.
         needed = dict.fromkeys(stacked[place] for place in places)
         kept = _kept(loop, changing, list(needed), policy)
         if sum(map(byte_count, kept)) >= sum(map(byte_count, needed)):
@@ -129,6 +131,7 @@ def _run(
 
     final, stacks = jax.lax.scan(turn, list(start), list(slices), **loop.options)
     keeping = [*slices, *stacks[len(as_before) :]]
+    # In any direction: without a carry the turns do not depend on each other.
     _, made = jax.lax.scan(make_again, None, keeping, length=loop.options["length"])
     before, after = iter(stacks), iter(made)
     merged = [next(after if i in places else before) for i in range(len(stacked))]

@@ -51,7 +51,7 @@ from jdist.segment._programs.recompute import (
 
 @dataclass(frozen=True, slots=True)
 class ArrayLocations:
-    """Where each of some values is to be found, outside of compiled code.
+    """The places of some values among arrays, outside of compiled code.
 
     Attributes:
       places: For each value the number of a group of arrays, and its place in it. The
@@ -69,6 +69,8 @@ class ArrayLocations:
         for number, group in enumerate(groups):
             for place, atom in enumerate(group):
                 if isinstance(atom, Var):
+                    # The first group wins: an output that is an input is held as the
+                    # input.
                     known.setdefault(atom, (number, place))
         places: list[tuple[int, int]] = []
         computed: list[Var] = []
@@ -207,6 +209,7 @@ def _choose(
     outputs = jaxpr.outvars[: len(jax.tree.leaves(plan.outputs))]
     dependent = depending_on(plan.program, inputs)
     makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+    # The caller has these, and to keep them is to refer to them.
     held = {x for x in (*inputs, *outputs) if isinstance(x, Var)}
 
     def made_from(value: Var) -> list[Var] | None:

@@ -84,10 +84,13 @@ def split(gradient: BackwardProgram) -> Split:
     program = gradient.program
     arguments = program.jaxpr.invars
     params, kept, cotangents = gradient.groups
+    # What depends on parameters alone is made again: carried, it would be a copy of
+    # them for each call in flight.
     dependent = depending_on(program, [*kept, *cotangents])
     makers = {x: equation for equation in program.jaxpr.eqns for x in equation.outvars}
     first = equations_for(program, arguments, gradient.d_inputs, effects=True)
     made_first = {x for equation in first for x in equation.outvars}
+    # Held by the caller anyway, so that to carry them costs nothing.
     held = {*kept, *cotangents, *gradient.d_inputs}
 
     def made_from(value: Var) -> list[Var] | None:

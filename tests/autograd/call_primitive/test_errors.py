@@ -1,4 +1,4 @@
-"""What goes wrong in a remote call arrives, says what to do, and breaks nothing."""
+"""Errors in a remote call arrive, say what to do, and break nothing."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What can be an argument or a result of a remote call: kinds, trees, placement."""
+"""Arguments and results of a remote call: kinds, trees, placement."""
 
 import functools
 

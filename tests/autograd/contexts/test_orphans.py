@@ -130,7 +130,7 @@ def test_a_late_request_of_one_in_between_that_is_gone():
 
 
 def test_one_in_between_that_goes_before_it_passes_the_end_on():
-    """Who waited for it in vain hears from the originator that all is over."""
+    """A worker that waited for it in vain learns the end from the originator."""
     with rpc.local_cluster(names(3), allow=["tests"]):
         with autograd.context() as context_id:
             rpc.rpc_sync("worker1", pass_on, args=(leaf(1), leaf(2), "worker2"))

@@ -1,4 +1,4 @@
-"""What is recorded where: the graphs of torch's scenarios, counted on every worker."""
+"""Recorded graphs of torch's scenarios, counted on every worker."""
 
 import numpy as np
 import pytest

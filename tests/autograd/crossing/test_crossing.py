@@ -1,4 +1,4 @@
-"""What crosses between workers as what: arguments, results, references, placement."""
+"""Values that cross between workers: arguments, results, references, placement."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What goes wrong ends a pass on every worker, by name and cause; later ones work."""
+"""Failures end a pass on every worker, by name and cause; later passes work."""
 
 import signal
 import threading
@@ -75,7 +75,7 @@ def check(x, gradients):
     np.testing.assert_allclose(gradients[x], expected, rtol=1e-12)
 
 
-# --- a function of somebody raises ---
+# --- a user's function raises ---
 
 
 def raising(mode, times):

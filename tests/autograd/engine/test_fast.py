@@ -98,7 +98,7 @@ def nothing_recorded(function):
 
 
 def unasked():
-    """The other worker waits for nothing as long as nobody sends it anything."""
+    """The other worker waits for nothing as long as it is sent nothing."""
     (x,) = leaves(1, 5)
     with autograd.context() as context_id:
         rpc.rpc_sync(after(), world.return_own, args=("fast", 6))
@@ -131,7 +131,7 @@ def test_a_pass_that_uses_all_sends_works_after_some_that_did_not(cluster):
 
 
 def silent():
-    """What failed left nothing behind: no part of a pass, no context."""
+    """A failure leaves nothing behind: no part of a pass, no context."""
     x, y = leaves(2, 8)
     with autograd.context() as context_id:
         rpc.rpc_sync(after(), world.add, args=(x, y))

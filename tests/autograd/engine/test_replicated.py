@@ -30,7 +30,7 @@ def params(*seed):
 
 
 def trainers(cluster, body, *args):
-    """What a body returns on each trainer, or the error that it raises."""
+    """The result of a body on each trainer, or the error that it raises."""
     tasks = [cluster.start(k, outcome, body, *args) for k in range(len(TRAINERS))]
     return results(tasks)
 

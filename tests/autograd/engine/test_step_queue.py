@@ -34,7 +34,7 @@ def test_steps_that_many_threads_bring_run_one_at_a_time():
     assert not steps.waiting
 
 
-def test_whoever_finds_it_busy_leaves_the_step_there():
+def test_a_thread_that_finds_it_busy_leaves_the_step_there():
     steps, entered, ran = StepQueue(None), threading.Event(), []
     go_on = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm over all owners, whoever owns what."""
+"""Clipping by the norm over all owners, however they are divided among owners."""
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,6 @@ def fails_in_the_norm():
     return world.values_of(rrefs)
 
 
-def test_if_the_norm_fails_nobody_steps(cluster):
+def test_if_the_norm_fails_no_owner_steps(cluster):
     first, second = cluster.run(0, fails_in_the_norm)
     world.assert_same_bits([first, second], [VALUES[2]] * 2)

@@ -47,8 +47,8 @@ def one_holds():
     return list(world.log), world.values_of(variables)
 
 
-def test_who_shares_a_variable_waits():
-    """The same set in another order, and a set that overlaps; nobody else does."""
+def test_steps_that_share_a_variable_wait():
+    """The same set in another order, and a set that overlaps."""
     forget()
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         log, values = one_holds()
@@ -81,7 +81,7 @@ def gives_up():
     assert isinstance(caught.value.exceptions[0], rpc.RpcTimeout)
     gate("holder may end").set()
     assert holder() == (None, None)
-    world.step(other, [rref], [gradient])  # whoever gave up has not left a lock
+    world.step(other, [rref], [gradient])  # a step that gave up has left no lock
     return world.values_of([rref])
 
 

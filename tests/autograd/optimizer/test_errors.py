@@ -1,4 +1,4 @@
-"""What a distributed optimizer refuses, and how it tells of what went wrong."""
+"""Refusals and errors of a distributed optimizer."""
 
 import os
 
@@ -110,7 +110,7 @@ def no_context():
     ):
         dist_opt.step(context_id)
     with autograd.context() as context_id:
-        dist_opt.step(context_id)  # in which nobody has a gradient
+        dist_opt.step(context_id)  # in which no variable has a gradient
     return world.values_of([rref])
 
 

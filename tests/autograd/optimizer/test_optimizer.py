@@ -130,7 +130,7 @@ def by_optax(constructor, *args, **kwargs):
     for each in gradients()[:3]:
         world.step(dist_opt, rrefs, each)
         found.append(world.values_of(rrefs))
-    # Nobody on worker2 has a gradient: its one count stays, too.
+    # No parameter of worker2 has a gradient: its one count stays, too.
     last = gradients()[3]
     world.step(dist_opt, rrefs, [last[0], None, last[2]])
     found.append(world.values_of(rrefs))

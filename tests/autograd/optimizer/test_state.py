@@ -155,7 +155,7 @@ def test_no_thread_stays_behind(tmp_path):
 
 
 def test_without_orbax(tmp_path, monkeypatch):
-    """What is missing, and how to get it."""
+    """The error names what is missing, and how to get it."""
     with rpc.local_cluster(["worker0"], allow=["tests"]):
         rref = rpc.RRef(world.make(world.numbers(1)))
         dist_opt = autograd.DistributedOptimizer(optim.sgd, [rref], lr=0.5)

@@ -252,7 +252,7 @@ def test_a_function_argument_that_cannot_be_read_is_never_stale():
 
 
 def test_functions_of_equal_contents_change_apart():
-    """What was compiled for one serves the other, until it must be traced anew."""
+    """Programs of one serve the other, until it must be traced anew."""
 
     def make():
         held = [2.0]

@@ -1,4 +1,4 @@
-"""What is neither an operator nor `apply`: comparisons, copies, other libraries."""
+"""Uses besides operators and `apply`: comparisons, copies, other libraries."""
 
 import copy
 import operator
