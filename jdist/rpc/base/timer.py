@@ -21,6 +21,8 @@ __all__ = ["Alarm", "Timer"]
 
 _log = logging.getLogger("jdist.rpc")
 _RETRY_SECONDS = 1.0
+_GATHERING = 0.002
+"""Seconds, by which an appointment may be late while objects are collected."""
 
 Ring = Callable[[float], float | None]
 """Called with the time; returns the next moment at which to be called, or None."""
@@ -160,6 +162,10 @@ class Timer:
                 return
             if isinstance(item, _Finalizer):
                 self._call(item.ring)
+                # A program may drop thousands of objects in a loop: to wake for each of
+                # them would take the interpreter from it as often.
+                if self._queue.empty():
+                    time.sleep(_GATHERING)
             else:
                 heapq.heappush(appointments, item)
 

@@ -274,7 +274,7 @@ class Agent:
 
     def exchange(self, outgoing: Outgoing) -> Any:
         """Sends a request on a pooled connection and waits for the answer."""
-        peer, kind, body, meta, limit, operation, receive, _ = outgoing
+        peer, kind, body, meta, limit, operation, receive, *_ = outgoing
         message = MessageContext(peer.info, meta, operation)
         tree, leaves = self.encode(body, message)
         waiting = SyncCall(peer, limit, operation)
@@ -333,6 +333,10 @@ class Agent:
 
     def request(self, outgoing: Outgoing) -> Future[Any]:
         """Sends a request on the shared connection; returns its answer's future."""
+        return self.submit(outgoing).future
+
+    def submit(self, outgoing: Outgoing) -> AsyncCall:
+        """Sends a request on the shared connection; returns the call under way."""
         message = MessageContext(outgoing.peer.info, outgoing.meta, outgoing.operation)
         tree, leaves = self.encode(outgoing.body, message)
         scope = current.scope.get()
@@ -353,7 +357,7 @@ class Agent:
             self.outstanding.end(request)
             self.undelivered(request.message)
             raise
-        return request.future
+        return request
 
     def _submit(
         self, request: AsyncCall, shared: SharedConnection | None, frame: Frame

@@ -22,7 +22,7 @@ from jdist.rpc.base.current import Cancellable, Scope
 from jdist.rpc.base.deadline import Deadline
 from jdist.rpc.base.errors import ProtocolError, RemoteError, RpcTimeout
 from jdist.rpc.base.extension_state import NEEDS
-from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all
+from jdist.rpc.base.future import Future, call_when_done, cancel, collect_all, run_all
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.message_context import MessageContext, ReferenceCounting
 from jdist.rpc.base.thread_pool import ThreadPool
@@ -34,6 +34,7 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed
 from jdist.rpc.wire.frame import CANCEL, ERROR, REPLY, Frame
 
 __all__ = [
+    "AFTER",
     "NESTED",
     "TAKE_BACK",
     "Callee",
@@ -53,8 +54,9 @@ class Execution:
     """
 
     __slots__ = (
-        "__weakref__", "_futures", "_lock", "_nested", "_pool", "_undelivered",
-        "answer", "caller", "cancelled", "deadline", "operation", "since", "ticket",
+        "__weakref__", "_followers", "_futures", "_lock", "_nested", "_pool",
+        "_undelivered", "answer", "caller", "cancelled", "deadline", "operation",
+        "since", "ticket",
     )  # fmt: skip
 
     answer: Future[Frame]
@@ -79,6 +81,7 @@ class Execution:
         self.cancelled: str | None = None
         self._pool = pool
         self._lock = threading.Lock()
+        self._followers: tuple[Callable[[], None], ...] | None = ()
         self._futures: list[Future[Any]] = []
         self._nested: set[Cancellable] | None = None
         self._undelivered: Callable[[], None] | None = None
@@ -97,6 +100,20 @@ class Execution:
     def deferred(self) -> bool:
         """Whether it goes on without a thread, as a future."""
         return bool(self._futures)
+
+    def follow(self, serve: Callable[[], None]) -> bool:
+        """Has its thread call `serve` next; False if that thread is done with it."""
+        with self._lock:
+            if self._followers is None:
+                return False
+            self._followers = (*self._followers, serve)
+            return True
+
+    def followed(self) -> list[Callable[[], None]]:
+        """What its thread has to call next; from now on nothing more can follow."""
+        with self._lock:
+            followers, self._followers = self._followers, None
+        return list(followers or ())
 
     def defer(self, future: Future[Any]) -> None:
         """Notes that the result will be that of `future`, or made of it."""
@@ -162,6 +179,10 @@ def _time_out(future: Future[Any], reason: str) -> None:
 
 TAKE_BACK = "take back"
 """Kind of the request that cancels another one, of the ticket in its body."""
+
+AFTER = "after"
+"""In the metadata of a request: the number of one on the same connection, before the
+end of which it cannot be answered."""
 
 NESTED = "nested"
 """In the metadata of a request that a called function makes."""
@@ -435,8 +456,11 @@ class ServedConnection:
         callee.begin(execution)
         self._running[frame.id] = execution
         serve = functools.partial(self._serve, execution, frame)
+        before = self._running.get(frame.meta.get(AFTER, 0))
         if not frame.shared:
             serve()
+        elif before is not None and before.follow(serve):
+            pass  # without a thread of its own, which could only wait for that one
         elif callee.needs_place(frame):
             pool.run_limited(serve)
         else:
@@ -444,14 +468,17 @@ class ServedConnection:
         return True
 
     def _serve(self, execution: Execution, frame: Frame) -> None:
-        answer = self._agent.callee.execute(execution, frame)
-        if isinstance(answer, Execution):
-            future = answer.answer
-            call_when_done(
-                future, lambda: self._answer(execution, frame.id, future.value())
-            )
-        else:
-            self._answer(execution, frame.id, answer)
+        try:
+            answer = self._agent.callee.execute(execution, frame)
+            if isinstance(answer, Execution):
+                future = answer.answer
+                call_when_done(
+                    future, lambda: self._answer(execution, frame.id, future.value())
+                )
+            else:
+                self._answer(execution, frame.id, answer)
+        finally:
+            run_all(execution.followed())
 
     def _answer(self, execution: Execution, number: int, answer: Frame) -> None:
         if execution.brings_references:

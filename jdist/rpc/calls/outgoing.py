@@ -11,6 +11,7 @@ from jdist.rpc.base.future import Future, complete, run_all
 from jdist.rpc.base.interceptor import Operation
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
+from jdist.rpc.calls.callee import AFTER
 from jdist.rpc.calls.outstanding_calls import OutstandingCalls
 from jdist.rpc.calls.peers import Peer, PooledConnection
 from jdist.rpc.codec.codes import names_code
@@ -18,17 +19,25 @@ from jdist.rpc.wire.channel import ChannelClosed, NotSent
 from jdist.rpc.wire.frame import ERROR, Frame
 from jdist.rpc.wire.shared_connection import Callbacks, SharedConnection
 
-__all__ = ["AsyncCall", "Outgoing", "Receive", "SyncCall"]
+__all__ = ["AsyncCall", "Outgoing", "Receive", "Submitted", "SyncCall"]
 
 Receive = Callable[[Any, dict[str, Any]], Any]
 """Makes the result of a call of the value and the metadata of its answer."""
+
+
+class Submitted(NamedTuple):
+    """A request that was sent on a shared connection, by its number there."""
+
+    shared: SharedConnection
+    number: int
 
 
 class Outgoing(NamedTuple):
     """A request to be sent, and its destination.
 
     Of an asynchronous call `ended` is told the error, or None. It runs on the thread
-    that learns of it, before anything else, and must not wait.
+    that learns of it, before anything else, and must not wait. `after` is a request
+    that the callee has to end before it can answer this one.
     """
 
     peer: Peer
@@ -39,6 +48,7 @@ class Outgoing(NamedTuple):
     operation: Operation
     receive: Receive | None = None
     ended: Callable[[BaseException | None], None] | None = None
+    after: Submitted | None = None
 
 
 class CallingWorker(Protocol):
@@ -160,18 +170,18 @@ class AsyncCall:
     """An asynchronous call: a future that the shared connection completes."""
 
     __slots__ = (
+        "_after",
         "_agent",
         "_ended",
         "_execution",
-        "_number",
         "_peer",
         "_receive",
-        "_shared",
         "deadline",
         "future",
         "message",
         "operation",
         "since",
+        "submitted",
     )  # fmt: skip
 
     def __init__(
@@ -191,8 +201,8 @@ class AsyncCall:
         self._receive = outgoing.receive
         self._ended = outgoing.ended
         self._execution = execution
-        self._shared: SharedConnection | None = None
-        self._number = 0
+        self._after = outgoing.after
+        self.submitted: Submitted | None = None
 
     @property
     def peer(self) -> str:
@@ -210,10 +220,12 @@ class AsyncCall:
         Raises:
           ValueError: The frame is beyond the limits.
         """
-        self._shared = shared
-        self._number = shared.submit(
-            self, frame.kind, frame.meta, frame.tree, frame.leaves
-        )
+        meta, after = frame.meta, self._after
+        # On another connection that number is another request's.
+        if after is not None and after.shared is shared:
+            meta = meta | {AFTER: after.number}
+        number = shared.submit(self, frame.kind, meta, frame.tree, frame.leaves)
+        self.submitted = Submitted(shared, number)
         if self._execution is not None and not self.future.done():
             self._execution.begin(self)
             # It may have been answered in between, and ended before it was noted.
@@ -245,7 +257,8 @@ class AsyncCall:
 
     def give_up(self, reason: str) -> None:
         """Ends the call, because the call within which it is made was cancelled."""
-        if self._shared is not None and self._shared.withdraw(self._number):
+        sent = self.submitted
+        if sent is not None and sent.shared.withdraw(sent.number):
             run_all(self.end(None, RpcTimeout(reason)))
 
     def end(self, value: Any, error: BaseException | None) -> Callbacks:

@@ -10,7 +10,7 @@ from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
 from jdist.rpc.calls.function_calls import execute
-from jdist.rpc.calls.outgoing import Outgoing
+from jdist.rpc.calls.outgoing import Outgoing, Submitted
 from jdist.rpc.codec.functions import FunctionTable
 from jdist.rpc.rref.messages import unpack_id
 from jdist.rpc.rref.owner_value import OwnerValue, again, fail, fill, new_owner_value
@@ -61,17 +61,17 @@ class Creation:
             references, fork.rref, None, fork, self._ended, until=outgoing.deadline
         )
 
-    def ask(self, handle: Handle) -> None:
-        """Sends the request."""
+    def ask(self, handle: Handle) -> Submitted | None:
+        """Sends the request; what was sent, unless the connection is still opened."""
         agent = self._references.agent
         rref, fork, low_water_mark = self._name
         name = (rref.packed(), fork.packed(), low_water_mark)
         outgoing = self._outgoing._replace(body=(name, *self._outgoing.body))
         if handle.owner_value is None:
-            agent.request(outgoing._replace(ended=self._end))
-            return
+            return agent.submit(outgoing._replace(ended=self._end)).submitted
         asked, place = agent.request(outgoing), handle.owner_value
         call_when_done(asked, lambda: self._end_here(asked, place))
+        return None
 
     def give_up(self, error: BaseException) -> None:
         """Undoes it; the owner is told if it may have been asked."""

@@ -13,7 +13,7 @@ from jdist.rpc.base.interceptor import Invocation, Operation
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.calls.callee import Reply
-from jdist.rpc.calls.outgoing import Outgoing
+from jdist.rpc.calls.outgoing import Outgoing, Submitted
 from jdist.rpc.codec.functions import own_name
 from jdist.rpc.rref.creation import failure_of
 from jdist.rpc.rref.messages import unpack_id
@@ -70,23 +70,29 @@ def install(
     agent.register(TYPE, kind)
 
 
-def fetch(handle: Handle, call: Invocation, timeout: float) -> Any:
-    """A copy of the value of another worker; `call` is what interceptors see."""
+def fetch(
+    handle: Handle, call: Invocation, timeout: float, asked: Submitted | None
+) -> Any:
+    """A copy of the value of another worker.
+
+    Args:
+      handle: Of the reference.
+      call: What interceptors see.
+      timeout: Seconds; -1 for the default, 0 for no limit.
+      asked: The request to create the value, if that was sent.
+    """
     agent, creation, until = handle.agent, handle.creation, handle.until
     outgoing = agent.outgoing(handle.owner(), FETCH, handle.rref.packed(), timeout)
     outgoing = outgoing._replace(operation=Operation("to_here"))
+    outgoing = _intercepted(agent, outgoing, call)
     if creation is None or creation.done():
-        return _exchange(agent, outgoing, call)
+        return agent.exchange(outgoing)
     limit = outgoing.deadline
     shorter = until.at is not None and (limit.at is None or until.at < limit.at)
     if shorter:  # What has not been created by then will not be.
         outgoing = outgoing._replace(deadline=until)
     try:
-        # It may overtake the creation: the owner then answers once that has come.
-        value = _exchange(agent, outgoing, call)
-        # Its own answer is on the way, on another connection.
-        await_done(creation, outgoing.deadline.at)
-        return value
+        return _fetch_created(agent, outgoing._replace(after=asked), creation)
     except RpcError as error:
         # The owner may know of the failure, and say so, a moment before it is due here.
         failed = error_of(creation) if creation.done() else None
@@ -95,17 +101,29 @@ def fetch(handle: Handle, call: Invocation, timeout: float) -> Any:
         raise failure_of(failed or error, agent.codec.functions) from error
 
 
-def _exchange(agent: Agent, outgoing: Outgoing, call: Invocation) -> Any:
+def _fetch_created(agent: Agent, outgoing: Outgoing, creation: Future[None]) -> Any:
+    """Fetches a value whose creation was asked for and is not answered yet."""
+    # On the connection of the creation, behind it: the owner's thread that creates the
+    # value then answers both, and no other thread is woken for the fetch. It may still
+    # overtake the creation; the owner then answers once that has come.
+    call = agent.submit(outgoing)
+    try:
+        await_done(call.future, None)  # the call's own deadline completes it
+        await_done(creation, outgoing.deadline.at)
+    except BaseException:
+        call.give_up("the call was interrupted")
+        raise
+    return call.future.value()
+
+
+def _intercepted(agent: Agent, outgoing: Outgoing, call: Invocation) -> Outgoing:
     interceptor = agent.interceptor
     if interceptor is None:
-        return agent.exchange(outgoing)
+        return outgoing
     info = outgoing.peer.info
     _, meta = interceptor.request(info, call)
-    return agent.exchange(
-        outgoing._replace(
-            meta=meta,
-            receive=lambda value, meta: interceptor.reply(info, value, meta),
-        )
+    return outgoing._replace(
+        meta=meta, receive=lambda value, meta: interceptor.reply(info, value, meta)
     )
 
 

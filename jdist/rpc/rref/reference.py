@@ -13,6 +13,7 @@ from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls import function_calls
 from jdist.rpc.calls.agent import current_agent
+from jdist.rpc.calls.outgoing import Submitted
 from jdist.rpc.rref import fetch
 from jdist.rpc.rref.creation import CREATE, Creation, check
 from jdist.rpc.rref.messages import Ref
@@ -56,8 +57,9 @@ class RRef(Generic[T]):
       (6, 'worker1', 7)
     """
 
-    __slots__ = ("__weakref__", "_creation", "_handle", "_type")
+    __slots__ = ("__weakref__", "_asked", "_creation", "_handle", "_type")
 
+    _asked: Submitted | None
     _handle: Handle
     _creation: Future[None] | None
     _type: Future[type] | None
@@ -75,6 +77,7 @@ class RRef(Generic[T]):
         return made
 
     def _set(self, handle: Handle) -> None:
+        self._asked = None
         self._handle = handle
         self._creation = handle.creation
         self._type = None
@@ -141,7 +144,7 @@ class RRef(Generic[T]):
         agent, place = self._handle.agent, self._handle.owner_value
         if place is None:
             with self._using("to_here()"):
-                return fetch.fetch(self._handle, fetch_call(self), timeout)
+                return fetch.fetch(self._handle, fetch_call(self), timeout, self._asked)
         value = fetch.local(place, agent, timeout)
         return value if agent.interceptor is None else agent.interceptor.local(value)
 
@@ -334,7 +337,7 @@ def remote(
         handle = creation.begin()
         # Made before the request is sent: its finalizer gives the value up in any case.
         rref = RRef._of(handle)
-        creation.ask(handle)
+        rref._asked = creation.ask(handle)
     except BaseException as error:
         creation.give_up(error)
         raise

@@ -34,7 +34,7 @@ from jdist.rpc.rref.messages import (
 from jdist.rpc.rref.owner import OwnedEntry
 from jdist.rpc.rref.owner_value import OwnerValue, fail, new_owner_value
 from jdist.rpc.rref.protocol import Created, Effects, Freed, Never, Protocol, Settled
-from jdist.rpc.rref.reliable_delivery import GATHERING, ReliableDelivery
+from jdist.rpc.rref.reliable_delivery import GATHERING, QueuedMessage, ReliableDelivery
 from jdist.rpc.rref.user_fork import UserFork
 
 __all__ = ["Handle", "References", "references_of", "refuse_anywhere_else"]
@@ -336,6 +336,7 @@ class References:
         self._perform(effects)
 
     def _perform(self, effects: Effects, never: Exception | None = None) -> None:
+        letters: dict[tuple[int, bool], list[QueuedMessage]] = {}
         for effect in effects:
             if isinstance(effect, Settled):
                 self._settle(effect.user_fork)
@@ -343,7 +344,14 @@ class References:
                 error = never or RpcError(f"RRef creation failed: {effect.reason}")
                 fail(effect.owner_value, error, "", self.agent.codec.functions)
             elif not isinstance(effect, Freed):  # that one dies with the list
-                self._send(effect.to, effect.message)
+                # A giver only keeps its own fork for longer if it hears late.
+                gather = isinstance(effect.message, Accept)
+                letter = self._letter(effect.message)
+                letters.setdefault((effect.to, gather), []).append(letter)
+        # Together: each sending wakes a thread, and a thousand references may be
+        # dropped at once.
+        for (to, gather), messages in letters.items():
+            self.delivery.send_all(to, messages, gather)
         if self.released:
             with self._lock:
                 self._changed.notify_all()
@@ -379,13 +387,9 @@ class References:
 
     # --- messages ---
 
-    def _send(self, to: int, message: Message) -> None:
+    def _letter(self, message: Message) -> QueuedMessage:
         answered = functools.partial(self._answered, message)
-        # A giver only keeps its own fork for longer if it hears late.
-        gather = isinstance(message, Accept)
-        self.delivery.send(
-            to, KINDS[type(message)], pack(message), answered, gather=gather
-        )
+        return QueuedMessage(KINDS[type(message)], pack(message), answered)
 
     def _receive(
         self, sender: WorkerInfo, messages: Sequence[Message]

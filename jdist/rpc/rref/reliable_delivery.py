@@ -20,7 +20,7 @@ from jdist.rpc.base.worker_info import WorkerInfo, incarnation_of
 from jdist.rpc.calls.agent import Agent
 from jdist.rpc.rref.dedup_window import DedupWindow
 
-__all__ = ["GATHERING", "Answers", "ReliableDelivery"]
+__all__ = ["GATHERING", "Answers", "QueuedMessage", "ReliableDelivery"]
 
 Answers = Sequence[Any] | Future[Sequence[Any]]
 """One answer for each message of a batch, or a future of them."""
@@ -38,13 +38,21 @@ _FIRST_PAUSE = 0.01
 _log = logging.getLogger("jdist.rpc")
 
 
-class _QueuedMessage(NamedTuple):
-    """A message and its callbacks; see `ReliableDelivery.send`."""
+class QueuedMessage(NamedTuple):
+    """A message and its callbacks.
+
+    Attributes:
+      kind: For which the receiver has a handler.
+      row: The message, encodable.
+      answered: Called with the answer.
+      unreachable: Called instead when there will be none: the receiver is gone or has
+        refused the message, or this worker was closed.
+    """
 
     kind: str
     row: Any
-    answered: Callable[[Any], None] | None
-    unreachable: Callable[[], None] | None
+    answered: Callable[[Any], None] | None = None
+    unreachable: Callable[[], None] | None = None
 
 
 class _Batch(NamedTuple):
@@ -53,7 +61,7 @@ class _Batch(NamedTuple):
     to: int
     number: int
     kind: str
-    messages: Sequence[_QueuedMessage]
+    messages: Sequence[QueuedMessage]
 
 
 class ReliableDelivery:
@@ -96,24 +104,26 @@ class ReliableDelivery:
         unreachable: Callable[[], None] | None = None,
         gather: bool = False,
     ) -> None:
-        """Delivers a message; returns at once, on any thread.
+        """Delivers one message; see `send_all` and `QueuedMessage`."""
+        self.send_all(to, [QueuedMessage(kind, row, answered, unreachable)], gather)
+
+    def send_all(
+        self, to: int, messages: Sequence[QueuedMessage], gather: bool = False
+    ) -> None:
+        """Delivers messages to one worker; returns at once, on any thread.
 
         Args:
           to: Incarnation of the receiver.
-          kind: For which the receiver has a handler.
-          row: The message, encodable.
-          answered: Called with the answer.
-          unreachable: Called instead when there will be none: the receiver is gone or
-            has refused the message, or this worker was closed.
-          gather: Whether it may wait a moment for more messages to the same worker.
+          messages: In no particular order.
+          gather: Whether they may wait a moment for more to the same worker.
         """
         with self._lock:
             outbox = self._outboxes[to]
             if gather and not outbox.waiting:
-                # Before the message is noted: after an interrupt in between, later ones
+                # Before they are noted: after an interrupt in between, later messages
                 # must not count on an appointment that was never made.
                 self._agent.timer.later(GATHERING, lambda: self._empty(to, outbox))
-            outbox.waiting.append(_QueuedMessage(kind, row, answered, unreachable))
+            outbox.waiting += messages
             if gather or outbox.sending:
                 return
         self._agent.pool.run(lambda: self._empty(to, outbox))
@@ -240,7 +250,7 @@ class _Outbox:
     """Messages to one worker: those that wait, and batches without an answer."""
 
     def __init__(self) -> None:
-        self.waiting: list[_QueuedMessage] = []
+        self.waiting: list[QueuedMessage] = []
         self.sending = False
         # A plain dict takes long to find its first item after deletions.
         self.batches: collections.OrderedDict[int, _Batch] = collections.OrderedDict()
@@ -253,7 +263,7 @@ class _Outbox:
 
     def take(self, to: int) -> list[_Batch]:
         """The next messages that wait, by kind; they are unsettled from now on."""
-        by_kind: dict[str, list[_QueuedMessage]] = {}
+        by_kind: dict[str, list[QueuedMessage]] = {}
         for message in self.waiting[:_LARGEST_BATCH]:
             by_kind.setdefault(message.kind, []).append(message)
         del self.waiting[:_LARGEST_BATCH]
@@ -264,7 +274,7 @@ class _Outbox:
             batches.append(self.batches[self._last])
         return batches
 
-    def clear(self) -> list[_QueuedMessage]:
+    def clear(self) -> list[QueuedMessage]:
         """Removes and returns all messages without an answer."""
         left = [one for batch in self.batches.values() for one in batch.messages]
         left += self.waiting
@@ -302,7 +312,7 @@ def _answer(answers: Answers) -> Any:
     return answers
 
 
-def _abandon(messages: Iterable[_QueuedMessage]) -> None:
+def _abandon(messages: Iterable[QueuedMessage]) -> None:
     for message in messages:
         if message.unreachable is not None:
             message.unreachable()

@@ -3,9 +3,11 @@
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from jdist.rpc.base import timer as timer_module
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
 from tests.rpc.sockets import nothing_left, wait_until
@@ -148,6 +150,34 @@ def test_the_end_of_an_object_is_told_while_it_is_watched(timer):
     second.wait()
     assert [one() for one in kept] == [None, None]
     assert not third.again()
+
+
+def test_objects_that_end_in_a_row_wake_the_thread_once(timer, monkeypatch):
+    """Those that follow the first one are noted while the thread rests."""
+    resting, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def rest(seconds):
+        assert 0 < seconds < 0.1
+        resting.release()
+        assert go_on.acquire(timeout=PATIENCE)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=rest)
+    monkeypatch.setattr(timer_module, "time", clock)
+    rings = [Rings() for _ in range(20)]
+    things = [Thing() for _ in rings]
+    kept = [timer.when_collected(*pair) for pair in zip(things, rings, strict=True)]
+    things.pop()
+    rings[-1].wait()
+    assert resting.acquire(timeout=PATIENCE)
+    things.clear()
+    assert not rings[0].again()
+    go_on.release()
+    for ring in rings[:-1]:
+        ring.wait()
+    assert resting.acquire(timeout=PATIENCE)
+    assert not resting.acquire(blocking=False)
+    go_on.release()
+    assert len(kept) == 20
 
 
 def test_nothing_is_called_after_the_end():

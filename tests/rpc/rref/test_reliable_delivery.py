@@ -6,7 +6,7 @@ import pytest
 
 from jdist import rpc
 from jdist.rpc.base import current
-from jdist.rpc.rref.reliable_delivery import ReliableDelivery
+from jdist.rpc.rref.reliable_delivery import QueuedMessage, ReliableDelivery
 from tests.rpc.hosts import names
 from tests.rpc.rref.common import PATIENCE, wait_for
 
@@ -78,6 +78,21 @@ def test_messages_that_can_wait_go_together(workers, monkeypatch):
     send()
     assert wait_for(one.delivery.idle)
     assert other.batches == [("worker0", [0, 1, 2, 3, 4])]
+
+
+def test_messages_that_are_sent_together_go_together(workers, monkeypatch):
+    """And wake one thread, not one each."""
+    one, other = workers
+    given = []
+    monkeypatch.setattr(one.agent.pool, "run", given.append)
+    messages = [QueuedMessage(KIND, row, one.answers.append) for row in range(50)]
+    one.delivery.send_all(other.number, messages)
+    (send,) = given
+    monkeypatch.undo()
+    send()
+    assert wait_for(one.delivery.idle)
+    assert other.batches == [("worker0", list(range(50)))]
+    assert one.answers == [2 * row for row in range(50)]
 
 
 def repeated(one, other, number, rows):

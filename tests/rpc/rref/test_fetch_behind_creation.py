@@ -1,0 +1,169 @@
+"""A fetch right behind its creation: same connection, same thread, same errors."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jdist import rpc
+from jdist.rpc.base import current
+from jdist.rpc.base.deadline import NEVER
+from jdist.rpc.calls.callee import AFTER, Execution
+from jdist.rpc.rref import fetch
+from jdist.rpc.wire.shared_connection import SharedConnection
+from tests.rpc.hosts import names
+from tests.rpc.rref.common import after_gate, close_gate, fail, open_gate, wait_for
+
+PATIENCE = 60
+_threads = {}
+
+
+@jax.tree_util.register_pytree_node_class
+class Witness:
+    """Notes which thread makes it, and which one encodes it."""
+
+    def __init__(self, number):
+        self.number = number
+        _threads["made"] = threading.get_ident()
+
+    def tree_flatten(self):
+        _threads["encoded"] = threading.get_ident()
+        return (self.number,), None
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        made = object.__new__(cls)
+        (made.number,) = children
+        return made
+
+
+def served():
+    return current.worker().outstanding.served()
+
+
+def followed():
+    """Whether a request waits for the thread of a call that this worker executes."""
+    return any(execution._followers for execution in served())
+
+
+def witness_once_followed(number):
+    assert wait_for(followed)
+    return Witness(number)
+
+
+def fail_once_followed():
+    assert wait_for(followed)
+    fail("made on purpose")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers():
+    with rpc.local_cluster(names(2), allow=["tests"]):
+        # From here on the shared connection is open.
+        assert rpc.rpc_async("worker1", divmod, args=(7, 2)).wait() == (3, 1)
+        yield
+
+
+def pooled_connections():
+    peer = current.worker().directory.find("worker1")
+    return len(peer._idle) + len(peer._busy)
+
+
+def test_the_thread_that_creates_the_value_answers_the_fetch():
+    before = pooled_connections()
+    made = rpc.remote("worker1", witness_once_followed, args=(12,))
+    assert made.to_here().number == 12
+    assert _threads["encoded"] == _threads["made"]
+    assert pooled_connections() == before
+    assert made.confirmed_by_owner()
+    assert made.creation().done()
+
+
+def test_what_the_function_raised_comes_with_the_fetch():
+    made = rpc.remote("worker1", fail_once_followed)
+    with pytest.raises(ValueError, match="made on purpose"):
+        made.to_here()
+
+
+def test_a_fetch_of_what_is_created_later_holds_no_thread():
+    """A future stands for the value: its function has ended, and so has its thread."""
+    close_gate("later")
+    made = rpc.remote("worker1", later, args=("later", np.arange(5)))
+    fetched = []
+    fetching = threading.Thread(
+        target=lambda: fetched.append(_as_worker0(made.to_here))
+    )
+    fetching.start()
+    with rpc.use_worker("worker1"):
+        assert wait_for(lambda: len(served()) == 3)  # and the call of `later` itself
+        assert wait_for(lambda: not followed())
+    assert not fetched
+    open_gate("later")
+    fetching.join(PATIENCE)
+    np.testing.assert_array_equal(fetched[0], np.arange(5))
+
+
+@rpc.async_execution
+def later(gate, value):
+    return rpc.rpc_async("worker1", after_gate, args=(gate, value))
+
+
+def _as_worker0(function):
+    with rpc.use_worker("worker0"):
+        return function()
+
+
+def test_behind_a_request_of_another_connection_nothing_waits(monkeypatch):
+    """Its number belongs to another request there, which may take for ever."""
+    close_gate("held")
+    made = rpc.remote("worker1", after_gate, args=("held", 3))
+    sent = []
+    submit = SharedConnection.submit
+
+    def noting(self, pending, kind, meta, tree, leaves):
+        if kind == fetch.FETCH:
+            sent.append(meta.get(AFTER))
+        return submit(self, pending, kind, meta, tree, leaves)
+
+    monkeypatch.setattr(SharedConnection, "submit", noting)
+    asked, made._asked = made._asked, made._asked._replace(shared=None)
+    for submitted, after in ((made._asked, None), (asked, asked.number)):
+        made._asked = submitted
+        with pytest.raises(rpc.RpcTimeout, match="to_here"):
+            made.to_here(timeout=0.05)
+        assert sent.pop() == after
+    open_gate("held")
+    assert made.to_here() == 3
+
+
+def test_an_interrupt_gives_the_fetch_up(monkeypatch):
+    close_gate("interrupted")
+    made = rpc.remote("worker1", after_gate, args=("interrupted", 3))
+
+    def interrupt(future, until):
+        raise KeyboardInterrupt("pressed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fetch, "await_done", interrupt)
+        with pytest.raises(KeyboardInterrupt, match="pressed"):
+            made.to_here()
+    waiting = {str(call.operation) for call in current.worker().outstanding.sent()}
+    assert waiting == {"remote(after_gate)"}
+    with rpc.use_worker("worker1"):
+        fetches = [e for e in served() if e.operation.verb == fetch.FETCH]
+        assert wait_for(lambda: all(e.cancelled for e in fetches))
+    open_gate("interrupted")
+    assert made.to_here() == 3
+
+
+def test_nothing_follows_a_call_whose_thread_is_done():
+    with rpc.use_worker("worker1"):
+        agent = current.worker()
+        execution = Execution(agent.info, "call", NEVER, None, agent.pool)
+    served_next = []
+    assert execution.follow(lambda: served_next.append(1))
+    for serve in execution.followed():
+        serve()
+    assert not execution.follow(lambda: served_next.append(2))
+    assert (served_next, execution.followed()) == ([1], [])
