@@ -4,6 +4,7 @@ The thread never waits for anything but the next moment. Alarms ring on it and m
 wait either; actions that may send or wait go to the thread pool.
 """
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -106,6 +107,7 @@ class Timer:
         # on a thread that holds any lock.
         self._queue: queue.SimpleQueue[_Appointment | _Finalizer | None]
         self._queue = queue.SimpleQueue()
+        self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -142,6 +144,7 @@ class Timer:
     def close(self) -> None:
         """Ends the thread; any number of times."""
         self._queue.put(None)
+        self._closed.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -165,9 +168,13 @@ class Timer:
                 # A program may drop thousands of objects in a loop: to wake for each of
                 # them would take the interpreter from it as often.
                 if self._queue.empty():
-                    time.sleep(_GATHERING)
+                    self._rest(_GATHERING)
             else:
                 heapq.heappush(appointments, item)
+
+    def _rest(self, seconds: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._closed.get(timeout=seconds)
 
     def _call(self, ring: Callable[[float], object]) -> None:
         try:

@@ -3,11 +3,9 @@
 import gc
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from jdist.rpc.base import timer as timer_module
 from jdist.rpc.base.thread_pool import ThreadPool
 from jdist.rpc.base.timer import Timer
 from tests.rpc.sockets import nothing_left, wait_until
@@ -161,8 +159,7 @@ def test_objects_that_end_in_a_row_wake_the_thread_once(timer, monkeypatch):
         resting.release()
         assert go_on.acquire(timeout=PATIENCE)
 
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=rest)
-    monkeypatch.setattr(timer_module, "time", clock)
+    monkeypatch.setattr(timer, "_rest", rest)
     rings = [Rings() for _ in range(20)]
     things = [Thing() for _ in rings]
     kept = [timer.when_collected(*pair) for pair in zip(things, rings, strict=True)]
