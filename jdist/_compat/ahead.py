@@ -15,9 +15,19 @@ class Ahead:
 
     An argument is an array, a number, or a `jax.ShapeDtypeStruct`: with the sharding
     that the array will be committed to, or without one if it will not be committed.
+
+    Args:
+      places: Whether the places of all results are wanted. The compiler chooses those
+        on a mesh: a function with an argument there is then compiled at once.
+
+    Attributes:
+      undecided: Whether the compiler will choose the place of some result, so that
+        what was traced for its shape without a place would be compiled in vain.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, places: bool = False) -> None:
+        self.undecided = False
+        self._places = places
         self._traced: list[Any] = []
 
     def __call__(self, function: Any, *arguments: Any) -> Any:
@@ -29,24 +39,24 @@ class Ahead:
         """
         traced = function.trace(*arguments)
         places = [x for x in map(_place, jax.tree.leaves(arguments)) if x is not None]
-        one_device = all(isinstance(place, SingleDeviceSharding) for place in places)
-        if one_device:
-            # Over several devices the compiler chooses where results lie, and what is
-            # traced for other places would be compiled in vain.
-            self._traced.append(traced)
-        place = places[0] if places and one_device else None
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=place, weak_type=x.weak_type
-            ),
-            traced.out_info,
-        )
+        on_mesh = not all(isinstance(place, SingleDeviceSharding) for place in places)
+        if on_mesh and self._places:
+            compiled = traced.lower().compile()
+            return jax.tree.map(_with_place, traced.out_info, compiled.output_shardings)
+        self.undecided |= on_mesh
+        self._traced.append(traced)
+        place = places[0] if places and not on_mesh else None
+        return jax.tree.map(lambda x: _with_place(x, place), traced.out_info)
 
     def compile(self) -> None:
-        """Compiles all that was traced."""
+        """Compiles what was traced and is not compiled yet."""
         for traced in self._traced:
             traced.lower().compile()
         self._traced.clear()
+
+
+def _with_place(x: Any, place: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place, weak_type=x.weak_type)
 
 
 def _place(leaf: Any) -> Sharding | None:

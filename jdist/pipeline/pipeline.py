@@ -35,13 +35,18 @@ from jdist.pipeline.run.update import (
 )
 from jdist.pipeline.run.worker_channels import communicator_for
 from jdist.pipeline.schedule.schedule import Schedule
-from jdist.pipeline.schedule.update_policy import UpdateRule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy, UpdateRule
 from jdist.pipeline.spmd.one_program import OneProgramExecutor
 from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.stages.wiring import wire
 from jdist.pipeline.weight_stashing.batch_stream import Supply
 from jdist.pipeline.weight_stashing.epoch import PassRecord
-from jdist.pipeline.weight_stashing.executor import CALL, EpochExecutor, EpochPart
+from jdist.pipeline.weight_stashing.executor import (
+    CALL,
+    EpochExecutor,
+    EpochPart,
+    check_epochs,
+)
 from jdist.pipeline.weight_stashing.policy import schedule_of_epoch
 from jdist.reduction import check_reduction
 
@@ -126,36 +131,43 @@ class Pipeline:
         self.passes: Sequence[PassRecord] = ()
         self.action_timer: ActionTimer | None = None
         _check_arguments(schedule, self.wiring.stages, reduction)
-        about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
-        about += ", has_aux" if has_aux else ""
-        self.communicator = communicator_for(schedule, workers_or_devices, about)
-        self._places = self.communicator.places
-        self._loss = PipelineLoss(
-            loss_fn, self.wiring.loss_inputs, reduction, has_aux=has_aux
-        )
         self._optimizer = optimizer
         self._max_norm = max_norm
         # One program refuses stages that share parameters, in words of its own.
         in_one = isinstance(workers_or_devices, Mesh)
         self._tied = None if in_one else tied_of(self.stages)
+        if schedule.update_policy is not None:
+            self._check_epochs(schedule.update_policy, reduction, in_one)
+        self._loss = PipelineLoss(
+            loss_fn, self.wiring.loss_inputs, reduction, has_aux=has_aux
+        )
+        about = f"reduction {reduction!r}, max_norm {max_norm}, {self.wiring.named}"
+        about += ", has_aux" if has_aux else ""
+        # Workers number their pipelines here: one that was refused must not count.
+        self.communicator = communicator_for(schedule, workers_or_devices, about)
+        self._places = self.communicator.places
         self.executor = self._executor(workers_or_devices)
+
+    def _check_epochs(self, policy: UpdatePolicy, reduction: str, mesh: bool) -> None:
+        """Refuses what does not go with a schedule that updates as it goes."""
+        if mesh:
+            rule = "must be devices or names of workers with a schedule that updates "
+            rule += "as it goes: a mesh is for one program, which updates all stages "
+            rule += "together"
+            call, remedy = "Pipeline(workers_or_devices=...)", "list(mesh.devices)"
+            raise TypeError(requirement(call, rule, "a Mesh", f"Give {remedy}."))
+        each = None if self._optimizer is None else self._optimizers.each
+        check_epochs(self.stages, policy, reduction, each, self._max_norm)
 
     def _executor(self, where: object) -> Executor:
         """The executor of the schedule at such places."""
         programs = StagePrograms(self.wiring, self.communicator, self._loss)
         if self.schedule.update_policy is not None:
-            if isinstance(where, Mesh):
-                rule = "must be devices or names of workers with a schedule that "
-                rule += "updates as it goes: a mesh is for one program, which updates "
-                rule += "all stages together"
-                call, remedy = "Pipeline(workers_or_devices=...)", "list(mesh.devices)"
-                remedy = f"Give {remedy}."
-                raise TypeError(requirement(call, rule, "a Mesh", remedy))
             each = None if self._optimizer is None else self._optimizers.each
             return EpochExecutor(programs, self._tied, each, self._max_norm)
         if isinstance(where, Mesh):
             return OneProgramExecutor(programs, where, self._max_norm is not None)
-        return ScheduleExecutor(programs, self._tied)
+        return ScheduleExecutor(programs, self.schedule, self._tied)
 
     @cached_property
     def _optimizers(self) -> StageOptimizers:

@@ -1,5 +1,7 @@
 """What a worker of PipeDream's runtime does in the tests, as a user's program would."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,23 @@ def other_epochs(rank):
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def after_refusals(rank):
+    """What worker 0 is refused, and the loss of a pipeline of both after that."""
+    alone = [dataclasses.replace(stages(2)[0], tied={"w": "w"}), stages(2)[1]]
+    refused = []
+    for given in ({"reduction": "max"}, {"max_norm": 1.0}, {"stages": alone}):
+        options = {"stages": stages(2), "workers_or_devices": names(2)} | given
+        if rank == 0:
+            try:
+                pipeline.PipeDream(loss_fn=losses, **options)
+            except ValueError as error:
+                refused.append(str(error))
+    runtime = runtime_of(2, workers_or_devices=names(2))
+    params, (batch,), (weights,) = problem(2, 1, dtype=np.float32)
+    loss, _ = runtime.value_and_grad(runtime.place(params), batch, weights)
+    return refused, float(loss)
 
 
 def streamed(places=None, last=None, folder=None):

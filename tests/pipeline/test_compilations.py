@@ -204,16 +204,19 @@ AHEAD = {
     "max": (pipeline.one_f_one_b(3, 4), 8, {"reduction": "max"}),
     "a stage of two workers": (TWO_FOR_ONE, 8, {}),
     "a worker of two stages": (pipeline.interleaved(1, 4, 3), 8, {}),
+    "evaluation": (pipeline.one_f_one_b(3, 4), 10, {}),
 }
 
 
-def first_gradient(names, case):
+def first_call(names, case):
     schedule, examples, options = AHEAD[case]
     params, batch = problem_of_branches(examples)
 
     def work(name):
         with rpc.use_worker(name):
             pipe = branching(schedule, names, **options)
+            if case == "evaluation":
+                return np.asarray(pipe.evaluate(pipe.place(params), batch).loss)
             loss, grads = pipe.value_and_grad(pipe.place(params), batch)
             return np.asarray(loss), jax.tree.map(np.asarray, grads)
 
@@ -247,7 +250,8 @@ def first_epoch(names, case):
 
 
 def compiled_in(record):
-    found = re.match(r"Compiling (jit\((body_|both).*?) with .*?\. Argument", record)
+    names = r"Compiling (jit\((body_|both|losses).*?) with .*?\. Argument"
+    found = re.match(names, record)
     return found and found.group(1)
 
 
@@ -261,7 +265,7 @@ def test_workers_compile_their_stages_before_the_first_micro_batch(
     """All of them, and no other programs than without that."""
     run, count = first_epoch, 3
     if case in AHEAD:
-        run, count = first_gradient, AHEAD[case][0].workers
+        run, count = first_call, AHEAD[case][0].workers
     names = [f"ahead{rank}" for rank in range(count)]
     compile_all, told = Ahead.compile, []
 
@@ -303,7 +307,7 @@ def test_workers_compile_at_the_same_time(monkeypatch):
         compile_all(ahead)
 
     monkeypatch.setattr(Ahead, "compile", compile_slowly)
-    first_gradient(["worker0", "worker1", "worker2"], "1F1B")
+    first_call(["worker0", "worker1", "worker2"], "1F1B")
     assert not meeting.broken
 
 

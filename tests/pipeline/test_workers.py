@@ -89,6 +89,19 @@ def test_workers_with_other_schedules(cluster):
         assert "must be the same on all workers" in task.result()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_stages_on_meshes_compile_before_the_first_micro_batch(processes, size):
+    """All of them, and no other programs than without that."""
+    found = on_each(processes, worlds.on_a_mesh, size, True)
+    expected = on_each(processes, worlds.on_a_mesh, size, False)
+    for rank, (names, own) in enumerate(found):
+        later, same = expected[rank]
+        assert names[-1] == "all"
+        assert sorted(names[:-1]) == sorted(later)
+        assert len(later) >= 2 + (rank == 2)  # both halves of a stage, and the loss
+        same_bits(own, same)
+
+
 def test_a_worker_that_does_not_come(cluster):
     tasks = [cluster.start(r, worlds.abandoned, r) for r in range(3)]
     assert tasks[0].result() == "left"

@@ -1,14 +1,19 @@
 """What a worker of a pipeline does in the tests, as a user's program would."""
 
+import logging
 import os
+import re
 import signal
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
 
 from jdist import optim, pipeline, rpc
 from jdist._checkpoint import StepFolder
+from jdist._compat import Ahead
+from jdist.pipeline.run import executor
 from tests.pipeline import trained
 from tests.pipeline.models import losses, middle, problem, stages
 
@@ -41,6 +46,53 @@ def steps(family, reduction, count):
         found.append(jax.tree.map(np.asarray, result))
     sent = [(p.step, p.name, p.source, p.destination) for p in pipe.transfer_log]
     return found, sent
+
+
+class Compiled(logging.Handler):
+    """Names of the stages and losses that are compiled, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def emit(self, record):
+        found = re.match(r"Compiling jit\((body_.*?|both)\) with", record.getMessage())
+        self.names += [found.group(1)] if found else []
+
+
+def on_a_mesh(size, ahead):
+    """A gradient whose parameters are on a mesh of each worker; what it compiled.
+
+    Args:
+      size: Devices of the mesh.
+      ahead: Whether anything is compiled before the first micro-batch.
+    """
+    jax.clear_caches()
+    params, batch, weights = problem(7)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:size]), ("rows",))
+
+    def divided(x):
+        where = ["rows" if length == 2 else None for length in x.shape]
+        spec = jax.sharding.PartitionSpec(*where)
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    params = jax.tree.map(divided, params)
+    told, compile_all = Compiled(), Ahead.compile
+
+    def compile_and_say(traced):
+        compile_all(traced)
+        told.names.append("all")
+
+    patched = mock.patch.object(executor, "compile_ahead", return_value=None)
+    if ahead:
+        patched = mock.patch.object(Ahead, "compile", compile_and_say)
+    logging.getLogger("jax").addHandler(told)
+    try:
+        with patched, jax.log_compiles():
+            found = made().value_and_grad(params, batch, weights)
+    finally:
+        logging.getLogger("jax").removeHandler(told)
+    return told.names, jax.tree.map(np.asarray, found)
 
 
 def with_replicas(reduction, **options):

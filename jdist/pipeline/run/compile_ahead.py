@@ -18,7 +18,12 @@ import jax
 
 from jdist._compat import Ahead
 from jdist._tree import PyTree
-from jdist.pipeline.run.stage_channels import MessageTag, Places, ValueChannels
+from jdist.pipeline.run.stage_channels import (
+    InProcessChannels,
+    MessageTag,
+    Places,
+    ValueChannels,
+)
 from jdist.pipeline.run.stage_run import join
 from jdist.pipeline.run.step import ListedActions, Step, StepInputs
 from jdist.pipeline.schedule.schedule import Schedule
@@ -26,7 +31,7 @@ from jdist.pipeline.stages.array_spec import ArraySpec
 from jdist.reduction import Partial
 
 
-def compile_ahead(given: StepInputs, sizes: Sequence[int]) -> None:
+def compile_ahead(given: StepInputs) -> None:
     """Compiles what the workers of this process will call in a step.
 
     Every process of the pipeline calls it, because shapes travel between them. A
@@ -34,24 +39,31 @@ def compile_ahead(given: StepInputs, sizes: Sequence[int]) -> None:
 
     Args:
       given: What the step will work on; nothing of it changes.
-      sizes: The number of examples of each micro-batch of the schedule.
     """
-    ahead = Ahead()
+    ahead, channels = Ahead(), _ShapeChannels(given.channels, given.places)
+    _rehearse(given._replace(channels=channels), ahead)
+    if ahead.undecided:
+        # No worker waits for shapes of this one any more: its meshes may compile now,
+        # which shows where their results lie.
+        ahead = Ahead(places=True)
+        _rehearse(given._replace(channels=channels.replayed()), ahead)
+    # Last: no stage waits for shapes while another one compiles.
+    ahead.compile()
+
+
+def _rehearse(given: StepInputs, ahead: Ahead) -> None:
+    """Traces what the workers of this process will call."""
     runs = {place: run.through(ahead) for place, run in given.runs.items()}
-    shown = given._replace(
-        runs=runs,
-        channels=_ShapeChannels(given.channels, given.places),
-        loss=given.loss.through(ahead),
-    )
+    shown = given._replace(runs=runs, loss=given.loss.through(ahead))
     schedule = given.places.schedule
+    sizes = [len(given.parts[i].weights) for i in range(schedule.micro_batches)]
     stand_ins = representatives(schedule, sizes)
     _Rehearsal(shown, ahead, frozenset(stand_ins)).run()
-    for (worker, stage), run in runs.items():
+    # Without a backward pass there is no gradient to finish.
+    for (worker, stage), run in () if schedule.forward_only else runs.items():
         # Joined weight gradients are one program for all micro-batches together.
         own = schedule.owner[stage] == worker
         run.finish_like([stand_ins[i] for i in own.nonzero()[0]])
-    # Last: no stage waits for shapes while another one compiles.
-    ahead.compile()
 
 
 @final
@@ -125,6 +137,7 @@ class _ShapeChannels:
         self.number = channels.number
         self._channels = channels
         self._places = places
+        self._received: list[tuple[MessageTag, int, PyTree]] = []
 
     def put(self, tag: MessageTag, worker: int, value: PyTree) -> None:
         """See `ValueChannels`."""
@@ -138,16 +151,25 @@ class _ShapeChannels:
 
     def take(self, tag: MessageTag, worker: int) -> Any:
         """See `ValueChannels`."""
-        value = self._channels.take(_tag_of_shapes(tag), worker)
-        return jax.tree.map(
+        value = jax.tree.map(
             lambda x: _unpacked(x) if isinstance(x, _Shape) else x,
-            value,
+            self._channels.take(_tag_of_shapes(tag), worker),
             is_leaf=lambda x: isinstance(x, _Shape),
         )
+        if tag.sender not in self._places.own:
+            self._received.append((tag, worker, value))
+        return value
 
     def wait(self, waiting: Mapping[MessageTag, str]) -> None:
         """See `ValueChannels`."""
         self._channels.wait({_tag_of_shapes(t): why for t, why in waiting.items()})
+
+    def replayed(self) -> ValueChannels:
+        """Channels in which all that came from other processes is there already."""
+        channels = InProcessChannels(self._places.devices, self.number)
+        for received in self._received:
+            channels.put(*received)
+        return channels
 
 
 def _tag_of_shapes(tag: MessageTag) -> MessageTag:

@@ -6,6 +6,7 @@ rpc's workers. The executors of asynchronous epochs (`pipedream`) and of the who
 pipeline as one SPMD program (`spmd`) stand behind the same interface.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -20,7 +21,6 @@ from jdist._fit import Metrics
 from jdist._tree import PyTree, examples_in
 from jdist.pipeline.run.action_timer import ActionTimer
 from jdist.pipeline.run.compile_ahead import compile_ahead
-from jdist.pipeline.run.evaluation import EvaluationStep, forward_places
 from jdist.pipeline.run.loss import PipelineLoss
 from jdist.pipeline.run.micro_batch import (
     MicroBatchSource,
@@ -45,6 +45,7 @@ from jdist.pipeline.run.update import (
     StepResult,
     joined,
 )
+from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.stages.wiring import StageWiring
 
 
@@ -136,7 +137,7 @@ class StagePrograms:
         ]
         self._evaluated = [stage.evaluated(self._compiled[j], j) for j, stage in stages]
         self._read: dict[Any, tuple[str, ...]] = {}
-        self._compiled_ahead = False
+        self._compiled_ahead: set[bool] = set()
 
     def runs(
         self,
@@ -219,28 +220,21 @@ class StagePrograms:
             self.wiring, self.places, runs, channels, own_loss, read, parts
         )
 
-    def compile_ahead(self, given: StepInputs, sizes: Sequence[int]) -> None:
+    def compile_ahead(self, given: StepInputs) -> None:
         """Compiles the programs of several processes at the same time.
 
-        Until a step has succeeded on all of them, for the same reason as above.
-
-        Args:
-          given: What the step works on.
-          sizes: The number of examples of each micro-batch of the schedule.
+        Until a call has succeeded on all of them, for the same reason as above.
         """
-        if not (self._sees_all or self._compiled_ahead):
-            compile_ahead(given, sizes)
+        known = given.places.schedule.forward_only in self._compiled_ahead
+        if not (self._sees_all or known):
+            compile_ahead(given)
 
-    def agreed(self, read: tuple[str, ...], *, compiled: bool) -> None:
-        """A call has succeeded on all processes.
-
-        Args:
-          read: The entries of the batch that the loss reads.
-          compiled: Whether `compile_ahead` was part of it.
-        """
+    def agreed(self, given: StepInputs) -> None:
+        """A call with these inputs has succeeded on all processes."""
         if not self._sees_all:
-            self._read[None] = read
-        self._compiled_ahead |= compiled
+            self._read[None] = given.read
+            # Evaluation has programs of its own.
+            self._compiled_ahead.add(given.places.schedule.forward_only)
 
 
 @final
@@ -249,11 +243,15 @@ class ScheduleExecutor(Executor):
 
     Args:
       programs: The compiled stages.
+      schedule: The schedule, with the pipeline's placement.
       tied: Parameters that stages share; None: there are none.
     """
 
-    def __init__(self, programs: StagePrograms, tied: Tied | None) -> None:
+    def __init__(
+        self, programs: StagePrograms, schedule: Schedule, tied: Tied | None
+    ) -> None:
         self._programs = programs
+        self._places = dataclasses.replace(programs.places, schedule=schedule)
         self._tied = tied
         self._checked: set[Any] = set()
         self._forward: dict[int, Places] = {}
@@ -266,7 +264,7 @@ class ScheduleExecutor(Executor):
         timer: ActionTimer | None = None,
     ) -> StepResult:
         """See `Executor`."""
-        programs, places = self._programs, self._programs.places
+        programs, places = self._programs, self._places
         count, loss = places.schedule.micro_batches, programs.loss
         parts = split_batch(given.batch, given.weights, count, loss.kind)
         if update is not None and update.loss_scale is not None:
@@ -275,8 +273,8 @@ class ScheduleExecutor(Executor):
         # From here on every message says which call, step and batch it belongs to.
         settings = {} if update is None else update.settings
         channels.identify(given.step, settings, [given.batch], parts, given.key)
-        inputs = programs.inputs(channels, runs, parts, loss)
-        programs.compile_ahead(inputs, [len(part.weights) for part in parts])
+        inputs = programs.inputs(channels, runs, parts, loss)._replace(places=places)
+        programs.compile_ahead(inputs)
         step = BatchStep(inputs)
         step.run(timer)
         grads: list[PyTree] = [None] * places.loss
@@ -290,7 +288,7 @@ class ScheduleExecutor(Executor):
         # Computed before the vote: after it no worker may fail by itself.
         states = step.states()
         loss_of_all, aux, stats = step.agree(channels, told, (grads, states))
-        programs.agreed(inputs.read, compiled=True)
+        programs.agreed(inputs)
         together = joined(stats) if stats else NO_STATS
         return StepResult(loss_of_all, grads, together, states, aux, step.transfers)
 
@@ -314,20 +312,23 @@ class ScheduleExecutor(Executor):
         """See `Executor`."""
         programs, kind = self._programs, self._programs.loss.kind
         examples = examples_in(given.batch, "Pipeline.evaluate")
-        count = min(programs.places.schedule.micro_batches, examples)
+        count = min(self._places.schedule.micro_batches, examples)
         parts = split_batch(given.batch, given.weights, count, kind)
         runs = programs.runs(given, kind, single=False, evaluated=True)
         channels.identify(given.step, {}, [given.batch], parts, given.key)
-        inputs = programs.inputs(channels, runs, parts)
         # A batch with fewer examples than micro-batches has a shorter schedule.
         if count not in self._forward:
-            self._forward[count] = forward_places(programs.places, count)
-        step = EvaluationStep(inputs._replace(places=self._forward[count]), outputs)
+            forward = self._places.schedule.forward_passes(count)
+            self._forward[count] = dataclasses.replace(self._places, schedule=forward)
+        inputs = programs.inputs(channels, runs, parts)
+        inputs = inputs._replace(places=self._forward[count])
+        programs.compile_ahead(inputs)
+        step = BatchStep(inputs, keep=outputs)
         step.run()
-        loss, aux, kept = step.agree(channels)
-        programs.agreed(inputs.read, compiled=False)
+        loss, aux, _ = step.agree(channels, {})
+        programs.agreed(inputs)
         size = size_of_batch(given.batch, given.weights)
-        return Metrics(loss, *size, aux=aux, outputs=kept), step.transfers
+        return Metrics(loss, *size, aux=aux, outputs=step.kept()), step.transfers
 
 
 # --- what a call is refused for ---

@@ -80,6 +80,7 @@ class Step(ABC):
         self._wiring, self._places, self._runs = given[:3]
         self._channels, self._loss, self._read, self._parts = given[3:]
         self._invoke = invoke
+        self._forward_only = self._places.schedule.forward_only
         self._from_batch = [
             [name for name, where in source.items() if where == BATCH]
             for source in self._wiring.source
@@ -184,7 +185,8 @@ class Step(ABC):
         }
         for name in self._from_batch[stage]:
             inputs[name] = self._entry(worker, micro, name, stage)
-        outputs = self._outputs(run, micro, inputs)
+        forward = run.outputs if self._forward_only else run.forward
+        outputs = forward(micro, inputs)
         last = self._places.loss
         for name, value in outputs.items():
             for taker in self._wiring.consumers[stage][name]:
@@ -192,17 +194,15 @@ class Step(ABC):
         lost = self._lose(worker, micro) if stage == last - 1 else None
         return outputs, lost
 
-    def _outputs(
-        self, run: StageRun, micro: int, inputs: dict[str, PyTree]
-    ) -> dict[str, PyTree]:
-        """The outputs of a stage, by name."""
-        return run.forward(micro, inputs)
-
     def _lose(self, worker: int, micro: int) -> Partial:
         """The losses of a micro-batch; their cotangents start the way back."""
         last, part = self._places.loss, self._parts[micro]
         values, entries = self._taken_by_loss(worker, micro)
         passes = self._loss.passes(part.batch, self._read)
+        if self._forward_only:
+            found, aux = passes.losses(values, entries, part.weights)
+            self._add_loss(worker, micro, found, aux)
+            return found
         found, d_values, aux = passes.both(values, entries, part.weights)
         self._add_loss(worker, micro, found, aux)
         share = MicroBatchShare(np.float32(0), part.total)
@@ -388,15 +388,17 @@ class LossSum:
 
 @final
 class BatchStep(Step):
-    """The step of a synchronous schedule: one gradient of all micro-batches.
+    """The step of a synchronous schedule, or its forward passes alone.
 
     Args:
       given: What it works on.
+      keep: Whether what the loss is given is kept.
     """
 
-    def __init__(self, given: StepInputs) -> None:
+    def __init__(self, given: StepInputs, *, keep: bool = False) -> None:
         super().__init__(given)
         self._sum = LossSum(given.loss)
+        self._kept: dict[int, dict[str, PyTree]] | None = {} if keep else None
         owner = self._places.schedule.owner
         self._left = {
             (worker, stage): int((owner[stage] == worker).sum())
@@ -418,6 +420,14 @@ class BatchStep(Step):
 
     def _add_loss(self, worker: int, micro: int, found: Partial, aux: PyTree) -> None:
         self._sum.add(worker, micro, found, aux)
+
+    def _taken_by_loss(
+        self, worker: int, micro: int
+    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+        values, entries = super()._taken_by_loss(worker, micro)
+        if self._kept is not None:
+            self._kept[micro] = values
+        return values, entries
 
     def gradient(self, stage: int, unrounded: bool) -> PyTree:
         """The finished gradient of a stage of this process, over all its workers.
@@ -446,10 +456,29 @@ class BatchStep(Step):
         return [left.get(j) for j in range(places.loss)]
 
     def agree(
-        self, channels: StageChannels, stats: Mapping[int, Any], computed: PyTree
+        self,
+        channels: StageChannels,
+        stats: Mapping[int, Any],
+        computed: PyTree = None,
     ) -> tuple[jax.Array, PyTree, list[Any]]:
         """Ends the step on all workers, or on none; see `LossSum.agree`."""
+        computed = computed, self._kept
         return self._sum.agree(channels, self._places, stats, computed)
+
+    def kept(self) -> PyTree:
+        """The inputs of the loss, all micro-batches as one; None if they are not kept.
+
+        By name; a single one alone.
+        """
+        if not self._kept:
+            return None
+        parts = [self._kept[micro] for micro in sorted(self._kept)]
+        # Those of several workers of the last stage are on several devices.
+        home = jax.tree.leaves(parts[0])[0].sharding
+        found = jax.tree.map(
+            lambda *rows: _in_one([jax.device_put(x, home) for x in rows]), *parts
+        )
+        return found if len(found) > 1 else next(iter(found.values()))
 
 
 class Actions(Protocol):
@@ -505,6 +534,11 @@ def summed(cotangents: Sequence[PyTree], invoke: Invoke = operator.call) -> Any:
 
 
 _plus = jax.jit(lambda first, second: add_trees(first, second))
+
+
+def _in_one(rows: Sequence[jax.Array]) -> jax.Array:
+    """The examples of all micro-batches; one number each of what has no examples."""
+    return jnp.concatenate(rows) if rows[0].ndim else jnp.stack(rows)
 
 
 @functools.partial(jax.jit, static_argnums=1)

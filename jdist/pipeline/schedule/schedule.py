@@ -368,6 +368,19 @@ class Schedule:
         family = self.family and partial(derived, Schedule.synchronous, self.family)
         return replace(self, update_policy=None, family=family)
 
+    def forward_passes(self, micro_batches: int) -> "Schedule":
+        """The forward passes of the first micro-batches alone, in the same order."""
+        programs = [
+            [
+                action
+                for action in self.actions(worker)
+                if action.kind == "F" and action.micro_batch < micro_batches
+            ]
+            for worker in range(self.workers)
+        ]
+        name = f"{self.name}, forward"
+        return Schedule.of(programs, name=name, placement=self.placement)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented

@@ -80,7 +80,7 @@ class OneProgramExecutor(Executor):
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._everywhere = jax.jit(lambda rows: rows, out_shardings=everywhere)
         # Forward passes alone are run one by one, on the same devices.
-        self._in_evaluation = ScheduleExecutor(programs, None)
+        self._in_evaluation = ScheduleExecutor(programs, places.schedule, None)
 
     def gradient(
         self,

@@ -29,15 +29,19 @@ from jdist.pipeline.run.update import (
     PipelineState,
     StageUpdates,
     StepResult,
+    loss_scale_of,
     scale_in,
     skipped_in,
     static_loss_scale_of,
 )
 from jdist.pipeline.schedule.open_schedule import OpenSchedule
+from jdist.pipeline.schedule.update_policy import UpdatePolicy
+from jdist.pipeline.stages.stage import Stage
 from jdist.pipeline.weight_stashing.batch_stream import BatchStream, Supply
 from jdist.pipeline.weight_stashing.epoch import EpochPlan, EpochStep, PassRecord
 from jdist.pipeline.weight_stashing.joint_update import JointUpdate, check_together
 from jdist.pipeline.weight_stashing.optimizer import with_weight_stashing
+from jdist.pipeline.weight_stashing.policy import schedule_of_step
 from jdist.pipeline.weight_stashing.stashed_stage import StashedStage, VersionRule
 
 CALL = "Pipeline.train_epoch"
@@ -85,12 +89,8 @@ class EpochExecutor(Executor):
     Args:
       programs: The compiled stages.
       tied: Parameters that stages share; None: there are none.
-      optimizers: One for each stage; None: it cannot train.
+      optimizers: One for each stage; None: it cannot train. `check_epochs` has passed.
       max_norm: As for `Pipeline`.
-
-    Raises:
-      ValueError: The reduction is neither mean nor sum; stages would have to update
-        together, or scale the loss, as the schedule's policy does not let them.
     """
 
     def __init__(
@@ -100,21 +100,16 @@ class EpochExecutor(Executor):
         optimizers: Sequence[Optimizer] | None,
         max_norm: float | None,
     ) -> None:
-        kind, schedule = programs.loss.kind, programs.places.schedule
+        self._schedule = schedule = programs.places.schedule
         assert schedule.update_policy is not None
-        if kind not in ("mean", "sum"):
-            rule = "must be 'mean' or 'sum' with a schedule that updates as it goes"
-            raise ValueError(requirement("Pipeline(reduction=...)", rule, kind))
-        self._scaled = _is_scaled(programs, optimizers)
         self._policy = schedule.update_policy
-        stages = programs.wiring.stages
-        check_together(stages, self._policy, max_norm, self._scaled)
-        self._schedule = schedule
+        self._scaled = optimizers is not None and loss_scale_of(optimizers) is not None
         self._programs = programs
         self._tied = tied
         self._optimizers = optimizers
         self._max_norm = max_norm
-        self._synchronous = ScheduleExecutor(programs, tied)
+        in_step = schedule_of_step(schedule)
+        self._synchronous = ScheduleExecutor(programs, in_step, tied)
 
     def gradient(
         self,
@@ -172,7 +167,7 @@ class EpochExecutor(Executor):
         del state, given
         # The first batch stands for all: those after it are not read yet.
         first = programs.inputs(channels, runs, _OneForAll(stream[0]), loss)
-        programs.compile_ahead(first, [0] * places.schedule.micro_batches)
+        programs.compile_ahead(first)
         if not self._takes(0):
             stream.forget(0)
         joint = None
@@ -187,7 +182,7 @@ class EpochExecutor(Executor):
         left = [stage.arrays() for stage in stashed.values()]
         more = limit is not None and supply.more()
         values, weights, aux = epoch.agree_on_epoch(channels, more, left)
-        programs.agreed(first.read, compiled=True)
+        programs.agreed(first)
         params, opt_states, kept = ([None] * places.loss for _ in range(3))
         for j, worker in places.stages.items():
             params[j] = stashed[worker, j].run.params
@@ -299,13 +294,33 @@ class _OneForAll:
         return self._part
 
 
-def _is_scaled(programs: StagePrograms, optimizers: Sequence[Optimizer] | None) -> bool:
-    """Whether the loss is scaled; refuses what stages cannot do by themselves then."""
-    if optimizers is None or static_loss_scale_of(optimizers) is None:
-        return False
-    for number, stage in enumerate(programs.wiring.stages):
-        if stage.join_weight_gradients and programs.loss.kind == "mean":
+def check_epochs(
+    stages: Sequence[Stage],
+    policy: UpdatePolicy,
+    reduction: str,
+    optimizers: Sequence[Optimizer] | None,
+    max_norm: float | None,
+) -> None:
+    """Refuses what epochs cannot do under a policy.
+
+    Args:
+      stages: The stages.
+      policy: The schedule's.
+      reduction: As for `Pipeline`.
+      optimizers: One for each stage; None: it cannot train.
+      max_norm: As for `Pipeline`.
+
+    Raises:
+      ValueError: The reduction is neither mean nor sum; stages would have to update
+        together, or scale the loss, as the policy does not let them.
+    """
+    if reduction not in ("mean", "sum"):
+        rule = "must be 'mean' or 'sum' with a schedule that updates as it goes"
+        raise ValueError(requirement("Pipeline(reduction=...)", rule, reduction))
+    is_scaled = optimizers is not None and static_loss_scale_of(optimizers) is not None
+    for number, stage in enumerate(stages if is_scaled else ()):
+        if stage.join_weight_gradients and reduction == "mean":
             rule = "must not join weight gradients with a loss scale: those of each "
             rule += "micro-batch are weighted before they are added"
             raise ValueError(requirement("Pipeline(stages)", rule, f"stage {number}"))
-    return True
+    check_together(stages, policy, max_norm, is_scaled)

@@ -6,6 +6,7 @@ from typing import get_args
 from jdist._errors import requirement
 from jdist.pipeline.schedule.schedule import Schedule
 from jdist.pipeline.schedule.update_policy import UpdateRule
+from jdist.pipeline.schedules.one_f_one_b import one_f_one_b
 from jdist.pipeline.schedules.pipedream import pipedream
 from jdist.pipeline.schedules.pipedream_2bw import pipedream_2bw
 from jdist.pipeline.schedules.pipedream_flush import pipedream_flush
@@ -52,3 +53,20 @@ def schedule_of_epoch(
     if policy == "flush":
         return pipedream_flush(n, m, update_every=every)
     return pipedream(n, m, update_every=every, policy="vertical_sync")
+
+
+def schedule_of_step(schedule: Schedule) -> Schedule:
+    """The schedule of a step that makes no update among the passes of an epoch's.
+
+    Example:
+      >>> schedule_of_step(pipedream_flush(3, 4, update_every=1)) == one_f_one_b(3, 4)
+      True
+    """
+    policy, shape = schedule.update_policy, (schedule.stages, schedule.micro_batches)
+    assert policy is not None
+    # It drains for its updates alone: without them every drain would be a bubble.
+    if policy.rule == "flush" and schedule == pipedream_flush(
+        *shape, update_every=policy.every
+    ):
+        return one_f_one_b(*shape)
+    return schedule.synchronous()

@@ -182,6 +182,27 @@ def test_evaluation_is_that_of_the_newest_weights():
     np.testing.assert_allclose(metrics.losses[0], expected, rtol=1e-12)
 
 
+def test_a_step_of_the_flush_policy_drains_once():
+    """Its passes are those of 1F1B, and its update is the whole batch's."""
+    n = 3
+    params, _, _ = problem(n, 1)
+    _, (_, batch), (_, weights) = problem(n, 2)
+    runtime = made(n, "flush")
+    assert runtime.schedule.clocks == 2 * n * n  # an epoch drains for every update
+    (state, _), timeline = pipeline.timed(
+        runtime, lambda: runtime.train_step(runtime.init(params), batch, weights)
+    )
+    expected = pipeline.one_f_one_b(n, n)
+    for worker in range(n):
+        done = sorted(r for r in timeline.records() if r.worker == worker)
+        done.sort(key=lambda record: record.start)
+        assert [r[1:4] for r in done] == [tuple(a) for a in expected.actions(worker)]
+    other = pipeline.Pipeline(
+        stages(n), losses, expected, optimizer=OPTIMIZERS[momentum]
+    )
+    same(state, other.train_step(other.init(params), batch, weights)[0])
+
+
 def test_masters_in_an_asynchronous_stage():
     """Stages compute in bfloat16; what they hand on is a copy of the masters."""
     params, batches, weights = problem(2, 5, dtype=np.float32)

@@ -54,6 +54,17 @@ def test_replicas_on_workers(cluster):
         assert own_passes == [p for p in passes if p[1] == rank]
 
 
+def test_a_pipeline_that_was_refused_does_not_count(threads):
+    """One worker alone was refused three; the next one is the same on both."""
+    tasks = [threads.start(rank, worlds.after_refusals, rank) for rank in range(2)]
+    (refused, first), (none, second) = (task.result() for task in tasks)
+    rules = "must be 'mean' or 'sum'", "must be None with", "at two stages or more"
+    for rule, text in zip(rules, refused, strict=True):
+        assert rule in text
+    assert none == []
+    assert first == second
+
+
 def test_skipped_updates_on_workers(processes):
     """Stages in 16 bits skip the updates that they skip in one process, bit for bit."""
     found = on_each(processes, 4, worlds.planted_epoch, names(4))
