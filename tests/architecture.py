@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-GROUND = {"_errors", "_tree", "_lru_cache", "_compat"}
+GROUND = {"_errors", "_tree", "_lru_cache", "_nnx", "_compat"}
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
     "_compat": {"_errors"},
+    "_nnx": {"_tree"},
     **dict.fromkeys(("segment", "reduction", "optim", "verify", "rpc"), GROUND),
     "_checkpoint": GROUND,
     "_fit": GROUND | {"_checkpoint", "reduction"},

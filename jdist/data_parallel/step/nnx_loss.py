@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._nnx import RandomStreams, drawn, taken_apart
 from jdist._tree import PyTree, path_of
 
 if TYPE_CHECKING:
@@ -83,13 +83,14 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         rule = "must be a Flax NNX module"
         got = f"a {type(model).__name__}"
         raise TypeError(requirement("from_nnx(model=...)", rule, got))
-    graph, params, streams, rest = _taken_apart(model)
-    stateful = bool(jax.tree.leaves(rest))
+    parts = taken_apart(model)
+    streams = RandomStreams.of(parts.streams)
+    stateful = bool(jax.tree.leaves(parts.rest))
 
-    def made(params: PyTree, state: PyTree, key: jax.Array | None) -> PyTree:
-        own = streams if key is None else _streams(streams, key)
-        kept = rest if state is None else state
-        return nnx.merge(graph, params, own, kept, copy=True)
+    def made(params: PyTree, state: PyTree, key: jax.Array | None) -> "nnx.Module":
+        own = parts.streams if key is None else streams.begun(key)
+        kept = parts.rest if state is None else state
+        return nnx.merge(parts.graph, params, own, kept, copy=True)
 
     def losses(
         params: PyTree,
@@ -98,15 +99,16 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
         states: PyTree = None,
     ) -> PyTree:
         model = made(params, states, key)
-        # Flax counts the draws of each stream: without a key there must be none.
-        before = _counts(model)
         found = loss_fn(model, batch)
-        if key is None:
-            _check_undrawn(before, _counts(model))
+        after = taken_apart(model)
+        if key is None and drawn(parts.streams, after.streams):
+            rule = "must be given where the model draws random numbers, as dropout does"
+            remedy = "Without it all replicas and steps would draw the same ones."
+            raise ValueError(requirement("init(key=...)", rule, None, remedy))
         if not stateful:
             return found
         first, *aux = found if isinstance(found, tuple) else (found,)
-        return first, _taken_apart(model)[-1], *aux
+        return first, after.rest, *aux
 
     def in_evaluation(
         params: PyTree, batch: PyTree, *, states: PyTree = None
@@ -118,7 +120,8 @@ def from_nnx(model: "nnx.Module | Any", loss_fn: Callable[..., PyTree]) -> FromN
     def module(params: PyTree, states: PyTree = None) -> PyTree:
         return made(params, states, None)
 
-    return FromNNX(losses, in_evaluation, params, rest if stateful else None, module)
+    states = parts.rest if stateful else None
+    return FromNNX(losses, in_evaluation, parts.params, states, module)
 
 
 def check_stateless(argument: str, params: PyTree) -> None:
@@ -149,39 +152,3 @@ def check_stateless(argument: str, params: PyTree) -> None:
                 "`states`."
             )
             raise ValueError(requirement(argument, rule, got, remedy))
-
-
-def _taken_apart(module: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-    """Structure, parameters, random streams, and what else a module keeps."""
-    from flax import nnx
-
-    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    # New variables: later changes of the caller's module do not reach these.
-    params, streams, rest = (jax.tree.map(lambda x: x, state) for state in states)
-    return graph, params, streams, rest
-
-
-def _streams(like: PyTree, key: jax.Array) -> PyTree:
-    """Every stream from its beginning, with a key of its own."""
-    structure: Any
-    leaves, structure = jax.tree.flatten(like)
-    return structure.unflatten(
-        jax.random.fold_in(key, number)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        else jnp.zeros_like(leaf)
-        for number, leaf in enumerate(leaves)
-    )
-
-
-def _counts(module: Any) -> list[PyTree]:
-    """How much has been drawn from each stream."""
-    from flax import nnx
-
-    return jax.tree.leaves(nnx.state(module, nnx.RngCount))
-
-
-def _check_undrawn(before: list[PyTree], after: list[PyTree]) -> None:
-    if any(one is not other for one, other in zip(before, after, strict=True)):
-        rule = "must be given where the model draws random numbers, as dropout does"
-        remedy = "Without it all replicas and steps would draw the same ones."
-        raise ValueError(requirement("init(key=...)", rule, None, remedy))

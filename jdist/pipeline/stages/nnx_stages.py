@@ -3,12 +3,12 @@
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from jdist._errors import requirement
+from jdist._nnx import RandomStreams, drawn, taken_apart
 from jdist._tree import PyTree
 from jdist.pipeline.stages.module import Module
 from jdist.pipeline.stages.module_stages import FromModules, assembled
@@ -276,13 +276,10 @@ def _module(
     outputs: tuple[str, ...],
     tied: Mapping[str, str],
 ) -> Module:
-    parts = _taken_apart(layer)
+    parts = taken_apart(layer)
     stateful, keyed = bool(jax.tree.leaves(parts.rest)), _draws(layer)
-    # Streams are rebuilt from a key at each call, so that the function stays pure.
-    leaves, structure = jax.tree.flatten(parts.streams)
-    are_keys = tuple([jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves])
     empty = None if stateful else jax.tree.structure(parts.rest)
-    fn = NnxFunction(parts.graph, empty, structure, are_keys, keyed)
+    fn = NnxFunction(parts.graph, empty, RandomStreams.of(parts.streams), keyed)
 
     def restore(params: PyTree, state: PyTree) -> object:
         from flax import nnx
@@ -323,30 +320,6 @@ def _draws(layer: "nnx.Module") -> bool:
     )
 
 
-class _NnxParts(NamedTuple):
-    """A Flax module taken apart.
-
-    Attributes:
-      graph: Its structure.
-      params: Its parameters.
-      streams: Its random streams.
-      rest: All its other variables.
-    """
-
-    graph: "nnx.GraphDef[Any]"
-    params: PyTree
-    streams: PyTree
-    rest: PyTree
-
-
-def _taken_apart(module: "nnx.Module") -> _NnxParts:
-    from flax import nnx
-
-    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    # New variables: later changes of the module must not be seen here.
-    return _NnxParts(graph, *(jax.tree.map(lambda x: x, state) for state in states))
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class NnxFunction:
     """A Flax module as a pure function: `(params, [state,] *inputs[, key])`.
@@ -358,7 +331,6 @@ class NnxFunction:
       empty: The structure of its state, if it has no leaves; None for a stateful
         module.
       streams: The structure of its random streams.
-      are_keys: For each leaf of the streams, whether it is a key.
       keyed: Whether it draws from them.
       evaluation: Whether the module is in evaluation mode, in which dropout is off and
         batch normalisation uses its averages; it then takes no key and returns no
@@ -367,13 +339,16 @@ class NnxFunction:
 
     graph: "nnx.GraphDef[Any]"
     empty: jax.tree_util.PyTreeDef | None
-    streams: jax.tree_util.PyTreeDef
-    are_keys: tuple[bool, ...]
+    streams: RandomStreams
     keyed: bool
     evaluation: bool = False
 
     def __call__(self, params: PyTree, *given: PyTree) -> PyTree:
-        """Makes the module anew and calls it."""
+        """Makes the module anew and calls it.
+
+        Raises:
+          ValueError: It draws random numbers, and was not to.
+        """
         from flax import nnx
 
         arguments = list(given)
@@ -381,7 +356,7 @@ class NnxFunction:
         drawing = self.keyed and not self.evaluation
         key = arguments.pop() if drawing else jax.random.key(0)
         # The structure has streams even where nothing is drawn from them.
-        streams = _streams(self.streams, self.are_keys, key)
+        streams = self.streams.begun(key)
         empty = self.empty
         state = arguments.pop(0) if empty is None else empty.unflatten([])
         # A copy, because the call changes the module's variables.
@@ -389,38 +364,13 @@ class NnxFunction:
         if self.evaluation:
             module.eval()
         output = module(*arguments)
-        after = _taken_apart(module)
-        if not drawing:
-            _check_undrawn(module, streams, after.streams, self.evaluation)
+        after = taken_apart(module)
+        if not drawing and drawn(streams, after.streams):
+            # They begin alike for all micro-batches.
+            why = "its dropouts drop nothing"
+            why = "in evaluation it has no key" if self.evaluation else why
+            rule = f"must draw no random numbers: {why}"
+            got = f"a {type(module).__name__} that draws"
+            raise ValueError(requirement("stages_from_nnx(modules)", rule, got))
         returns_state = empty is None and not self.evaluation
         return (output, after.rest) if returns_state else output
-
-
-def _check_undrawn(
-    module: object, before: PyTree, after: PyTree, evaluation: bool
-) -> None:
-    """Refuses draws from streams that begin alike for all micro-batches.
-
-    Raises:
-      ValueError: There were draws.
-    """
-    # A stream counts its draws, so that one without draws keeps its very arrays.
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    if any(one is not another for one, another in pairs):
-        why = (
-            "in evaluation it has no key" if evaluation else "its dropouts drop nothing"
-        )
-        rule = f"must draw no random numbers: {why}"
-        got = f"a {type(module).__name__} that draws"
-        raise ValueError(requirement("stages_from_nnx(modules)", rule, got))
-
-
-def _streams(
-    structure: jax.tree_util.PyTreeDef, are_keys: Sequence[bool], key: jax.Array
-) -> PyTree:
-    """Every stream at its beginning, with a key of its own."""
-    leaves = [
-        jax.random.fold_in(key, number) if is_key else jnp.uint32(0)
-        for number, is_key in enumerate(are_keys)
-    ]
-    return jax.tree.unflatten(structure, leaves)

@@ -1,0 +1,96 @@
+"""Flax NNX modules taken apart, and their random streams begun again from a key.
+
+A module is an object that changes when it is called. A pure function puts one together
+of parameters, state and fresh streams, calls it, and takes it apart again.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist._tree import PyTree
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+__all__ = ["ModuleParts", "RandomStreams", "drawn", "taken_apart"]
+
+
+class ModuleParts(NamedTuple):
+    """A Flax module taken apart.
+
+    Attributes:
+      graph: Its structure.
+      params: Its `nnx.Param`s.
+      streams: Its random streams.
+      rest: All its other variables.
+    """
+
+    graph: "nnx.GraphDef[Any]"
+    params: PyTree
+    streams: PyTree
+    rest: PyTree
+
+
+def taken_apart(module: "nnx.Module") -> ModuleParts:
+    """The parts of a module, none of which changes when the module does."""
+    from flax import nnx
+
+    graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    # Mapped to new variables: `split` returns the module's own.
+    return ModuleParts(graph, *(jax.tree.map(lambda x: x, state) for state in states))
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStreams:
+    """The structure of a module's random streams, without their values.
+
+    Attributes:
+      structure: Of the tree.
+      leaves: For each leaf whether it is a key, or else a count; and its shape.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    leaves: tuple[tuple[bool, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, streams: PyTree) -> "RandomStreams":
+        """The structure of `ModuleParts.streams`; shapes in place of arrays will do."""
+        leaves, structure = jax.tree.flatten(streams)
+        is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+        shapes = [tuple(x.shape) for x in leaves]
+        return cls(structure, tuple(zip(is_key, shapes, strict=True)))
+
+    def begun(self, key: jax.Array) -> PyTree:
+        """Every stream at its beginning, with a key of its own.
+
+        Example:
+          >>> from flax import nnx
+          >>> parts = taken_apart(nnx.Rngs(dropout=0, noise=1))
+          >>> begun = RandomStreams.of(parts.streams).begun(jax.random.key(3))
+          >>> [int(stream.count[...]) for stream in begun.values()]
+          [0, 0]
+        """
+        leaves = []
+        for number, (is_key, shape) in enumerate(self.leaves):
+            if not is_key:
+                leaves.append(jnp.zeros(shape, jnp.uint32))
+                continue
+            own = jax.random.fold_in(key, number)
+            # `nnx.split_rngs` leaves several keys in a stream, one for each call.
+            leaves.append(jax.random.split(own, shape) if shape else own)
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def drawn(before: PyTree, after: PyTree) -> bool:
+    """Whether a module has drawn from its streams.
+
+    Args:
+      before: The streams that it was made with.
+      after: Those of the module afterwards.
+    """
+    # A stream counts its draws, so that one without draws keeps its very arrays.
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return any(one is not other for one, other in pairs)

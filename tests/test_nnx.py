@@ -1,0 +1,54 @@
+"""Modules taken apart, and their random streams begun again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jdist._nnx import RandomStreams, drawn, taken_apart
+
+
+class Noisy(nnx.Module):
+    """A parameter, a state, two streams, one of which is for several calls."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.float32([2, 3]))
+        self.calls = nnx.Variable(jnp.int32(5))
+        self.one = nnx.RngStream(jax.random.key(0), tag="one")
+        self.many = nnx.RngStream(jax.random.key(1), tag="many").split(3)
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x * self.scale[...] + jax.random.normal(self.one(), x.shape, x.dtype)
+
+
+def test_streams_have_keys_of_their_own_and_their_shapes():
+    streams = taken_apart(Noisy()).streams
+    begun = RandomStreams.of(streams).begun(jax.random.key(7))
+    assert [x.shape for x in jax.tree.leaves(begun)] == [
+        x.shape for x in jax.tree.leaves(streams)
+    ]
+    keys = jax.tree.leaves(nnx.filter_state(begun, nnx.RngKey))
+    words = [jax.random.key_data(key).reshape(-1, 2) for key in keys]
+    assert len({tuple(row.tolist()) for row in np.concatenate(words)}) == 4
+
+
+def test_equal_structures_are_equal():
+    """What is compiled for one serves the other."""
+    first, second = (RandomStreams.of(taken_apart(Noisy()).streams) for _ in range(2))
+    other = RandomStreams.of(taken_apart(nnx.Rngs(3)).streams)
+    assert (first, hash(first)) == (second, hash(second))
+    assert first != other
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_draws_are_seen(calls):
+    parts = taken_apart(Noisy())
+    module = nnx.merge(parts.graph, parts.params, parts.streams, parts.rest, copy=True)
+    for _ in range(calls):
+        module(jnp.float32([1, 4]))
+    after = taken_apart(module)
+    assert drawn(parts.streams, after.streams) == bool(calls)
+    assert jax.tree.leaves(after.rest) == [5 + calls]
+    assert jax.tree.leaves(parts.rest) == [5]  # no part is the module's own
