@@ -1,6 +1,8 @@
 """What `jdist.data_parallel` shows: what users may touch, and nothing else."""
 
 import inspect
+import subprocess
+import sys
 
 from jdist import data_parallel
 from jdist.data_parallel import hooks
@@ -18,3 +20,11 @@ def test_rooms_and_helpers_are_not_among_them():
     modules = [n for n in shown if inspect.ismodule(getattr(data_parallel, n))]
     assert modules == ["hooks"]
     assert len(shown) == 33
+
+
+def test_one_process_does_not_import_rpc():
+    """It doubles the modules, for a rendezvous of several processes."""
+    program = "import sys, jdist.data_parallel; print('jdist.rpc' in sys.modules)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "False\n", done.stderr

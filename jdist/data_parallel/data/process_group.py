@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,7 +40,9 @@ from jax.sharding import Mesh
 
 from jdist._compat import abandon_distributed, distributed_client, require_backend
 from jdist._errors import JdistError, requirement
-from jdist.rpc.extension import AbsentRanks, RunPlace, roll_call
+
+if TYPE_CHECKING:
+    from jdist.rpc.extension import RunPlace
 
 VARIABLES = ("RANK", "WORLD_SIZE", "JAX_COORDINATOR_ADDRESS")
 """Variables that `jdist.launch` and `jdist.rpc.spawn` set for each process."""
@@ -192,8 +194,10 @@ def _join(cluster: str | None, timeout: float, heartbeat: float) -> bool:
     return True
 
 
-def _call_roll(place: RunPlace, timeout: float) -> None:
+def _call_roll(place: "RunPlace", timeout: float) -> None:
     """Waits for all processes; `jax.distributed` would end them all without a name."""
+    from jdist.rpc.extension import AbsentRanks, roll_call
+
     until = time.monotonic() + timeout
     try:
         roll_call(place, timeout)
@@ -209,7 +213,7 @@ def _call_roll(place: RunPlace, timeout: float) -> None:
         _await_listener(place, until, timeout)
 
 
-def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
+def _await_listener(place: "RunPlace", until: float, timeout: float) -> None:
     """Waits until JAX's coordinator listens; its client would wait a second more."""
     host, _, port = place.coordinator.rpartition(":")
     pause = threading.Event()
@@ -228,11 +232,14 @@ def _await_listener(place: RunPlace, until: float, timeout: float) -> None:
         pause.wait(_BREATH)
 
 
-def _place(environment: Mapping[str, str]) -> RunPlace | None:
+def _place(environment: Mapping[str, str]) -> "RunPlace | None":
     """This process's place as the launcher says; None if nothing says so."""
     given = [name for name in VARIABLES if name in environment]
     if "JAX_COORDINATOR_ADDRESS" not in given:
         return None
+    # Where several processes meet: to import rpc takes a quarter of all else here.
+    from jdist.rpc.extension import RunPlace
+
     if len(given) < len(VARIABLES):
         missing = ", ".join(name for name in VARIABLES if name not in given)
         rule = f"must be set together with {missing}"
