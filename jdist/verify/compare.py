@@ -81,21 +81,29 @@ def compare(
         path: _assumed(_host(leaf), terms_of[path], scale_of[path])
         for path, leaf in wanted.items()
     }
-    found = named_leaves(candidate)
-    if names is not None:
-        found = _renamed(wanted, found, names)
-    rows = compare_leaves(name, wanted, found, limits)
+    rows = compare_leaves(name, wanted, renamed(reference, candidate, names), limits)
     return Report(rows, notes=looseness(rows))
 
 
-def _renamed(
-    wanted: Mapping[str, Any], found: Mapping[str, Any], names: Mapping[str, Named]
+def renamed(
+    reference: PyTree, candidate: PyTree, names: Mapping[str, Named] | None
 ) -> dict[str, Any]:
     """The candidate's leaves by the reference's paths, axes in the reference's order.
 
     A name that is missing is refused and not reported as a missing leaf: a map that
     leaves out a parameter would otherwise hide its gradient.
+
+    Args:
+      reference: As in `compare`.
+      candidate: As in `compare`.
+      names: As in `compare`.
+
+    Raises:
+      ValueError: `names` is no complete map, as in `compare`.
     """
+    wanted, found = named_leaves(reference), named_leaves(candidate)
+    if names is None:
+        return found
     theirs = {path: x if isinstance(x, str) else x[0] for path, x in names.items()}
     named = list(theirs.values())
     needed = [path for path, leaf in wanted.items() if leaf is not None]

@@ -296,7 +296,8 @@ def test_what_cannot_be_judged_says_so():
 
 # --- there is no other place for a sentence about a result ---
 
-MODULES = sorted(Path(_runner.experiments.__path__[0]).glob("[a-z]*.py"))
+FOLDER = Path(_runner.experiments.__path__[0])
+MODULES = sorted([*FOLDER.glob("[a-z]*.py"), *FOLDER.glob("[a-z]*/__init__.py")])
 JUDGING = re.compile(
     r"\b(faster|slower|fewer|better|worse|wins?|gains? more|loses?|never|always|proves?"
     r"|proved|same|equals?|equal to|exactly|identical|bit for bit|lies? on|beats?"

@@ -1,0 +1,93 @@
+"""accelerate: the user's loop, with `Accelerator.accumulate`."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from experiments.strangers import torch_model
+from experiments.strangers.problem import MICRO, STEPS, Step
+from experiments.strangers.stranger import Use
+
+# --- the trainer, as its documentation has it ---
+
+
+def accumulated(step: Step) -> Any:
+    """Each micro-batch's mean loss, divided by the accelerator."""
+    accelerator, model, optimizer, loader = prepared(step)
+    shown: list[Any] = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(torch_model.weighted_mean(model, batch))
+            read(accelerator, model, shown)
+            optimizer.step()
+            optimizer.zero_grad()
+    return shown[-1]
+
+
+def by_tokens(step: Step) -> Any:
+    """Sums over the whole step's weights, as for samples of variable size."""
+    accelerator, model, optimizer, loader = prepared(step)
+    total = step.whole.weights.sum()
+    shown: list[Any] = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = torch_model.weighted_sum(model, batch)
+            accelerator.backward(loss * STEPS / total)
+            read(accelerator, model, shown)
+            optimizer.step()
+            optimizer.zero_grad()
+    return shown[-1]
+
+
+def prepared(step: Step) -> Any:
+    """The accelerator, and what it has prepared."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    model = torch_model.NextToken()
+    torch_model.start(model, step.params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data: Any = torch_model.rows(step.whole)
+    loader: Any = DataLoader(data, batch_size=MICRO)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+# --- what the judge needs ---
+
+
+def read(accelerator: Accelerator, model: Any, shown: list[Any]) -> None:
+    """Keeps the gradient that the optimizer is about to see."""
+    if accelerator.sync_gradients:
+        shown.append(torch_model.gradient(model))
+
+
+# --- what is on trial ---
+
+GUIDE = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
+
+USES = (
+    Use(
+        "accelerate",
+        "accumulate(), mean losses",
+        "the gradient of one large batch: the mean over its tokens",
+        accumulated,
+        "gradient",
+        "The guide says that samples of variable size need another loss: the sum over "
+        "the step's tokens, not the average of the batches' averages. It says that the "
+        "end of the data makes a step, not that its loss is divided as in a full one.",
+        GUIDE,
+        names=torch_model.NAMES,
+    ),
+    Use(
+        "accelerate",
+        "accumulate(), losses over the step's tokens",
+        "the mean over all tokens of the step",
+        by_tokens,
+        "gradient",
+        "The guide's own recipe: sum, times the number of steps, over the count of "
+        "tokens.",
+        GUIDE,
+        names=torch_model.NAMES,
+        remedy=True,
+    ),
+)

@@ -1,0 +1,186 @@
+"""Keras on JAX: `Model.fit` with gradient accumulation in the optimizer."""
+
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from experiments.strangers.problem import (
+    HIDDEN,
+    MICRO,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Step,
+)
+from experiments.strangers.stranger import Use
+
+# --- the trainer, as its documentation has it ---
+
+
+class Readout(keras.layers.Layer):
+    """Scores by tied weights, in a layer that hands a mask on."""
+
+    supports_masking = True
+
+    def call(self, hidden: Any, table: Any) -> Any:
+        """Scores `(sequences, LENGTH, VOCABULARY)`."""
+        return keras.ops.matmul(hidden, keras.ops.transpose(table))
+
+
+class NextToken(keras.Model):
+    """The model; its embeddings serve as output weights too."""
+
+    def __init__(self, mask_zero: bool = False, readout: Any = None) -> None:
+        """Layers without weights yet; `mask_zero` makes token 0 padding."""
+        super().__init__()
+        self.embedding = keras.layers.ReversibleEmbedding(
+            VOCABULARY, WIDTH, mask_zero=mask_zero
+        )
+        self.up = keras.layers.Dense(HIDDEN, activation="tanh")
+        self.down = keras.layers.Dense(WIDTH, use_bias=False)
+        self.readout = readout
+
+    def call(self, inputs: Any) -> Any:
+        """Scores `(sequences, LENGTH, VOCABULARY)`."""
+        hidden = self.down(self.up(self.embedding(inputs)))
+        if self.readout is None:
+            return self.embedding(hidden, reverse=True)
+        return self.readout(hidden, self.embedding.embeddings)
+
+
+def weighted(step: Step, reduction: str, accumulate: int | None = STEPS) -> Any:
+    """The weights after `fit` with each token's weight in `sample_weight`.
+
+    Args:
+      step: The data.
+      reduction: Of the loss.
+      accumulate: Micro-batches of a step; None: the whole step is one batch.
+    """
+    inputs, targets, weights = step.whole
+    return _fitted(NextToken(), step, inputs, targets, weights, reduction, accumulate)
+
+
+def masked(step: Step, readout: keras.layers.Layer | None) -> Any:
+    """The weights after `fit` where padding is told by Keras's mask.
+
+    Args:
+      step: The data.
+      readout: What makes scores; None: the embeddings in reverse.
+    """
+    inputs, targets, weights = step.whole
+    padded = np.where(weights > 0, inputs, 0)
+    model = NextToken(True, readout)
+    reduction = "sum_over_batch_size"
+    return _fitted(model, step, padded, targets, None, reduction, STEPS)
+
+
+def _fitted(
+    model: NextToken,
+    step: Step,
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    weights: np.ndarray | None,
+    reduction: str,
+    accumulate: int | None,
+) -> Any:
+    model(inputs[:1])  # Makes the weights.
+    start(model, step)
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy
+    model.compile(
+        optimizer=keras.optimizers.SGD(1.0, gradient_accumulation_steps=accumulate),
+        loss=cross_entropy(from_logits=True, reduction=reduction),
+    )
+    model.fit(
+        inputs,
+        targets,
+        sample_weight=weights,
+        batch_size=MICRO if accumulate else len(inputs),
+        shuffle=False,
+        verbose=0,
+    )
+    return shown(model)
+
+
+# --- what the judge needs ---
+
+NAMES = {
+    "embedding": "embedding/embeddings",
+    "up": "up/kernel",
+    "bias": "up/bias",
+    "down": "down/kernel",
+}
+
+
+def start(model: NextToken, step: Step) -> None:
+    """Gives the model the parameters of the trial."""
+    own = step.params
+    model.embedding.set_weights([own["embedding"]])
+    model.up.set_weights([own["up"], own["bias"]])
+    model.down.set_weights([own["down"]])
+
+
+def shown(model: NextToken) -> dict[str, np.ndarray]:
+    """The weights after the step, by layer and name."""
+    layers = {"embedding": model.embedding, "up": model.up, "down": model.down}
+    return {
+        f"{name}/{weight.name}": np.asarray(weight)
+        for name, layer in layers.items()
+        for weight in layer.weights
+    }
+
+
+# --- what is on trial ---
+
+OPTIMIZERS = "https://keras.io/api/optimizers/"
+LOSSES = "https://keras.io/api/losses/"
+
+POSITIONS = Use(
+    "keras Model.fit",
+    "accumulating, weights as sample_weight",
+    "the mean over all positions of the step, padding among them",
+    lambda step: weighted(step, "sum_over_batch_size"),
+    "parameters",
+    "The loss is said to be divided by the sample size, and the optimizer to use the "
+    "average of the gradients; what becomes of a smaller batch is not said.",
+    OPTIMIZERS,
+    names=NAMES,
+    divisor="positions",
+)
+
+MASKED = replace(
+    POSITIONS,
+    way="accumulating, padding as Keras's mask",
+    claim="the mean over the counted tokens of the step",
+    show=lambda step: masked(step, Readout()),
+    documented="Masked positions are said to be left out of the loss; that each "
+    "micro-batch is divided by its own count is not said.",
+    link="https://keras.io/guides/understanding_masking_and_padding/",
+    divisor="tokens",
+    lacks={"weighted": "a mask has no weights"},
+)
+
+USES = (
+    POSITIONS,
+    replace(
+        POSITIONS,
+        way="accumulating, mean_with_sample_weight",
+        claim="the mean over the counted tokens of the step",
+        show=lambda step: weighted(step, "mean_with_sample_weight"),
+        documented="The reduction divides by the sum of the weights; that it does so "
+        "within each micro-batch, and the average is taken after, is not said.",
+        link=LOSSES,
+        divisor="tokens",
+    ),
+    MASKED,
+    replace(
+        MASKED,
+        way="accumulating, mask through ReversibleEmbedding",
+        show=lambda step: masked(step, None),
+        documented="Layers after one with `mask_zero` are said to support masking, or "
+        "to raise. The reverse direction drops the mask (pull request 21961 of "
+        "keras-team/keras, against an error), and nothing is raised.",
+        link="https://keras.io/api/layers/core_layers/reversible_embedding/",
+    ),
+)

@@ -1,0 +1,106 @@
+"""Lightning: `Trainer(accumulate_grad_batches=...)` around a `LightningModule`."""
+
+import logging
+import warnings
+from typing import Any
+
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+from experiments.strangers import torch_model
+from experiments.strangers.problem import MICRO, STEPS, Step
+from experiments.strangers.stranger import Use
+
+# --- the trainer, as its documentation has it ---
+
+
+class Module(lightning.LightningModule):
+    """The model, its loss and its optimizer.
+
+    Args:
+      step: The data.
+      by_tokens: Whether losses are divided by the step's tokens, not the batch's own.
+    """
+
+    def __init__(self, step: Step, by_tokens: bool) -> None:
+        super().__init__()
+        self.model = torch_model.NextToken()
+        self.total = float(step.whole.weights.sum()) if by_tokens else None
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        """The loss of one micro-batch."""
+        if self.total is None:
+            return torch_model.weighted_mean(self.model, batch)
+        return torch_model.weighted_sum(self.model, batch) * STEPS / self.total
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain gradient descent."""
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def fitted(step: Step, *, by_tokens: bool) -> Any:
+    """The gradient of the last optimizer step of one epoch."""
+    module, reader = Module(step, by_tokens), Reader()
+    torch_model.start(module.model, step.params)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        # Of workers for data and of logging intervals, which do not matter here.
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            accumulate_grad_batches=STEPS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[reader],
+        )
+        data: Any = torch_model.rows(step.whole)
+        loader: Any = DataLoader(data, batch_size=MICRO)
+        trainer.fit(module, loader)
+    return reader.shown
+
+
+# --- what the judge needs ---
+
+
+class Reader(lightning.Callback):
+    """Keeps the gradient that the optimizer is about to see."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, _: Any) -> None:
+        """Called by the trainer."""
+        self.shown = torch_model.gradient(module.model)
+
+
+# --- what is on trial ---
+
+GUIDE = "https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html"
+
+USES = (
+    Use(
+        "Lightning Trainer",
+        "accumulate_grad_batches, mean losses",
+        "the gradient of one batch K times as large: the mean over its tokens",
+        lambda step: fitted(step, by_tokens=False),
+        "gradient",
+        "The guide calls the effect a batch of K times the size, without a word on "
+        "parts of different size or on an epoch's end, which is issue 19987 of "
+        "Lightning-AI/pytorch-lightning.",
+        GUIDE,
+        names=torch_model.NAMES,
+    ),
+    Use(
+        "Lightning Trainer",
+        "accumulate_grad_batches, losses over the step's tokens",
+        "the mean over all tokens of the step",
+        lambda step: fitted(step, by_tokens=True),
+        "gradient",
+        "The division by K is not in the guide; the loss has to undo it.",
+        GUIDE,
+        names=torch_model.NAMES,
+        remedy=True,
+    ),
+)

@@ -1,0 +1,134 @@
+"""The verdicts as tables, as a picture and as a page."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.strangers.stranger import Finding
+from experiments.strangers.trial import Verdict
+
+STYLES = {
+    "right": ("green", "#b7e1c0"),
+    "wrong": ("red", "#f2b8b5"),
+    "no step": ("yellow", "#f7e3a1"),
+    "refused": ("yellow", "#e3d3ef"),
+    "not offered": ("dim", "#eeeeee"),
+}
+"""Of each verdict: on the terminal, and in the picture."""
+
+
+def rows(verdicts: Sequence[Verdict]) -> list[list[str]]:
+    """A row for each use, under a header."""
+    settings = [finding.setting for finding in verdicts[0].findings]
+    header = ["stranger", "used with", *settings, "verdict", "lines"]
+    return [
+        header,
+        *(
+            [
+                verdict.use.stranger,
+                verdict.use.way,
+                *map(str, verdict.findings),
+                verdict.word,
+                str(verdict.lines),
+            ]
+            for verdict in verdicts
+        ),
+    ]
+
+
+def claims(verdicts: Sequence[Verdict]) -> list[list[str]]:
+    """What each use claims, and what its documentation says."""
+    header = ["stranger", "used with", "claims to give", "what it says", "where"]
+    uses = [verdict.use for verdict in verdicts]
+    return [
+        header,
+        *([u.stranger, u.way, u.claim, u.documented, u.link] for u in uses),
+    ]
+
+
+def wrong(verdicts: Sequence[Verdict]) -> list[list[str]]:
+    """Each gradient that is not the claimed one, and what it is."""
+    header = ["stranger", "used with", "setting", "found", "what it is"]
+    return [
+        header,
+        *(
+            [v.use.stranger, v.use.way, f.setting, str(f), f.rule or f.why]
+            for v in verdicts
+            for f in v.findings
+            if f.verdict in ("wrong", "no step", "refused")
+        ),
+    ]
+
+
+def table(verdicts: Sequence[Verdict]) -> Table:
+    """For the terminal."""
+    header, *body = rows(verdicts)
+    shown = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for row, verdict in zip(body, verdicts, strict=True):
+        cells = [f"[{STYLES[f.verdict][0]}]{f}[/]" for f in verdict.findings]
+        shown.add_row(*row[:2], *cells, *row[-2:])
+    return shown
+
+
+def picture(verdicts: Sequence[Verdict]) -> Figure:
+    """A cell for each use and setting."""
+    kinds = list(STYLES)
+    settings = [finding.setting for finding in verdicts[0].findings]
+    grid = [[kinds.index(f.verdict) for f in v.findings] for v in verdicts]
+    figure, axes = plt.subplots(figsize=(10, 0.42 * len(verdicts) + 1.2))
+    colours = ListedColormap([STYLES[kind][1] for kind in kinds])
+    axes.imshow(grid, cmap=colours, vmin=-0.5, vmax=len(kinds) - 0.5, aspect="auto")
+    for y, verdict in enumerate(verdicts):
+        for x, finding in enumerate(verdict.findings):
+            axes.text(x, y, _short(finding), ha="center", va="center", fontsize=7)
+    names = [f"{v.use.stranger}: {v.use.way}" for v in verdicts]
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_xticks(range(len(settings)), settings, fontsize=8)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def _short(finding: Finding) -> str:
+    return "–" if finding.verdict == "not offered" else str(finding)
+
+
+def page(
+    path: Path, verdicts: Sequence[Verdict], versions: Mapping[str, str], command: str
+) -> None:
+    """Writes the tables as Markdown.
+
+    Args:
+      path: Of the file.
+      verdicts: What was found.
+      versions: Of the packages on trial.
+      command: That makes this page.
+    """
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    described = [
+        [verdict.use.stranger, verdict.use.way, verdict.use.claim, _linked(verdict)]
+        for verdict in verdicts
+    ]
+    header = ["stranger", "used with", "claims to give", "what its documentation says"]
+    parts = [
+        f"`{command}`, with {named}.",
+        _markdown(rows(verdicts)),
+        _markdown([header, *described]),
+        _markdown(wrong(verdicts)),
+    ]
+    path.write_text("\n\n".join(parts) + "\n")
+
+
+def _linked(verdict: Verdict) -> str:
+    return f"{verdict.use.documented} [source]({verdict.use.link})"
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    header, *body = table
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,217 @@
+"""A stranger on trial: a trainer of another package, and what its step is held against.
+
+Each module of a stranger has `USES`, ways to use it as its documentation writes them.
+A use trains for one optimizer step and shows what the trainer lets its users see: the
+gradient, or the parameters after a step of plain gradient descent at rate 1.
+"""
+
+import inspect
+import io
+import tokenize
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from experiments.strangers.problem import NOTHING, Reference, Step
+from jdist import verify
+from jdist.verify.compare import Named, renamed
+
+SECTION = "# --- what the judge needs ---"
+"""In a stranger's module: what a user adds to a trainer to have it judged."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One way to use a stranger.
+
+    Attributes:
+      stranger: The trainer.
+      way: How it is used.
+      claim: What its gradient is said to be, in a sentence.
+      show: Trains for one step; a pytree of what the trainer lets users see.
+      shows: "gradient", or "parameters" after a step at learning rate 1.
+      documented: What its documentation says of unequal parts.
+      link: Where.
+      names: From the parameters' names to the stranger's; None if they are the same.
+      divisor: Of the claim, as in `Reference`.
+      smoothing: Of the claim, as in `Reference`.
+      lacks: Settings that it has no way to express, and why.
+      parts: What the stranger makes of a step: other micro-batches, or replicas.
+      remedy: Whether this is what to do where another use is wrong.
+    """
+
+    stranger: str
+    way: str
+    claim: str
+    show: Callable[[Step], Any]
+    shows: str
+    documented: str
+    link: str
+    names: Mapping[str, Named] | None = None
+    divisor: str = "tokens"
+    smoothing: float = 0.0
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    parts: Callable[[Step], Step] = lambda step: step
+    remedy: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one use did in one setting.
+
+    Attributes:
+      setting: Its name.
+      verdict: "right", "wrong", "no step", "refused" or "not offered".
+      distance: Of the gradient from the claimed one, relative to it, in the 2-norm.
+      factor: What the whole gradient was multiplied by, where that is all.
+      rule: What the wrong gradient is, to rounding; empty if no known rule explains it.
+      why: Why it was refused or is not offered.
+      ratio: The largest error/bound.
+    """
+
+    setting: str
+    verdict: str
+    distance: float | None = None
+    factor: float | None = None
+    rule: str = ""
+    why: str = ""
+    ratio: float | None = None
+
+    def __str__(self) -> str:
+        """A cell of the table."""
+        if self.verdict != "wrong":
+            return self.verdict
+        if self.factor is not None:
+            return f"{self.factor:.3g} x"
+        return f"{100 * (self.distance or 0):.0f} % off"
+
+
+def judged(use: Use, step: Step) -> Finding:
+    """Trains for one step and judges it.
+
+    Args:
+      use: Of the stranger.
+      step: The data.
+
+    Raises:
+      ValueError: What it shows cannot be named, as in `verify.compare`.
+    """
+    if step.setting in use.lacks:
+        return Finding(step.setting, "not offered", why=use.lacks[step.setting])
+    step = use.parts(step)
+    try:
+        shown = use.show(step)
+    except Refused as error:
+        return Finding(step.setting, "refused", why=str(error))
+    reference = Reference(step, use.divisor, use.smoothing)
+    report = _compared(use, reference, reference.gradient, shown)
+    finding = Finding(step.setting, "right", ratio=report.worst)
+    if report.ok:
+        return finding
+    distance, factor = _measured(_gradient(use, step, shown), reference.gradient)
+    rule = next(iter(_explained(use, reference, shown)), "")
+    verdict = "no step" if rule == NOTHING else "wrong"
+    return replace(
+        finding, verdict=verdict, distance=distance, factor=factor, rule=rule
+    )
+
+
+class Refused(Exception):
+    """The trainer raised an error instead of training."""
+
+
+def lines(module: ModuleType) -> int:
+    """Lines of code in the part of a stranger's module that is there for the judge.
+
+    Comments, docstrings and empty lines do not count; a line that is broken into
+    several counts as so many.
+
+    Args:
+      module: The stranger's.
+    """
+    source = inspect.getsource(module).partition(SECTION)[2]
+    return len(code_lines(source.partition("\n# --- ")[0]))
+
+
+def code_lines(source: str) -> set[int]:
+    """The numbers of the lines with code.
+
+    Example:
+      >>> sorted(code_lines('# why\\n\\nx = (\\n  1)\\ndef f():\\n  "doc"\\n'))
+      [3, 4, 5]
+    """
+    quiet = {
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT,
+        tokenize.DEDENT, tokenize.ENDMARKER,
+    }  # fmt: skip
+    found: set[int] = set()
+    fresh = True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NEWLINE:
+            fresh = True
+        elif token.type not in quiet:
+            # A string where a statement begins is a docstring.
+            if not (fresh and token.type == tokenize.STRING):
+                found.update(range(token.start[0], token.end[0] + 1))
+            fresh = False
+    return found
+
+
+def _compared(
+    use: Use, reference: Reference, gradient: Mapping[str, Any], shown: Any
+) -> verify.Report:
+    """What is shown beside a gradient, or beside the parameters after its step.
+
+    New parameters are a sum as well, with one term more: the old ones.
+    """
+    if use.shows == "gradient":
+        return verify.compare(
+            dict(gradient), shown, reference.terms, reference.scale, names=use.names
+        )
+    old = reference.step.params
+    return verify.compare(
+        {name: old[name] - gradient[name] for name in gradient},
+        shown,
+        reference.terms + 1,
+        {name: np.abs(old[name]) + reference.scale[name] for name in gradient},
+        names=use.names,
+    )
+
+
+def _explained(use: Use, reference: Reference, shown: Any) -> list[str]:
+    """The rules that what is shown follows, to rounding."""
+    return [
+        name
+        for name, rule in reference.rules().items()
+        if _compared(use, reference, reference.of(rule), shown).ok
+    ]
+
+
+def _gradient(use: Use, step: Step, shown: Any) -> dict[str, np.ndarray]:
+    """What is shown as a gradient, by the parameters' names."""
+    named = renamed(dict(step.params), shown, use.names)
+    wide = {name: np.asarray(leaf, np.float64) for name, leaf in named.items()}
+    if use.shows == "gradient":
+        return wide
+    return {name: step.params[name] - leaf for name, leaf in wide.items()}
+
+
+def _measured(
+    found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]
+) -> tuple[float, float | None]:
+    """The relative distance, and the factor where nothing else differs."""
+    a, b = (
+        np.concatenate([np.ravel(tree[name]) for name in wanted]).astype(np.float64)
+        for tree in (wanted, found)
+    )
+    factor = float(a @ b / (a @ a))
+    rest = np.linalg.norm(b - factor * a) / np.linalg.norm(a)
+    distance = float(np.linalg.norm(b - a) / np.linalg.norm(a))
+    return distance, factor if rest < FACTOR_REST else None
+
+
+FACTOR_REST = 1e-5
+"""float32 rounds at 6e-8, and the gradients here add a hundred terms."""

@@ -1,0 +1,154 @@
+"""torch's DistributedDataParallel: two processes over gloo, each with its own shard."""
+
+import functools
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.strangers import torch_ddp_worker, torch_model
+from experiments.strangers.problem import Step
+from experiments.strangers.stranger import Use
+
+RANKS = 2
+DEADLINE = 120.0
+"""Seconds within which both processes have taken a step."""
+
+# --- the trainer, as its documentation has it: torch_ddp_worker.py ---
+
+
+class Group:
+    """Processes that take one step after the other, until this one ends.
+
+    To start them costs ten times more than all the steps.
+    """
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        # The file by which the processes find each other, so that no port is needed.
+        self.folder = tempfile.TemporaryDirectory(prefix="strangers-")
+        store = str(Path(self.folder.name) / "store")
+        pipes = [spawn.Pipe() for _ in range(RANKS)]
+        self.connections = [own for own, _ in pipes]
+        # Daemons end with this process, also if it fails.
+        self.processes = [
+            spawn.Process(
+                target=torch_ddp_worker.serve,
+                args=(theirs, store, r, RANKS),
+                daemon=True,
+            )
+            for r, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self.processes, pipes, strict=True):
+            process.start()
+            # Without this a process that dies would leave its pipe open.
+            theirs.close()
+
+    def trained(self, step: Step, way: str) -> Any:
+        """The gradient of the first process after one step.
+
+        Args:
+          step: The data; a part for each process.
+          way: As in `torch_ddp_worker.trained`.
+
+        Raises:
+          RuntimeError: A process ended, or there was no answer within `DEADLINE`.
+        """
+        for connection, part in zip(self.connections, step.parts, strict=True):
+            connection.send((way, step.params, part))
+        try:
+            first, *_ = [self._answer(own) for own in self.connections]
+        except RuntimeError:
+            for process in self.processes:
+                process.kill()
+            raise
+        return first
+
+    def _answer(self, connection: Any) -> Any:
+        if not connection.poll(DEADLINE):
+            raise RuntimeError(f"torch's DDP took no step within {DEADLINE:.0f} s")
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionError):
+            text = "a process of torch's DDP ended; its own error stands above"
+            raise RuntimeError(text) from None
+
+
+@functools.cache
+def group() -> Group:
+    """The one group of this process."""
+    return Group()
+
+
+# --- what the judge needs ---
+
+NAMES = torch_model.NAMES
+
+# --- what is on trial ---
+
+
+def shards(step: Step) -> Step:
+    """One part for each process; the first has more where they cannot be even."""
+    return replace(step, sizes=_sizes(step), count=RANKS)
+
+
+def _sizes(step: Step) -> tuple[int, ...]:
+    """The first process has two sequences more where parts are to differ."""
+    count = len(step.whole.inputs)
+    if step.setting == "short end":
+        # The second process has run out of data.
+        return (count, 0)
+    more = 1 if step.setting == "small last" else 0
+    return (count // 2 + more, count - count // 2 - more)
+
+
+REFERENCE = (
+    "https://docs.pytorch.org/docs/stable/generated/"
+    "torch.nn.parallel.DistributedDataParallel.html"
+)
+ENDS = "without Join the other process waits for ever"
+
+
+def _use(way: str, told: str, claim: str, documented: str, **options: Any) -> Use:
+    def show(step: Step) -> Any:
+        return group().trained(step, way)
+
+    return Use(
+        "torch DDP", told, claim, show, "gradient", documented, REFERENCE,
+        names=NAMES, parts=shards, **options,
+    )  # fmt: skip
+
+
+CLAIM = "the gradient of one process over all shards: the mean over their tokens"
+INITIAL = (
+    "The reference says that this gives each sample the same weight over all steps; "
+    "the step of those that are left is then smaller on purpose."
+)
+ACTIVE = (
+    "The reference says that this divides by the processes that are left, and that "
+    "their samples then weigh more."
+)
+
+USES: Sequence[Use] = (
+    _use(
+        "mean",
+        "mean losses on each process",
+        CLAIM,
+        "The reference says that gradients are averaged over the processes, and that "
+        "one may mostly take the model for one on a single device; shards of different "
+        "size are not spoken of.",
+        lacks={"short end": ENDS},
+    ),
+    _use("join initial", "Join, divided by the initial number", CLAIM, INITIAL),
+    _use("join active", "Join, divided by the active number", CLAIM, ACTIVE),
+    _use(
+        "tokens",
+        "losses over all processes' tokens, times the processes",
+        CLAIM,
+        "The reference says that gradients are averaged; the loss has to undo it.",
+        lacks={"short end": ENDS},
+        remedy=True,
+    ),
+)

@@ -1,0 +1,85 @@
+"""Tunix: `PeftTrainer` with its own loss and accumulation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from tunix.sft import peft_trainer
+
+from experiments.strangers import flax_optimizer
+from experiments.strangers.problem import STEPS, Step
+from experiments.strangers.stranger import Use
+
+# --- the trainer, as its documentation has it ---
+
+
+class Model(nnx.Module):
+    """The model with the arguments that the trainer's loss passes."""
+
+    def __init__(self) -> None:
+        """Random weights."""
+        self.model = flax_optimizer.NextToken(nnx.Rngs(0))
+
+    def __call__(
+        self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any
+    ) -> tuple[jax.Array, None]:
+        """Scores of the tokens that follow, and no cache."""
+        return self.model(tokens), None
+
+
+def trained(step: Step) -> Any:
+    """The parameters after one pass over the micro-batches."""
+    model = Model()
+    flax_optimizer.start(model.model, step)
+    config = peft_trainer.TrainingConfig(
+        eval_every_n_steps=10**6, gradient_accumulation_steps=STEPS
+    )
+    trainer = peft_trainer.PeftTrainer(model, optax.sgd(1.0), config)
+    trainer.with_gen_model_input_fn(model_input).train(inputs(step))
+    return flax_optimizer.shown(model.model)
+
+
+def inputs(step: Step) -> list[Any]:
+    """What the trainer takes: sequences, and which of their tokens count."""
+    return [
+        peft_trainer.TrainingInput(
+            # The first token is the target of no other.
+            input_tokens=part.tokens,
+            input_mask=jnp.pad(part.weights, ((0, 0), (1, 0))),
+        )
+        for part in step.parts
+    ]
+
+
+def model_input(given: Any) -> dict[str, Any]:
+    """Of the loss; the model looks at no other token, and needs no positions."""
+    return {
+        "input_tokens": given.input_tokens,
+        "input_mask": given.input_mask,
+        "positions": None,
+        "attention_mask": None,
+    }
+
+
+# --- what the judge needs ---
+
+NAMES = flax_optimizer.NAMES
+
+# --- what is on trial ---
+
+USES = (
+    Use(
+        "tunix PeftTrainer",
+        "gradient_accumulation_steps, its own loss",
+        "the mean over the counted tokens of the step",
+        trained,
+        "parameters",
+        "The configuration has no word on parts with different counts; pull request "
+        "1744 of google/tunix, open in July 2026, describes what is found here.",
+        "https://github.com/google/tunix/pull/1744",
+        names=NAMES,
+        lacks={"weighted": "a mask has no weights"},
+    ),
+)

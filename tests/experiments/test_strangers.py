@@ -1,0 +1,375 @@
+"""Strangers on trial: planted trainers get the verdict they deserve, real ones that of
+arithmetic, and those that are not installed are named."""
+
+import importlib
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import strangers
+from experiments.strangers import problem, showing, stranger, trial
+from experiments.strangers.problem import MEAN_OF_MEANS, NOTHING, OVER_ALL, Reference
+from experiments.strangers.stranger import Refused, Use, judged
+from tests.newcomer import own_promotions
+
+SETTINGS = ("equal", "padded", "short end")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def newcomer():
+    """The strangers rely on JAX's own promotions."""
+    with own_promotions(), jax.enable_x64(False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Of every setting, by name."""
+    return {step.setting: step for step in problem.steps(3)}
+
+
+def gradient_of_tokens(step, rows, divisor):
+    """The sum of the weighted losses of some sequences, over a number; by another way
+    than the reference's: sequence by sequence."""
+    total = None
+    for row in rows:
+        inputs, targets, weights = (leaf[row : row + 1] for leaf in step.whole)
+
+        def loss(params, inputs=inputs, targets=targets, weights=weights):
+            scores = problem.logits(params, inputs)[0]
+            chosen = scores[jnp.arange(len(scores)), targets[0]]
+            surprise = jax.scipy.special.logsumexp(scores, -1) - chosen
+            return jnp.sum(surprise * weights[0])
+
+        own = jax.grad(loss)(step.params)
+        total = own if total is None else jax.tree.map(jnp.add, total, own)
+    return jax.tree.map(lambda leaf: np.asarray(leaf / divisor), total)
+
+
+def use(show, shows="gradient", **options):
+    return Use("planted", "a use", "a claim", show, shows, "said", "link", **options)
+
+
+# --- the problem ---
+
+
+def test_the_settings_differ_in_what_they_are_named_for(steps):
+    """Equal parts are equal; everywhere else parts differ, or one is missing."""
+    counts = {
+        name: [float(part.weights.sum()) for part in step.parts]
+        for name, step in steps.items()
+    }
+    assert counts["equal"] == [36.0] * 3
+    assert counts["short end"] == [36.0] * 2
+    assert counts["small last"] == [36.0, 36.0, 18.0]
+    for name in ("padded", "masked", "weighted"):
+        assert len(set(counts[name])) == 3
+    padded = steps["padded"].whole.weights
+    assert (np.diff(padded, axis=1) <= 0).all()
+    assert (np.diff(steps["masked"].whole.weights, axis=1) > 0).any()
+    labels = steps["masked"].whole.labels
+    assert ((labels == -100) == (steps["masked"].whole.weights == 0)).all()
+
+
+@pytest.mark.parametrize("setting", ["padded", "weighted"])
+def test_the_reference_is_the_mean_over_what_counts(steps, setting):
+    """Beside the sum over sequences, one at a time."""
+    step = steps[setting]
+    every = range(len(step.whole.inputs))
+    total = step.whole.weights.sum()
+    wanted = gradient_of_tokens(step, every, total)
+    reference = Reference(step)
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(reference.gradient[name], leaf, atol=1e-6)
+    positions = Reference(step, "positions").gradient
+    share = total / step.whole.weights.size
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(positions[name], share * leaf, atol=1e-6)
+
+
+def test_the_usual_mistakes_are_told_from_each_other(steps):
+    """By a part of the gradient each, in a setting that has it."""
+    step = steps["small last"]
+    reference = Reference(step)
+    rules = {name: reference.of(rule) for name, rule in reference.rules().items()}
+    halves = [gradient_of_tokens(step, rows, 1) for rows in ((0, 1, 2, 3), (8, 9))]
+    whole = gradient_of_tokens(step, range(4, 8), 36)
+    means = jax.tree.map(
+        lambda a, b, c: a / 36 + b + c / 18, halves[0], whole, halves[1]
+    )
+    for name, leaf in means.items():
+        np.testing.assert_allclose(rules[MEAN_OF_MEANS][name], leaf / 3, atol=1e-6)
+        np.testing.assert_allclose(
+            rules["sum of the parts' means"][name], leaf, atol=1e-6
+        )
+    short = Reference(steps["short end"])
+    mistaken = short.of(short.rules()[OVER_ALL])
+    for name, leaf in short.gradient.items():
+        np.testing.assert_allclose(mistaken[name], leaf * 2 / 3, atol=1e-6)
+
+
+# --- planted trainers ---
+
+
+def rule(name):
+    def show(step):
+        reference = Reference(step)
+        return reference.of(reference.rules()[name])
+
+    return show
+
+
+def scaled(factor):
+    def show(step):
+        gradient = Reference(step).gradient
+        return {name: np.float32(factor) * leaf for name, leaf in gradient.items()}
+
+    return show
+
+
+def stepped(gradient_of):
+    def show(step):
+        found = gradient_of(step)
+        return {name: leaf - found[name] for name, leaf in step.params.items()}
+
+    return show
+
+
+def test_what_a_trainer_claims_is_what_it_is_held_against(steps):
+    """The same gradient is right by one claim and wrong by another."""
+    right = scaled(1.0)
+    assert judged(use(right), steps["padded"]).verdict == "right"
+    found = judged(use(right, divisor="positions"), steps["padded"])
+    assert found.verdict == "wrong"
+    weights = steps["padded"].whole.weights
+    assert found.factor == pytest.approx(weights.size / weights.sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("shows", ["gradient", "parameters"])
+def test_a_wrong_gradient_is_measured_and_named(steps, shows):
+    """Seen in the gradient itself, or in the parameters after the step."""
+    wrap = stepped if shows == "parameters" else (lambda show: show)
+    right = judged(use(wrap(scaled(1.0)), shows), steps["masked"])
+    assert (right.verdict, str(right)) == ("right", "right")
+    three = judged(use(wrap(scaled(3.0)), shows), steps["masked"])
+    assert three.factor == pytest.approx(3, rel=1e-5)
+    assert three.distance == pytest.approx(2, rel=1e-5)
+    assert (str(three), three.rule) == ("3 x", "")
+    means = judged(use(wrap(rule(MEAN_OF_MEANS)), shows), steps["masked"])
+    assert means.verdict == "wrong"
+    assert means.factor is None
+    assert means.rule == MEAN_OF_MEANS
+    reference = Reference(steps["masked"])
+    other = reference.of(reference.rules()[MEAN_OF_MEANS])
+    apart = sum(np.sum((other[k] - reference.gradient[k]) ** 2) for k in other)
+    length = sum(np.sum(leaf**2) for leaf in reference.gradient.values())
+    assert means.distance == pytest.approx(float(np.sqrt(apart / length)), rel=1e-4)
+    nothing = judged(use(wrap(rule(NOTHING)), shows), steps["masked"])
+    assert (nothing.verdict, nothing.rule) == ("no step", NOTHING)
+
+
+def test_a_small_fault_is_seen(steps):
+    """One leaf off by a thousandth, in a gradient and in parameters."""
+
+    def off(step):
+        found = Reference(step).gradient
+        return {**found, "up": found["up"] * np.float32(1.001)}
+
+    for each in (use(off), use(stepped(off), "parameters")):
+        found = judged(each, steps["equal"])
+        assert (found.verdict, found.rule) == ("wrong", "")
+
+
+def test_names_and_axes_are_the_strangers(steps):
+    """Forgotten, the transposed weight is no gradient of this model."""
+
+    def theirs(step):
+        found = Reference(step).gradient
+        swapped = {"up": "a.weight", "down": "b.weight", "bias": "a.bias"}
+        rest = {theirs: found[own].T for own, theirs in swapped.items()}
+        return {"e": found["embedding"], **rest}
+
+    names = {
+        "embedding": "e",
+        "up": ("a.weight", (1, 0)),
+        "bias": "a.bias",
+        "down": ("b.weight", (1, 0)),
+    }
+    assert judged(use(theirs, names=names), steps["weighted"]).verdict == "right"
+    del names["bias"]
+    with pytest.raises(ValueError, match=r"every leaf of the reference\. Got no bias"):
+        judged(use(theirs, names=names), steps["weighted"])
+
+
+def test_what_is_not_offered_or_refused_is_said(steps):
+    """Neither is a verdict on a gradient."""
+
+    def refuses(step):
+        raise Refused("10 is no multiple of 4")
+
+    found = judged(use(refuses), steps["small last"])
+    assert (found.verdict, found.why) == ("refused", "10 is no multiple of 4")
+    lacks = {"weighted": "labels have no weights"}
+    found = judged(use(refuses, lacks=lacks), steps["weighted"])
+    assert (found.verdict, found.why) == ("not offered", "labels have no weights")
+
+
+# --- the verdict on all settings ---
+
+
+def verdicts_on(show, steps, **options):
+    chosen = use(show, **options)
+    return trial.Verdict(chosen, [judged(chosen, step) for step in steps], 7)
+
+
+@pytest.fixture(scope="module")
+def oracle(steps):
+    """The reference beside finite differences: the dearest part, once."""
+    return problem.check_oracle(steps["padded"])
+
+
+def test_planted_trainers_make_the_claims_fail(steps, oracle):
+    """Each claim, by the trainer that contradicts it; all hold without it."""
+    chosen = [steps[name] for name in SETTINGS]
+    fair = verdicts_on(rule(MEAN_OF_MEANS), chosen)
+    mended = verdicts_on(scaled(1.0), chosen, remedy=True)
+    made = lambda *verdicts: [  # noqa: E731
+        claim.verdict for claim in strangers.claims(verdicts, chosen, {}, oracle)
+    ]
+    assert made(fair, mended) == ["holds"] * 5
+    assert fair.word == "right only if equal or short end"
+    assert mended.word == "right"
+    unnamed = verdicts_on(scaled(1.5), chosen)
+    assert unnamed.word == "wrong"
+    assert made(fair, mended, unnamed)[0] == "does not hold"
+    other = replace(unnamed, use=replace(unnamed.use, stranger="another"))
+    assert made(fair, mended, other)[1] == "does not hold"
+    useless = replace(fair, use=replace(fair.use, remedy=True))
+    assert made(fair, useless)[2] == "does not hold"
+    wrong = replace(oracle, oracle=replace(oracle.oracle, slope=1.0))
+    found = strangers.claims([fair, mended], chosen, {}, wrong)
+    assert found[4].verdict == "does not hold"
+    blunt = strangers.claims([fair, mended], [steps["equal"]], {}, oracle)
+    assert blunt[3].verdict == "does not hold"
+
+
+def test_who_is_not_there_is_named(monkeypatch):
+    """Never silently fewer: a claim that is not judged, with the remedy."""
+    monkeypatch.setattr(trial, "find_spec", lambda name: None if name == "keras" else 1)
+    left = strangers.left_out(quick=False)
+    assert left == dict.fromkeys(
+        ("keras_fit", "keras_distribution"),
+        "keras not installed: pip install 'jdist[strangers]'",
+    )
+    quick = strangers.left_out(quick=True)
+    assert quick["torch_ddp"] == "the quick form leaves out what needs torch"
+    assert quick.keys() - left.keys() == {
+        name for name, needed in trial.TRAINERS.items() if "torch" in needed
+    }
+
+
+def test_absent_strangers_are_claims_that_are_not_judged(steps, oracle):
+    chosen = [steps[name] for name in SETTINGS]
+    found = verdicts_on(scaled(1.0), chosen, remedy=True)
+    *_, claim = strangers.claims([found], chosen, {"tunix_trainer": "why"}, oracle)
+    assert (claim.verdict, claim.why_not) == ("not judged", "why")
+    assert "tunix_trainer" in claim.text
+
+
+def test_tables_have_a_row_for_each_use(steps, tmp_path):
+    """On the terminal, in Markdown and in the picture."""
+    chosen = [steps[name] for name in SETTINGS]
+    both = [
+        verdicts_on(rule(MEAN_OF_MEANS), chosen),
+        verdicts_on(scaled(1.0), chosen),
+    ]
+    header, *body = showing.rows(both)
+    assert header == ["stranger", "used with", *SETTINGS, "verdict", "lines"]
+    assert [row[3].endswith("off") for row in body] == [True, False]
+    (row,) = showing.wrong(both)[1:]
+    assert row[2:] == ["padded", body[0][3], MEAN_OF_MEANS]
+    assert showing.table(both).row_count == 2
+    figure = showing.picture(both)
+    assert len(figure.axes[0].texts) == 6
+    showing.page(tmp_path / "page.md", both, {"optax": "0.2.8"}, "the command")
+    page = (tmp_path / "page.md").read_text()
+    assert "`the command`, with optax 0.2.8." in page
+    assert page.count("[source](link)") == 2
+
+
+# --- lines ---
+
+
+def test_lines_of_code_are_counted_not_those_of_prose(tmp_path, monkeypatch):
+    """Of the section for the judge alone."""
+    source = '''"""A module."""
+
+x = 1
+
+# --- what the judge needs ---
+
+NAMES = {  # Two lines
+    "a": "b"}
+
+
+def read(model):
+    """The gradient.
+
+    Args:
+      model: Its model.
+    """
+    # A reason.
+    text = """of
+    two lines"""
+
+    return model, text
+
+# --- what is on trial ---
+
+USES = ()
+'''
+    (tmp_path / "a_planted_stranger.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert stranger.lines(importlib.import_module("a_planted_stranger")) == 6
+
+
+# --- the real ones ---
+
+HERE = ("optax_multisteps", "flax_optimizer")
+MEANS = {"equal": "right", "padded": "wrong", "short end": "no step"}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_strangers_that_are_here_get_the_verdict_of_arithmetic(steps, name):
+    """An average of averages is right where parts are equal; a remedy everywhere."""
+    for each in importlib.import_module(f"experiments.strangers.{name}").USES:
+        found = {setting: judged(each, steps[setting]) for setting in SETTINGS}
+        wanted = dict.fromkeys(SETTINGS, "right") if each.remedy else MEANS
+        assert {k: f.verdict for k, f in found.items()} == wanted
+        if not each.remedy:
+            assert found["padded"].rule == MEAN_OF_MEANS
+
+
+ELSEWHERE = [name for name in trial.TRAINERS if name not in HERE]
+OVERS = {"accelerate_loop", "lightning_trainer"}
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_each_other_stranger_is_judged(steps, name):
+    """Those of torch, Keras and Tunix, where they are installed."""
+    if missing := trial.absent(name):
+        pytest.skip(f"{', '.join(missing)} not installed: {trial.INSTALL}")
+    verdicts = list(trial.tried([name], [steps[s] for s in SETTINGS], lambda _: None))
+    found = [f for verdict in verdicts for f in verdict.judged]
+    assert all(f.rule for f in found if f.verdict != "right")
+    assert any(verdict.findings[0].verdict == "right" for verdict in verdicts)
+    for verdict in verdicts:
+        if verdict.use.remedy:
+            assert verdict.word == "right"
+    if name in OVERS:
+        assert verdicts[0].findings[2].factor == pytest.approx(2 / 3, rel=1e-5)
