@@ -48,8 +48,8 @@ ROOMS = {
         "registry internal",
     ),
     "verify": (
-        "bound report defects",
-        "diagnosis lockstep score",
+        "bound defects draws report",
+        "diagnosis lockstep processes score",
         "compare oracle",
         "measure",
         "gradients",

@@ -286,6 +286,8 @@ jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
 client = _compat.distributed_client()
 client.key_value_set("folder/key", "value")
 assert client.key_value_dir_get("folder/") == [("folder/key", "value")]
+client.key_value_delete("folder/key")
+assert client.key_value_dir_get("folder/") == []
 _compat.abandon_distributed()
 assert not jax.distributed.is_initialized()
 jax.distributed.shutdown()
@@ -294,6 +296,12 @@ jax.distributed.shutdown()
         command = [sys.executable, "-c", program, str(reserved.port)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_what_is_computed_says_so():
+    """PRNG keys too. What is under way: `tests/verify/test_processes.py`."""
+    assert _compat.is_computed(jnp.ones(3).block_until_ready())
+    assert _compat.is_computed(jax.block_until_ready(jax.random.key(1)))
 
 
 @pytest.mark.parametrize("committed", [False, True])

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 from jax._src.lib import _jax, xla_client  # type: ignore[attr-defined]
@@ -51,7 +52,7 @@ def require_backend() -> None:
 def distributed_client() -> Any:
     """The client of `jax.distributed`'s coordinator, which keeps keys and values.
 
-    Used of it: `key_value_set`, `key_value_dir_get`.
+    Used of it: `key_value_set`, `key_value_dir_get`, `key_value_delete`.
     """
     return distributed.global_state.client
 
@@ -67,6 +68,13 @@ def abandon_distributed() -> None:
     for name in ("client", "service", "preemption_sync_manager"):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
         setattr(state, name, None)
+
+
+def is_computed(array: jax.Array) -> bool:
+    """Whether an array's numbers are there; `jax.Array` documents only the wait."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return bool(array.is_ready())  # type: ignore[attr-defined]
 
 
 def is_traced(value: object) -> bool:

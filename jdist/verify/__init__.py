@@ -3,14 +3,17 @@
 It imports no strategy, and no strategy imports it. `compare` judges two gradient trees;
 `gradients` judges functions, and measures for itself how far apart right answers may
 be; `judge` does so at every step of a run; `step` judges whole optimizer steps by the
-new parameters. `defects` are wrong steps to try a test on, and `score` does so.
-`python -m jdist.verify` judges every strategy that is installed.
+new parameters; `keyed` gives each example its own random numbers. Arrays over several
+processes are compared where they lie. `defects` are wrong steps to try a test on, and
+`score` does so. `python -m jdist.verify` judges every strategy that is installed.
 """
 
 import jdist.verify.defects as defects
 from jdist.verify.compare import compare
+from jdist.verify.draws import keyed
 from jdist.verify.gradients import gradients, judge
 from jdist.verify.problem import Problem
+from jdist.verify.processes import PeersLost
 from jdist.verify.report import LeafReport, OracleCheck, Report
 from jdist.verify.score import Score, Trial, score
 from jdist.verify.step import step
@@ -18,6 +21,7 @@ from jdist.verify.step import step
 __all__ = [
     "LeafReport",
     "OracleCheck",
+    "PeersLost",
     "Problem",
     "Report",
     "Score",
@@ -26,6 +30,7 @@ __all__ = [
     "defects",
     "gradients",
     "judge",
+    "keyed",
     "score",
     "step",
 ]

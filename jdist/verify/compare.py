@@ -5,7 +5,8 @@ pass, not even when both sides have them. NumPy only: the judge shares no code w
 it judges.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,10 +17,27 @@ from jdist._errors import requirement
 from jdist._tree import PyTree, is_inexact, named_leaves
 from jdist.verify.bound import BLIND, Limit, bound
 from jdist.verify.diagnosis import diagnose
+from jdist.verify.processes import (
+    TIMEOUT,
+    Finding,
+    HeldArray,
+    Peers,
+    Products,
+    Shard,
+    held,
+    joined,
+    merged,
+    record,
+    restored,
+    worst_of,
+)
 from jdist.verify.report import LeafReport, Report, looseness
 
 Named = str | tuple[str, tuple[int, ...]]
 """A candidate's leaf by path, and the order in which its axes are the reference's."""
+
+Describe = Callable[[str, Mapping[str, Any], Shard, np.ndarray], str]
+"""`(path, wanted, shard, error/bound) -> words` for a shard that fails."""
 
 
 def compare(
@@ -30,14 +48,19 @@ def compare(
     *,
     name: str = "candidate",
     names: Mapping[str, Named] | None = None,
+    timeout: float = TIMEOUT,
 ) -> Report:
     """Judges one gradient tree against another.
 
+    In a run of several processes (`jax.distributed`) every process calls it, and all
+    get the same report.
+
     Args:
-      reference: Pytree of arrays (or None leaves).
+      reference: Pytree of arrays (or None leaves), whole on every process.
       candidate: Pytree that must have the same structure, dtypes and shapes, and
         entries that differ from the reference's by no more than rounding explains.
-        Leaves that are not floating must be equal.
+        Leaves that are not floating must be equal. Arrays over several devices are
+        compared where they lie, and replicas must have the same bits.
       terms: How many terms each entry is a sum of: a number, or a tree like
         `reference` of numbers. None: 1, so that only a few roundings are forgiven.
       scale: The sum of the magnitudes of those terms: a tree like `reference` of
@@ -50,14 +73,17 @@ def compare(
         axes are in another order is named with that order, as for `numpy.transpose`:
         `("linear.weight", (1, 0))` where torch stores `(out, in)`. None: both sides
         have the same paths.
+      timeout: Seconds to wait for other processes.
 
     Returns:
       A `Report` with a row per leaf; see `jdist.verify.bound` for the bound.
 
     Raises:
-      ValueError: There is no leaf to compare; `terms` or `scale` do not have the
-        reference's structure; `names` leaves out a leaf of either side, names one that
-        is not there or one twice, or orders axes that the leaf does not have.
+      ValueError: There is no leaf to compare; a leaf of the reference is divided over
+        processes; `terms` or `scale` do not have the reference's structure; `names`
+        leaves out a leaf of either side, names one that is not there or one twice, or
+        orders axes that the leaf does not have.
+      PeersLost: Another process raised, or did not come in time.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,19 +96,21 @@ def compare(
       >>> compare(reference, theirs, names=names).ok
       True
     """
-    wanted = named_leaves(reference)
-    if not wanted:
-        raise ValueError(
-            "`compare(reference=...)` must have leaves. Got an empty tree."
-        )
-    terms_of = _per_leaf(terms, reference, "terms", default=1)
-    scale_of = _per_leaf(scale, reference, "scale", default=None)
-    limits = {
-        path: _assumed(_host(leaf), terms_of[path], scale_of[path])
-        for path, leaf in wanted.items()
-    }
-    rows = compare_leaves(name, wanted, renamed(reference, candidate, names), limits)
-    return Report(rows, notes=looseness(rows))
+    with joined(timeout) as peers:
+        wanted = {path: _host(leaf) for path, leaf in named_leaves(reference).items()}
+        if not wanted:
+            raise ValueError(
+                "`compare(reference=...)` must have leaves. Got an empty tree."
+            )
+        terms_of = _per_leaf(terms, reference, "terms", default=1)
+        scale_of = _per_leaf(scale, reference, "scale", default=None)
+        limits = {
+            path: _assumed(leaf, terms_of[path], scale_of[path])
+            for path, leaf in wanted.items()
+        }
+        found = renamed(reference, peers.computed(candidate), names)
+        rows = compare_leaves(name, wanted, found, limits, peers)
+        return Report(rows, notes=looseness(rows))
 
 
 def renamed(
@@ -128,16 +156,17 @@ def renamed(
     return renamed
 
 
-def _ordered(path: str, leaf: Any, axes: tuple[int, ...]) -> np.ndarray | None:
+def _ordered(path: str, leaf: Any, axes: tuple[int, ...]) -> Any:
     """A leaf with its axes in the reference's order; None, no gradient, has none."""
-    array = _host(leaf)
-    if array is None:
+    if leaf is None:
         return None
+    # Of an array over several processes no host has all.
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if sorted(axes) != list(range(array.ndim)):
         rule = f"must order the {array.ndim} axes of the candidate's leaf"
         where = f"compare(names={{{path!r}: ...}})"
         raise ValueError(requirement(where, rule, repr(axes)))
-    return np.transpose(array, axes)
+    return array.transpose(axes)
 
 
 def compare_leaves(
@@ -145,37 +174,58 @@ def compare_leaves(
     wanted: Mapping[str, Any],
     found: Mapping[str, Any],
     limits: Mapping[str, Limit | None],
+    peers: Peers | None = None,
+    describe: Describe | None = None,
+    excuse: str = "",
 ) -> tuple[LeafReport, ...]:
     """The rows of one candidate: the reference's leaves in order, then extra ones.
 
     Args:
       name: Of the candidate.
-      wanted: The reference's leaves by path.
-      found: The candidate's.
+      wanted: The reference's leaves by path, whole on this host.
+      found: The candidate's; of an array over several processes the shards of this one.
       limits: What each floating leaf of the reference is held against.
+      peers: The processes that judge together, all of which get the same rows; None
+        for this one alone.
+      describe: The words for a shard that fails; None for `diagnose`.
+      excuse: Why other numbers prove nothing: what they would make fail is not judged.
+
+    Raises:
+      PeersLost: A process raised, or did not come in time.
     """
-    wanted, found = ({path: _host(x) for path, x in t.items()} for t in (wanted, found))
-    rows = [
-        _structural(name, path, wanted, found)
-        or _numeric(name, path, wanted, found[path], limits[path])
+    wanted = {path: _host(leaf) for path, leaf in wanted.items()}
+    arrays = {path: None if x is None else held(x) for path, x in found.items()}
+    told = describe or _described
+    findings = [
+        _structural(name, path, wanted, arrays)
+        or _numeric(name, path, wanted, arrays[path], limits[path], told, excuse)
         for path in wanted
-        if not (wanted[path] is None and path in found and found[path] is None)
+        if not (wanted[path] is None and path in arrays and arrays[path] is None)
     ]
-    rows += [
-        LeafReport(name, path, *_kind(found[path]), problem="not in the reference")
-        for path in found
+    findings += [
+        Finding(
+            LeafReport(name, path, *_kind(arrays[path]), problem="not in the reference")
+        )
+        for path in arrays
         if path not in wanted
     ]
-    return tuple(rows)
+    if peers is None or peers.size == 1:
+        return tuple(merged({0: finding}, 1) for finding in findings)
+    by_path: dict[str, dict[int, Finding]] = {}
+    for rank, records in enumerate(peers.exchange(list(map(record, findings)))):
+        for own in map(restored, records):
+            by_path.setdefault(own.row.path, {})[rank] = own
+    return tuple(merged(own, peers.size) for own in by_path.values())
 
 
 def _structural(
     name: str, path: str, wanted: Mapping[str, Any], found: Mapping[str, Any]
-) -> LeafReport | None:
+) -> Finding | None:
     """A failing row if the leaf is missing or of another kind."""
     expected = _kind(wanted[path])
     if path not in found:
-        return LeafReport(name, path, *expected, problem="missing from the candidate")
+        row = LeafReport(name, path, *expected, problem="missing from the candidate")
+        return Finding(row)
     got = _kind(found[path])
     if got == expected:
         return None
@@ -183,7 +233,7 @@ def _structural(
     what = "dtype" if dtype != got_dtype else "shape"
     pair = (dtype, got_dtype) if dtype != got_dtype else (shape, got_shape)
     problem = f"wrong {what}: expected {pair[0]}, got {pair[1]}"
-    return LeafReport(name, path, dtype, shape, problem=problem)
+    return Finding(LeafReport(name, path, dtype, shape, problem=problem))
 
 
 def _numeric(
@@ -192,32 +242,59 @@ def _numeric(
     wanted: Mapping[str, Any],
     found: Any,
     limit: Limit | None,
-) -> LeafReport:
-    reference = wanted[path]
-    dtype, shape = _kind(reference)
+    describe: Describe,
+    excuse: str,
+) -> Finding:
+    """The shards of one leaf, each beside the same slice of the reference."""
+    if not found.shards:  # Other processes have the leaf.
+        row = LeafReport(name, path, found.dtype, found.shape, 0, 0, 0, 0, 1)
+        return Finding(row, replicas=found.replicas)
+    own = [
+        _of_shard(name, path, wanted, x, limit, describe, excuse) for x in found.shards
+    ]
+    first = [of for (_, of), x in zip(own, found.shards, strict=True) if x.first]
+    products = Products(*map(sum, zip(Products(), *first, strict=True)))
+    return Finding(worst_of([row for row, _ in own]), products, found.replicas)
+
+
+def _of_shard(
+    name: str,
+    path: str,
+    wanted: Mapping[str, Any],
+    shard: Shard,
+    limit: Limit | None,
+    describe: Describe,
+    excuse: str,
+) -> tuple[LeafReport, Products]:
+    whole = wanted[path]
+    reference, found = whole[shard.index], shard.values
+    dtype, shape = _kind(whole)
     if limit is None:
         equal = np.array_equal(reference, found)
         zeros = (0.0,) * 4 if equal else (float("nan"),) * 4
         problem = "" if equal else "values that are not floating must be equal"
         cosine = 1.0 if equal else float("nan")
-        return LeafReport(name, path, dtype, shape, *zeros, cosine, problem)
+        return LeafReport(name, path, dtype, shape, *zeros, cosine, problem), Products()
     expected, got = _wide(reference), _wide(found)
+    allowed = np.broadcast_to(limit.bound, whole.shape)[shard.index]
     # inf - inf is NaN and fails below, as it should.
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.abs(expected - got)
         relative = np.where(error == 0, 0, error / np.abs(expected))
-        ratio = np.where(
-            error == 0, 0, error / np.broadcast_to(limit.bound, error.shape)
-        )
-        cosine = _cosine(expected, got)  # Shown to a reader; no verdict rests on it.
+        ratio = np.where(error == 0, 0, error / allowed)
+        products = _products(
+            whole, expected, got
+        )  # For a reader; no verdict rests on it.
     worst = float(np.max(ratio, initial=0))
     furthest = float(np.max(ulp_distance(reference, found), initial=0))
     problem, unjudged = "", ""
-    if not worst <= 1:
-        problem = diagnose(path, wanted, found, ratio)
-    elif furthest > 0 and _blind(expected, limit):
-        unjudged = _says_nothing(expected, limit)
-    return LeafReport(
+    if excuse and 1 < worst < math.inf:
+        unjudged = excuse
+    elif not worst <= 1:
+        problem = describe(path, wanted, shard, ratio)
+    elif furthest > 0 and _blind(_wide(whole), limit):
+        unjudged = _says_nothing(_wide(whole), limit)
+    row = LeafReport(
         name,
         path,
         dtype,
@@ -226,10 +303,27 @@ def _numeric(
         float(np.max(relative, initial=0)),
         furthest,
         worst,
-        cosine,
+        products.cosine,
         problem,
         unjudged,
     )
+    return row, products
+
+
+def _described(
+    path: str, wanted: Mapping[str, Any], shard: Shard, ratio: np.ndarray
+) -> str:
+    """What `diagnose` says of a shard, beside the reference's leaves of its shape."""
+    if not shard.index:
+        return diagnose(path, wanted, shard.values, ratio)
+    shape = wanted[path].shape
+    slices = {
+        other: leaf[shard.index]
+        for other, leaf in wanted.items()
+        if leaf is not None and leaf.shape == shape
+    }
+    told = diagnose(path, slices, shard.values, ratio, shard.origin)
+    return f"in {shard.place}, {told}"
 
 
 def _assumed(leaf: np.ndarray | None, terms: Any, scale: Any) -> Limit | None:
@@ -306,22 +400,33 @@ def _per_leaf(values: Any, like: PyTree, name: str, default: Any) -> Mapping[str
 
 def _host(leaf: Any) -> np.ndarray | None:
     """The leaf's numbers on the host; a PRNG key is compared by its bits."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return None if leaf is None else np.asarray(leaf)
+    if leaf is None:
+        return None
+    if isinstance(leaf, jax.Array):
+        whole = leaf.is_fully_addressable or leaf.is_fully_replicated
+        if not whole:
+            rule = "must be whole on every process"
+            got = f"an array over {leaf.sharding}"
+            raise ValueError(requirement("compare(reference=...)", rule, got))
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
 
 
-def _kind(leaf: np.ndarray | None) -> tuple[str, tuple[int, ...]]:
-    return ("None", ()) if leaf is None else (leaf.dtype.name, leaf.shape)
+def _kind(leaf: np.ndarray | HeldArray | None) -> tuple[str, tuple[int, ...]]:
+    if leaf is None:
+        return "None", ()
+    dtype = leaf.dtype if isinstance(leaf, HeldArray) else leaf.dtype.name
+    return dtype, leaf.shape
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
-def _cosine(first: np.ndarray, second: np.ndarray) -> float:
-    """Cosine of the angle between two leaves as vectors; 1 if both are zero."""
-    a, b = (float(np.linalg.norm(leaf)) for leaf in (first.ravel(), second.ravel()))
-    if a == 0 or b == 0:
-        return 1.0 if a == b else 0.0
-    return min(1.0, float(np.vdot(first.ravel() / a, second.ravel() / b).real))
+def _products(whole: np.ndarray, first: np.ndarray, second: np.ndarray) -> Products:
+    # Squares of tiny numbers would vanish; every process takes the same unit.
+    unit = float(np.max(np.abs(whole), initial=0))
+    unit = unit if unit > 0 and np.isfinite(unit) else 1.0
+    a, b = first.ravel() / unit, second.ravel() / unit
+    return Products(*(float(np.vdot(x, y).real) for x, y in ((a, b), (a, a), (b, b))))

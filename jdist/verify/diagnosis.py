@@ -1,6 +1,6 @@
 """Words for a wrong leaf: the usual mistakes are recognised by their numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,11 @@ LIKENESS = 1e-4
 
 
 def diagnose(
-    path: str, wanted: Mapping[str, Any], found: np.ndarray, ratio: np.ndarray
+    path: str,
+    wanted: Mapping[str, Any],
+    found: np.ndarray,
+    ratio: np.ndarray,
+    origin: Sequence[int] = (),
 ) -> str:
     """Says where a leaf fails and, when it can be seen, what was done to it.
 
@@ -19,19 +23,20 @@ def diagnose(
       wanted: The reference's leaves by path, on the host.
       found: The candidate's leaf.
       ratio: error/bound of each entry, NaN where an entry is not finite.
+      origin: Where the leaves begin, if they are a slice of larger ones; places are
+        told as in those.
     """
     reference = wanted[path]
     if not np.isfinite(found).all():
         where = np.argwhere(~np.isfinite(found))[0]
-        return f"not finite: {_at(found, where)} at {_index(where)}"
+        return f"not finite: {_at(found, where)} at {_index(where, origin)}"
     if not np.isfinite(reference).all():
         where = np.argwhere(~np.isfinite(reference))[0]
-        return (
-            f"the reference is not finite: {_at(reference, where)} at {_index(where)}"
-        )
+        place = _index(where, origin)
+        return f"the reference is not finite: {_at(reference, where)} at {place}"
     worst = np.array(np.unravel_index(np.argmax(ratio), ratio.shape))
     text = (
-        f"off by {ratio.max():.3g} times the bound at {_index(worst)}: "
+        f"off by {ratio.max():.3g} times the bound at {_index(worst, origin)}: "
         f"expected {_at(reference, worst)}, got {_at(found, worst)}"
     )
     likeness = _likeness(path, wanted, found)
@@ -81,5 +86,6 @@ def _at(array: np.ndarray, index: np.ndarray) -> str:
     return f"{array[tuple(index)]:.6g}"
 
 
-def _index(index: np.ndarray) -> str:
-    return f"[{', '.join(map(str, index))}]"
+def _index(index: np.ndarray, origin: Sequence[int]) -> str:
+    whole = index + np.asarray(origin, int) if len(origin) else index
+    return f"[{', '.join(map(str, whole))}]"

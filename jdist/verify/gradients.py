@@ -1,6 +1,9 @@
 """The judge: is what a candidate returns the gradient of this loss?"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,11 +14,28 @@ from jax.typing import DTypeLike
 from jdist._errors import requirement
 from jdist._tree import PyTree, examples_in, named_leaves
 from jdist.verify.compare import compare_leaves
+from jdist.verify.draws import (
+    check_loss,
+    draws_nothing,
+    draws_of_its_own,
+    split_dependent,
+)
 from jdist.verify.measure import Measured, measurer
 from jdist.verify.oracle import REDUCERS, LossFn, differentiated, reduced
-from jdist.verify.report import LeafReport, Report, looseness
+from jdist.verify.processes import TIMEOUT, Peers, held, joined
+from jdist.verify.report import LeafReport, OracleCheck, Report, looseness
 
 LOSS = "(loss)"
+
+OWN_DRAWS = (
+    "it draws random numbers and the loss draws none. Switch them off, or judge it by "
+    "the loss that draws them, with a key for each example: verify.keyed(loss_fn)"
+)
+CHANGES = (
+    "three calls with the same arguments gave three answers: it draws random numbers "
+    "of its own, or keeps something from call to call. Give each example a key of its "
+    "own in the batch: verify.keyed(loss_fn), docs/verify.md, Random numbers"
+)
 
 Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 """`candidate(params, batch) -> (loss, gradient)`."""
@@ -24,7 +44,7 @@ Candidate = Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]
 SECOND_LOOK = 16
 
 
-def gradients(
+def gradients(  # noqa: PLR0913 - options, by keyword
     loss_fn: LossFn,
     params: PyTree,
     batch: PyTree,
@@ -34,6 +54,7 @@ def gradients(
     reduction: str = "mean",
     seed: int | None = 0,
     accumulation: DTypeLike | None = None,
+    timeout: float = TIMEOUT,
 ) -> Report:
     """Judges ways to compute a loss and its gradient against `jax.value_and_grad`.
 
@@ -41,6 +62,15 @@ def gradients(
     may be from it is derived from the number of examples, and from the magnitudes and
     the rounding of each example's own gradient, which are measured here (see
     `jdist.verify.bound`). The reference itself is held against a finite difference.
+
+    In a run of several processes (`jax.distributed`) every process calls it with the
+    same arguments, and all get the same report: each has the reference for itself, and
+    compares the shards of the candidates' arrays that it holds. Replicas of an array
+    must have the same bits.
+
+    Random numbers must not depend on how the batch is split: see `verify.keyed`. A
+    failing candidate is *not judged* where the loss draws otherwise, or where the
+    candidate's own answers change from call to call; for that it is called twice more.
 
     Args:
       loss_fn: `loss_fn(params, batch)`: one loss per example, `(examples,)`, or a
@@ -56,6 +86,7 @@ def gradients(
       accumulation: The dtype in which programs accumulate sums of 16-bit numbers. None
         for float32, as XLA's reductions and dot products do; the numbers' own dtype
         for programs that add them up one by one.
+      timeout: Seconds to wait for other processes, at each point where they meet.
 
     Returns:
       A `Report` with a row for the loss and for each leaf of each candidate. A leaf
@@ -65,7 +96,9 @@ def gradients(
       ValueError: No candidates; an unknown reduction; an accumulation that is no
         floating dtype; weights with a scalar loss, of the wrong shape, negative, not
         finite or all 0; a batch whose leaves differ in length.
-      TypeError: A candidate returned something else than a pair.
+      TypeError: A candidate returned something else than a pair; the loss function
+        wants a key.
+      PeersLost: Another process raised, or did not come in time.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -82,7 +115,9 @@ def gradients(
       The bound: `jdist.verify.bound`. Chex's `assert_numerical_grads` and torch's
       `gradcheck` compare with finite differences only.
     """
-    judged = judge(loss_fn, reduction=reduction, accumulation=accumulation)
+    judged = judge(
+        loss_fn, reduction=reduction, accumulation=accumulation, timeout=timeout
+    )
     return judged(params, batch, candidates, weights=weights, seed=seed)
 
 
@@ -91,6 +126,7 @@ def judge(
     *,
     reduction: str = "mean",
     accumulation: DTypeLike | None = None,
+    timeout: float = TIMEOUT,
 ) -> Callable[..., Report]:
     """A judge of one loss that can be called again and again, compiled once.
 
@@ -106,6 +142,7 @@ def judge(
       loss_fn: As in `gradients`.
       reduction: As in `gradients`.
       accumulation: As in `gradients`.
+      timeout: As in `gradients`.
 
     Raises:
       ValueError: An unknown reduction or accumulation. On calling: as `gradients`.
@@ -134,21 +171,50 @@ def judge(
         seed: int | None = 0,
     ) -> Report:
         """Judges candidates at these parameters on this batch."""
-        check_arguments(loss_fn, params, batch, candidates, weights, reduction)
-        expected = reference(params, batch, weights)
-        measured = measure(params, batch, weights, seed)
-        found = {
-            name: _call(name, candidate, params, batch)
-            for name, candidate in candidates.items()
-        }
-        rows = _rows(expected, found, measured)
-        if any(row.ratio > 1 for row in rows):
-            # Nothing is condemned by the luck of a few draws.
-            again = measure(params, batch, weights, None, SECOND_LOOK)
-            rows = _rows(expected, found, again)
-        return Report(rows, measured.oracle, measured.notes + looseness(rows))
+        with joined(timeout) as peers:
+            check_arguments(loss_fn, params, batch, candidates, weights, reduction)
+            expected = reference(params, batch, weights)
+            measured = measure(params, batch, weights, seed)
+            found = {
+                name: _call(name, candidate, params, batch, peers)
+                for name, candidate in candidates.items()
+            }
+            rows = _rows(expected, found, measured, peers)
+            if any(row.ratio > 1 for row in rows):
+                # Nothing is condemned by the luck of a few draws,
+                again = measure(params, batch, weights, None, SECOND_LOOK)
+                # nor for drawing other numbers than the reference.
+                failing = [
+                    name
+                    for name in candidates
+                    if any(row.ratio > 1 for row in rows if row.candidate == name)
+                ]
+                suspects = {name: candidates[name] for name in failing}
+                excuses = _excuses(
+                    loss_fn, (params, batch), suspects, found, again, peers
+                )
+                rows = _rows(expected, found, again, peers, excuses)
+            report = Report(rows, measured.oracle, measured.notes + looseness(rows))
+            return agreed(report, peers)
 
     return judged
+
+
+def agreed(report: Report, peers: Peers) -> Report:
+    """The report that all processes give: its rows are already the same.
+
+    The first process's check of the reference and notes count for all: their numbers
+    may differ in the last digits between hosts.
+    """
+    if peers.size == 1:
+        return report
+    own = None if report.oracle is None else asdict(report.oracle)
+    first = peers.exchange({"oracle": own, "notes": report.notes})[0]
+    oracle = None
+    if first["oracle"] is not None:
+        rules = tuple(first["oracle"]["own_rules"])
+        oracle = OracleCheck(**{**first["oracle"], "own_rules": rules})
+    return replace(report, oracle=oracle, notes=tuple(first["notes"]))
 
 
 def check_options(reduction: str, accumulation: DTypeLike | None) -> None:
@@ -171,24 +237,78 @@ def _is_floating(dtype: DTypeLike) -> bool:
 
 
 def _rows(
-    expected: tuple[Any, Any], found: Mapping[str, tuple[Any, Any]], measured: Measured
+    expected: tuple[Any, Any],
+    found: Mapping[str, tuple[Any, Any]],
+    measured: Measured,
+    peers: Peers,
+    excuses: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[LeafReport, ...]:
     """A row for the loss and for each leaf of each candidate."""
     value, wanted = np.asarray(expected[0]), named_leaves(expected[1])
     rows: tuple[LeafReport, ...] = ()
     for name, (loss, gradient) in found.items():
-        own = np.asarray(loss)
+        own = loss if isinstance(loss, jax.Array) else np.asarray(loss)
         # The loss may come in a wider dtype than the reference's; it is judged in that.
         if jnp.issubdtype(own.dtype, jnp.floating) and own.shape == ():
             own = own.astype(value.dtype)
-        limits = {LOSS: measured.loss_limit}
-        rows += compare_leaves(name, {LOSS: value}, {LOSS: own}, limits)
-        rows += compare_leaves(name, wanted, named_leaves(gradient), measured.limits)
+        limits = {LOSS: measured.loss_limit, **measured.limits}
+        leaves = {LOSS: own, **named_leaves(gradient)}
+        excuse = excuses.get(name, "")
+        rows += compare_leaves(
+            name, {LOSS: value, **wanted}, leaves, limits, peers, excuse=excuse
+        )
     return rows
 
 
+def _excuses(
+    loss_fn: LossFn,
+    given: tuple[PyTree, PyTree],
+    suspects: Mapping[str, Candidate],
+    found: Mapping[str, tuple[Any, Any]],
+    measured: Measured,
+    peers: Peers,
+) -> dict[str, str]:
+    """Why other numbers do not condemn a candidate: empty where they do.
+
+    A candidate may be called twice more. Only what changes at every call is excused:
+    one that returns what it computed before repeats itself.
+    """
+    split, still = split_dependent(loss_fn, *given), draws_nothing(loss_fn, *given)
+    excuses = {}
+    for name, candidate in suspects.items():
+        excuse = split
+        if not excuse and still and draws_of_its_own(candidate, *given):
+            excuse = OWN_DRAWS
+        if not excuse:
+            answers = [found[name]]
+            answers += [_call(name, candidate, *given, peers) for _ in range(2)]
+            apart = all(_apart(*pair, measured) for pair in pairwise(answers))
+            # Each process sees its own shards only.
+            excuse = CHANGES if all(peers.exchange(apart)) else ""
+        excuses[name] = excuse
+    return excuses
+
+
+def _apart(first: tuple[Any, Any], second: tuple[Any, Any], measured: Measured) -> bool:
+    """Whether two answers differ by more than rounding, in what is held here."""
+    one, other = named_leaves(first[1]), named_leaves(second[1])
+    for path, limit in measured.limits.items():
+        if limit is None or one.get(path) is None or other.get(path) is None:
+            continue
+        a, b = held(one[path]), held(other[path])
+        if a.shape != b.shape:
+            return True
+        allowed = np.broadcast_to(limit.bound, a.shape)
+        for x, y in zip(a.shards, b.shards, strict=True):
+            wide = np.result_type(allowed, x.values.dtype)
+            difference = np.abs(x.values.astype(wide) - y.values.astype(wide))
+            if (difference > allowed[x.index]).any():
+                return True
+    return False
+
+
 def _call(
-    name: str, candidate: Candidate, params: PyTree, batch: PyTree
+    name: str, candidate: Candidate, params: PyTree, batch: PyTree, peers: Peers
 ) -> tuple[Any, Any]:
     try:
         result: Any = candidate(params, batch)
@@ -199,7 +319,7 @@ def _call(
         rule = "must return (loss, gradient)"
         got = f"a {type(result).__name__}"
         raise TypeError(requirement(f"candidates[{name!r}](params, batch)", rule, got))
-    return result
+    return peers.computed(result)
 
 
 def check_arguments(
@@ -214,6 +334,7 @@ def check_arguments(
     if not candidates:
         rule = "must name at least one function"
         raise ValueError(requirement("gradients(candidates=...)", rule, candidates))
+    check_loss("gradients", loss_fn, params, batch)
     shape = jax.eval_shape(loss_fn, params, batch).shape
     if shape == ():
         if weights is not None or reduction != "mean":

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jdist._errors import JdistError, requirement
 from jdist._tree import PyTree
 from jdist.verify.gradients import gradients
+from jdist.verify.processes import TIMEOUT
 from jdist.verify.report import Report
 
 Given = ParamSpec("Given")
@@ -55,6 +56,7 @@ class Problem:
       accumulation: The dtype in which 16-bit sums are accumulated; None for float32.
       seed: Of the finite differences that the reference itself is held against; None
         leaves them out.
+      timeout: Seconds to wait for other processes of a `jax.distributed` run.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
@@ -65,6 +67,7 @@ class Problem:
     reduction: str = "mean"
     accumulation: Any = None
     seed: int | None = 0
+    timeout: float = TIMEOUT
 
     def judge(self) -> Report:
         """Runs `verify.gradients` on it."""
@@ -77,6 +80,7 @@ class Problem:
             reduction=self.reduction,
             accumulation=self.accumulation,
             seed=self.seed,
+            timeout=self.timeout,
         )
 
     def guarded(self) -> "Problem":

@@ -1,0 +1,245 @@
+"""Random numbers in a loss: whether every way to split the batch draws the same.
+
+A loss that makes one mask for the whole batch draws other numbers for half of it. So a
+right program that splits the batch has another gradient, and no judge can say whether
+it is the right one. Where each example has its key in the batch, all ways draw alike.
+
+What a loss draws is read off its program, traced for the whole batch and for one
+example. A draw is *split-dependent* if
+
+- it makes more numbers from each key for more examples: one key serves them all; or
+- it has more keys for more examples, and they do not come from the batch: they come
+  from an example's place, which a split changes.
+
+Draws of parameters' shapes, as in noise on weights, are the same in every split, and so
+are those whose keys are leaves of the batch, or made of such leaves.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+from jdist._compat import loop_counts
+from jdist._errors import requirement
+from jdist._tree import PyTree
+
+REMEDY = (
+    "Give each example a key of its own in the batch: verify.keyed(loss_fn), "
+    "docs/verify.md, Random numbers"
+)
+
+# The primitives that make random numbers or further keys; the first operand is the key.
+_DRAWING = frozenset({
+    "random_bits", "random_gamma", "random_split", "rng_bit_generator", "threefry2x32",
+})  # fmt: skip
+
+
+class Draw(NamedTuple):
+    """One equation that draws.
+
+    Attributes:
+      primitive: Its name.
+      keys: The shape of its keys, after the lengths of the loops that it stands in.
+      made: The shape of what it makes; of keys from keys, beyond theirs.
+      from_batch: Whether its keys depend on the batch.
+    """
+
+    primitive: str
+    keys: tuple[int, ...]
+    made: tuple[int, ...]
+    from_batch: bool
+
+
+def keyed(loss_fn: Callable[..., Any]) -> Callable[[PyTree, PyTree], jax.Array]:
+    """A loss that draws each example's numbers from that example's own key.
+
+    So the numbers do not depend on how the batch is split, and gradients with dropout
+    or noise can be judged, or compared between any two trainers.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, key)`: for a batch of one example its loss, shape
+        `(1,)` or `()`.
+
+    Returns:
+      `losses(params, (batch, keys))`, shape `(examples,)`; `keys` has one PRNG key for
+      each example, such as `jax.random.split(key, examples)`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jdist import verify
+      >>> def loss(w, x, key):                                   # dropout
+      ...     return (jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ w) ** 2
+      >>> losses, x = keyed(loss), jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+      >>> batch = x, jax.random.split(jax.random.key(0), 3)
+      >>> def in_two(w, batch):
+      ...     f = jax.value_and_grad(lambda w, b: losses(w, b).sum())
+      ...     first, second = (jax.tree.map(lambda x: x[s], batch) for s in
+      ...                      (slice(0, 1), slice(1, 3)))
+      ...     return jax.tree.map(lambda a, b: (a + b) / 3, f(w, first), f(w, second))
+      >>> w = jnp.array([0.3, 0.4])
+      >>> verify.gradients(losses, w, batch, {"in two": in_two}).ok
+      True
+    """
+
+    def losses(params: PyTree, batch: PyTree) -> jax.Array:
+        def one(row: PyTree, key: jax.Array) -> jax.Array:
+            alone = jax.tree.map(lambda x: x[None], row)
+            return jnp.reshape(loss_fn(params, alone, key), ())
+
+        return jax.vmap(one)(*batch)
+
+    return losses
+
+
+def check_loss(call: str, loss_fn: Callable[..., Any], *arguments: Any) -> None:
+    """Refuses a loss that wants more than it is given, such as a key.
+
+    Raises:
+      TypeError: It cannot be called with these arguments.
+    """
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # Of some functions written in C nothing is known.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        rule = "must be a function of the parameters and the batch"
+        remedy = "Of a loss_fn(params, batch, key) take verify.keyed(loss_fn)."
+        raise TypeError(
+            requirement(f"{call}(loss_fn=...)", rule, str(error), remedy)
+        ) from error
+
+
+def split_dependent(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> str:
+    """Why no split of the batch draws the loss's numbers; empty if they all do.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`.
+      params: Pytree.
+      batch: Pytree, each leaf `(examples, ...)` if the losses are one per example.
+    """
+    whole = _draws(loss_fn, params, batch)
+    if not whole:
+        return ""
+    row = jax.tree.map(lambda x: x[:1] if jnp.ndim(x) else x, batch)
+    try:
+        alone = _draws(loss_fn, params, row)
+    except (TypeError, ValueError):
+        alone = []  # A loss for this number of examples only.
+    # Where one example draws by other equations, they cannot be paired.
+    singles = alone if len(alone) == len(whole) else [None] * len(whole)
+    for draw, single in zip(whole, singles, strict=True):
+        if _depends(draw, single):
+            return (
+                f"the loss draws random numbers ({draw.primitive}) whose keys are not "
+                f"one for each example: whoever splits the batch draws others. {REMEDY}"
+            )
+    return ""
+
+
+def draws_of_its_own(candidate: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a jitted candidate is seen to draw from keys that it was not given."""
+    if not isinstance(candidate, jax.stages.Wrapped):
+        return False  # It may be no program at all: it is not traced.
+    traced = candidate.trace(*arguments).jaxpr
+    given = [True] * len(traced.jaxpr.invars)
+    return any(not draw.from_batch for draw in _walk(traced.jaxpr, given, ())[0])
+
+
+def draws_nothing(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> bool:
+    """Whether a loss draws no random numbers."""
+    return not _draws(loss_fn, params, batch)
+
+
+def _depends(draw: Draw, single: Draw | None) -> bool:
+    if single is None:
+        return not draw.from_batch
+    # Keys made of a key matter where they are drawn from; many are thrown away.
+    more_keys = draw.keys != single.keys and draw.primitive != "random_split"
+    return draw.made != single.made or (more_keys and not draw.from_batch)
+
+
+def _draws(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> list[Draw]:
+    traced = jax.jit(loss_fn).trace(params, batch).jaxpr
+    given = [False] * len(jax.tree.leaves(params))
+    given += [True] * len(jax.tree.leaves(batch))
+    return _walk(traced.jaxpr, given, ())[0]
+
+
+def _walk(
+    jaxpr: Jaxpr, given: Sequence[bool], loops: tuple[int, ...]
+) -> tuple[list[Draw], list[bool]]:
+    """The draws of a program, and which of its results depend on the batch.
+
+    Args:
+      jaxpr: The program.
+      given: Which of its arguments do.
+      loops: The lengths of the loops that it stands in.
+    """
+    known = dict(zip(jaxpr.invars, given, strict=True))
+
+    def depends(atom: Any) -> bool:
+        return not isinstance(atom, Literal) and known.get(atom, False)
+
+    found: list[Draw] = []
+    for equation in jaxpr.eqns:
+        operands = [depends(atom) for atom in equation.invars]
+        results = [any(operands)] * len(equation.outvars)
+        if equation.primitive.name in _DRAWING:
+            found.append(_draw(equation, operands[0], loops))
+        for inner, own, length in _inside(equation, operands):
+            draws, results = _walk(inner, own, loops + length)
+            found += draws
+            if len(results) != len(equation.outvars):
+                results = [any(operands)] * len(equation.outvars)
+        known.update(zip(equation.outvars, results, strict=True))
+    return found, [depends(atom) for atom in jaxpr.outvars]
+
+
+def _draw(equation: JaxprEqn, from_batch: bool, loops: tuple[int, ...]) -> Draw:
+    name = equation.primitive.name
+    taken: Any = equation.invars[0].aval
+    given: Any = equation.outvars[-1].aval
+    keys, made = taken.shape, given.shape
+    if name == "rng_bit_generator":
+        keys = keys[:-1]  # The last dimension holds a key's bits.
+    return Draw(name, (*loops, *keys), made[len(keys) :], from_batch)
+
+
+def _inside(
+    equation: JaxprEqn, operands: list[bool]
+) -> Iterator[tuple[Jaxpr, list[bool], tuple[int, ...]]]:
+    """The programs in an equation, which of their arguments depend on the batch, and
+    the length of the loop that runs them.
+    """
+    counts = loop_counts(equation)
+    for inner in jaxprs_in_params(equation.params):
+        count = len(inner.invars)
+        if counts is not None:
+            own = _carried(inner, list(operands), *counts)
+            yield inner, own, (equation.params["length"],)
+        elif count == len(operands) and equation.primitive.name != "while":
+            yield inner, operands, ()
+        elif count == len(operands) - 1:  # A branch: the first operand chooses it.
+            yield inner, operands[1:], ()
+        else:
+            yield inner, [any(operands)] * count, ()
+
+
+def _carried(
+    body: Jaxpr, given: list[bool], constants: int, carries: int
+) -> list[bool]:
+    """Which arguments of a loop's body depend on the batch, in some iteration."""
+    while True:
+        _, results = _walk(body, given, ())
+        after = list(given)
+        for i, depends in enumerate(results[:carries]):
+            after[constants + i] |= depends
+        if after == given:
+            return given
+        given = after

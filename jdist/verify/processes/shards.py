@@ -1,0 +1,123 @@
+"""The shards of an array that this process holds, and whether its replicas agree.
+
+An array over several devices is judged where it lies: each shard beside the same slice
+of the reference, so that no host ever holds what it does not hold already. Shards of
+one index are replicas; they are held against each other by a digest of their bits,
+since a difference within the bound today is a different model after some more steps.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Replicas = Mapping[str, Mapping[str, list[str]]]
+"""Index to digest to the devices that hold these bits; only where several hold one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A slice of an array, on the host.
+
+    Attributes:
+      index: Where it lies in the whole; empty for the whole itself.
+      values: Its numbers.
+      first: Whether it is the first of its replicas, which counts in sums.
+    """
+
+    index: tuple[slice, ...]
+    values: np.ndarray
+    first: bool = True
+
+    @property
+    def place(self) -> str:
+        """Its index as a reader writes it; empty for the whole."""
+        return _written(self.index) if self.index else ""
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The index of its first entry in the whole; empty for the whole."""
+        return tuple(each.start or 0 for each in self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldArray:
+    """What one process holds of an array.
+
+    Attributes:
+      dtype: Its name.
+      shape: Of the whole.
+      shards: One for each index of which this process has a replica.
+      replicas: See `Replicas`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    replicas: Replicas = field(default_factory=dict)
+
+
+def held(leaf: Any) -> HeldArray:
+    """The shards of a leaf in this process; a PRNG key stands for its bits.
+
+    Args:
+      leaf: An array of JAX or NumPy, or a number.
+    """
+    if not isinstance(leaf, jax.Array):
+        values = np.asarray(leaf)
+        return HeldArray(values.dtype.name, values.shape, (Shard((), values),))
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    index_of = leaf.sharding.devices_indices_map(leaf.shape)
+    holders = Counter(map(_written, index_of.values()))
+    found: dict[str, Shard] = {}
+    replicas: dict[str, dict[str, list[str]]] = {}
+    for shard in leaf.addressable_shards:
+        place, values = _written(shard.index), np.asarray(shard.data)
+        first = shard.replica_id == 0
+        if place not in found or first:
+            found[place] = Shard(shard.index, values, first)
+        if holders[place] > 1:
+            digest = hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
+            same = replicas.setdefault(place, {}).setdefault(digest, [])
+            same.append(str(shard.device))
+    # Where all of it is in this process, the whole says more than its slices.
+    whole = leaf.is_fully_addressable
+    shards = (Shard((), np.asarray(leaf)),) if whole else tuple(found.values())
+    return HeldArray(leaf.dtype.name, leaf.shape, shards, replicas)
+
+
+def replicas_differ(parts: Iterable[Replicas]) -> str:
+    """Which devices hold other bits than the rest, in words; empty if none do.
+
+    Args:
+      parts: What each process has found.
+    """
+    joined: dict[str, dict[str, list[str]]] = {}
+    for part in parts:
+        for place, digests in part.items():
+            for digest, devices in digests.items():
+                joined.setdefault(place, {}).setdefault(digest, []).extend(devices)
+    told = [
+        f"{place}: {' other than '.join(map(', '.join, digests.values()))}"
+        for place, digests in joined.items()
+        if len(digests) > 1
+    ]
+    return f"replicas differ at {'; '.join(told)}" if told else ""
+
+
+def _written(index: tuple[slice, ...]) -> str:
+    """An index as text: `[0:2, :]`."""
+
+    def one(each: slice) -> str:
+        if each.start is None and each.stop is None:
+            return ":"
+        start = "" if each.start is None else each.start
+        return f"{start}:{'' if each.stop is None else each.stop}"
+
+    return f"[{', '.join(map(one, index))}]"

@@ -1,0 +1,240 @@
+"""Random numbers: what is judged, what cannot be; right trainers never fail."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jdist import VerificationError, data_parallel, verify
+from jdist.verify.draws import draws_nothing, draws_of_its_own, split_dependent
+
+KEY = jax.random.key(3)
+EXAMPLES = 6
+
+
+def dropout(w, x, key):
+    """Half of the inputs, of one example or of many."""
+    kept = jax.random.bernoulli(key, 0.5, x.shape)
+    return (jnp.where(kept, x, jnp.zeros_like(x)) @ w) ** 2
+
+
+def by_place(w, b):
+    """A key for each place in the batch, folded from one."""
+    keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(len(b["x"])))
+    return jax.vmap(lambda x, key: dropout(w, x, key))(b["x"], keys)
+
+
+def scanned(w, b, own):
+    """One example after the other, with its own key or with the next of a sequence."""
+
+    def step(key, row):
+        key, other = jax.random.split(key)
+        return key, dropout(w, row["x"], row["key"] if own else other)
+
+    return jax.lax.scan(step, KEY, b)[1]
+
+
+def layers(w, b):
+    """Three draws for each example, in a loop over layers."""
+
+    def one(x, key):
+        keys = jax.random.split(key, 3)
+        layer = lambda h, k: (h * jax.random.normal(k, h.shape, h.dtype), None)  # noqa: E731
+        return jax.lax.scan(layer, x, keys)[0] @ w
+
+    return jax.vmap(one)(b["x"], b["key"])
+
+
+LOSSES = {
+    "none": (False, lambda w, b: b["x"] @ w),
+    "one key": (True, lambda w, b: dropout(w, b["x"], KEY)),
+    "one of the batch's": (True, lambda w, b: dropout(w, b["x"], b["key"][0])),
+    "by place": (True, by_place),
+    "split inside": (
+        True,
+        lambda w, b: jax.vmap(lambda x, k: dropout(w, x, k))(
+            b["x"], jax.random.split(KEY, len(b["x"]))
+        ),
+    ),
+    "a sequence": (True, lambda w, b: scanned(w, b, own=False)),
+    "gamma": (
+        True,
+        lambda w, b: (
+            jax.random.gamma(KEY, np.float32(2), (len(b["x"]),), jnp.float32)
+            * (b["x"] @ w)
+        ),
+    ),
+    "keyed": (
+        False,
+        lambda w, b: verify.keyed(dropout)(w, (b["x"], b["key"])),
+    ),
+    "keyed in a loop": (False, lambda w, b: scanned(w, b, own=True)),
+    "keyed layers": (False, layers),
+    "noise on parameters": (
+        False,
+        lambda w, b: b["x"] @ (w + jax.random.normal(KEY, w.shape, w.dtype)),
+    ),
+}
+
+
+def given():
+    rng = np.random.default_rng(5)
+    w = rng.normal(size=3).astype(np.float32)
+    x = rng.normal(size=(EXAMPLES, 3)).astype(np.float32)
+    return w, {"x": x, "key": jax.random.split(KEY, EXAMPLES)}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_depends_on_the_split_is_read_off_the_program(name):
+    """One key for several examples, or keys by place; not keys in the batch."""
+    dependent, loss = LOSSES[name]
+    found = split_dependent(loss, *given())
+    assert bool(found) == dependent
+    if dependent:
+        assert "verify.keyed(loss_fn)" in found
+        # And so it is: halves draw other numbers than the whole.
+        w, batch = given()
+        second = jax.tree.map(lambda x: x[4:], batch)
+        assert not np.allclose(loss(w, second), loss(w, batch)[4:])
+    assert draws_nothing(loss, *given()) == (name == "none")
+
+
+def halves(losses, change=lambda part, batch: part):
+    """Two micro-batches, of four examples and of two."""
+    part = jax.jit(jax.value_and_grad(lambda w, b: losses(w, b).sum()))
+
+    def candidate(w, batch):
+        first = jax.tree.map(lambda x: x[:4], batch)
+        second = jax.tree.map(lambda x: x[4:], batch)
+        found = [part(w, change(piece, batch)) for piece in (first, second)]
+        return jax.tree.map(lambda a, b: (a + b) / np.float32(EXAMPLES), *found)
+
+    return candidate
+
+
+def test_with_a_key_for_each_example_right_passes_and_wrong_fails():
+    """One key for a whole micro-batch is wrong where each example has its own."""
+    losses = lambda w, b: verify.keyed(dropout)(w, (b["x"], b["key"]))  # noqa: E731
+
+    def one_key(part, batch):
+        return {**part, "key": jnp.broadcast_to(batch["key"][0], part["key"].shape)}
+
+    def replicas(w, batch):
+        fn = data_parallel.value_and_grad(losses, 2)
+        return fn(w, *data_parallel.shard_batch(batch, 2, sizes=(4, 2)))
+
+    report = verify.gradients(
+        losses,
+        *given(),
+        {"right": halves(losses), "replicas": replicas, "one": halves(losses, one_key)},
+        seed=None,
+    )
+    assert report.of("right").ok, str(report)
+    assert report.of("replicas").ok, str(report)
+    assert {row.path for row in report.of("one").failures} == {"(loss)", "(root)"}
+
+
+def test_a_right_trainer_of_an_unkeyed_loss_is_never_called_wrong():
+    """Nor is it called right: the report says why, and what to do."""
+    losses = LOSSES["one key"][1]
+    whole = jax.value_and_grad(lambda w, b: losses(w, b).mean())
+
+    def missing(w, batch):
+        return halves(losses)(w, batch)[0], {"w": w}
+
+    report = verify.gradients(
+        losses,
+        *given(),
+        {"halves": halves(losses), "whole": whole, "missing": missing},
+        seed=None,
+    )
+    assert not report.of("halves").ok
+    assert not report.of("halves").failures
+    for row in report.of("halves").unjudged:
+        assert "whoever splits the batch draws others. Give each" in row.unjudged
+    assert len(report.of("halves").unjudged) == 2
+    # The same draws are judged all the same, and so is what is no number.
+    assert report.of("whole").ok
+    assert {row.path for row in report.of("missing").failures} == {"(root)", "w"}
+    with pytest.raises(
+        VerificationError, match=r"^not judged:\n  halves: \(loss\): the "
+    ):
+        report.of("halves").raise_if_failed()
+
+
+def test_dropout_of_flax_modules():
+    """`nnx.Rngs` in the model is one key for a batch; given by example it is judged."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(3, 2, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x, rngs=None):
+            return self.dense(self.drop(x, rngs=rngs)).sum(-1)
+
+    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    batch = given()[1]
+
+    def inside(state, b):
+        return nnx.merge(graph, state)(b["x"])
+
+    def one(state, x, key):
+        return nnx.merge(graph, state)(x, rngs=nnx.Rngs(dropout=key))
+
+    assert split_dependent(inside, state, batch)
+    outside = lambda s, b: verify.keyed(one)(s, (b["x"], b["key"]))  # noqa: E731
+    assert not split_dependent(outside, state, batch)
+    trainable, rest = nnx.split_state(state, nnx.Param, ...)
+    losses = lambda p, b: outside(nnx.merge_state(p, rest), b)  # noqa: E731
+    report = verify.gradients(
+        losses, trainable, batch, {"halves": halves(losses)}, seed=None
+    )
+    assert report.ok, str(report)
+
+
+def test_a_trainer_with_numbers_of_its_own_is_not_judged():
+    """Seen by three answers to one question, or in its program; not so a stale one."""
+    loss = lambda w, b: (b["x"] @ w) ** 2  # noqa: E731
+    right = jax.value_and_grad(lambda w, b: loss(w, b).mean())
+    keys = (jax.random.key(i) for i in itertools.count())
+
+    def noisy(w, batch):
+        mean = lambda w: dropout(w, batch["x"], key).mean()  # noqa: E731
+        key = next(keys)
+        return jax.value_and_grad(mean)(w)
+
+    @jax.jit
+    def fixed(w, batch):
+        return jax.value_and_grad(lambda w: dropout(w, batch["x"], KEY).mean())(w)
+
+    earlier = [given()[0] * 2]
+
+    def stale(w, batch):
+        found = right(earlier[-1], batch)
+        earlier.append(w)
+        return found
+
+    candidates = {"noisy": noisy, "fixed": fixed, "stale": stale}
+    report = verify.gradients(loss, *given(), candidates, seed=None)
+    assert draws_of_its_own(fixed, *given())
+    assert not draws_of_its_own(jax.jit(right), *given())
+    for name, words in (
+        ("noisy", "three calls with the same arguments gave three answers"),
+        ("fixed", "it draws random numbers and the loss draws none"),
+    ):
+        assert not report.of(name).failures
+        assert {words in row.unjudged for row in report.of(name).unjudged} == {True}
+    assert {row.path for row in report.of("stale").failures} == {"(loss)", "(root)"}
+
+
+def test_a_loss_that_wants_a_key_is_refused_with_the_remedy():
+    """Before anything is computed."""
+    rule = (
+        r"missing a required argument: 'key'\. Of a loss_fn\(params, batch, key\) take"
+    )
+    with pytest.raises(TypeError, match=rule):
+        verify.gradients(dropout, *given(), {"any": lambda w, b: (w, w)})
