@@ -9,17 +9,20 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROCESSES ?= 2
 PYTEST  = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test lint parity bench clean help
+.PHONY: run test test-all lint parity bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
 run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal on real data (quick form)
 	$(BIN)/python -m experiments data_parallel_equivalence --quick
 
-test: $(VENV)/.test  ## set up, then run the tests
-	$(PYTEST) -m "not parity"
+test: $(VENV)/.test  ## set up, then run the tests, but for those that take long
+	$(PYTEST) -m "not parity and not thorough"
+
+test-all: $(VENV)/.test  ## all tests, more random examples, programs as users compile them
+	JDIST_THOROUGH=1 $(PYTEST) -m "not parity"
 
 lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture test
 	$(BIN)/ruff format --check .

@@ -2,7 +2,7 @@
 
 Flags go by environment, so that child processes have them too. Sixteen-bit and
 float64 arrays are both wanted, hence x64; mixed dtypes and ranks must be meant, hence
-the strict promotions.
+the strict promotions. What is compiled is kept in files for other processes and runs.
 """
 
 import gc
@@ -12,6 +12,24 @@ import signal
 from collections import defaultdict
 from pathlib import Path
 
+from jdist import _compilation_cache
+
+THOROUGH = os.environ.get("JDIST_THOROUGH", "") not in ("", "0")
+if not THOROUGH:
+    # The tests' programs are small and run once or twice: their time goes into being
+    # compiled. With these flags that takes a fifth. `make test-all` has none of them,
+    # and tests the code that users get.
+    given = os.environ.get("XLA_FLAGS", "").split()
+    quick = (
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+    # What xdist starts has them already, and must find the same programs.
+    os.environ["XLA_FLAGS"] = " ".join([*given, *(x for x in quick if x not in given)])
+if _compilation_cache.FOLDER not in os.environ:
+    programs = Path(__file__).parent / "build" / "programs"
+    os.environ.update(_compilation_cache.prepared(programs))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_ENABLE_X64"] = "1"
@@ -46,6 +64,10 @@ BUDGET = {
     "examples": 60,
     "ground": 90,
 }
+# Tracing makes objects by the hundred thousand, none of them garbage: to look for some
+# after every 700, which is Python's default, took a quarter of it.
+gc.set_threshold(50_000, 20, 20)
+
 _modules = itertools.count()
 PARTS = {"data_parallel": "reduction and data_parallel", "matrix": "verify"} | {
     part: part for part in BUDGET

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-GROUND = {"_errors", "_tree", "_lru_cache", "_nnx", "_compat"}
+GROUND = {"_compilation_cache", "_errors", "_tree", "_lru_cache", "_nnx", "_compat"}
 NOTHING: set[str] = set()
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, NOTHING),
