@@ -4,6 +4,6 @@
 the terminal, then `results/NAME.json`, its pictures as PNG, and `results/report.html`
 over everything run so far. The exit status is 1 if a claim does not hold.
 
-An experiment is a module here with `run(settings, progress) -> Result`; the first line
-of its docstring is its entry in the list.
+An experiment is a module or a package here, with `run(settings, progress) -> Result`;
+the first paragraph of its docstring is its entry in the list.
 """

@@ -15,6 +15,7 @@ STYLES = {
     "right": ("green", "#b7e1c0"),
     "wrong": ("red", "#f2b8b5"),
     "no step": ("yellow", "#f7e3a1"),
+    "not judged": ("yellow", "#ffffff"),
     "refused": ("yellow", "#e3d3ef"),
     "not offered": ("dim", "#eeeeee"),
 }
@@ -51,26 +52,25 @@ def claims(verdicts: Sequence[Verdict]) -> list[list[str]]:
 
 
 def wrong(verdicts: Sequence[Verdict]) -> list[list[str]]:
-    """Each gradient that is not the claimed one, and what it is."""
-    header = ["stranger", "used with", "setting", "found", "what it is"]
-    return [
-        header,
-        *(
-            [v.use.stranger, v.use.way, f.setting, str(f), f.rule or f.why]
-            for v in verdicts
-            for f in v.findings
-            if f.verdict in ("wrong", "no step", "refused")
-        ),
-    ]
+    """What each use gives in place of the claimed gradient, and where."""
+    header = ["stranger", "used with", "what it gives", "settings"]
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for verdict in verdicts:
+        for f in verdict.findings:
+            if f.verdict in ("wrong", "no step", "refused"):
+                key = (verdict.use.stranger, verdict.use.way, f.rule or f.why)
+                found.setdefault(key, []).append(f"{f.setting} ({f})")
+    return [header, *([*key, ", ".join(where)] for key, where in found.items())]
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
-    """For the terminal."""
-    header, *body = rows(verdicts)
-    shown = Table(*header, box=None, pad_edge=False, header_style="bold")
-    for row, verdict in zip(body, verdicts, strict=True):
-        cells = [f"[{STYLES[f.verdict][0]}]{f}[/]" for f in verdict.findings]
-        shown.add_row(*row[:2], *cells, *row[-2:])
+    """For the terminal, in 80 columns."""
+    shown = Table("stranger", box=None, pad_edge=False, header_style="bold")
+    for finding in verdicts[0].findings:
+        shown.add_column(finding.setting, justify="right", min_width=7)
+    for verdict in verdicts:
+        cells = [f"[{STYLES[f.verdict][0]}]{_short(f)}[/]" for f in verdict.findings]
+        shown.add_row(f"{verdict.use.stranger}: {verdict.use.way}", *cells)
     return shown
 
 
@@ -95,7 +95,9 @@ def picture(verdicts: Sequence[Verdict]) -> Figure:
 
 
 def _short(finding: Finding) -> str:
-    return "–" if finding.verdict == "not offered" else str(finding)
+    if finding.verdict == "not offered":
+        return "–"
+    return str(finding).removesuffix(" off")
 
 
 def page(

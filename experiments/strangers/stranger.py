@@ -64,11 +64,12 @@ class Finding:
 
     Attributes:
       setting: Its name.
-      verdict: "right", "wrong", "no step", "refused" or "not offered".
+      verdict: "right", "wrong", "no step", "not judged" where rounding hides the
+        gradient, "refused" or "not offered".
       distance: Of the gradient from the claimed one, relative to it, in the 2-norm.
       factor: What the whole gradient was multiplied by, where that is all.
       rule: What the wrong gradient is, to rounding; empty if no known rule explains it.
-      why: Why it was refused or is not offered.
+      why: Why it was refused, is not offered or could not be judged.
       ratio: The largest error/bound.
     """
 
@@ -85,8 +86,8 @@ class Finding:
         if self.verdict != "wrong":
             return self.verdict
         if self.factor is not None:
-            return f"{self.factor:.3g} x"
-        return f"{100 * (self.distance or 0):.0f} % off"
+            return f"{self.factor:.4g} x"
+        return f"{100 * (self.distance or 0):.3g} % off"
 
 
 def judged(use: Use, step: Step) -> Finding:
@@ -109,8 +110,10 @@ def judged(use: Use, step: Step) -> Finding:
     reference = Reference(step, use.divisor, use.smoothing)
     report = _compared(use, reference, reference.gradient, shown)
     finding = Finding(step.setting, "right", ratio=report.worst)
-    if report.ok:
-        return finding
+    if not report.failures:
+        hidden = [*(leaf.path for leaf in report.unjudged), *_hidden(use, reference)]
+        why = f"rounding hides the step of {', '.join(hidden)}" if hidden else ""
+        return replace(finding, verdict="not judged", why=why) if hidden else finding
     distance, factor = _measured(_gradient(use, step, shown), reference.gradient)
     rule = next(iter(_explained(use, reference, shown)), "")
     verdict = "no step" if rule == NOTHING else "wrong"
@@ -127,13 +130,16 @@ def lines(module: ModuleType) -> int:
     """Lines of code in the part of a stranger's module that is there for the judge.
 
     Comments, docstrings and empty lines do not count; a line that is broken into
-    several counts as so many.
+    several counts as so many. What a module shares with another stranger counts for
+    both.
 
     Args:
       module: The stranger's.
     """
-    source = inspect.getsource(module).partition(SECTION)[2]
-    return len(code_lines(source.partition("\n# --- ")[0]))
+    shared = [x for x in vars(module).values() if isinstance(x, ModuleType)]
+    own = [x for x in shared if x.__name__.startswith(__package__)]
+    sections = (inspect.getsource(x).partition(SECTION)[2] for x in (module, *own))
+    return sum(len(code_lines(x.partition("\n# --- ")[0])) for x in sections)
 
 
 def code_lines(source: str) -> set[int]:
@@ -179,6 +185,19 @@ def _compared(
         {name: np.abs(old[name]) + reference.scale[name] for name in gradient},
         names=use.names,
     )
+
+
+def _hidden(use: Use, reference: Reference) -> list[str]:
+    """The parameters that might as well have stayed where they were.
+
+    A gradient that is too small to be seen is found by `verify.compare` itself, a step
+    beside large parameters is not.
+    """
+    if use.shows == "gradient":
+        return []
+    gradient, stayed = reference.gradient, dict(reference.step.params)
+    report = _compared(replace(use, names=None), reference, gradient, stayed)
+    return [x.path for x in report.leaves if x.ok and gradient[x.path].any()]
 
 
 def _explained(use: Use, reference: Reference, shown: Any) -> list[str]:

@@ -3,16 +3,19 @@ arithmetic, and those that are not installed are named."""
 
 import importlib
 from dataclasses import replace
+from io import StringIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from experiments import strangers
-from experiments.strangers import problem, showing, stranger, trial
+from experiments.strangers import flax_optimizer, problem, showing, stranger, trial
 from experiments.strangers.problem import MEAN_OF_MEANS, NOTHING, OVER_ALL, Reference
 from experiments.strangers.stranger import Refused, Use, judged
+from jdist import verify
 from tests.newcomer import own_promotions
 
 SETTINGS = ("equal", "padded", "short end")
@@ -158,6 +161,7 @@ def test_a_wrong_gradient_is_measured_and_named(steps, shows):
     assert three.factor == pytest.approx(3, rel=1e-5)
     assert three.distance == pytest.approx(2, rel=1e-5)
     assert (str(three), three.rule) == ("3 x", "")
+    assert str(judged(use(wrap(scaled(1.01)), shows), steps["masked"])) == "1.01 x"
     means = judged(use(wrap(rule(MEAN_OF_MEANS)), shows), steps["masked"])
     assert means.verdict == "wrong"
     assert means.factor is None
@@ -217,6 +221,19 @@ def test_what_is_not_offered_or_refused_is_said(steps):
     assert (found.verdict, found.why) == ("not offered", "labels have no weights")
 
 
+def test_a_step_that_rounding_hides_is_not_judged(steps):
+    """Beside large parameters a small one cannot be seen, right or wrong."""
+    step = steps["equal"]
+    # Where tanh is nearly flat, the gradient is below the last place of the bias.
+    flat = {**step.params, "bias": np.full_like(step.params["bias"], 8.0)}
+    step = replace(step, params=flat)
+    assert Reference(step).gradient["bias"].any()
+    assert judged(use(scaled(1.0)), step).verdict == "right"
+    found = judged(use(stepped(scaled(1.0)), "parameters"), step)
+    assert found.verdict == "not judged"
+    assert "bias" in found.why
+
+
 # --- the verdict on all settings ---
 
 
@@ -225,19 +242,17 @@ def verdicts_on(show, steps, **options):
     return trial.Verdict(chosen, [judged(chosen, step) for step in steps], 7)
 
 
-@pytest.fixture(scope="module")
-def oracle(steps):
-    """The reference beside finite differences: the dearest part, once."""
-    return problem.check_oracle(steps["padded"])
+# The real one is made by the quick form, which another test runs.
+ORACLE = verify.Report((), verify.OracleCheck(slope=2.0, difference=2.1, tolerance=0.2))
 
 
-def test_planted_trainers_make_the_claims_fail(steps, oracle):
+def test_planted_trainers_make_the_claims_fail(steps):
     """Each claim, by the trainer that contradicts it; all hold without it."""
     chosen = [steps[name] for name in SETTINGS]
     fair = verdicts_on(rule(MEAN_OF_MEANS), chosen)
     mended = verdicts_on(scaled(1.0), chosen, remedy=True)
     made = lambda *verdicts: [  # noqa: E731
-        claim.verdict for claim in strangers.claims(verdicts, chosen, {}, oracle)
+        claim.verdict for claim in strangers.claims(verdicts, chosen, {}, ORACLE)
     ]
     assert made(fair, mended) == ["holds"] * 5
     assert fair.word == "right only if equal or short end"
@@ -249,10 +264,10 @@ def test_planted_trainers_make_the_claims_fail(steps, oracle):
     assert made(fair, mended, other)[1] == "does not hold"
     useless = replace(fair, use=replace(fair.use, remedy=True))
     assert made(fair, useless)[2] == "does not hold"
-    wrong = replace(oracle, oracle=replace(oracle.oracle, slope=1.0))
+    wrong = replace(ORACLE, oracle=replace(ORACLE.oracle, slope=1.0))
     found = strangers.claims([fair, mended], chosen, {}, wrong)
     assert found[4].verdict == "does not hold"
-    blunt = strangers.claims([fair, mended], [steps["equal"]], {}, oracle)
+    blunt = strangers.claims([fair, mended], [steps["equal"]], {}, ORACLE)
     assert blunt[3].verdict == "does not hold"
 
 
@@ -271,10 +286,10 @@ def test_who_is_not_there_is_named(monkeypatch):
     }
 
 
-def test_absent_strangers_are_claims_that_are_not_judged(steps, oracle):
+def test_absent_strangers_are_claims_that_are_not_judged(steps):
     chosen = [steps[name] for name in SETTINGS]
     found = verdicts_on(scaled(1.0), chosen, remedy=True)
-    *_, claim = strangers.claims([found], chosen, {"tunix_trainer": "why"}, oracle)
+    *_, claim = strangers.claims([found], chosen, {"tunix_trainer": "why"}, ORACLE)
     assert (claim.verdict, claim.why_not) == ("not judged", "why")
     assert "tunix_trainer" in claim.text
 
@@ -290,8 +305,12 @@ def test_tables_have_a_row_for_each_use(steps, tmp_path):
     assert header == ["stranger", "used with", *SETTINGS, "verdict", "lines"]
     assert [row[3].endswith("off") for row in body] == [True, False]
     (row,) = showing.wrong(both)[1:]
-    assert row[2:] == ["padded", body[0][3], MEAN_OF_MEANS]
-    assert showing.table(both).row_count == 2
+    assert row[2:] == [MEAN_OF_MEANS, f"padded ({body[0][3]})"]
+    console = Console(file=StringIO(), width=80)
+    console.print(showing.table(both))
+    shown = console.file.getvalue().splitlines()
+    assert [line.count("right") for line in shown if "right" in line] == [2, 3]
+    assert body[0][3].removesuffix(" off") in shown[1]
     figure = showing.picture(both)
     assert len(figure.axes[0].texts) == 6
     showing.page(tmp_path / "page.md", both, {"optax": "0.2.8"}, "the command")
@@ -333,7 +352,13 @@ USES = ()
 '''
     (tmp_path / "a_planted_stranger.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    assert stranger.lines(importlib.import_module("a_planted_stranger")) == 6
+    planted = importlib.import_module("a_planted_stranger")
+    assert stranger.lines(planted) == 6
+    shared = stranger.lines(flax_optimizer)
+    assert shared > 6
+    # As by an import: what it shares with another stranger is needed as well.
+    planted.flax_optimizer = flax_optimizer
+    assert stranger.lines(planted) == 6 + shared
 
 
 # --- the real ones ---
