@@ -15,7 +15,7 @@ import pytest
 from jdist import rpc
 from jdist.rpc.base import current
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock
-from tests.rpc.rref.common import wait_for_references
+from tests.rpc.rref.common import make, wait_for_references
 from tests.rpc.sockets import Outcome, blocked, wait_until
 
 PATIENCE = 60
@@ -109,6 +109,26 @@ def test_the_next_call_works(processes, operation):
 
 def created(to):
     rpc.remote(to, negative, args=(1,)).to_here()
+
+
+def returned(to):
+    rpc.rpc_sync(to, make, args=(1,)).owner_name()
+
+
+def interrupt_answers(to):
+    """After each interrupt the owner learns that its reference is not in use."""
+    number = 0
+    returned(to)
+    while interrupt(number, returned, to):
+        wait_for_references(user_rrefs=0, pending_users=0, forks_under_way=0)
+        rpc.rpc_sync(to, wait_for_references, kwargs={"owner_rrefs": 0, "forks": 0})
+        number += 1
+    assert number > 40
+    return number
+
+
+def test_an_interrupted_answer_leaves_no_reference(processes):
+    processes.run(0, interrupt_answers, "worker1")
 
 
 def interrupt_creations(to):

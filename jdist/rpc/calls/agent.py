@@ -301,18 +301,33 @@ class Agent:
         except BaseException as error:
             end()  # again: an interrupt may have kept the first one from its end
             self.undelivered(message)
-            if isinstance(error, ChannelClosed):
-                if waiting.given_up is not None:
-                    raise RpcTimeout(waiting.given_up) from error
-                raise self.lost(peer, operation, str(error)) from error
-            if isinstance(error, TimeoutError):
-                raise self.timed_out(peer, operation, limit) from error
-            raise
+            if waiting.answer is not None:  # the interrupt came after the answer
+                self.references.decline(waiting.answer.tree, peer.info)
+            failure = self._failure(waiting, peer, error)
+            if failure is None:
+                raise
+            raise failure from error
         answer = waiting.answer
         assert answer is not None
         if answer.kind != REPLY:
             self.undelivered(message)
-        return self.value_of(answer, receive, peer.info)
+        try:
+            return self.value_of(answer, receive, peer.info)
+        except KeyboardInterrupt:
+            self.references.decline(answer.tree, peer.info)
+            raise
+
+    def _failure(
+        self, waiting: SyncCall, peer: Peer, error: BaseException
+    ) -> RpcError | None:
+        """The exception for a call whose connection failed; None for other errors."""
+        if isinstance(error, ChannelClosed):
+            if waiting.given_up is not None:
+                return RpcTimeout(waiting.given_up)
+            return self.lost(peer, waiting.operation, str(error))
+        if isinstance(error, TimeoutError):
+            return self.timed_out(peer, waiting.operation, waiting.deadline)
+        return None
 
     def _cancellable(self, waiting: SyncCall, peer: Peer) -> dict[str, Any]:
         """Lets a blocking call be cancelled out of band; the metadata for that.
@@ -482,12 +497,10 @@ class Agent:
     # --- time and end ---
 
     def _expire(self, now: float) -> float | None:
-        connections = [
-            *self._watched,
-            *(peer.shared for peer in self.directory.peers()),
-        ]
+        peers = self.directory.present()
+        connections = [*self._watched, *(peer.shared for peer in peers)]
         moments = [shared.expire(now) for shared in connections if shared is not None]
-        moments += [peer.expire(now) for peer in self.directory.peers()]
+        moments += [peer.expire(now) for peer in peers]
         return min((at for at in moments if at is not None), default=None)
 
     def close(self) -> None:
@@ -497,7 +510,7 @@ class Agent:
                 return
             self.closed = True
         self.extension_state.close()
-        for peer in self.directory.peers():
+        for peer in self.directory.present():
             peer.close("this worker was shut down")
         self._transport.close()
         self._loopback.close()

@@ -44,7 +44,7 @@ def information(agent: Agent) -> dict[str, Any]:
     served = outstanding.served()
     return {
         "agent.thread_pool_size": pool.places,
-        "agent.num_idle_threads": pool.free,
+        "agent.num_free_places": pool.free,
         "agent.client_active_calls": len(outstanding.sent()),
         "agent.server_active_calls": len(served),
         "agent.server_active_async_calls": sum(entry.deferred for entry in served),

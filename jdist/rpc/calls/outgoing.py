@@ -111,9 +111,7 @@ class SyncCall:
         """Ends the call, because the call within which it is made was cancelled."""
         # Noted first: the call may be about to take a connection.
         self.given_up = reason
-        connection = self.connection
-        if connection is not None:
-            connection.channel.close(reason)
+        self._peer.cut(self, reason)
         if self.take_back is not None:
             self.take_back()
 
@@ -152,12 +150,9 @@ class SyncCall:
             raise
         except ValueError:
             # Refused before a byte was sent, so the connection is as good as before.
-            self._peer.give(connection)
-            self.connection = None
+            self._peer.give(self)
             raise
-        until = self._peer.give(connection)
-        self.connection = None
-        return until
+        return self._peer.give(self)
 
     def release(self, reason: str) -> None:
         """Closes the channel if the call still has one; any number of times."""

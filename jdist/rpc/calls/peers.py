@@ -121,14 +121,26 @@ class Peer:
             self._idle.pop()
             return True
 
-    def give(self, connection: PooledConnection) -> float | None:
+    def give(self, caller: ConnectionHolder) -> float | None:
         """The call is over and its answer was received; when to `expire` channels."""
-        connection.idle_since = time.monotonic()
         with self._lock:
+            connection = caller.connection
+            assert connection is not None
+            connection.idle_since = time.monotonic()
+            if self.departed is None:
+                self._idle.append(connection)
+            # Only now: an interrupt may leave it with both, and must not with neither.
+            caller.connection = None
             self._busy.discard(connection)
-            self._idle.append(connection)
             several = len(self._idle) > 1
         return connection.idle_since + _IDLE_SECONDS if several else None
+
+    def cut(self, caller: ConnectionHolder, reason: str) -> None:
+        """Closes the channel of a call that waits for its answer; any thread."""
+        # Under the lock: once given back, the connection may be another call's.
+        with self._lock:
+            if caller.connection is not None:
+                caller.connection.channel.close(reason)
 
     def drop(self, connection: PooledConnection, reason: str) -> None:
         """The call was given up; closing its channel is how the callee learns it."""
@@ -255,6 +267,14 @@ class Directory:
         """The admitted workers, by rank; of each rank the last one."""
         with self._lock:
             return [self._by_rank[rank] for rank in sorted(self._by_rank)]
+
+    def present(self) -> list[Peer]:
+        """The workers that are known and not gone: all to which connections can be."""
+        # Not only the admitted ones: one that is about to join can be called back, and
+        # one whose name has a successor was called by its WorkerInfo.
+        with self._lock:
+            known = list(self._by_incarnation.values())
+        return [peer for peer in known if peer.departed is None]
 
     def find(self, to: Any) -> Peer:
         """The worker that a user means by a name, a rank or a WorkerInfo.

@@ -123,7 +123,7 @@ def debug_info() -> dict[str, Any]:
     """Counts and descriptions of the work of this worker.
 
     Returns:
-      By name: threads (`agent.thread_pool_size`, `agent.num_idle_threads`), calls
+      By name: threads (`agent.thread_pool_size`, `agent.num_free_places`), calls
       waiting and being served (`agent.client_active_calls`,
       `agent.server_active_calls`, of these without a thread
       `agent.server_active_async_calls`), all of them in words (`agent.activity`: who

@@ -376,10 +376,12 @@ def _report(leaks: list[str], options: RpcOptions) -> None:
 
 
 def _end(agent: Agent, patience: float) -> None:
-    current.remove([agent])
-    agent.ending = True
-    client, options = client_of(agent), agent.options
     try:
+        # Within the `try`: an interrupt must not leave a worker that is neither
+        # registered, to be shut down again, nor closed.
+        current.remove([agent])
+        agent.ending = True
+        client, options = client_of(agent), agent.options
         if patience and client.elastic:
             # A frozen member is lost by then, and no longer has to note it.
             seconds = options.heartbeat_timeout + options.heartbeat_interval

@@ -94,7 +94,7 @@ def wait_until_idle(agent: Agent, deadline: Deadline, check: Callable[[], None])
         )
         if count is not None:
             return count
-        one_sided.look()
+        one_sided.look(deadline)
 
 
 def install(agent: Agent) -> None:
@@ -135,14 +135,17 @@ class _OneSidedCalls:
         at = entry.deadline.at
         return self._ends.get(entry) if at is None else at
 
-    def look(self) -> None:
+    def look(self, deadline: Deadline) -> None:
         """Asks the other workers; an entry counts while all of them say the same."""
+        left = deadline.remaining()
+        patience = _ANSWER_SECONDS if left is None else min(_ANSWER_SECONDS, left)
+        patience = max(patience, 1e-3)  # 0 would mean no limit
         sent, served = _endless(self._agent)
         asked = {}
         for name in {entry.peer for entry in (*sent, *served)}:
             try:
                 asked[name] = self._agent.call_async(
-                    name, _KIND, None, timeout=_ANSWER_SECONDS
+                    name, _KIND, None, timeout=patience
                 )
             except RpcError:
                 continue  # it is gone, which ends its calls

@@ -220,17 +220,27 @@ class Supervisor:
                 return None
             child = Child(program)
             self.children.append(child)
-        name = f"jdist-watch-{program.name}"
-        watcher = threading.Thread(
-            target=self._watch, args=(child,), name=name, daemon=True
-        )
-        self._watchers.append(watcher)
-        watcher.start()
+        self._watch_all()
         return child
+
+    def _watch_all(self) -> None:
+        """Starts the threads that watch children; any number of times."""
+        with self._lock:
+            for child in self.children[len(self._watchers) :]:
+                watcher = threading.Thread(
+                    target=self._watch,
+                    args=(child,),
+                    name=f"jdist-watch-{child.name}",
+                    daemon=True,
+                )
+                watcher.start()
+                # An interrupt in between gives it a second one, which does no harm.
+                self._watchers.append(watcher)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until every process has ended; False if `timeout` seconds passed."""
         until = math.inf if timeout is None else time.monotonic() + timeout
+        self._watch_all()  # an interrupt may have left one without
         for child in self.children:
             while child.ending is None:
                 left = until - time.monotonic()
@@ -279,6 +289,8 @@ class Supervisor:
         # Under the lock, so that no signal goes to an id that was given to another
         # process since.
         with self._lock:
+            if child.ending is not None:
+                return  # by a second watcher
             ending = child.bury()
             is_first = ending.failed and not self._ending
             if is_first:

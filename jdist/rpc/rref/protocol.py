@@ -198,24 +198,41 @@ class Protocol:
         None when the fork is not to be had any more: it came before, or it came home
         and the value was freed, because its giver is lost.
         """
+        window = self._taken[giver]
         # `Take` and the late message itself may both come; the first one counts.
-        if not self._taken[giver].take(ref.fork.local_id, ref.low_water_mark):
+        if window.seen(ref.fork.local_id):
             return None, []
         # It came home: the value is found by its id, the fork need not count.
         if ref.owner == self.me:
+            window.take(ref.fork.local_id, ref.low_water_mark)
             return self.owned.find(ref.rref), [Send(giver, Accept(ref.fork))]
         user_fork = UserFork(ref.owner, ref.rref, ref.fork, giver)
-        self.user_forks[ref.fork] = user_fork
         user_fork.failed = self._gone.get(ref.owner)
-        if user_fork.failed is not None:
-            return user_fork, [Send(giver, Accept(ref.fork))]
-        # The owner counted it when it gave it away.
-        if giver == ref.owner:
-            return user_fork, self._counted(user_fork)
-        return user_fork, [Send(ref.owner, Fork(ref.rref, ref.fork))]
+        self.user_forks[ref.fork] = user_fork
+        # Last, so that `decline` can make up for an interrupt.
+        window.take(ref.fork.local_id, ref.low_water_mark)
+        return user_fork, self._confirm(user_fork, giver)
+
+    def decline(self, giver: int, ref: Ref) -> Effects:
+        """An answer with this reference could not be read, or reading was interrupted.
+
+        No object of the program's has the reference, whether it was taken or not.
+        """
+        if giver in self._gone:
+            return []
+        taken, effects = self.take(giver, ref)
+        if taken is None and ref.owner == self.me:
+            return [Send(giver, Accept(ref.fork))]  # a second one changes nothing
+        if taken is None:
+            taken = self.user_forks.get(ref.fork)
+            if isinstance(taken, UserFork) and taken.pending:
+                effects = self._confirm(taken, giver)
+        return effects + self.drop(taken) if isinstance(taken, UserFork) else effects
 
     def on_take(self, giver: int, message: Take) -> Effects:
         """The message with this fork was lost: it is taken, and dropped."""
+        if giver in self._gone:
+            return []  # it went with its giver, and `gone` forgot what had come
         taken, effects = self.take(giver, message.ref)
         return effects + self.drop(taken) if isinstance(taken, UserFork) else effects
 
@@ -291,6 +308,15 @@ class Protocol:
         fork = self._ids.next()
         low_water_mark = self.unacknowledged.begin(GivenFork(to, rref, fork, parent))
         return Ref(owner, rref, fork, low_water_mark)
+
+    def _confirm(self, user_fork: UserFork, giver: int) -> Effects:
+        """Has the owner count a fork that has arrived, and the giver learn of it."""
+        if user_fork.failed is not None:
+            return [Send(giver, Accept(user_fork.fork))]
+        # The owner counted it when it gave it away.
+        if giver == user_fork.owner:
+            return self._counted(user_fork)
+        return [Send(user_fork.owner, Fork(user_fork.rref, user_fork.fork))]
 
     def _returned(self, given: GivenFork) -> Effects:
         """The giver's own share in a gift ends."""

@@ -98,6 +98,10 @@ class References:
         self._watched: dict[GloballyUniqueId, object] = {}
         self._unused: collections.deque[UserFork] = collections.deque()
         self._gathering_until = 0.0
+        # What events call for and no thread has begun to do.
+        self._due: collections.deque[tuple[Effects, Exception | None]]
+        self._due = collections.deque()
+        self._performing = 0
         self.delivery = ReliableDelivery(agent)
         for kind, name in KINDS.items():
             read = functools.partial(unpack, kind)
@@ -227,12 +231,17 @@ class References:
             value was freed because its giver is lost.
         """
         self._miss(ref.owner)
-        with self._lock:
-            taken, effects = self._protocol.take(incarnation_of(message.worker), ref)
+        taken: UserFork | OwnedEntry | None = None
+
+        def event(protocol: Protocol) -> Effects:
+            nonlocal taken
+            taken, effects = protocol.take(incarnation_of(message.worker), ref)
             if isinstance(taken, UserFork) and taken.pending:
                 wait = self._waits[taken.fork] = Future()
                 message.unsettled = [*message.unsettled, wait]
-        self._perform(effects)
+            return effects
+
+        self._do(event)
         if taken is None:
             raise RpcError(_freed(ref.rref))
         if isinstance(taken, OwnedEntry):
@@ -261,7 +270,7 @@ class References:
         for ref in refs:
             self._miss(ref.owner)
         if refs:
-            self._do(lambda p: [e for r in refs for e in p.on_take(of, Take(r))])
+            self._do(lambda p: [e for ref in refs for e in p.decline(of, ref)])
 
     # --- workers come, go and end ---
 
@@ -270,12 +279,12 @@ class References:
         with self._lock:
             if self.released:
                 self._leaks += self._held_by(worker.incarnation)
-            effects = self._protocol.gone(incarnation_of(worker), reason)
             for fork, execution in list(self._answers.items()):
                 if execution.caller.incarnation == worker.incarnation:
                     del self._answers[fork]
+        never = WorkerLost(worker.name, "RRef creation", reason)
+        self._do(lambda p: p.gone(incarnation_of(worker), reason), never)
         self.delivery.forget(incarnation_of(worker))
-        self._perform(effects, WorkerLost(worker.name, "RRef creation", reason))
 
     def release(self, deadline: Deadline, seconds: float) -> None:
         """Gives up all references, and waits until all owners know.
@@ -325,15 +334,55 @@ class References:
         message.forks = [*message.forks, ref.fork]
         return ref
 
-    def _do(self, event: Callable[[Protocol], Effects]) -> None:
-        with self._lock:
-            effects = event(self._protocol)  # to be performed outside: they may block
-        self._perform(effects)
+    def _do(
+        self, event: Callable[[Protocol], Effects], never: Exception | None = None
+    ) -> None:
+        """Has something happen, and performs what it calls for.
+
+        Args:
+          event: Of the protocol.
+          never: The exception of `Never`, where that is a particular one.
+        """
+        try:
+            with self._lock:
+                effects = event(self._protocol)
+                if effects:  # to be performed outside of the lock, since that may block
+                    self._due.append((effects, never))
+            # An interrupt would lose what the main thread is about to send.
+            if threading.current_thread() is threading.main_thread():
+                self._perform_elsewhere()
+            else:
+                self._perform_due()
+        except BaseException:
+            self._perform_elsewhere()
+            raise
+
+    def _perform_elsewhere(self) -> None:
+        if self._due:
+            self.agent.pool.run(self._perform_due)
+
+    def _perform_due(self) -> None:
+        while True:
+            with self._lock:
+                if not self._due:
+                    break
+                effects, never = self._due.popleft()
+                self._performing += 1
+            try:
+                self._perform(effects, never)
+            finally:
+                with self._lock:
+                    self._performing -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        """Has `release` look again."""
+        if self.released:
+            with self._lock:
+                self._changed.notify_all()
 
     def _drop(self, forks: Sequence[UserFork]) -> None:
-        with self._lock:
-            effects = [e for user_fork in forks for e in self._protocol.drop(user_fork)]
-        self._perform(effects)
+        self._do(lambda p: [e for user_fork in forks for e in p.drop(user_fork)])
 
     def _perform(self, effects: Effects, never: Exception | None = None) -> None:
         letters: dict[tuple[int, bool], list[QueuedMessage]] = {}
@@ -352,9 +401,6 @@ class References:
         # dropped at once.
         for (to, gather), messages in letters.items():
             self.delivery.send_all(to, messages, gather)
-        if self.released:
-            with self._lock:
-                self._changed.notify_all()
 
     def _settle(self, user_fork: UserFork) -> None:
         with self._lock:
@@ -389,7 +435,7 @@ class References:
 
     def _letter(self, message: Message) -> QueuedMessage:
         answered = functools.partial(self._answered, message)
-        return QueuedMessage(KINDS[type(message)], pack(message), answered)
+        return QueuedMessage(KINDS[type(message)], pack(message), answered, self._wake)
 
     def _receive(
         self, sender: WorkerInfo, messages: Sequence[Message]
@@ -401,7 +447,9 @@ class References:
                 answer, more = self._react(incarnation_of(sender), message)
                 answers.append(answer)
                 effects += more
-        return answers, lambda: self._perform(effects)
+            if effects:
+                self._due.append((effects, None))
+        return answers, self._perform_due
 
     def _react(self, sender: int, message: Message) -> tuple[Any, Effects]:
         protocol = self._protocol
@@ -428,13 +476,14 @@ class References:
                 self._do(lambda protocol: protocol.refused(fork, answer))
             else:
                 self._do(lambda protocol: protocol.counted(fork))
-        elif self.released:
-            self._perform([])
+        else:
+            self._wake()
 
     def _at_rest(self) -> bool:
         protocol = self._protocol
         under_way = len(protocol.user_forks) + len(protocol.unacknowledged)
-        return not under_way and self.delivery.idle()
+        performed = not self._due and not self._performing
+        return performed and not under_way and self.delivery.idle()
 
     def _held_by(self, holder: int | None) -> list[str]:
         """Forks that still count, of one worker or of all, in words."""

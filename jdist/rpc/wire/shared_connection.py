@@ -7,6 +7,7 @@ answer from being read.
 """
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from jdist.rpc.wire.channel import Channel, ChannelClosed, NotSent
 from jdist.rpc.wire.frame import CANCEL, Frame
 
 __all__ = ["Callbacks", "Pending", "SharedConnection"]
+
+_CANCEL_SECONDS = 1.0
 
 Callbacks = list[Callable[[], None]]
 
@@ -155,10 +158,15 @@ class SharedConnection:
         self._pool.run(lambda: self._send_cancel(number))
 
     def _send_cancel(self, number: int) -> None:
+        # A limit of its own: without a thread of the pool this is the timer's, and a
+        # peer that is frozen reads nothing.
+        until = time.monotonic() + _CANCEL_SECONDS
         try:
-            self._channel.send(Frame(CANCEL, number, {}, None, [], shared=True))
+            self._channel.send(Frame(CANCEL, number, {}, None, [], shared=True), until)
         except ChannelClosed:
             return  # then there is nothing left to cancel
+        except TimeoutError:
+            return  # the callee keeps the deadline too; this only spares it some work
 
     # --- the reader ---
 

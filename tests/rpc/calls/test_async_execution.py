@@ -133,7 +133,7 @@ def complete(name, value):
 
 def threads_and_waiting():
     info = rpc.debug_info()
-    busy = info["agent.thread_pool_size"] - info["agent.num_idle_threads"]
+    busy = info["agent.thread_pool_size"] - info["agent.num_free_places"]
     return busy, info["agent.server_active_async_calls"]
 
 

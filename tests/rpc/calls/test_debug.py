@@ -70,7 +70,7 @@ def test_numbers(cluster):
     assert told["worker2"]["agent.server_active_async_calls"] == 0
     for info in told.values():
         assert info["agent.thread_pool_size"] == 512
-        assert 0 < info["agent.num_idle_threads"] <= 512
+        assert 0 < info["agent.num_free_places"] <= 512
         assert info["group.workers"] == cluster.names
         assert info["group.lost"] == {}
 

@@ -1,12 +1,15 @@
 """Ctrl-C at every place of a supervisor: its lock is free, and no process stays."""
 
 import os
+import signal
 import threading
+from pathlib import Path
 
 import pytest
 
+from jdist.rpc.processes import supervisor as supervisor_module
 from jdist.rpc.processes.process_settings import OFF, resolved
-from jdist.rpc.processes.supervisor import ProcessCommand, Supervisor
+from jdist.rpc.processes.supervisor import Child, ProcessCommand, Supervisor
 from tests.rpc.sockets import Outcome
 from tests.rpc.test_interrupts import interrupt
 
@@ -58,3 +61,27 @@ def test_an_interrupted_stop_leaves_no_process(sleeper):
     assert number > 10
     names = [thread.name for thread in threading.enumerate()]
     assert "jdist-watch-sleeper" not in names
+
+
+def test_an_interrupted_start_leaves_no_process(sleeper, monkeypatch):
+    """Not even one that has no thread to watch it: an end gives it one."""
+    within = str(Path(supervisor_module.__file__))
+    number, going_on, started = 0, True, 0
+    while going_on:
+        # A process that is interrupted before it is noted ends by its lifeline.
+        child = Child(sleeper)
+        monkeypatch.setattr(
+            supervisor_module, "Child", lambda program, made=child: made
+        )
+        supervisor = Supervisor(grace=0.05)
+        going_on = interrupt(number, supervisor.start, sleeper, within=within)
+        started += len(supervisor.children)
+        Outcome(supervisor.close).get()
+        assert all(child.ending is not None for child in supervisor.children), number
+        if not supervisor.children:
+            child.send(signal.SIGKILL)
+            child.await_end()
+            child.bury()
+        number += 1
+    assert number > 5
+    assert started > 2

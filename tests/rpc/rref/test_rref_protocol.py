@@ -10,7 +10,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.rpc.reference_world import Call, Creation, World
+from jdist.rpc.base.ids import IdCounter
+from jdist.rpc.rref.dedup_window import DedupWindow
+from jdist.rpc.rref.messages import Accept, Delete, Take
+from jdist.rpc.rref.protocol import Protocol, Send
+from tests.rpc.reference_world import Call, Creation, OwnerValue, World
 
 SIZE = 4
 workers = st.integers(0, SIZE - 1)
@@ -96,3 +100,55 @@ def test_no_value_is_freed_too_early_and_all_in_the_end(program):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def two_workers():
+    return [Protocol(me, IdCounter(me), OwnerValue) for me in range(2)]
+
+
+def test_a_lost_message_of_a_worker_that_is_gone_changes_nothing():
+    """All that it had given was forgotten when it went, and must not begin anew."""
+    receiver, giver = two_workers()
+    rref = giver.name()
+    ref = giver.give_owned(rref, OwnerValue(), 0)
+    receiver.gone(1, "it was killed")
+    assert receiver.on_take(1, Take(ref)) == []
+    assert receiver.decline(1, ref) == []
+    assert (receiver.user_forks, dict(receiver._taken)) == ({}, {})
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_reference_whose_taking_was_interrupted_is_given_up(marked):
+    """Before or after it counts as taken; the owner is told in both cases."""
+    receiver, owner = two_workers()
+    rref = owner.name()
+    ref = owner.give_owned(rref, OwnerValue(), 0)
+
+    class Interrupted(DedupWindow):
+        def take(self, number, low_water_mark):
+            if marked:
+                super().take(number, low_water_mark)
+            raise KeyboardInterrupt("pressed")
+
+    receiver._taken[1] = Interrupted()
+    with pytest.raises(KeyboardInterrupt, match="pressed"):
+        receiver.take(1, ref)
+    window = DedupWindow()
+    if marked:
+        window.take(ref.fork.local_id, ref.low_water_mark)
+    receiver._taken[1] = window
+    sent = [e for e in receiver.decline(1, ref) if isinstance(e, Send)]
+    assert Send(1, Delete(ref.rref, ref.fork)) in sent
+    assert receiver.user_forks == {}
+    assert receiver.decline(1, ref) == []
+
+
+def test_a_reference_that_came_home_is_accepted_again():
+    """Its giver keeps its own share until it learns that; twice does no harm."""
+    owner, user = two_workers()
+    ref = owner.give_owned(owner.name(), OwnerValue(), 1)
+    taken, _ = user.take(0, ref)
+    home = user.give(taken, 0)
+    entry, effects = owner.take(1, home)
+    assert entry is not None
+    assert effects == owner.decline(1, home) == [Send(1, Accept(home.fork))]
