@@ -53,7 +53,7 @@ ROOMS = {
         "compare oracle",
         "measure",
         "gradients",
-        "problem step",
+        "problem step tracing",
         "matrix",
         "__main__",
     ),

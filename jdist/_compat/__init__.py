@@ -50,7 +50,12 @@ from jdist._compat.shards import (
     tracks_varying_axes,
     varying_axes,
 )
-from jdist._compat.staging import device_count_of, thread_pool_size, unrepeatable_effect
+from jdist._compat.staging import (
+    device_count_of,
+    is_partitioned,
+    thread_pool_size,
+    unrepeatable_effect,
+)
 
 __all__ = [
     "WRAPPED_FUNCTION",
@@ -71,6 +76,7 @@ __all__ = [
     "evaluate",
     "inner_programs",
     "is_computed",
+    "is_partitioned",
     "is_traced",
     "laid_out",
     "let_go",

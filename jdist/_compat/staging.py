@@ -37,6 +37,21 @@ def device_count_of(context: Any) -> int:
     return int(axes.num_devices if mesh is None else mesh.size)
 
 
+def is_partitioned(context: Any) -> bool:
+    """Whether XLA will partition the program that is being lowered.
+
+    A program for one device is not, nor the inside of a `shard_map` over all axes.
+
+    Args:
+      context: What a lowering rule is given first.
+    """
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is not None and set(mesh.axis_names) <= set(axes.manual_axes):
+        return False
+    return device_count_of(context) > 1
+
+
 def thread_pool_size() -> int:
     """How many threads XLA's CPU client of this process has for its programs.
 

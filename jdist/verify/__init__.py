@@ -3,9 +3,10 @@
 It imports no strategy, and no strategy imports it. `compare` judges two gradient trees;
 `gradients` judges functions, and measures for itself how far apart right answers may
 be; `judge` does so at every step of a run; `step` judges whole optimizer steps by the
-new parameters; `keyed` gives each example its own random numbers. Arrays over several
-processes are compared where they lie. `defects` are wrong steps to try a test on, and
-`score` does so. `python -m jdist.verify` judges every strategy that is installed.
+new parameters; `trace` names the first value that is wrong, among those that `tap`
+marks; `keyed` gives each example its own random numbers. Arrays over several processes
+are compared where they lie. `defects` are wrong steps to try a test on, and `score`
+does so. `python -m jdist.verify` judges every strategy that is installed.
 """
 
 import jdist.verify.defects as defects
@@ -17,22 +18,40 @@ from jdist.verify.processes import PeersLost
 from jdist.verify.report import LeafReport, OracleCheck, Report
 from jdist.verify.score import Score, Trial, score
 from jdist.verify.step import step
+from jdist.verify.tracing import (
+    Difference,
+    TapRecord,
+    TapRecording,
+    Trace,
+    replay,
+    tap,
+    trace,
+    tracer,
+)
 
 __all__ = [
+    "Difference",
     "LeafReport",
     "OracleCheck",
     "PeersLost",
     "Problem",
     "Report",
     "Score",
+    "TapRecord",
+    "TapRecording",
+    "Trace",
     "Trial",
     "compare",
     "defects",
     "gradients",
     "judge",
     "keyed",
+    "replay",
     "score",
     "step",
+    "tap",
+    "trace",
+    "tracer",
 ]
 
 

@@ -39,11 +39,18 @@ def diagnose(
         f"off by {ratio.max():.3g} times the bound at {_index(worst, origin)}: "
         f"expected {_at(reference, worst)}, got {_at(found, worst)}"
     )
-    likeness = _likeness(path, wanted, found)
-    return f"{text}; {likeness}" if likeness else text
+    alike = likeness(path, wanted, found)
+    return f"{text}; {alike}" if alike else text
 
 
-def _likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
+def likeness(path: str, wanted: Mapping[str, Any], found: np.ndarray) -> str:
+    """What was done to a leaf, if it can be seen; empty if not.
+
+    Args:
+      path: The leaf.
+      wanted: The reference's leaves by path, on the host.
+      found: The candidate's leaf.
+    """
     reference = wanted[path]
     if found.size > 1:
         factor = _factor(reference, found)

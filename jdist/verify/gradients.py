@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -157,10 +158,7 @@ def judge(
       >>> judged(w, x, {"right": right}).ok, judged(w, x, {"wrong": wrong}).ok
       (True, False)
     """
-    check_options(reduction, accumulation)
-    reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
-    # Compiled parts are kept in the closure, for every step of a run.
-    measure = measurer(loss_fn, reduction, accumulation)
+    prepare = prepared(loss_fn, reduction, accumulation)
 
     def judged(
         params: PyTree,
@@ -173,8 +171,43 @@ def judge(
         """Judges candidates at these parameters on this batch."""
         with joined(timeout) as peers:
             check_arguments(loss_fn, params, batch, candidates, weights, reduction)
-            expected = reference(params, batch, weights)
-            measured = measure(params, batch, weights, seed)
+            return prepare(params, batch, weights, seed)(candidates, peers)
+
+    return judged
+
+
+Prepared = Callable[[Mapping[str, Candidate], Peers], Report]
+"""Judges candidates against a reference that was measured once."""
+
+
+def prepared(
+    loss_fn: LossFn, reduction: str, accumulation: DTypeLike | None
+) -> Callable[[PyTree, PyTree, Any, int | None], Prepared]:
+    """The judge in two halves, of which the first computes and measures the reference.
+
+    Returns:
+      `prepare(params, batch, weights, seed)`; its result judges any number of
+      candidates, one after the other.
+
+    Raises:
+      ValueError: An unknown reduction or accumulation.
+    """
+    check_options(reduction, accumulation)
+    reference = jax.jit(differentiated(reduced(loss_fn, reduction)))
+    # Compiled parts are kept in the closure, for every step of a run.
+    measure = measurer(loss_fn, reduction, accumulation)
+
+    def prepare(
+        params: PyTree, batch: PyTree, weights: Any, seed: int | None
+    ) -> Prepared:
+        expected = reference(params, batch, weights)
+        measured = measure(params, batch, weights, seed)
+
+        @cache
+        def measured_again() -> Measured:
+            return measure(params, batch, weights, None, SECOND_LOOK)
+
+        def judge_all(candidates: Mapping[str, Candidate], peers: Peers) -> Report:
             found = {
                 name: _call(name, candidate, params, batch, peers)
                 for name, candidate in candidates.items()
@@ -182,7 +215,7 @@ def judge(
             rows = _rows(expected, found, measured, peers)
             if any(row.ratio > 1 for row in rows):
                 # Nothing is condemned by the luck of a few draws,
-                again = measure(params, batch, weights, None, SECOND_LOOK)
+                again = measured_again()
                 # nor for drawing other numbers than the reference.
                 failing = [
                     name
@@ -197,7 +230,9 @@ def judge(
             report = Report(rows, measured.oracle, measured.notes + looseness(rows))
             return agreed(report, peers)
 
-    return judged
+        return judge_all
+
+    return prepare
 
 
 def agreed(report: Report, peers: Peers) -> Report:

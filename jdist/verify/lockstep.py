@@ -26,8 +26,9 @@ References:
   UCLA CSD TR-970002, 1997.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -61,6 +62,15 @@ class PrecisionPair:
 # A value without a wide side of its own stands for itself.
 Value = Array | PrecisionPair
 
+Position = tuple[int | Array, ...]
+"""Where in a run: the number of each loop around and its iteration, then of the place.
+
+Positions of one run are in the order of the program.
+"""
+
+Observer = Callable[[str, Position, Sequence[PrecisionPair]], PrecisionPair]
+"""`observer(name, position, values)`: passes on the first value that a tap is given."""
+
 
 @dataclass(slots=True)
 class Perturbation:
@@ -75,6 +85,8 @@ class Perturbation:
         scopes of a program.
       held: An axis of `vmap` along which the wide side is that of several inputs. What
         stands behind `stop_gradient` is held as it is for the first of them.
+      observer: Is shown both sides of every tap in the program, while it is traced.
+      loops: The position of this scope.
     """
 
     amplitude: Array | None
@@ -82,6 +94,9 @@ class Perturbation:
     accumulation: Any = None
     unmeasured: set[str] = field(default_factory=set)
     held: str | None = None
+    observer: Observer | None = None
+    loops: Position = ()
+    _places: Iterator[int] = field(default_factory=itertools.count)
     _pools: dict[float, Array] = field(default_factory=dict)
     _count: int = 0
 
@@ -98,6 +113,23 @@ class Perturbation:
     def within(self, seed: Array) -> "Perturbation":
         """A scope of its own."""
         return replace(self, seed=seed, _pools={}, _count=0)
+
+    def loop(self) -> "Perturbation":
+        """That of a loop inside this scope; all of its iterations share its seed."""
+        own = self.inner(jnp.uint32(0))
+        return replace(own, loops=(*self.loops, next(self._places)))
+
+    def iteration(self, index: Array) -> "Perturbation":
+        """That of one iteration of the loop that this scope is."""
+        own = self.within(_mix(self.seed + index.astype(jnp.uint32)))
+        return replace(own, loops=(*self.loops, index))
+
+    def observe(self, name: str, operands: Sequence[Value]) -> Value:
+        """Passes a tap's first operand on, by way of the observer if there is one."""
+        if self.observer is None:
+            return operands[0]
+        position = (*self.loops, next(self._places))
+        return self.observer(name, position, list(map(_as_pair, operands)))
 
     def factors(self, like: Array, unit: float) -> Array | None:
         """1 + unit d for each entry of an array."""
@@ -195,6 +227,8 @@ def _equation(
     equation: JaxprEqn, operands: list[Value], noise: Perturbation, sized: bool
 ) -> Sequence[Value]:
     name = equation.primitive.name
+    if name == "tap":
+        return [noise.observe(equation.params["name"], operands)]
     if not any(isinstance(x, PrecisionPair) for x in operands):
         return _bind(equation, operands)
     if name == "stop_gradient" and noise.held is not None:
@@ -514,14 +548,14 @@ def _scan(
     def step(state: Any, taken: Any) -> Any:
         index, arrays = taken
         given = [*fixed, *carry.values(state), *along.values(arrays)]
-        found = _evaluate(body.jaxpr, body.consts, given, noise_of(index))
+        found = _evaluate(body.jaxpr, body.consts, given, loop.iteration(index))
         return carry.arrays(found[:carried]), stacked.arrays(found[carried:])
 
-    noise_of = _iterations(noise)
+    loop, order = noise.loop(), jnp.arange(params["length"])
     last, ys = jax.lax.scan(
         step,
         carry.arrays(start),
-        (jnp.arange(params["length"]), along.arrays(slices)),
+        (order[::-1] if params["reverse"] else order, along.arrays(slices)),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -537,7 +571,7 @@ def _while(
     ends = np.cumsum([params["cond_nconsts"], params["body_nconsts"]])
     for_test, for_body, start = np.split(np.arange(len(operands)), ends)
     carry = _Flat([_has_sides(_rounded(operands[i])) for i in start])
-    noise_of = _iterations(noise)
+    loop = noise.loop()
 
     def go_on(state: Any) -> Array:
         given = [*(operands[i] for i in for_test), *carry.values(state[1])]
@@ -547,7 +581,7 @@ def _while(
     def step(state: Any) -> Any:
         index, arrays = state
         given = [*(operands[i] for i in for_body), *carry.values(arrays)]
-        found = _evaluate(body.jaxpr, body.consts, given, noise_of(index))
+        found = _evaluate(body.jaxpr, body.consts, given, loop.iteration(index))
         return index + 1, carry.arrays(found)
 
     begin = (jnp.int32(0), carry.arrays([operands[i] for i in start]))
@@ -586,16 +620,6 @@ def _linear_solve(
     right_hand = operands[sum(lengths) :]
     solve = programs.solve
     return _evaluate(solve.jaxpr, solve.consts, [*constants, *right_hand], noise)
-
-
-def _iterations(noise: Perturbation) -> Callable[[Array], Perturbation]:
-    """A scope for each iteration; all of one loop share the loop's seed."""
-    loop = noise.inner(jnp.uint32(0))
-
-    def of(index: Array) -> Perturbation:
-        return loop.within(_mix(loop.seed + index.astype(jnp.uint32)))
-
-    return of
 
 
 _CONTROL: dict[str, Callable[..., Sequence[Value]]] = {

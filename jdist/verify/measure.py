@@ -146,7 +146,7 @@ class _LossPrograms:
     def blur(self, params: PyTree, batch: PyTree) -> float:
         """The largest rounding error of a loss in the dtype that is judged."""
         program = self._losses_of.trace(params, batch).jaxpr
-        leaves, factor = jax.tree.leaves((params, batch)), _magnified(program)
+        leaves, factor = jax.tree.leaves((params, batch)), magnified(program)
         with double_precision(), jax.numpy_dtype_promotion("standard"):
             rounded, exact = self._run_losses(program, leaves, None)
             _, perturbed = self._run_losses(program, leaves, factor)
@@ -195,7 +195,7 @@ class _LossPrograms:
         Draw 0 is exact. The number of draws is not part of what is compiled.
         """
         missed = self._unmeasured.setdefault(program, set())
-        factor = _magnified(program)
+        factor = magnified(program)
         count = max(shares.size, 1)
 
         def evaluate(index: Any, draw: Any) -> list[PrecisionPair]:
@@ -266,7 +266,7 @@ def _add(
     return _Collected(*map(list, zip(*columns, strict=True)))
 
 
-def _magnified(program: ClosedJaxpr) -> float:
+def magnified(program: ClosedJaxpr) -> float:
     """How much larger than rounding the perturbations of a program are."""
     return 1.0 if _narrow(program.jaxpr) else MAGNIFIED
 

@@ -1,0 +1,151 @@
+"""Which rows of a candidate are which examples: found by their values.
+
+A candidate's micro-batches, shards and workers pass a tap in any order, pad with copies
+and run bubbles on anything. So a row belongs to the passage and the example of the
+reference to whose value it is nearest, if it is within that value's bound; other rows
+belong to none. Examples of equal values at a tap are one class there: which of them a
+row is cannot be told, and nothing is said of them but together.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdist.verify.tracing.layout import Layout
+from jdist.verify.tracing.recording import TapRecord
+from jdist.verify.tracing.reference import Passage
+
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passed:
+    """What one direction has of one tap: the rows of all records, one after the other.
+
+    Attributes:
+      values: `(rows, entries)`.
+      cotangents: Of the same shape; None in the forward pass.
+      found: The class of each row; `NONE` where it is no example's.
+      calls: How many rows each record had.
+    """
+
+    values: np.ndarray
+    cotangents: np.ndarray | None
+    found: np.ndarray
+    calls: tuple[int, ...]
+
+    def rows_by_call(self) -> Iterator[np.ndarray]:
+        """The rows of each record."""
+        for end, count in zip(np.cumsum(self.calls), self.calls, strict=True):
+            yield np.arange(end - count, end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aligned:
+    """All records of one tap, beside the reference's passages of that tap.
+
+    A row of the reference is `examples * k + e`: example e at passage k of these.
+
+    Attributes:
+      places: Where these passages stand among all.
+      examples: How many rows a passage has.
+      label: The class of each row of the reference: the first row that is equal.
+      forward: The candidate's values.
+      backward: Its cotangents, and the values beside them.
+    """
+
+    places: tuple[int, ...]
+    examples: int
+    label: np.ndarray
+    forward: Passed
+    backward: Passed
+
+    def classes_at(self, place: int) -> np.ndarray:
+        """The class of each example at a passage."""
+        start = self.places.index(place) * self.examples
+        found: np.ndarray = self.label[start : start + self.examples]
+        return found
+
+    def members(self, label: int) -> list[tuple[int, int]]:
+        """The place and the example of each row of a class."""
+        rows = np.flatnonzero(self.label == label)
+        return [(self.places[r // self.examples], int(r % self.examples)) for r in rows]
+
+
+def align(
+    places: Sequence[int], passages: Sequence[Passage], records: Sequence[TapRecord]
+) -> Aligned:
+    """Aligns all records of one tap with the reference's passages.
+
+    Args:
+      places: Where these passages stand among all.
+      passages: The passages, of one layout.
+      records: The candidate's, in any order, all of that layout.
+    """
+    expected = np.concatenate([p.forward.values for p in passages])
+    bounds = np.concatenate([p.forward.bounds for p in passages])
+    label = _classes(expected, bounds)
+    layout = passages[0].layout
+
+    def passed(backward: bool) -> Passed:
+        own = [r for r in records if (r.cotangent is not None) == backward]
+        values = [_rows(layout, r.value, r.axes) for r in own]
+        theirs = [
+            _rows(layout, r.cotangent, r.axes) for r in own if r.cotangent is not None
+        ]
+        stacked = _stacked(values, expected)
+        found = _matched(stacked, expected, bounds, label)
+        calls = tuple(map(len, values))
+        return Passed(
+            stacked, _stacked(theirs, expected) if backward else None, found, calls
+        )
+
+    examples = len(passages[0].forward.values)
+    return Aligned(tuple(places), examples, label, passed(False), passed(True))
+
+
+def _rows(layout: Layout, array: np.ndarray, axes: int) -> np.ndarray:
+    rows = layout.rows(array, axes)
+    assert rows is not None, (layout, array.shape)
+    return rows
+
+
+def _stacked(parts: list[np.ndarray], like: np.ndarray) -> np.ndarray:
+    empty = np.zeros((0, like.shape[1]), like.dtype)
+    return np.concatenate([empty, *parts]).astype(like.dtype)
+
+
+def _matched(
+    found: np.ndarray, expected: np.ndarray, bounds: np.ndarray, label: np.ndarray
+) -> np.ndarray:
+    """The class of each row."""
+    if not len(found):
+        return np.zeros(0, int)
+    finite = np.isfinite(found).all(axis=1)
+    nearest = _distances(np.where(finite[:, None], found, 0), expected).argmin(axis=1)
+    with np.errstate(invalid="ignore"):
+        near = (np.abs(found - expected[nearest]) <= bounds[nearest]).all(axis=1)
+    return np.where(near, label[nearest], NONE)
+
+
+def _classes(expected: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """The first row that each row is equal to, within both bounds."""
+    label = np.arange(len(expected))
+    reach = np.linalg.norm(bounds, axis=1)
+    squares = _distances(expected, expected)
+    # Products cancel where rows are close: none that is equal must be left out.
+    slack = 1e-12 * (np.abs(expected) ** 2).sum(axis=1)
+    near = squares <= 2 * (reach[:, None] + reach) ** 2 + slack[:, None] + slack
+    for i, j in np.argwhere(np.triu(near, 1)):
+        if (np.abs(expected[i] - expected[j]) <= bounds[i] + bounds[j]).all():
+            label[label == label[j]] = label[i]
+    return label
+
+
+def _distances(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Squares of the distances between rows."""
+    powers = [(np.abs(x) ** 2).sum(axis=1) for x in (first, second)]
+    squares: np.ndarray = powers[0][:, None] + powers[1]
+    squares = squares - 2 * (first @ second.conj().T).real
+    return squares

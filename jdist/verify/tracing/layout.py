@@ -1,0 +1,101 @@
+"""Where a tapped value has its examples: the axis, by tracing one example more."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from jdist._tree import PyTree
+
+Shape = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """How the examples of a batch stand in one value.
+
+    Attributes:
+      shape: Of the value, for the whole batch.
+      axis: Along which the examples follow each other; None if there is no such axis,
+        and the value is compared as a whole.
+      each: How many entries along it one example has.
+    """
+
+    shape: Shape
+    axis: int | None
+    each: int
+
+    def rows(self, array: np.ndarray, axes: int = 0) -> np.ndarray | None:
+        """The array's examples, `(rows, entries)`; None if it has another shape.
+
+        Args:
+          array: For any number of examples.
+          axes: How many leading axes `vmap` gave it: their rows follow each other.
+            Below them a value of a single example may lack the axis.
+        """
+        outer, own = array.shape[:axes], array.shape[axes:]
+        if self.axis is None:
+            fits = own == self.shape
+            return array.reshape(int(np.prod(outer)), -1) if fits else None
+        others = self.shape[: self.axis] + self.shape[self.axis + 1 :]
+        if own == others and self.each == 1:
+            return array.reshape(int(np.prod(outer)), -1)
+        if len(own) != len(self.shape) or own[self.axis] % self.each:
+            return None
+        if own[: self.axis] + own[self.axis + 1 :] != others:
+            return None
+        inner = np.moveaxis(array, axes + self.axis, axes)
+        count = int(np.prod(outer)) * (own[self.axis] // self.each)
+        return inner.reshape(count, self.each * int(np.prod(others)))
+
+    def row_shape(self) -> Shape:
+        """The shape of one example's part, for words."""
+        if self.axis is None:
+            return self.shape
+        own = (self.each,) if self.each > 1 else ()
+        return own + self.shape[: self.axis] + self.shape[self.axis + 1 :]
+
+
+def layouts(
+    loss_fn: Callable[[Any, Any], Any], params: PyTree, batch: PyTree, examples: int
+) -> dict[tuple[str, Shape], Layout]:
+    """The layout of every tapped value by its name and shape; for use in a recording.
+
+    A value whose size does not change by one example more has no axis of examples.
+    """
+    larger = jax.tree.map(lambda x: jnp.concatenate([x, x[-1:]]), batch)
+    found = [_tapped(loss_fn, params, given) for given in (batch, larger)]
+    if [name for name, _ in found[0]] != [name for name, _ in found[1]]:
+        found[1] = found[0]  # Another program for another size: nothing to learn.
+    return {
+        (name, shape): _layout(shape, other, examples)
+        for (name, shape), (_, other) in zip(*found, strict=True)
+    }
+
+
+def _layout(shape: Shape, larger: Shape, examples: int) -> Layout:
+    axes = [i for i, (a, b) in enumerate(zip(shape, larger, strict=False)) if a != b]
+    if len(shape) != len(larger) or len(axes) != 1:
+        return Layout(shape, None, 1)
+    (axis,) = axes
+    each = larger[axis] - shape[axis]
+    if each * examples != shape[axis]:
+        return Layout(shape, None, 1)
+    return Layout(shape, axis, each)
+
+
+def _tapped(
+    loss_fn: Callable[[Any, Any], Any], params: PyTree, batch: PyTree
+) -> list[tuple[str, Shape]]:
+    program = jax.make_jaxpr(loss_fn)(params, batch)
+    return list(_taps(program.jaxpr))
+
+
+def _taps(jaxpr: Any) -> Iterator[tuple[str, Shape]]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "tap":
+            yield equation.params["name"], equation.invars[0].aval.shape
+        for inner in jaxprs_in_params(equation.params):
+            yield from _taps(inner)

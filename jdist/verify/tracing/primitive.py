@@ -1,0 +1,172 @@
+"""The tap as a primitive of JAX: an identity that shows the host what passes.
+
+- Compiled, it calls the host with its value and passes the value on.
+- `vmap` gives it one more leading axis, which it counts; it still calls once.
+- Differentiated, its tangent passes through a linear identity, whose transpose is a tap
+  again, of the cotangent and the value. So the rows of a cotangent are known by those
+  of its value, in whatever order micro-batches, shards and threads arrive.
+
+It has no effect in JAX's sense: checkpoints, loops and split backward passes treat it
+like any other equation. To XLA it is a call with side effects, so that none is dropped.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
+
+from jdist._compat import is_partitioned
+
+Receiver = Callable[[str, int, Sequence[np.ndarray]], None]
+"""`receive(name, axes, arrays)`: called by XLA's threads, with arrays of its own.
+
+The arrays are the value, or the cotangent and the value; `axes` is how many of their
+leading axes are those of `vmap`.
+"""
+
+tap_p = Primitive("tap")
+tangent_p = Primitive("tap_tangent")
+
+
+def show(*arrays: jax.Array, name: str, receive: Receiver, axes: int = 0) -> jax.Array:
+    """Passes the first array on, and has all of them received when the program runs."""
+    return tap_p.bind(*arrays, name=name, receive=receive, axes=axes)
+
+
+def _first(x: ShapedArray, *_: Any, **__: Any) -> ShapedArray:
+    return x
+
+
+# --- without a transformation, and compiled ---
+
+
+def _run(*arrays: Any, name: str, receive: Receiver, axes: int) -> Any:
+    receive(name, axes, [np.array(x) for x in arrays])
+    return arrays[0]
+
+
+def _staged_on_cpu(
+    *arrays: jax.Array, name: str, receive: Receiver, axes: int, partitioned: bool
+) -> jax.Array:
+    dtypes = [x.dtype for x in arrays]
+
+    def run(context: Any, buffers: Any, *inputs: ArrayLike) -> None:
+        del context
+        # XLA's memory is another value's when this returns.
+        views = zip(map(np.asarray, inputs), dtypes, strict=True)
+        own = [x.astype(d, copy=True) for x, d in views]
+        for buffer in buffers:
+            np.asarray(buffer)[...] = own[0]
+        receive(name, axes, own)
+
+    # `io_callback` puts its inputs on a device, which may need the very thread that it
+    # runs on.
+    if not partitioned:
+        buffer_callback(run, (), has_side_effect=True)(*arrays)
+        return arrays[0]
+    # The partitioner refuses calls with side effects of which it does not know the
+    # device. This one every device makes, with the whole value; its result is needed.
+    shapes = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)]
+    return buffer_callback(run, shapes)(*arrays)[0]
+
+
+def _staged_elsewhere(
+    *arrays: jax.Array, name: str, receive: Receiver, axes: int, partitioned: bool
+) -> jax.Array:
+    del partitioned
+
+    def run(*inputs: ArrayLike) -> None:
+        receive(name, axes, [np.array(x) for x in inputs])
+
+    io_callback(run, None, *arrays)
+    return arrays[0]
+
+
+def _lower(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def lower(context: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        own = partial(stage, partitioned=is_partitioned(context), **params)
+        staged = mlir.lower_fun(own, multiple_results=False)
+        return staged(context, *values)
+
+    return lower
+
+
+tap_p.def_impl(_run)
+tap_p.def_abstract_eval(_first)
+mlir.register_lowering(tap_p, _lower(_staged_elsewhere))
+mlir.register_lowering(tap_p, _lower(_staged_on_cpu), platform="cpu")
+tangent_p.def_impl(lambda tangent, *_, **__: tangent)
+tangent_p.def_abstract_eval(_first)
+mlir.register_lowering(tangent_p, lambda context, tangent, *_, **__: [tangent])
+
+
+# --- vmap ---
+
+
+def _batched(primitive: Primitive) -> Callable[..., Any]:
+    def batch(
+        arrays: Sequence[Any],
+        axes_of: Sequence[int | None],
+        *,
+        axes: int,
+        **params: Any,
+    ) -> tuple[Any, int]:
+        pairs = list(zip(arrays, axes_of, strict=True))
+        size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+        rows = [
+            jnp.broadcast_to(x, (size, *x.shape))
+            if axis is None
+            else jnp.moveaxis(x, axis, 0)
+            for x, axis in pairs
+        ]
+        return primitive.bind(*rows, axes=axes + 1, **params), 0
+
+    return batch
+
+
+batching.primitive_batchers[tap_p] = _batched(tap_p)
+batching.primitive_batchers[tangent_p] = _batched(tangent_p)
+
+
+# --- derivatives ---
+
+
+def _differentiate(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    value = tap_p.bind(*primals, **params)
+    if type(tangents[0]) is ad.Zero:
+        return value, tangents[0]
+    return value, tangent_p.bind(tangents[0], primals[-1], **params)
+
+
+def _differentiate_tangent(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    found = tangent_p.bind(*primals, **params)
+    if type(tangents[0]) is ad.Zero:
+        return found, tangents[0]
+    return found, tangent_p.bind(tangents[0], primals[1], **params)
+
+
+def _transpose(
+    cotangent: Any, tangent: Any, value: Any, **params: Any
+) -> tuple[Any, None]:
+    del tangent
+    if type(cotangent) is ad.Zero:
+        return cotangent, None
+    return tap_p.bind(cotangent, value, **params), None
+
+
+ad.primitive_jvps[tap_p] = _differentiate
+ad.primitive_jvps[tangent_p] = _differentiate_tangent
+ad.primitive_transposes[tangent_p] = _transpose

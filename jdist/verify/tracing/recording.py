@@ -1,0 +1,118 @@
+"""Recordings of taps: what every tap of this process has seen while they lasted.
+
+A recording is of one process, all threads of it. Where a trainer's workers are other
+processes, each records for itself; its `records` are plain data that travel by any
+means, and `replay` adds them to the recording that is under way at home.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jdist._errors import requirement
+
+under_way = jax.make_user_context(False)
+"""Whether anything records: for all threads, and a part of the key of JAX's caches.
+
+So programs that were compiled without taps are traced again in a recording, and those
+with taps serve no call after it.
+"""
+
+
+class TapRecord(NamedTuple):
+    """One passage of a tap.
+
+    Attributes:
+      name: Of the tap.
+      axes: How many leading axes `vmap` gave the arrays.
+      value: The value.
+      cotangent: Its cotangent, of the value's shape, where the backward pass came by;
+        None in the forward pass.
+    """
+
+    name: str
+    axes: int
+    value: np.ndarray
+    cotangent: np.ndarray | None
+
+
+class TapRecording:
+    """Records all taps of this process while it is entered; a context manager.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jdist import verify
+      >>> loss = jax.jit(lambda w, x: (verify.tap(w * x, "product") ** 2).sum())
+      >>> with verify.TapRecording() as recording:
+      ...     gradient = jax.grad(loss)(2.0, jnp.array([1.0, 3.0]))
+      ...     _ = gradient.block_until_ready()
+      >>> [(r.name, r.value.tolist(), r.cotangent) for r in recording.records][0]
+      ('product', [2.0, 6.0], None)
+      >>> recording.records[1].cotangent.tolist()
+      [4.0, 12.0]
+    """
+
+    def __init__(self) -> None:
+        self._records: list[TapRecord] = []
+
+    @property
+    def records(self) -> tuple[TapRecord, ...]:
+        """What was recorded until now, in the order of arrival."""
+        with _lock:
+            return tuple(self._records)
+
+    def __enter__(self) -> "TapRecording":
+        with _lock:
+            _active.append(self)
+            under_way.set_global(True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _lock:
+            _active.remove(self)
+            under_way.set_global(bool(_active))
+
+
+_lock = threading.Lock()
+_active: list[TapRecording] = []
+
+
+def deliver(name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
+    """Adds a passage to all recordings: a value, or a cotangent and its value."""
+    *cotangent, value = arrays
+    _add([TapRecord(name, axes, value, cotangent[0] if cotangent else None)])
+
+
+def replay(records: Iterable[Sequence[object]]) -> None:
+    """Adds records of another process to the recordings that are under way here.
+
+    Args:
+      records: `TapRecording.records`, as they are or as plain tuples.
+
+    Raises:
+      ValueError: One of them does not have the four fields of a `TapRecord`.
+    """
+    made = []
+    for each in records:
+        if len(each) != len(TapRecord._fields):
+            rule = f"must be records: {', '.join(TapRecord._fields)}"
+            got = f"a sequence of {len(each)}"
+            raise ValueError(requirement("replay(records=...)", rule, got))
+        made.append(TapRecord(*each))  # type: ignore[arg-type]
+    _add(made)
+
+
+def _add(records: list[TapRecord]) -> None:
+    with _lock:
+        # A program with taps may outlive its recording, compiled ahead of time.
+        for recording in _active:
+            recording._records.extend(records)

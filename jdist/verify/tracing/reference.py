@@ -1,0 +1,201 @@
+"""The taps of the reference: what right values and cotangents are, and their bounds.
+
+The reference's gradient program is run on the whole batch in lockstep with itself in
+float64 (`lockstep`), once exactly and `DRAWS` times perturbed as rounding would. Every
+tap shows both sides. What it has for one example is a row, and each row has a bound
+like a leaf's (`bound`), of a sum of one term.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
+
+from jdist._compat import double_precision
+from jdist._tree import PyTree
+from jdist.verify.bound import Sums, accumulated, measured_bound
+from jdist.verify.lockstep import Perturbation, Position, PrecisionPair, run
+from jdist.verify.measure import magnified
+from jdist.verify.oracle import LossFn, differentiated, reduced
+from jdist.verify.tracing.layout import Layout, Shape, layouts
+from jdist.verify.tracing.primitive import show
+from jdist.verify.tracing.recording import TapRecording
+
+DRAWS = 32
+
+
+class Rows(NamedTuple):
+    """One tapped value by example: `(examples, entries)` each.
+
+    Attributes:
+      values: As the reference computes them, in float64 or complex128.
+      bounds: The largest differences that rounding explains.
+    """
+
+    values: np.ndarray
+    bounds: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passage:
+    """One passage of the reference through a tap.
+
+    Attributes:
+      name: Of the tap.
+      label: The name; with its number, such as `block[3]`, if there are several.
+      layout: Of the value.
+      forward: The value's rows.
+      backward: The cotangent's; None if none flows.
+    """
+
+    name: str
+    label: str
+    layout: Layout
+    forward: Rows
+    backward: Rows | None
+
+
+def passages(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    weights: Any,
+    reduction: str,
+    accumulation: DTypeLike | None,
+    examples: int | None,
+) -> list[Passage]:
+    """All passages of the forward pass, in the order of the program.
+
+    Args:
+      loss_fn: With taps.
+      params: Its parameters.
+      batch: The whole batch.
+      weights: One per example, or None.
+      reduction: A key of `oracle.REDUCERS`.
+      accumulation: The dtype in which sums are accumulated.
+      examples: How many the batch has; None if that is not known, and all values are
+        compared as wholes.
+    """
+    params, batch = jax.tree.map(jnp.asarray, (params, batch))
+    value_and_gradient = differentiated(reduced(loss_fn, reduction))
+    with TapRecording():
+        program = jax.make_jaxpr(value_and_gradient)(params, batch, weights)
+        where = {} if examples is None else layouts(loss_fn, params, batch, examples)
+    seen = _Seen(magnified(program))
+    leaves = jax.tree.leaves((params, batch, weights))
+    with double_precision(), jax.numpy_dtype_promotion("standard"):
+        evaluate = jax.jit(lambda *given: _evaluate(program, given, accumulation, seen))
+        jax.block_until_ready(evaluate(*leaves))
+    return seen.passages(where, accumulation)
+
+
+def _evaluate(
+    program: ClosedJaxpr,
+    leaves: Sequence[jax.Array],
+    accumulation: DTypeLike | None,
+    seen: "_Seen",
+) -> jax.Array:
+    """Runs the program once exactly and `DRAWS` times perturbed, one by one."""
+
+    def one(draw: jax.Array) -> list[jax.Array]:
+        def observe(
+            name: str, position: Position, given: Sequence[PrecisionPair]
+        ) -> PrecisionPair:
+            sides = [side for pair in given for side in (pair.rounded, pair.wide)]
+            at = jnp.stack([jnp.asarray(p, jnp.int32) for p in position])
+            shown = show(*sides, at, draw, name=name, receive=seen.receive)
+            return PrecisionPair(shown, given[0].wide, given[0].size)
+
+        amplitude = jnp.where(draw == 0, 0.0, seen.factor)
+        seed = draw.astype(jnp.uint32)
+        noise = Perturbation(amplitude, seed, accumulation, observer=observe)
+        return [jnp.sum(x.rounded) for x in run(program, leaves, noise)]
+
+    return jax.lax.map(one, jnp.arange(DRAWS + 1))
+
+
+class _Seen:
+    """What the taps of the reference show, as it arrives on XLA's threads."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._lock = threading.Lock()
+        self._draws: dict[Any, dict[int, list[np.ndarray]]] = defaultdict(dict)
+
+    def receive(self, name: str, axes: int, arrays: Sequence[np.ndarray]) -> None:
+        """One passage of one draw; the sides of one value or, backwards, of two."""
+        del axes
+        *sides, position, draw = arrays
+        key = (tuple(position.tolist()), name, len(sides) > 2)
+        with self._lock:
+            self._draws[key][int(draw)] = sides
+
+    def passages(
+        self,
+        where: dict[tuple[str, Shape], Layout],
+        accumulation: DTypeLike | None,
+    ) -> list[Passage]:
+        """All of it, with bounds; cotangents beside their values."""
+        keys = sorted(self._draws)
+        forward = [key for key in keys if not key[2]]
+        backward = {key: self._draws[key][0][2] for key in keys if key[2]}
+        count: dict[str, int] = defaultdict(int)
+        for _, name, _ in forward:
+            count[name] += 1
+        number: dict[str, int] = defaultdict(int)
+        found = []
+        for key in forward:
+            name, value = key[1], self._draws[key][0][0]
+            layout = where.get((name, value.shape), Layout(value.shape, None, 1))
+            label = f"{name}[{number[name]}]" if count[name] > 1 else name
+            number[name] += 1
+            cotangent = _of_value(name, value, backward)
+            rows = self._rows(key, layout, accumulation)
+            theirs = cotangent and self._rows(cotangent, layout, accumulation)
+            found.append(Passage(name, label, layout, rows, theirs))
+        return found
+
+    def _rows(self, key: Any, layout: Layout, accumulation: DTypeLike | None) -> Rows:
+        """The rows of the first value at a position, over all draws."""
+        draws = self._draws[key]
+        rounded, exact = draws[0][:2]
+        squares = sum(abs(draws[d][1] - exact) ** 2 for d in range(1, DRAWS + 1))
+        drift = rounded.astype(exact.dtype) - exact
+        variance = np.maximum(abs(drift) ** 2, squares / (self.factor**2 * DRAWS))
+        parts = [
+            _split(layout, x) for x in (exact, abs(exact), drift, variance, rounded)
+        ]
+        adding = accumulated(rounded.dtype, accumulation)
+        bounds = [
+            measured_bound(
+                rounded.dtype,
+                Sums(total, size, size**2, error, spread),
+                1,
+                DRAWS,
+                adding,
+            ).bound
+            for total, size, error, spread, _ in zip(*parts, strict=True)
+        ]
+        return Rows(parts[-1].astype(exact.dtype), np.stack(bounds))
+
+
+def _split(layout: Layout, array: np.ndarray) -> np.ndarray:
+    rows = layout.rows(array)
+    assert rows is not None, (layout, array.shape)
+    return rows
+
+
+def _of_value(name: str, value: np.ndarray, backward: dict[Any, np.ndarray]) -> Any:
+    """The key of the cotangent of a value; it is taken from those that are left."""
+    for key, other in backward.items():
+        if key[1] == name and np.array_equal(value, other, equal_nan=True):
+            del backward[key]
+            return key
+    return None

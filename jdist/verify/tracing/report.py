@@ -1,0 +1,122 @@
+"""The report of a trace: the verdict on the gradient, and the first wrong value."""
+
+from dataclasses import dataclass
+
+from jdist._errors import VerificationError
+from jdist.verify.report import Report
+
+SHOWN = 6
+"""How many names a list shows before it is abridged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where a candidate differs from the reference.
+
+    Attributes:
+      direction: "forward" for a value, "backward" for a cotangent, "gradient" where all
+        taps are right and only parameters' gradients are wrong, "loss" where only the
+        loss is.
+      tap: The label of the tap; of a gradient the path of its worst leaf.
+      examples: Which examples differ there; all of them, if none can be named.
+      ratio: The largest error/bound there; infinite where something is missing.
+      words: What the difference looks like.
+    """
+
+    direction: str
+    tap: str
+    examples: tuple[int, ...]
+    ratio: float
+    words: str
+
+    def __str__(self) -> str:
+        """One line, such as `forward, block7/mlp, example 12: 31 bounds: ...`."""
+        place = f"{self.direction}, {self.tap}"
+        if self.examples:
+            plural = "s" if len(self.examples) > 1 else ""
+            place += f", example{plural} {ranges(self.examples)}"
+        size = "missing" if self.ratio == float("inf") else f"{self.ratio:.3g} bounds"
+        return f"{place}: {size}: {self.words}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The judge's finding on one candidate: whether it is right, and if not, where.
+
+    Attributes:
+      report: On the loss and the gradient; the verdict is its.
+      difference: The first difference, where there is one. In a right candidate, or one
+        that cannot be judged, it is what a tap has that the gradient does not show.
+      right: The taps that were found right before it, in order: values first, as
+        `forward name`, then cotangents, as `backward name`.
+      notes: What a reader should know besides.
+    """
+
+    report: Report
+    difference: Difference | None
+    right: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether loss and gradient were judged, and are right."""
+        return self.report.ok
+
+    def raise_if_failed(self) -> "Trace":
+        """Returns the trace if it is ok.
+
+        Raises:
+          VerificationError: It is not; the message names the first difference, then the
+            leaves that are wrong.
+        """
+        if self.ok:
+            return self
+        try:
+            self.report.raise_if_failed()
+        except VerificationError as error:
+            raise VerificationError(f"{self._place()}\n{error}") from None
+        return self
+
+    def _place(self) -> str:
+        if self.difference is None:
+            return "no tap differs"
+        return f"first difference: {self.difference}"
+
+    def __str__(self) -> str:
+        """A few lines: the place, what is right before it, the leaves, the notes."""
+        wrong = [row.path for row in self.report.failures]
+        unjudged = [row.path for row in self.report.unjudged]
+        lines = ["right" if self.ok else "WRONG" if wrong else "not judged"]
+        if self.difference is not None or not self.ok:
+            lines.append(self._place())
+        lines.append(f"right before it: {_list(self.right)}")
+        judged = f"{len(self.report.leaves)} leaves judged"
+        lines.append(f"{judged}; wrong: {_list(wrong)}" if wrong else judged)
+        if unjudged:
+            lines.append(f"not judged: {_list(unjudged)}")
+        if self.report.oracle is not None:
+            lines.append(str(self.report.oracle))
+        lines += [f"note: {note}" for note in (*self.report.notes, *self.notes)]
+        return "\n".join(lines)
+
+
+def _list(names: list[str] | tuple[str, ...]) -> str:
+    """Names; of many, the first and the last ones."""
+    if not names:
+        return "nothing"
+    if len(names) <= SHOWN:
+        return ", ".join(names)
+    half = SHOWN // 2
+    middle = f"... ({len(names) - SHOWN} more) ..."
+    return ", ".join([*names[:half], middle, *names[-half:]])
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """Numbers in order, runs of them abridged: 0-3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)

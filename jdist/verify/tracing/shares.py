@@ -1,0 +1,95 @@
+"""How often each example's gradient is in a wrong gradient: 0 if lost, 2 if doubled.
+
+Where every tap is right, what is wrong is how gradients were added up. The wrong leaves
+are then fitted by the gradients of the calls that the backward pass was made in, by
+least squares.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._tree import PyTree, is_inexact, named_leaves
+from jdist.verify.oracle import LossFn, differentiated
+
+ENTRIES = 1 << 16
+"""How many entries of the gradient are fitted; of more, so many are drawn."""
+
+# What a fit must explain of the difference to be believed.
+EXPLAINED = 0.05
+
+# A share that is nearer to 1 than this is 1.
+EXACT = 1e-3
+
+
+def example_gradients(
+    loss_fn: LossFn, params: PyTree, batch: PyTree, examples: int
+) -> dict[str, np.ndarray]:
+    """Each example's gradient by leaf, `(examples, entries)`: some entries of each.
+
+    Args:
+      loss_fn: Of which the sum is differentiated.
+      params: At which.
+      batch: Of so many examples.
+      examples: How many.
+    """
+    picks = _picks(params)
+
+    def one(params: PyTree, row: PyTree) -> dict[str, jax.Array]:
+        def total(own: PyTree) -> jax.Array:
+            return jnp.sum(loss_fn(own, jax.tree.map(lambda x: x[None], row)))
+
+        leaves = named_leaves(differentiated(total)(params)[1])
+        return {path: leaves[path].ravel()[own] for path, own in picks.items()}
+
+    # One after the other: their memory is that of one gradient.
+    each = jax.jit(lambda p, rows: jax.lax.map(lambda row: one(p, row), rows))
+    found = each(params, jax.tree.map(jnp.asarray, batch))
+    return {path: _wide(x) for path, x in found.items()}
+
+
+def shares(
+    gradient: PyTree,
+    paths: Sequence[str],
+    parts: Mapping[str, np.ndarray],
+    groups: Sequence[tuple[int, ...]],
+) -> list[float] | None:
+    """The share of each group of examples in some leaves; None if no shares fit.
+
+    Args:
+      gradient: The wrong one.
+      paths: The leaves that are wrong.
+      parts: `example_gradients`, each times its weight.
+      groups: Examples, each in one group.
+    """
+    leaves, picks = named_leaves(gradient), _picks(gradient)
+    own = np.concatenate([_wide(leaves[p]).ravel()[picks[p]] for p in paths])
+    each = np.concatenate([parts[p] for p in paths], axis=1)
+    difference = own - each.sum(axis=0)
+    columns = np.stack([each[list(group)].sum(axis=0) for group in groups], axis=1)
+    if not np.isfinite(difference).all():
+        return None
+    excess, *_ = np.linalg.lstsq(columns, difference, rcond=None)
+    rest = np.linalg.norm(difference - columns @ excess)
+    if rest > EXPLAINED * np.linalg.norm(difference):
+        return None
+    return [float(1 + x) if abs(x) > EXACT else 1.0 for x in excess.real]
+
+
+def _picks(tree: PyTree) -> dict[str, np.ndarray]:
+    """Entries of each floating leaf, the same for all trees of one structure."""
+    sizes = {p: np.size(x) for p, x in named_leaves(tree).items() if is_inexact(x)}
+    each = max(ENTRIES // max(len(sizes), 1), 1)
+    rng = np.random.default_rng(0)
+    return {
+        p: np.arange(n) if n <= each else np.sort(rng.choice(n, each, replace=False))
+        for p, n in sizes.items()
+    }
+
+
+def _wide(array: Any) -> np.ndarray:
+    host = np.asarray(array)
+    return host.astype(np.complex128 if np.iscomplexobj(host) else np.float64)

@@ -1,0 +1,263 @@
+"""The judge that says where: a candidate's gradient, and its first wrong value."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jdist._errors import requirement
+from jdist._tree import PyTree, named_leaves
+from jdist.verify.gradients import LOSS, Candidate, check_arguments, prepared
+from jdist.verify.oracle import LossFn
+from jdist.verify.processes import TIMEOUT, joined
+from jdist.verify.report import Report
+from jdist.verify.tracing.recording import TapRecording
+from jdist.verify.tracing.reference import passages
+from jdist.verify.tracing.report import Difference, Trace, ranges
+from jdist.verify.tracing.search import Findings, search
+from jdist.verify.tracing.shares import example_gradients, shares
+
+NAME = "candidate"
+
+TOLD = 4
+"""How many groups of examples are listed that count wrongly."""
+
+
+def trace(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    candidate: Candidate,
+    *,
+    weights: Any = None,
+    reduction: str = "mean",
+    seed: int | None = 0,
+    accumulation: DTypeLike | None = None,
+) -> Trace:
+    """Judges a way to a gradient, and names the first value in which it is wrong.
+
+    Values that `verify.tap` marks, in `loss_fn` and in what the candidate runs, are
+    compared example by example: first values, in the order of the program, then their
+    cotangents in reverse, each within a bound measured for it.
+
+    Args:
+      loss_fn: As in `verify.gradients`; with taps.
+      params: Pytree of parameters.
+      batch: Pytree of arrays, each `(examples, ...)`; for a scalar loss of any shapes.
+      candidate: `candidate(params, batch) -> (loss, gradient)`. It may split the batch
+        in any way: micro-batches, shards, accumulation, pipelines, workers.
+      weights: As in `verify.gradients`.
+      reduction: As in `verify.gradients`.
+      seed: As in `verify.gradients`.
+      accumulation: As in `verify.gradients`.
+
+    Returns:
+      A `Trace`. Its verdict is that of `verify.gradients`; the taps only say where.
+
+    Raises:
+      ValueError: As `verify.gradients`; or the loss has no tap.
+      TypeError: The candidate returned something else than a pair.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jdist import verify
+      >>> def loss(w, x, scale=1.0):
+      ...     hidden = verify.tap(jnp.tanh(x @ w["a"]), "hidden")
+      ...     return verify.tap(scale * hidden @ w["b"], "output") ** 2
+      >>> w = {"a": jnp.array([[0.3, -0.2], [0.5, 0.7]]), "b": jnp.array([1.0, 2.0])}
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 5.0], [2.0, -1.0]])
+      >>> def wrong(w, x):
+      ...     return jax.value_and_grad(lambda w: loss(w, x, 1.5).mean())(w)
+      >>> found = trace(loss, w, x, wrong, seed=None).difference
+      >>> found.direction, found.tap, found.words.partition("; ")[2]
+      ('forward', 'output', 'it is 1.5 times the reference')
+
+    References:
+      TTrace (arXiv 2506.09280) aligns intermediate tensors of PyTorch trainers.
+    """
+    judged = tracer(
+        loss_fn,
+        params,
+        batch,
+        weights=weights,
+        reduction=reduction,
+        seed=seed,
+        accumulation=accumulation,
+    )
+    return judged(candidate)
+
+
+def tracer(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    weights: Any = None,
+    reduction: str = "mean",
+    seed: int | None = 0,
+    accumulation: DTypeLike | None = None,
+) -> Callable[[Candidate], Trace]:
+    """A `trace` of any number of candidates; the reference is measured once.
+
+    Args:
+      loss_fn: As in `trace`.
+      params: As in `trace`.
+      batch: As in `trace`.
+      weights: As in `trace`.
+      reduction: As in `trace`.
+      seed: As in `trace`.
+      accumulation: As in `trace`.
+
+    Returns:
+      `judged(candidate) -> Trace`.
+
+    Raises:
+      ValueError: As `trace`.
+    """
+    with joined(TIMEOUT) as peers:
+        if peers.size > 1:
+            rule = "must be called in one process"
+            remedy = "verify.gradients judges a run of several."
+            got = f"one of {peers.size}"
+            raise ValueError(requirement("trace(candidate=...)", rule, got, remedy))
+        check_arguments(loss_fn, params, batch, {NAME: None}, weights, reduction)
+        judge_all = prepared(loss_fn, reduction, accumulation)(
+            params, batch, weights, seed
+        )
+    examples = _examples(batch)
+    own = passages(loss_fn, params, batch, weights, reduction, accumulation, examples)
+    if not own:
+        rule = "must mark values with verify.tap"
+        remedy = "verify.gradients judges without taps."
+        raise ValueError(requirement("trace(loss_fn=...)", rule, "no tap", remedy))
+    w = np.ones(examples or 1) if weights is None else np.asarray(weights, np.float64)
+    apart = jax.eval_shape(loss_fn, params, batch).shape != ()
+
+    @cache
+    def parts() -> dict[str, np.ndarray] | None:
+        """Each example's part of the gradient; None if it has no such parts."""
+        if not (apart and reduction in ("mean", "sum")):
+            return None
+        each = w / w.sum() if reduction == "mean" else w
+        found = example_gradients(loss_fn, params, batch, len(w))
+        return {path: x * each[:, None] for path, x in found.items()}
+
+    def judged(candidate: Candidate) -> Trace:
+        """Judges one candidate on this batch."""
+        first: list[tuple[TapRecording, Any]] = []
+
+        def recorded(params: PyTree, batch: PyTree) -> Any:
+            # It may be called again, to see whether its results repeat.
+            if first:
+                return candidate(params, batch)
+            with TapRecording() as recording:
+                result = candidate(params, batch)
+                jax.block_until_ready(result)
+            first.append((recording, result))
+            return result
+
+        with joined(TIMEOUT) as peers:
+            report = judge_all({NAME: recorded}, peers)
+        (recording, result), *_ = first
+        findings = search(own, recording.records, w > 0)
+        difference = findings.difference
+        if difference is None and report.failures:
+            difference = _beyond_taps(report, findings, result[1], parts, w)
+        notes = list(findings.notes)
+        if difference is not None and report.ok:
+            notes.append("a tap differs, yet loss and gradient are right")
+        return Trace(report, difference, tuple(findings.right), tuple(notes))
+
+    return judged
+
+
+def _beyond_taps(
+    report: Report,
+    findings: Findings,
+    gradient: Any,
+    parts: Callable[[], dict[str, np.ndarray] | None],
+    weights: np.ndarray,
+) -> Difference:
+    """The difference of a wrong candidate whose taps are all right."""
+    leaves = [row for row in report.failures if row.path != LOSS]
+    if not leaves:
+        (row,) = report.failures
+        return Difference("loss", LOSS, (), row.ratio, row.problem)
+    worst = max(leaves, key=lambda row: np.nan_to_num(row.ratio, nan=np.inf))
+    words = worst.problem
+    if len(leaves) > 1:
+        words += f"; {len(leaves)} leaves are wrong"
+    # A leaf of another structure, or not finite, has no shares.
+    paths = [row.path for row in leaves if np.isfinite(row.ratio)]
+    each = parts() if paths else None
+    if each is not None:
+        groups = _partition(findings.groups, weights > 0)
+        found = shares(gradient, paths, each, groups)
+        if found is not None:
+            place = (worst.path, worst.ratio, words)
+            return _of_shares(findings, groups, found, place, weights)
+    return Difference("gradient", worst.path, (), worst.ratio, words)
+
+
+def _examples(batch: PyTree) -> int | None:
+    """How many examples the batch has; None if its leaves differ in that."""
+    lengths = {np.shape(leaf)[:1] for leaf in named_leaves(batch).values()}
+    return lengths.pop()[0] if len(lengths) == 1 and () not in lengths else None
+
+
+def _partition(
+    groups: Sequence[tuple[int, ...]], counted: np.ndarray
+) -> list[tuple[int, ...]]:
+    """The examples that count: in their groups, and each that is in none for itself."""
+    own = [tuple(e for e in group if counted[e]) for group in groups]
+    met = {e for group in own for e in group}
+    rest = [(int(e),) for e in np.flatnonzero(counted) if e not in met]
+    return [group for group in own if group] + rest
+
+
+def _of_shares(
+    findings: Findings,
+    groups: Sequence[tuple[int, ...]],
+    found: Sequence[float],
+    place: tuple[str, float, str],
+    weights: np.ndarray,
+) -> Difference:
+    """Says which examples count wrongly, and whether their cotangents already do."""
+    path, ratio, words = place
+    odd = [(g, s) for g, s in zip(groups, found, strict=True) if s != 1]
+    examples = tuple(sorted(e for group, _ in odd for e in group))
+    told = "; ".join(
+        f"examples {ranges(group)} count {round(share, 4) + 0.0:g} times"
+        for group, share in odd[:TOLD]
+    )
+    if len(odd) == len(groups) and len({round(s, 3) for _, s in odd}) == 1:
+        told = f"all examples count {round(found[0], 4):g} times"
+    if findings.entered and _scaled_before(findings.factors, groups, found, weights):
+        return Difference("backward", findings.entered, examples, ratio, told)
+    return Difference("gradient", path, examples, ratio, f"{told}; {words}")
+
+
+def _scaled_before(
+    factors: dict[int, complex],
+    groups: Sequence[tuple[int, ...]],
+    found: Sequence[float],
+    weights: np.ndarray,
+) -> bool:
+    """Whether the cotangents of the last tap have the wrong shares already.
+
+    A trainer may differentiate the mean of the batch, or sums, or means of its calls.
+    """
+    own = np.array([np.mean([factors.get(e, 0.0) for e in g]) for g in groups]).real
+    wanted = np.array(found)
+    sizes = np.array([len(g) for g in groups])
+    totals = np.array([weights[list(g)].sum() for g in groups])
+    for scaled in (own, own * sizes, own * totals):
+        usual = scaled[wanted == 1]
+        unit = np.median(usual) if len(usual) else 1.0
+        if unit and np.allclose(scaled / unit, wanted, rtol=1e-2, atol=1e-2):
+            # Equal everywhere: then only the factor itself can tell.
+            return bool(len(usual)) or scaled is own
+    return False

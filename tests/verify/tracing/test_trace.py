@@ -1,0 +1,223 @@
+"""The first wrong value: defects are named where they were planted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import VerificationError, verify
+from tests.verify.tracing.model import (
+    EXAMPLES,
+    UNCOUNTED,
+    accumulated,
+    batch,
+    losses,
+    parameters,
+    stretched,
+    weights,
+)
+
+COUNTED = tuple(e for e in range(EXAMPLES) if e != UNCOUNTED)
+
+
+@pytest.fixture(scope="module")
+def judged():
+    """The judge of the small model, measured once."""
+    return verify.tracer(losses, parameters(), batch(), weights=weights(), seed=None)
+
+
+def by_example(params, rows):
+    """A gradient per example, weighted afterwards, as differential privacy needs it."""
+    one = jax.value_and_grad(
+        lambda p, row: losses(p, jax.tree.map(lambda x: x[None], row))[0]
+    )
+    found = jax.jit(jax.vmap(one, (None, 0)))(params, rows)
+    share = weights() / weights().sum()
+    return jax.tree.map(lambda x: jnp.tensordot(share, x, 1), found)
+
+
+def padded(params, rows):
+    """Parts of four, in another order; the last is filled with copies of weight 0."""
+    order = np.array([9, 2, 5, 0, 7, 1, 8, 4, 3, 6, 6, 6])
+    w = weights()[order]
+    w[10:] = 0
+    total = jax.jit(
+        jax.value_and_grad(
+            lambda p, few, own: jnp.sum(own * jax.checkpoint(losses)(p, few))
+        )
+    )
+    parts = [
+        total(
+            params, jax.tree.map(lambda x, i=i: x[order[i : i + 4]], rows), w[i : i + 4]
+        )
+        for i in (8, 0, 4)
+    ]
+    return jax.tree.map(lambda *x: sum(x) / weights().sum(), *parts)
+
+
+@pytest.mark.parametrize("candidate", [accumulated(), by_example, padded])
+def test_right_programs_have_no_difference(judged, candidate):
+    trace = judged(candidate)
+    assert trace.raise_if_failed() is trace
+    assert trace.difference is None
+    assert trace.notes == ()
+    forward = ["embedded", "layer[0]", "layer[1]", "scores"]
+    assert trace.right == (
+        *(f"forward {name}" for name in forward),
+        *(f"backward {name}" for name in reversed(forward)),
+    )
+
+
+def in_layer(defect, layer):
+    """A defect in one layer of the loop: told by its number, which the scan lacks."""
+
+    def loss(params, rows):
+        x = verify.tap(rows["x"] @ params["inward"], "embedded")
+        for number, w in enumerate(params["layers"]):
+            hidden = jnp.tanh(x @ w)
+            x = verify.tap(x + (defect(hidden) if number == layer else hidden), "layer")
+        scores = verify.tap(x.mean(axis=1) @ params["outward"], "scores")
+        logs = jax.nn.log_softmax(scores)
+        return -jnp.take_along_axis(logs, rows["label"][:, None], axis=1)[:, 0]
+
+    return loss
+
+
+def only(part, loss):
+    """A wrong loss in one micro-batch."""
+    return lambda number: loss if number == part else losses
+
+
+DEFECTS = {
+    "value": (
+        accumulated(lambda _: in_layer(lambda h: 1.001 * h, 1)),
+        ("forward", "layer[1]", COUNTED, "cosine"),
+    ),
+    "value of a micro-batch": (
+        accumulated(only(1, in_layer(lambda h: -h, 0))),
+        ("forward", "layer[0]", (4, 5, 6), "cosine"),
+    ),
+    "one example": (
+        accumulated(
+            only(2, lambda p, r: losses(p, r | {"x": r["x"].at[1].multiply(-1)}))
+        ),
+        ("forward", "embedded", (8,), "it is -1 times the reference"),
+    ),
+    "zeros": (
+        accumulated(only(0, lambda p, r: losses(p | {"outward": 0 * p["outward"]}, r))),
+        ("forward", "scores", (0, 1, 2), "it is 0 times the reference"),
+    ),
+    "not a number": (
+        accumulated(only(0, lambda p, r: losses(p, r, hidden=lambda h: h / 0))),
+        ("forward", "layer[0]", (0, 1, 2), "not finite"),
+    ),
+    "cotangent": (
+        accumulated(lambda _: in_layer(stretched, 1)),
+        ("backward", "layer[0]", COUNTED, "cosine"),
+    ),
+    "cotangent of a micro-batch": (
+        accumulated(only(1, lambda p, r: losses(p, r, hidden=stretched))),
+        ("backward", "layer[0]", (4, 5, 6), "cosine"),
+    ),
+    "loss of a micro-batch": (
+        accumulated(only(1, lambda p, r: losses(p, r, scores=stretched))),
+        ("backward", "scores", (4, 5, 6), "examples 4-6 count 1.1 times"),
+    ),
+    "swapped labels": (
+        accumulated(only(2, lambda p, r: losses(p, r | {"label": 2 - r["label"]}))),
+        ("backward", "scores", (7, 8, 9), "cosine"),
+    ),
+    "lost micro-batch": (
+        accumulated(parts=((0, 4), (7, 10))),
+        ("forward", "embedded", (4, 5, 6), "no such value is computed"),
+    ),
+    "lost gradient": (
+        accumulated(after=lambda n, g: jax.tree.map(lambda x: x * float(n != 1), g)),
+        ("gradient", None, (4, 5, 6), "examples 4-6 count 0 times"),
+    ),
+    "doubled micro-batch": (
+        accumulated(parts=((0, 4), (4, 7), (4, 7), (7, 10))),
+        ("gradient", None, (4, 5, 6), "examples 4-6 count 2 times"),
+    ),
+    "factor": (
+        accumulated(after=lambda _, g: jax.tree.map(lambda x: 1.1 * x, g)),
+        ("gradient", None, COUNTED, "all examples count 1.1 times"),
+    ),
+    "leaf": (
+        accumulated(after=lambda _, g: g | {"inward": -g["inward"]}),
+        ("gradient", "inward", COUNTED, "it is -1 times the reference"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_named_where_it_is(judged, name):
+    candidate, (direction, tap, examples, words) = DEFECTS[name]
+    trace = judged(candidate)
+    assert not trace.ok
+    found = trace.difference
+    assert found.direction == direction
+    assert tap in (None, found.tap)
+    assert found.examples == examples
+    assert words in found.words
+    assert found.ratio > 1
+    with pytest.raises(VerificationError, match=f"first difference: {direction}, "):
+        trace.raise_if_failed()
+
+
+def test_the_chain_before_a_difference_is_shown_as_right(judged):
+    trace = judged(DEFECTS["cotangent"][0])
+    assert trace.right[-3:] == (
+        "forward scores",
+        "backward scores",
+        "backward layer[1]",
+    )
+    text = str(trace)
+    assert text.startswith("WRONG\nfirst difference: backward, layer[0], examples 0-2")
+    assert "right before it: forward embedded, forward layer[0]" in text
+    assert "4 leaves judged" not in text
+
+
+@functools.cache
+def right_in(dtype):
+    """A trace of right micro-batches and one of wrong ones."""
+    judge = verify.tracer(
+        losses, parameters(dtype), batch(dtype), weights=weights(), seed=None
+    )
+    wrong = only(1, in_layer(lambda h: jnp.asarray(1.5, h.dtype) * h, 0))
+    return judge(accumulated()), judge(accumulated(wrong))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_bounds_are_those_of_the_dtype(dtype):
+    right, wrong = right_in(jnp.dtype(dtype))
+    assert right.ok
+    assert right.difference is None
+    assert not wrong.ok
+    assert (wrong.difference.tap, wrong.difference.examples) == ("layer[0]", (4, 5, 6))
+    # The same fault is thousands of bounds in float64 and few in bfloat16.
+    assert (wrong.difference.ratio > 1e8) == (dtype == "float64")
+
+
+def test_a_candidate_that_reaches_no_tap_is_judged_without_a_place(judged):
+    ahead = jax.jit(
+        jax.value_and_grad(
+            lambda p, r: jnp.sum(weights() * losses(p, r)) / weights().sum()
+        )
+    )
+    compiled = ahead.lower(parameters(), batch()).compile()
+    trace = judged(compiled)
+    assert trace.ok
+    assert any("has reached no tap" in note for note in trace.notes)
+
+
+def test_a_loss_without_taps_is_refused():
+    with pytest.raises(
+        ValueError, match=r"must mark values with verify\.tap\. Got no tap"
+    ):
+        verify.trace(
+            lambda w, x: (x - w) ** 2, jnp.array(0.5), jnp.array([1.0, 3.0]), None,
+            seed=None,
+        )  # fmt: skip
