@@ -148,19 +148,8 @@ def tracer(
     def judged(candidate: Candidate) -> Trace:
         """Judges one candidate on this batch."""
         first: list[tuple[TapRecording, Any]] = []
-
-        def recorded(params: PyTree, batch: PyTree) -> Any:
-            # It may be called again, to see whether its results repeat.
-            if first:
-                return candidate(params, batch)
-            with TapRecording() as recording:
-                result = candidate(params, batch)
-                jax.block_until_ready(result)
-            first.append((recording, result))
-            return result
-
         with joined(TIMEOUT) as peers:
-            report = judge_all({NAME: recorded}, peers)
+            report = judge_all({NAME: _recorded(candidate, first)}, peers)
         (recording, result), *_ = first
         findings = search(own, recording.records, w > 0)
         difference = findings.difference
@@ -172,6 +161,22 @@ def tracer(
         return Trace(report, difference, tuple(findings.right), tuple(notes))
 
     return judged
+
+
+def _recorded(candidate: Candidate, first: list[tuple[TapRecording, Any]]) -> Candidate:
+    """The candidate, of whose first call the taps and the result are put by."""
+
+    def recorded(params: PyTree, batch: PyTree) -> Any:
+        # It may be called again, to see whether its results repeat.
+        if first:
+            return candidate(params, batch)
+        with TapRecording() as recording:
+            result = candidate(params, batch)
+            jax.block_until_ready(result)
+        first.append((recording, result))
+        return result
+
+    return recorded
 
 
 def _beyond_taps(
