@@ -130,7 +130,7 @@ USES = (
         way=f"label_smoothing_factor={SMOOTHING}",
         show=lambda step: trained(step, smoothing=SMOOTHING),
         documented="Not in the guide; reported as issue 46731 and mended by pull "
-        "request 47261, which is not in this version.",
+        "request 47261, after version 5.12.1.",
         link="https://github.com/huggingface/transformers/issues/46731",
         smoothing=SMOOTHING,
     ),

@@ -52,9 +52,11 @@ class Verdict:
     def word(self) -> str:
         """The verdict on all settings, in words."""
         right = [f.setting for f in self.judged if f.verdict == "right"]
+        refused = [f.setting for f in self.findings if f.verdict == "refused"]
+        word = f"right only if {' or '.join(right)}" if right else "wrong"
         if len(right) == len(self.judged):
-            return "right"
-        return f"right only if {' or '.join(right)}" if right else "wrong"
+            word = "right" if right else "not judged"
+        return f"{word}; refuses {', '.join(refused)}" if refused else word
 
 
 def absent(name: str) -> list[str]:

@@ -216,6 +216,12 @@ def test_what_is_not_offered_or_refused_is_said(steps):
 
     found = judged(use(refuses), steps["small last"])
     assert (found.verdict, found.why) == ("refused", "10 is no multiple of 4")
+    assert trial.Verdict(use(refuses), [found], 1).word == (
+        "not judged; refuses small last"
+    )
+    right = judged(use(scaled(1.0)), steps["equal"])
+    word = trial.Verdict(use(refuses), [right, found], 1).word
+    assert word == "right; refuses small last"
     lacks = {"weighted": "labels have no weights"}
     found = judged(use(refuses, lacks=lacks), steps["weighted"])
     assert (found.verdict, found.why) == ("not offered", "labels have no weights")
