@@ -7,7 +7,6 @@ the `Agent`, and keeps what it needs in its `extension_state`.
 """
 
 from jdist.rpc.base import current
-from jdist.rpc.base.arguments import named
 from jdist.rpc.base.current import Scope
 from jdist.rpc.base.deadline import (
     DEFAULT,
@@ -20,7 +19,7 @@ from jdist.rpc.base.deadline import (
 from jdist.rpc.base.extension_state import NEEDS
 from jdist.rpc.base.future import await_done, call_when_done, cancel, complete, error_of
 from jdist.rpc.base.ids import LOCAL_BITS, IdCounter
-from jdist.rpc.base.interceptor import Invocation, Operation
+from jdist.rpc.base.interceptor import Invocation, Operation, named
 from jdist.rpc.base.interrupt_safe_lock import InterruptSafeLock, releasing_all
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.base.worker_info import incarnation_of

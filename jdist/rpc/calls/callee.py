@@ -454,9 +454,11 @@ class ServedConnection:
         callee, pool = self._agent.callee, self._agent.pool
         execution = callee.execution_of(self._caller, frame)
         callee.begin(execution)
+        after = frame.meta.get(AFTER)
+        # Looked up before this one is noted: a peer could name the request itself.
+        before = self._running.get(after) if type(after) is int else None
         self._running[frame.id] = execution
         serve = functools.partial(self._serve, execution, frame)
-        before = self._running.get(frame.meta.get(AFTER, 0))
         if not frame.shared:
             serve()
         elif before is not None and before.follow(serve):
@@ -478,7 +480,8 @@ class ServedConnection:
             else:
                 self._answer(execution, frame.id, answer)
         finally:
-            run_all(execution.followed())
+            if frame.shared:  # on no other connection can a request follow
+                run_all(execution.followed())
 
     def _answer(self, execution: Execution, number: int, answer: Frame) -> None:
         if execution.brings_references:

@@ -7,7 +7,6 @@ from jax.profiler import TraceAnnotation
 
 from jdist._errors import requirement
 from jdist.rpc.base import current
-from jdist.rpc.base.arguments import named, positional
 from jdist.rpc.base.current import RunningCall
 from jdist.rpc.base.deadline import DEFAULT
 from jdist.rpc.base.future import Future, collect
@@ -16,6 +15,8 @@ from jdist.rpc.base.interceptor import (
     Invocation,
     Operation,
     UnboundFunction,
+    named,
+    positional,
 )
 from jdist.rpc.base.worker_info import WorkerInfo
 from jdist.rpc.calls.agent import Agent, current_agent

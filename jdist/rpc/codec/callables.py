@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
-from jdist.rpc.codec.decoding import Decoder, Decoding, parts
-from jdist.rpc.codec.encoding import Encoder, Encoding
+from jdist.rpc.codec.tree import Decoder, Decoding, Encoder, Encoding, parts
 
 __all__ = ["DECODERS", "ENCODERS", "KINDS"]
 

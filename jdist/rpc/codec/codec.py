@@ -29,9 +29,8 @@ from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.message_context import MessageContext
 from jdist.rpc.codec import callables, codes, nnx, numeric, objects, plain
 from jdist.rpc.codec import pickled as pickles
-from jdist.rpc.codec.decoding import Decoder, Decoding, parts
-from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.functions import FunctionTable
+from jdist.rpc.codec.tree import Decoder, Decoding, Encoder, Encoding, parts
 
 __all__ = ["Codec"]
 

@@ -11,9 +11,8 @@ from jdist._compat import is_traced
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
-from jdist.rpc.codec.decoding import Decoder, Decoding, parts
-from jdist.rpc.codec.dtypes import dtype_name, dtype_named
-from jdist.rpc.codec.encoding import Encoder, Encoding
+from jdist.rpc.codec.arrays import dtype_name, dtype_named
+from jdist.rpc.codec.tree import Decoder, Decoding, Encoder, Encoding, parts
 
 __all__ = ["DECODERS", "ENCODERS", "KINDS", "jax_array"]
 

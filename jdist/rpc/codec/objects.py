@@ -14,10 +14,16 @@ from jdist._errors import requirement
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.base.future import Future
 from jdist.rpc.codec import codes
-from jdist.rpc.codec.decoding import Decoder, Decoding, parts, parts_at_least
-from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.plain import hashing
 from jdist.rpc.codec.remote_exception import describe, rebuild
+from jdist.rpc.codec.tree import (
+    Decoder,
+    Decoding,
+    Encoder,
+    Encoding,
+    parts,
+    parts_at_least,
+)
 
 __all__ = ["DECODERS", "KINDS"]
 

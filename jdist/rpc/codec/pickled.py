@@ -9,9 +9,8 @@ from typing import Any
 from jdist._errors import requirement
 from jdist.rpc.base.errors import ForbiddenFunction, ProtocolError
 from jdist.rpc.codec import codes
-from jdist.rpc.codec.decoding import Decoding
-from jdist.rpc.codec.encoding import Encoder, Encoding
 from jdist.rpc.codec.plain import decode_bytes, encode_bytes
+from jdist.rpc.codec.tree import Decoding, Encoder, Encoding
 
 __all__ = ["forbidden", "or_pickled", "unpickled"]
 

@@ -11,8 +11,14 @@ import numpy as np
 
 from jdist.rpc.base.errors import ProtocolError
 from jdist.rpc.codec import codes
-from jdist.rpc.codec.decoding import Decoder, Decoding, parts, parts_at_least
-from jdist.rpc.codec.encoding import Encoder, Encoding
+from jdist.rpc.codec.tree import (
+    Decoder,
+    Decoding,
+    Encoder,
+    Encoding,
+    parts,
+    parts_at_least,
+)
 
 __all__ = ["DECODERS", "ENCODERS", "decode_bytes", "encode_bytes", "hashing"]
 

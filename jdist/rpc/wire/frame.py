@@ -33,8 +33,7 @@ from jdist._compat import placed
 from jdist._errors import requirement
 from jdist.rpc.base.device_maps import Table, device_of, number_beside
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.codec.arrays import aligned, host
-from jdist.rpc.codec.dtypes import dtype_name, dtype_named
+from jdist.rpc.codec.arrays import aligned, dtype_name, dtype_named, host
 
 __all__ = [
     "ANSWERS",

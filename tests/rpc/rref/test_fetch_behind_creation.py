@@ -1,5 +1,6 @@
 """A fetch right behind its creation: same connection, same thread, same errors."""
 
+import copy
 import threading
 
 import jax
@@ -135,6 +136,16 @@ def test_behind_a_request_of_another_connection_nothing_waits(monkeypatch):
         assert sent.pop() == after
     open_gate("held")
     assert made.to_here() == 3
+
+
+@pytest.mark.parametrize("after", ["itself", [1], -1, None])
+def test_a_request_behind_none_that_is_executed_is_served(after):
+    agent = current.worker()
+    numbers = agent.directory.find("worker1").shared._numbers
+    if after == "itself":
+        after = next(copy.copy(numbers))
+    told = agent.call_async("worker1", "debug.activity", None, meta={AFTER: after})
+    assert told.wait(PATIENCE) == ""
 
 
 def test_an_interrupt_gives_the_fetch_up(monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdist.rpc.base.errors import ProtocolError
-from jdist.rpc.codec.dtypes import dtype_name, dtype_named
+from jdist.rpc.codec.arrays import dtype_name, dtype_named
 from jdist.rpc.wire import frame as framing
 from jdist.rpc.wire.frame import Frame
 from tests.rpc.carriers import LIMITS, assert_same, receive
