@@ -21,7 +21,7 @@ run: $(VENV)/.experiments  ## set up, then prove data-parallel gradients equal o
 test: $(VENV)/.test  ## set up, then run the tests, but for those that take long
 	$(PYTEST) -m "not parity and not thorough"
 
-test-all: $(VENV)/.test  ## all tests, more random examples, programs as users compile them
+test-all: $(VENV)/.test  ## all tests, and programs compiled as users have them
 	JDIST_THOROUGH=1 $(PYTEST) -m "not parity"
 
 lint: $(VENV)/.lint $(VENV)/.test  ## ruff, the type checker, the architecture test

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jdist import _compilation_cache
 
+ROOT = Path(__file__).parent
 THOROUGH = os.environ.get("JDIST_THOROUGH", "") not in ("", "0")
 if not THOROUGH:
     # The tests' programs are small and run once or twice: their time goes into being
@@ -28,8 +29,7 @@ if not THOROUGH:
     # What xdist starts has them already, and must find the same programs.
     os.environ["XLA_FLAGS"] = " ".join([*given, *(x for x in quick if x not in given)])
 if _compilation_cache.FOLDER not in os.environ:
-    programs = Path(__file__).parent / "build" / "programs"
-    os.environ.update(_compilation_cache.prepared(programs))
+    os.environ.update(_compilation_cache.prepared(ROOT / "build" / "programs"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_ENABLE_X64"] = "1"

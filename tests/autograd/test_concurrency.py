@@ -93,6 +93,7 @@ def narrow():
         sys.setswitchinterval(usual)
 
 
+@pytest.mark.thorough
 def test_a_pass_takes_no_thread_of_the_callees(narrow):
     """Not even one: all that they may have are busy, and the pass goes on."""
     for _ in range(200):

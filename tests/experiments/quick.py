@@ -11,7 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 def run_quick(folder, *names):
     """Runs `python -m experiments NAME .. --quick` in a process of its own."""
-    plain = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        # Compiled programs stay with the suite's.
+        if not name.startswith("JAX_") or "_CACHE_" in name or "_COMPILATION_" in name
+    }
     return subprocess.run(
         [sys.executable, "-m", "experiments", *names, "--quick", "--out", str(folder)],
         capture_output=True, text=True, timeout=280, cwd=ROOT, env=plain,

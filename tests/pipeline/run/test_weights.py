@@ -66,6 +66,7 @@ def executor(where):
     return STAGES, None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("where", ["devices", "one program"])
 @pytest.mark.parametrize("kind", ["mean", "max"])
@@ -88,7 +89,7 @@ def test_means_and_extremes_do_not_depend_on_the_size(kind, where, size, rng):
             assert told.weight == given.sum(dtype=np.float64)
 
 
-@pytest.mark.thorough  # Its 1 - tanh^2 cancels: the tolerance is optimized code's.
+@pytest.mark.thorough
 def test_one_large_weight_beside_small_ones(rng):
     """Of a mean the small ones are rounded away; an extreme may be one of theirs."""
     params, batch, weights = problem(rng)

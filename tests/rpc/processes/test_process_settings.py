@@ -59,6 +59,7 @@ def test_settings_are_in_force_before_the_program_begins():
     assert applied() == {}
 
 
+@pytest.mark.thorough
 def test_without_settings_a_process_is_as_its_parent():
     (seen,) = spawn(cases.settings, nprocs=1, settings=None)
     assert seen["class"] == os.sched_getscheduler(0)
@@ -68,6 +69,7 @@ def test_without_settings_a_process_is_as_its_parent():
     assert seen["applied"] == {"cores": "not pinned"}
 
 
+@pytest.mark.thorough
 def test_each_setting_has_a_switch():
     switched = ProcessSettings(batch_scheduling=False, callback_threads=300)
     (seen,) = spawn(cases.settings, nprocs=1, settings=switched)
