@@ -27,8 +27,6 @@ __all__ = [
     "chosen",
     "descriptions",
     "struct_of",
-    "unworded",
-    "words",
 ]
 
 Arrays = Mapping[str, Mapping[str, Any]]
@@ -230,18 +228,6 @@ def chosen(call: str, steps: list[int], step: int | None) -> int:
 # --- what a leaf is on disk ---
 
 
-def words(array: jax.Array) -> jax.Array:
-    """The array; PRNG keys are saved as their words."""
-    return jax.random.key_data(array) if _is_key(array) else array
-
-
-def unworded(array: Any, like: Any) -> Any:
-    """The array, as a PRNG key if `like` is one."""
-    if not _is_key(like):
-        return array
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
-
-
 def descriptions(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Dtype and shape of every leaf, by path, as `check_same` compares them."""
     return {path: described(leaf) for path, leaf in leaves.items()}
@@ -271,9 +257,3 @@ def check_same(
         if there != here:
             rule = f"must be like the state that was saved, {there} at {where}{path}"
             raise ValueError(requirement(f"{call}(like=...)", rule, here))
-
-
-def _is_key(leaf: Any) -> bool:
-    # Python's numbers may stand among the leaves.
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))

@@ -1,4 +1,4 @@
-"""Pytrees: paths and wording of leaves, splitting by dtype, addition.
+"""Pytrees: paths and wording of leaves, splitting by dtype, addition, PRNG keys.
 
 A *path* is the text that names a leaf to a person, such as `encoder/w` or `0/bias`.
 Errors, reports and tables all use the same one.
@@ -84,6 +84,25 @@ def is_inexact(leaf: object) -> bool:
     if dtype is None:
         return isinstance(leaf, float | complex | np.inexact)
     return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def is_key(leaf: object) -> bool:
+    """Whether a leaf is an array of PRNG keys, whose dtype is JAX's own."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def words(array: jax.Array) -> jax.Array:
+    """The array, or of PRNG keys the integers that they are made of."""
+    return jax.random.key_data(array) if is_key(array) else array
+
+
+def unworded(array: ArrayLike, like: ArrayLike) -> Any:
+    """Inverse of `words`: the array, as PRNG keys of its kind if `like` is some."""
+    if not is_key(like):
+        return array
+    # A collective or a file returns NumPy's arrays, which are no keys yet.
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
 
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:

@@ -40,6 +40,7 @@ from jdist._compat.runtime import (
     is_traced,
     let_go,
     placed,
+    placed_as,
     require_backend,
     set_cpu_device_count,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "part_of",
     "parts_of_wrapped",
     "placed",
+    "placed_as",
     "reads",
     "refuse_as_argument",
     "require_backend",

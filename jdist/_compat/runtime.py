@@ -130,6 +130,11 @@ def beside(array: jax.Array, value: jax.Array) -> jax.Array:
     )
 
 
+def placed_as(array: jax.Array, before: jax.Array) -> jax.Array:
+    """An array in the place of another one, committed to its devices if that was."""
+    return jax.device_put(array, before.sharding) if before.committed else array
+
+
 def let_go() -> None:
     """Gives back the NumPy memory of arrays that are gone.
 

@@ -1,5 +1,6 @@
 """What a worker needs to record calls and to take part in backward passes."""
 
+from jdist.autograd.call_primitive import callee, caller
 from jdist.autograd.contexts.context import STATE, Container
 from jdist.autograd.contexts.release import Releases
 from jdist.autograd.crossing.rpc_hooks import RpcHooks
@@ -25,6 +26,8 @@ def install(agent: Agent) -> None:
     agent.codec.substitute(Variable, hooks.give_variable)
     agent.set_interceptor(hooks)
     agent.extension_state[TRAINABLE] = nnx_module.create
+    agent.extension_state[callee.STATE] = callee.ServedFunctions()
+    agent.extension_state[caller.STATE] = caller.RemoteFunctions(agent)
     engine.install(container)
     reference_backward.install(container)
     graph.install(container)

@@ -21,12 +21,10 @@ from jdist._checkpoint import (
     check_same,
     chosen,
     descriptions,
-    unworded,
-    words,
 )
 from jdist._errors import requirement
 from jdist._fit import check_state
-from jdist._tree import PyTree, named_leaves
+from jdist._tree import PyTree, named_leaves, unworded, words
 from jdist.pipeline.pipeline import Pipeline
 from jdist.pipeline.run.stage_channels import Opened, StageChannels
 from jdist.pipeline.run.update import PipelineState

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, abbreviated, named_leaves
+from jdist._tree import PyTree, abbreviated, is_key, named_leaves
 from jdist.autograd.recording.pure import Recordable
 from jdist.rpc import RRef
 
@@ -191,7 +191,7 @@ def _is_array(leaf: PyTree) -> bool:
 def _words(leaf: PyTree) -> tuple[jax.Array, str]:
     if not isinstance(leaf, jax.Array):
         return jnp.asarray(leaf), ""
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not is_key(leaf):
         return leaf, ""
     # Keys are no buffers that could travel; their words are.
     return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))

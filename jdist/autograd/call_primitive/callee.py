@@ -51,7 +51,9 @@ from jdist.segment.internal import (
 )
 
 CACHE: FunctionCache[Flat] = FunctionCache("remote_call", size=256)
-_PART = "jdist.autograd.call_primitive.callee"
+STATE = "jdist.autograd.call_primitive.callee"
+"""The key under which a worker keeps the functions that it runs for others."""
+
 _MOST = 4096
 # A call within one process may run in the caller's thread, under the caller's mesh.
 _NO_MESH = AbstractMesh((), ())
@@ -290,12 +292,9 @@ def _on_device(leaf: PyTree, agent: Agent, weak: bool) -> jax.Array:
 
 
 def _programs(agent: Agent) -> ServedFunctions:
-    found = agent.extension_state.get(_PART)
-    return (
-        agent.extension_state.setdefault(_PART, ServedFunctions())
-        if found is None
-        else found
-    )
+    found = agent.extension_state[STATE]
+    assert isinstance(found, ServedFunctions)
+    return found
 
 
 def _say(agent: Agent, function: Callable[..., PyTree]) -> None:

@@ -32,7 +32,9 @@ from jdist.rpc.extension import (
     Operation as Described,
 )
 
-_PART = "jdist.autograd.call_primitive.caller"
+STATE = "jdist.autograd.call_primitive.caller"
+"""The key under which a worker keeps its descriptions of functions on others."""
+
 _MOST = 1024
 
 
@@ -178,12 +180,9 @@ class RemoteFunctions:
 
 def caller_of(agent: Agent) -> RemoteFunctions:
     """The descriptions that a worker holds."""
-    found = agent.extension_state.get(_PART)
-    return (
-        agent.extension_state.setdefault(_PART, RemoteFunctions(agent))
-        if found is None
-        else found
-    )
+    found = agent.extension_state[STATE]
+    assert isinstance(found, RemoteFunctions)
+    return found
 
 
 @contextmanager

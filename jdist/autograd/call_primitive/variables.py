@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, is_inexact
+from jdist._tree import PyTree, is_inexact, is_none
 from jdist.autograd.contexts.context import Context, of, recorded_into
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.variable import Variable
@@ -141,4 +141,4 @@ def _local(reference: RRef, call: str) -> Variable:
 
 
 def _leaves(gradient: PyTree) -> list[jax.Array]:
-    return jax.tree.leaves(gradient, is_leaf=lambda x: x is None)
+    return jax.tree.leaves(gradient, is_leaf=is_none)

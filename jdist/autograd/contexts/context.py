@@ -44,10 +44,10 @@ _MOST_ENDED = 4096
 
 
 class Ids:
-    """Ids of contexts and messages: 64 bits, the worker on top, a counter below.
+    """Ids of contexts, messages and passes: the worker on top, a counter below.
 
-    A worker gives them out without asking others. From one calling thread they repeat
-    from run to run.
+    Of their 64 bits 16 are the worker's. It gives them out without asking others. From
+    one calling thread they repeat from run to run.
 
     Args:
       worker: Its incarnation, 0 to 65535: in a fixed group its rank.
@@ -72,6 +72,8 @@ class Ids:
         self.worker = worker
         self._contexts = IdCounter(worker, first)
         self._messages = IdCounter(worker, max(first, 1))
+        # A counter of its own, so that passes do not change the ids of messages.
+        self._passes = IdCounter(worker, 1)
 
     @property
     def highest(self) -> int:
@@ -89,6 +91,10 @@ class Ids:
     def message(self) -> int:
         """A new id for a request or a reply; raises what `context` raises."""
         return self._messages.packed()
+
+    def backward_pass(self) -> int:
+        """A new id for a backward pass; raises what `context` raises."""
+        return self._passes.packed()
 
 
 def maker(packed: int) -> int:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from jdist._lru_cache import LRUCache
-from jdist.autograd.contexts.context import Container, Context, Ids, maker
+from jdist.autograd.contexts.context import Container, Context, maker
 from jdist.autograd.engine.failure import BackwardError, PassFailure
 from jdist.autograd.engine.local_pass import LocalPass, Root
 from jdist.autograd.engine.messages import (
@@ -45,7 +45,6 @@ class Engine:
         self._agent = container.agent
         self._container = container
         self._lock = threading.Lock()
-        self._ids: Ids | None = None
         # By context and pass. Entries are added under the context's lock, too.
         self._passes: dict[tuple[int, int], LocalPass] = {}
         self._ended: LRUCache[int, PassFailure] = LRUCache(_MOST_ENDED)
@@ -66,7 +65,8 @@ class Engine:
         deadline: Deadline,
     ) -> LocalPass:
         """Starts a pass here; `marks` as for `LocalPass`, None in FAST mode."""
-        terms = PassTerms(context.id, self._new_id(), marks is not None, retain_graph)
+        pass_id = self._container.ids.backward_pass()
+        terms = PassTerms(context.id, pass_id, marks is not None, retain_graph)
         made = LocalPass(self, context, terms, marks, deadline, roots)
         return self._enter(context, made)
 
@@ -146,13 +146,6 @@ class Engine:
             worker = self._container.worker(incarnation)
             with contextlib.suppress(RpcError):  # shut down, here or there
                 fresh.run(self._agent.call_async, worker, END, body)
-
-    def _new_id(self) -> int:
-        # A counter of its own, so that passes do not change the ids of messages.
-        if self._ids is None:  # a worker gets its incarnation from its group
-            with self._lock:  # two would give out the same ids
-                self._ids = self._ids or Ids(self._container.ids.worker)
-        return self._ids.message()
 
     def _enter(self, context: Context, made: LocalPass) -> LocalPass:
         """The pass of these terms, which may have begun meanwhile."""

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jdist import reduction
 from jdist._compat import beside
 from jdist._errors import requirement
-from jdist._tree import PyTree, abbreviated, named_leaves, wide_dtype
+from jdist._tree import PyTree, abbreviated, is_key, named_leaves, wide_dtype
 from jdist.autograd.contexts.context import Container, here
 from jdist.autograd.recording.errors import AutogradError
 from jdist.autograd.recording.variable import Variable
@@ -487,7 +487,7 @@ def _check_weight(weight: SupportsFloat) -> float:
 
 def _like(array: jax.Array | np.ndarray, own: jax.Array) -> jax.Array:
     """A copy of a received array, which another trainer may own, placed like `own`."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         return jax.device_put(array, own.sharding)
     return beside(jax.device_put(np.array(array)), own)
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jdist._compat import placed_as
 from jdist._errors import requirement
-from jdist._tree import PyTree, abbreviated, is_inexact
+from jdist._tree import PyTree, abbreviated, is_inexact, is_key
 from jdist.autograd.contexts.locks import holding
 from jdist.autograd.recording.pure import Constant
 from jdist.autograd.recording.purity import eager, refuse_in_pure
@@ -74,7 +75,7 @@ def module(nnx_module: NnxModule, key: jax.Array | None = None) -> "TrainableMod
       Array([5., 5.], dtype=float32)
     """
     _check_module(nnx_module)
-    if key is not None and not _is_key(key):
+    if key is not None and not is_key(key):
         rule, remedy = "must be a PRNG key", "Such as `jax.random.key(0)`."
         raise TypeError(requirement("module(key=...)", rule, key, remedy))
     return TrainableModule(nnx_module, key)
@@ -184,7 +185,7 @@ class TrainableModule(StandIn):
                     rule = f"must have {is_here} at {path}, as the module"
                     call = "Module.load_state(state)"
                     raise ValueError(requirement(call, rule, is_given))
-            self._state = tuple([_placed_as(given[p], x) for p, x in here.items()])
+            self._state = tuple([placed_as(given[p], x) for p, x in here.items()])
 
         self._alone(act)
 
@@ -405,25 +406,16 @@ def _names(state: PyTree) -> tuple[str, ...]:
     )
 
 
-def _is_key(value: PyTree) -> bool:
-    is_array = isinstance(value, jax.Array)
-    return is_array and bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
-
-
 def _stream(leaf: PyTree, key: jax.Array) -> jax.Array:
     """New keys of a stream, which may have several, as the old ones are stored."""
-    shape = leaf.shape if _is_key(leaf) else leaf.shape[:-1]
+    shape = leaf.shape if is_key(leaf) else leaf.shape[:-1]
     keys = jax.random.split(key, shape) if shape else key
-    return keys if _is_key(leaf) else jax.random.key_data(keys)
+    return keys if is_key(leaf) else jax.random.key_data(keys)
 
 
 def _bound(leaf: PyTree, device: jax.Device | None) -> PyTree:
     placed = device is None or not isinstance(leaf, jax.Array) or leaf.committed
     return leaf if placed else jax.device_put(leaf, device)
-
-
-def _placed_as(array: jax.Array, before: jax.Array) -> jax.Array:
-    return jax.device_put(array, before.sharding) if before.committed else array
 
 
 def _nnx() -> ModuleType:

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._compat import placed_as
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, path_of
+from jdist._tree import PyTree, described, path_of, unworded, words
 from jdist.autograd.contexts.locks import holding
 from jdist.autograd.optimizer.compiled_optimizer import CompiledOptimizer
 from jdist.autograd.recording.variable import Variable
@@ -99,13 +100,14 @@ class OwnedOptimizer:
     def read(self) -> dict[str, np.ndarray]:
         """All numbers of the parameters and the state, by path."""
         tree = self._alone(self._tree)
-        return {path: _numbers(leaf) for path, leaf in _leaves(tree).items()}
+        leaves = _leaves(tree).items()
+        return {path: np.asarray(words(jnp.asarray(leaf))) for path, leaf in leaves}
 
     def describe(self) -> dict[str, str]:
         """The dtypes and shapes of the same numbers, by path."""
         tree = self._alone(self._tree)
         return {
-            path: described(_words(jnp.asarray(leaf)))
+            path: described(words(jnp.asarray(leaf)))
             for path, leaf in _leaves(tree).items()
         }
 
@@ -119,7 +121,7 @@ class OwnedOptimizer:
         def act() -> None:
             _refuse_if_given_up()
             leaves = _leaves(self._tree())
-            here = {p: described(_words(jnp.asarray(x))) for p, x in leaves.items()}
+            here = {p: described(words(jnp.asarray(x))) for p, x in leaves.items()}
             check_same({p: described(x) for p, x in numbers.items()}, here)
             structure: Any = jax.tree.structure(self._tree())
             tree = structure.unflatten(
@@ -196,22 +198,6 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
     return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _is_key(array: jax.Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
-
-
-def _words(array: jax.Array) -> jax.Array:
-    """The array, or of PRNG keys their words."""
-    return jax.random.key_data(array) if _is_key(array) else array
-
-
-def _numbers(leaf: PyTree) -> np.ndarray:
-    return np.asarray(_words(jnp.asarray(leaf)))
-
-
 def _refilled(numbers: np.ndarray, leaf: PyTree) -> jax.Array:
     before = jnp.asarray(leaf)
-    array = jnp.asarray(numbers)
-    if _is_key(before):
-        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(before))
-    return jax.device_put(array, before.sharding) if before.committed else array
+    return placed_as(unworded(jnp.asarray(numbers), before), before)

@@ -23,12 +23,10 @@ from jdist._checkpoint import (
     check_same,
     descriptions,
     struct_of,
-    unworded,
-    words,
 )
 from jdist._errors import requirement
 from jdist._fit import check_state
-from jdist._tree import PyTree, path_of
+from jdist._tree import PyTree, path_of, unworded, words
 from jdist.data_parallel.step.train_state import TrainState
 from jdist.data_parallel.step.zero import Sharded
 

@@ -16,7 +16,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._errors import requirement
-from jdist._tree import PyTree, described, merge, named_leaves
+from jdist._tree import (
+    PyTree,
+    described,
+    is_key,
+    merge,
+    named_leaves,
+    unworded,
+    words,
+)
 from jdist.data_parallel.replicas.layout import is_divided
 
 
@@ -126,12 +134,9 @@ def _check_processes(tree: PyTree, name: str) -> None:
 
 
 def _from_process_0(tree: PyTree) -> PyTree:
-    """Keys travel as their words."""
-    words = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-    sent = multihost_utils.broadcast_one_to_all(words)
-    return jax.tree.map(
-        lambda x, own: _as_key(x, own) if _is_key(own) else x, sent, tree
-    )
+    # A collective takes no keys, and returns arrays of NumPy.
+    sent = multihost_utils.broadcast_one_to_all(jax.tree.map(words, tree))
+    return jax.tree.map(unworded, sent, tree)
 
 
 def _first_copy(leaf: Any) -> PyTree:
@@ -144,14 +149,6 @@ def _first_copy(leaf: Any) -> PyTree:
 def _placed(leaf: Any, place: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(leaf, place)
-    if _is_key(leaf):
-        return _as_key(_placed(jax.random.key_data(leaf), place), leaf)
+    if is_key(leaf):
+        return unworded(_placed(words(leaf), place), leaf)
     return jax.make_array_from_process_local_data(place, np.asarray(leaf))
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _as_key(words: Any, like: PyTree) -> PyTree:
-    return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(like))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._errors import check_choice
-from jdist._tree import PyTree, merge, split_inexact
+from jdist._tree import PyTree, is_key, merge, split_inexact, unworded, words
 from jdist.reduction import weighted_mean
 
 RULES = ("mean", "first")
@@ -75,9 +75,8 @@ def _of_first(state: PyTree, weight: jax.Array, axis_name: Hashable) -> PyTree:
     first = jnp.where(first == beyond, 0, first)
 
     def picked(leaf: jax.Array) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            words = picked(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+        if is_key(leaf):
+            return unworded(picked(words(leaf)), leaf)
         if leaf.dtype == bool:  # No sum of booleans.
             return picked(leaf.astype(jnp.uint8)).astype(bool)
         # A sum with one term that is not 0 is a broadcast, bit for bit.
