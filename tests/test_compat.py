@@ -102,6 +102,19 @@ def test_a_cotangent_goes_where_its_value_is():
     }  # fmt: skip
 
 
+def test_an_array_is_put_in_the_place_of_another():
+    """On that one's device if it was committed there; else it stays where it is."""
+    first, third = jax.devices("cpu")[0], jax.devices("cpu")[2]
+    array = jnp.float32([3, 7])
+    for before, expected in [
+        (jax.device_put(array, third), (True, third)),
+        (jnp.float32([1, 2]), (False, first)),
+    ]:
+        found = _compat.placed_as(array, before)
+        assert (found.committed, found.device) == expected
+        assert found.tolist() == [3, 7]
+
+
 def test_memory_that_was_placed_is_let_go():
     """Once its array is gone, and not only when the next one is placed."""
     memory = Memory(4096 + 64)

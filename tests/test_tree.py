@@ -1,4 +1,4 @@
-"""Leaf paths, splitting by dtype, and the count of examples."""
+"""Leaf paths, splitting by dtype, the count of examples, and PRNG keys."""
 
 import jax
 import jax.numpy as jnp
@@ -85,3 +85,19 @@ def test_trees_are_added_where_both_have_a_leaf():
     assert found[2] is ours
     assert found[3] is None
     assert _tree.add_trees([2.0], [3.0], lambda a, b: a * b) == [6.0]
+
+
+def test_keys_are_taken_apart_and_made_again():
+    """Of their own kind, also from NumPy's arrays; what is no key stays itself."""
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 2)
+    words = _tree.words(keys)
+    assert words.dtype == jnp.uint32
+    again = _tree.unworded(np.asarray(words), keys)
+    assert again.dtype == keys.dtype
+    assert jax.random.normal(again[1], 5).tolist() == (
+        jax.random.normal(keys[1], 5).tolist()
+    )
+    array = jnp.arange(4, dtype=jnp.uint32)
+    assert _tree.words(array) is array
+    assert _tree.unworded(array, words) is array
+    assert [_tree.is_key(x) for x in (keys, words, 3.0, None)] == [True] + 3 * [False]
